@@ -20,8 +20,8 @@ _PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "OptimizerConfig": (("core/optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-"""Configuration → (file, class) of its class, of classes from which that inherits, and of classes that a model may use
-in its place."""
+"""Configuration class → file and name of the class, of the classes that it inherits from, and of those that a model may
+use in its place."""
 
 
 def require_fields(names: Iterable[str], class_name: ClassName, where: str) -> None:

@@ -139,7 +139,8 @@ def refuse_setup(setup: Setup) -> None:
 
 
 def nearest_mesh(setup: Setup) -> str:
-    """A sentence that names the sizes nearest to those of `setup` that pass all mesh checks, or says that none do."""
+    """A sentence that names the sizes that pass all mesh checks and are nearest to those of `setup`, or says that no
+    sizes pass."""
     names = [name for name in SIZES if (setup.fields.get(name) or 1) > 1]
     best = min(
         (candidate for candidate in _meshes(setup, names) if _first(_MESH_CHECKS, candidate) is None),
