@@ -16,8 +16,8 @@ from rl_core.rank_kit.state_files import state_not_written
 
 
 class BackgroundWriter:
-    """Writes one state at a time while the calling thread continues. Each rank has its own writer; creating
-    it is collective."""
+    """Writes one state at a time while the calling thread continues. Each rank has its own writer; creating it
+    is collective."""
 
     def __init__(self, *, is_alone: bool) -> None:
         self.group: dist.ProcessGroup | None = None if is_alone else new_cpu_group()

@@ -32,7 +32,7 @@ def require_heads(num_heads: int, group: UlyssesGroup, where: str) -> None:
 def heads_for_tokens(tensor: Tensor, group: UlyssesGroup) -> Tensor:
     """[B, heads, L / size, D] of this rank's tokens to [B, heads / size, L, D] of its heads.
 
-    Key/value heads are repeated if their number is not a multiple of the number of ranks.
+    Key/value heads are repeated until their number is a multiple of the number of ranks.
     """
     num_heads = tensor.shape[1]
     repeats = math.lcm(num_heads, group.size) // num_heads
