@@ -1,10 +1,10 @@
 """The key-value cache of rows that decode together; its copying is linear in the sampled tokens, not quadratic.
 
 Every row is left-padded and ends at the last column in use, so appending a token appends one column. Spare columns
-follow: their number doubles when they are used up, and a step writes only its own column. When rows leave, the last
-remaining rows move to the free places, so a sample's end moves at most one row. Columns that are padding for all rows
-are hidden from attention, and dropped when the columns double. Padding is always zero, never another row's leftovers:
-attention gives it weight 0, and 0 times a non-finite value is not 0.
+follow, and a step writes only its own column. When none is left, the rows move to new tensors, with as many spare
+columns as columns in use. When rows leave, the last remaining rows move to the free places, so a sample's end moves at
+most one row. Columns that are padding for all rows are hidden from attention, and left out of new tensors. Padding is
+always zero, never another row's leftovers: attention gives it weight 0, and 0 times a non-finite value is not 0.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class RowCache:
         return cache
 
     def appended(self) -> None:
-        """Call after the model has written that column."""
+        """Call after the model has written the column for which `with_room` made space."""
         self._end += 1
 
     def add(self, num_rows: int, width: int, like: Layers) -> None:
         """Adds empty rows of at most `width` columns, to be written by `fill`.
 
         Args:
-            like: tensors whose shapes are those of one row.
+            like: keys and values of any rows of this model; the new ones get their heads, head size, dtype and device.
         """
         num_before, width_before = self.num_rows, self._end - self._start
         width, num_rows = max(width, width_before), num_before + num_rows

@@ -35,7 +35,8 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
         model_kwargs: passed to `from_pretrained`, e.g. `attn_implementation`.
 
     Raises:
-        ConfigError: no such model, or its layers keep state other than keys and values (Mamba, linear attention).
+        ConfigError: the model does not exist or cannot be loaded, or its layers keep state other than keys and values
+            (Mamba, linear attention).
     """
     try:
         config = AutoConfig.from_pretrained(path)

@@ -112,8 +112,8 @@ class LocalEnginePlugin:
 
 
 def _require_known(spec: EngineSpec) -> None:
-    """`from_pretrained` takes its own parameters and the fields of the model's configuration; if the model is not a
-    local directory, they are checked only when it is loaded."""
+    """Raises ConfigError for names in `init_kwargs` that are neither parameters of `from_pretrained` nor fields of the
+    model's configuration. If the model is not a local directory, only loading it checks them."""
     try:
         fields = json.loads(Path(spec.model_path, "config.json").read_text())
     except (OSError, ValueError):

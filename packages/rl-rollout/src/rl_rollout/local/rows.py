@@ -52,7 +52,7 @@ Ended = list[tuple[Sample, Completion]]
 
 
 class Rows:
-    """At most `max_rows` samples that decode together. Synchronous, and touched by one thread only."""
+    """Samples that decode together. Synchronous, and touched by one thread only."""
 
     def __init__(self, model: PreTrainedModel, choices: ExpertChoices | None = None) -> None:
         self._model = model
@@ -69,7 +69,8 @@ class Rows:
 
     @torch.inference_mode()
     def join(self, samples: Sequence[Sample], version: int) -> Ended:
-        """Adds samples, each with its first token; returns those that ended. Each distinct prompt is computed once."""
+        """Adds samples and samples the first token of each; returns those that ended. Each distinct prompt is computed
+        once."""
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.prompt_tokens for sample in samples))}
         prompt_B = np.array([place[sample.prompt_tokens] for sample in samples])
         logits_PV, routes = self._prefill(list(place), prompt_B)
@@ -103,7 +104,7 @@ class Rows:
 
     @torch.inference_mode()
     def remove(self, rows: Iterable[int]) -> Ended:
-        """Removes rows before their end; returns their samples so far, with the stop reason `abort`."""
+        """Removes rows before their end; returns their samples with the tokens so far and the stop reason `abort`."""
         rows_F = np.array(sorted(rows), dtype=np.int64)
         reasons: list[StopReason] = ["abort"] * len(rows_F)
         return self._take(rows_F, reasons)

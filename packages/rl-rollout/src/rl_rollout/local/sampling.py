@@ -21,8 +21,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MAX_CHUNK_ELEMENTS = 1 << 22
 """Number of logits processed at a time: float64 sums of a whole batch over a large vocabulary would need gigabytes."""
 
-"""The per-row numbers that `draw` reads, by field of `SamplingParams`."""
-
 
 def hashed_seeds(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
     """Hashes any integers to well-mixed 64-bit states [B]; neighbouring seeds get unrelated states."""
@@ -48,7 +46,7 @@ def _splitmix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def knob_array(params: Sequence[SamplingParams]) -> npt.NDArray[np.float32]:
-    """[B, 4]: temperature, top_k, top_p, min_p."""
+    """The numbers that `draw` reads, one row per sample [B, 4]: temperature, top_k, top_p, min_p."""
     return np.array([[p.temperature, p.top_k, p.top_p, p.min_p] for p in params], dtype=np.float32).reshape(-1, 4)
 
 

@@ -1,7 +1,7 @@
 """Schedules samples: waiting queue, running rows, pausing, aborting, and the weight version.
 
 Synchronous and without threads; `engine` runs it on its own thread. Between two calls every sample is in exactly one
-place: `_held` (submitted after a pause), `_waiting`, or the rows.
+place: `_held` (submitted during a pause), `_waiting`, or the rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rl_rollout.local.rows import Ended, Rows, Sample
 PauseMode = Literal["keep", "abort", "wait"]
 
 _JOIN_FRACTION = 8
-"""Waiting samples join when 1/8 of the rows are free: each join costs a prefill and a copy of the cache."""
+"""Waiting samples join when 1/8 of the rows are free, or enough rows for all of them: each join costs a prefill and a
+copy of the cache."""
 
 
 class Scheduler:
@@ -64,7 +65,8 @@ class Scheduler:
         return ended
 
     def pause(self, mode: PauseMode) -> Ended:
-        """Stops sampling; `abort` first ends all samples. With `wait`, call `step` until `has_work` is false."""
+        """`keep` stops sampling, `abort` ends all samples too. `wait` lets the samples submitted so far finish: call
+        `step` until `has_work` is false."""
         self._pause = mode
         return self.abort(None) if mode == "abort" else []
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class StopStringWatch:
     """Decodes one response piece by piece and says when it contains a stop string.
 
-    Each piece is decoded together with the one before it, because a token's text depends on its neighbours, and is held
-    back while it ends inside a multi-byte character.
+    Each piece is decoded together with the piece before, because a token's text depends on its neighbours. A piece that
+    ends inside a multi-byte character waits for the next token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
