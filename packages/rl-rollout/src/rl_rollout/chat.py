@@ -1,9 +1,8 @@
 """Prompts as token ids, token ids as text.
 
-A text prompt is encoded as it is: nothing is added, not even a beginning-of-sequence token, because a row may be the
-middle of a document, and because a rendered chat template already contains its special tokens. Chat messages go through
-the tokenizer's chat template, which writes the special tokens that the model expects and the tools that the environment
-offers.
+Chat messages go through the tokenizer's chat template, which writes the special tokens that the model expects and the
+tools that the environment offers. Text is encoded as it is, without even a beginning-of-sequence token: the text of a
+row may be the middle of a document, and a rendered template already contains its special tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or name. Raises ConfigError if it has none."""
+    """The tokenizer of a model directory or name. Raises ConfigError if there is none, or it cannot be fetched or
+    loaded."""
     if not has_tokenizer(path):
         raise ConfigError(
             f"{_MODEL_PATH}: {path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
@@ -87,8 +87,8 @@ class TokenCodec:
         """Token ids of a prompt, with the template's opening of the assistant's turn after chat messages.
 
         Raises:
-            DataError: the prompt is neither text nor messages, is empty, is refused by the template, or is text
-                although there are tools to show.
+            DataError: the prompt is neither text nor messages, is empty, or is text although there are tools to show;
+                or the tokenizer has no template for messages, or the template refuses them.
             ConfigError: the template does not show tools.
         """
         tokens = self.encode_text(self.prompt_text(prompt))
@@ -149,5 +149,5 @@ class TokenCodec:
 
 
 def _given(message: Message) -> dict[str, Any]:
-    """The message without keys that are None, because templates test whether a message has `tool_calls`."""
+    """The message without keys whose value is None, because templates test whether a message has `tool_calls`."""
     return {key: value for key, value in message.items() if value is not None}

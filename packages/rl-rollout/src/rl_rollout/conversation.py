@@ -37,7 +37,7 @@ def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> Hist
     """Starts the conversation that `prompt` opens.
 
     Args:
-        turns: for the tools of this conversation.
+        turns: encodes what stands between two responses, with the tools of this conversation.
         step_wise: a turn may be a sequence of its own, so the template may change earlier turns.
     """
     if isinstance(prompt, str):

@@ -53,7 +53,7 @@ class EnvironmentPool:
 
     consumes     episodes (`opened`)
     produces     environments
-    waits for    a free worker, if `num_workers` limits them
+    waits for    a free thread or process; `num_workers` is their number
     unblocked by an episode's end
     """
 
@@ -82,10 +82,11 @@ class EnvironmentPool:
     async def opened(
         self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
     ) -> AsyncIterator[EnvironmentCalls]:
-        """An environment for one episode, which is closed at its end.
+        """The environment of one episode, closed when the context ends.
 
         Raises:
             ConfigError: the environment cannot run in its placement. HangingThreads: too many threads hang.
+            DeadlineError: its process did not import it in time.
             EnvironmentFailure, DeadlineError: closing it failed after an episode without failure.
         """
         kind = self.placement_of(factory)
@@ -101,7 +102,7 @@ class EnvironmentPool:
             await calls.close()
 
     async def aclose(self) -> None:
-        """Ends the processes."""
+        """Ends the processes that play no episode."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*(process.end() for process in idle))
 
@@ -221,7 +222,8 @@ def placement_of(
 
 
 def pickled(factory: EnvironmentFactory, where: str = "") -> bytes:
-    """The factory, pickled for another process. Raises ConfigError if that process could not import it."""
+    """The factory, pickled for another process. Raises ConfigError if it cannot be pickled, or is defined in the script
+    that was started."""
     try:
         if getattr(factory, "__module__", None) == "__main__":
             raise pickle.PicklingError("it is defined in the script that was started, which no other process imports")
@@ -238,7 +240,7 @@ def _name(factory: EnvironmentFactory) -> str:
 
 
 def _allow_files(count: int) -> None:
-    """Raises this process's limit of open files as far as the system allows."""
+    """Raises this process's limit of open files to `count`, or as far towards it as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)

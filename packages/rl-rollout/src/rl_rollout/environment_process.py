@@ -69,7 +69,7 @@ class EnvironmentHost:
         return await require_awaitable(self._environment.step(action), "step")
 
     async def close(self) -> None:
-        """Closes the environment and leaves nothing behind for the next episode."""
+        """Closes the environment and cancels the tasks that it left, so that the next episode finds none."""
         environment, self._environment = self._environment, None
         try:
             if environment is not None:

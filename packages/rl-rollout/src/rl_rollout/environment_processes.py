@@ -1,7 +1,7 @@
 """The controller's side of environments in processes; `environment_process.py` is the other side.
 
-A process plays one episode at a time, so that ending it affects no other episode. It is reused until a call of its
-episode is abandoned or it dies.
+A process plays one episode at a time, so that ending it affects no other episode. It is reused until it dies, or until
+a call of its episode is abandoned.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from rl_rollout.environment_calls import EnvironmentFailure, caught, offered_too
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 _GRACE_S = 1.0
-"""How long a thread whose call was abandoned may take to return and close its environment before it is abandoned
-too."""
+"""After a call was abandoned, how long its thread may take to begin closing the environment; then the thread is
+abandoned too."""
 
 
 class LeftThreads:
@@ -41,8 +41,8 @@ class LeftThreads:
 class ThreadedEnvironment:
     """An environment that lives in a thread.
 
-    An abandoned call is cancelled in its thread, which takes effect at its next `await`. A blocked thread cannot be
-    killed: it is abandoned, closes the environment when it returns, and does not keep the process alive.
+    An abandoned call is cancelled in its thread, with effect at the call's next `await`. A blocked thread cannot be
+    killed: it is abandoned, closes the environment when its call returns, and does not keep the process alive.
     """
 
     def __init__(self, make: Callable[[], Environment], left: LeftThreads) -> None:

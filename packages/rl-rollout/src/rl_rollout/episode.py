@@ -88,8 +88,10 @@ async def play(
         example_call: see `Action`.
 
     Raises:
-        DataError: the environment's answer violates its contract.
+        DataError: the environment's answer violates its contract, or the chat template refuses it.
+        ConfigError: the chat template cannot be used for several turns in one sequence.
         EnvironmentFailure: the environment raises. DeadlineError: it does not answer in time.
+        Whatever `respond` raises.
     """
     turns: list[PlayedTurn] = []
     room: float = math.inf

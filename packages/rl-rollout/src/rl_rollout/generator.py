@@ -232,7 +232,7 @@ def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerat
     """Creates the generator that `spec`, with `EnvironmentGeneratorOptions`, describes.
 
     Raises:
-        ConfigError: the model has no tokenizer.
+        ConfigError: the model has no usable tokenizer.
         PluginError: an unknown environment.
     """
     options: EnvironmentGeneratorOptions = spec.options

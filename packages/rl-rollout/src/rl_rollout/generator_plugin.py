@@ -21,8 +21,8 @@ class EnvironmentGeneratorPlugin:
     options_class: type = EnvironmentGeneratorOptions
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Raises ConfigError if the environment cannot run in its placement; for environments named by rows, playing
-        them raises it."""
+        """Raises PluginError if the environment is unknown, ConfigError if it cannot run in its placement or its reward
+        functions do not fit. An environment that a row names is checked only when the row is played."""
         if spec.env_class is not None:
             key = "environment.env_class"
             factory = plugins.load("rl_core.environments", spec.env_class, key=key)

@@ -57,8 +57,8 @@ def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
     """The functions by name, in order; duplicate names get a number.
 
     Raises:
-        ConfigError: no function is named, or one cannot be called with completions.
-        PluginError: a function cannot be imported.
+        ConfigError: no function is named, a path has no colon, or a function does not take `completions`.
+        PluginError: a path cannot be imported, or leads to something else than a function.
     """
     if not paths:
         raise ConfigError(f"{KEY}: got no function; set e.g. {KEY}=[my_module:reward]")

@@ -174,17 +174,18 @@ def _tools_of(row: Row) -> Sequence[ToolSchema]:
 
 
 def _without_none(value: Any) -> Any:
-    """Removes keys that are None, at any depth: a Parquet file gives all functions the same parameters."""
+    """Removes keys whose value is None, at any depth: a Parquet file gives all functions the same parameters."""
     if isinstance(value, Mapping):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def _marked(row: Mapping[str, Any]) -> Supervised:
-    """A row of token ids."""
+    """The sequence of a row of token ids."""
     tokens = row["input_ids"]
     if not _are_integers(tokens) or len(tokens) < 2:
         raise DataError(f"'input_ids' must be a list of at least two token ids, got {str(tokens)[:80]}")
+    # Nothing precedes the first token, so it cannot be predicted.
     trained = [False] + [True] * (len(tokens) - 1)
     masks = {name: row[name] for name in _MASKS if row.get(name) is not None}
     if row.get("labels") is not None:
@@ -192,7 +193,6 @@ def _marked(row: Mapping[str, Any]) -> Supervised:
     for name, mask in masks.items():
         if len(mask) != len(tokens):
             raise DataError(f"{name!r} has {len(mask)} values for {len(tokens)} tokens of 'input_ids'")
-        # Nothing precedes the first token, so it cannot be predicted.
         trained = [is_trained and bool(value) for is_trained, value in zip(trained, mask, strict=True)]
     if not any(trained):
         raise DataError(f"no token of 'input_ids' is marked as trained ({', '.join(masks)})")

@@ -2,9 +2,9 @@
 
 What the policy sampled is never rendered or encoded: it stays in the conversation token for token. The template only
 provides the tokens between two responses: the end of the policy's turn, the observation's messages and the opening of
-the next turn. It is found by rendering a fixed short conversation around the same observation and cutting it after the
-assistant's text. A template may render everything differently with tools, so that conversation is rendered with the
-same tools (`TurnTokens.codec`).
+the next turn. To find them, a fixed short conversation around the same observation is rendered, and cut after the
+assistant's text. A template may render everything differently with tools, so the fixed conversation is rendered with
+the tools of the real one (`TurnTokens.codec`).
 
     response      <|im_end|> \\n <|im_start|> user \\n  higher  <|im_end|> \\n <|im_start|> assistant \\n
     sampled  ──►  (the end token once: the sampled one, or the template's if the response was cut off)
@@ -78,7 +78,8 @@ class TurnTokens:
     def how_it_changes(self, opening: Sequence[Message], observation: Sequence[Message]) -> str | None:
         """Describes how the template changes earlier turns when later ones follow; None if it does not.
 
-        Depends only on the roles: renders two turns after `opening`, once without and once with thinking.
+        Renders two turns after `opening`, once without and once with thinking. The result is kept for all conversations
+        of the same roles.
         """
         roles = (_roles(opening), _roles(observation))
         if roles not in self._changes:
