@@ -54,7 +54,8 @@ class BroadcastSender:
         """Broadcasts each bucket while the next one is made and the previous one's checksums are computed.
 
         Raises:
-            WeightSyncError: a receiver or the controller left, or the sync was closed.
+            WeightSyncError: a receiver expects another version, a receiver or the controller left, or the sync was
+                closed.
             DeadlineError: a receiver did not join.
         """
         with sending(self._rendezvous, self._rank, buckets) as channel:
@@ -100,8 +101,8 @@ class Stages:
         self._stages = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
     def packed(self, bucket: WeightBucket) -> WeightBucket:
-        """The packed bucket, valid until the call after next. A bucket on a GPU is returned as it is, because torch
-        caches GPU memory itself."""
+        """The packed bucket, valid until the call after next. A bucket that is packed already, or on a GPU, is returned
+        as it is: torch caches GPU memory itself."""
         if bucket.parts is None or any(part.is_cuda for part in bucket.parts):
             return bucket
         self._stages.reverse()
@@ -119,10 +120,10 @@ class BroadcastReceiver:
         self._rendezvous = rendezvous
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields all ranks' buckets as they arrive, while the next one is received; after a rank's last bucket, its
-        checksums must match the received data.
+        """Yields all ranks' buckets as they arrive, and receives the next one meanwhile. After a rank's last bucket,
+        the checksums that the rank sent must match the received data.
 
-        A bucket's memory is never reused, because vLLM keeps parts of it until it has a layer's last tensor.
+        A bucket's memory is never reused, because vLLM keeps parts of it until a layer's last tensor has come.
 
         Raises:
             DeadlineError: a rank stopped sending.
@@ -196,7 +197,7 @@ class Group:
         self._channel = channel
         self._data: Tensor | None = None
         self._work: Any = None
-        """The broadcast in flight, with its memory."""
+        """The broadcast in flight; `_data` is its memory."""
 
     @classmethod
     def connected(cls, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> Group:

@@ -163,7 +163,7 @@ class Channel:
             raise _closed(error) from error
 
     def wait_until_taken(self, place: int, numbers: Sequence[int]) -> None:
-        """Returns when all these receivers have taken it."""
+        """Returns when all these receivers have taken the bucket of message `place`."""
         for number in numbers:
             self._get(f"taken/{place}/{number}", f"receiver {number} to take bucket {place}", timeout_s=self.timeout_s)
 

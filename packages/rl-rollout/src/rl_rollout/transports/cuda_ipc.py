@@ -3,9 +3,9 @@
 For colocated training: an engine copies each bucket directly from the rank's memory. Not staged: engines load buckets
 as they arrive. At most two buckets of a rank wait for engines at a time.
 
-vLLM's own IPC transfer uses the same handles, but needs all names and shapes before the first tensor and a client of
-its server in the training rank, and does not report what arrived. So here the handles travel in the sync's log, with
-checksums; vLLM does the loading.
+vLLM's own IPC transfer uses the same handles, but it needs all names and shapes before the first tensor, needs a client
+of vLLM's server in the training rank, and does not report what arrived. So here the handles travel in the sync's log,
+with checksums, and vLLM only does the loading.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class CudaIpcTransport:
     receiver: str = "rl_rollout.transports.cuda_ipc_ends:CudaIpcReceiver"
 
     def validate(self) -> None:
-        """Raises ConfigError if CUDA is unavailable: torch was built without it, or this machine has no GPU."""
+        """Raises ConfigError if CUDA is unavailable: torch was built without it, or this machine has no GPU and the run
+        joins no Ray cluster."""
         import torch
 
         if torch.version.cuda is None:
             missing = f"this torch ({torch.__version__}) was built without CUDA"
-        elif not torch.cuda.is_available() and "RAY_ADDRESS" not in os.environ:  # other nodes of a cluster may
+        elif not torch.cuda.is_available() and "RAY_ADDRESS" not in os.environ:  # or other nodes may
             missing = "this machine has none"
         else:
             return

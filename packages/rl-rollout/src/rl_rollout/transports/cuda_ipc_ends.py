@@ -45,7 +45,8 @@ class CudaIpcSender:
         """Announces each bucket to the receivers and keeps it until all have copied it.
 
         Raises:
-            WeightSyncError: the weights are not on a GPU, a receiver cannot see that GPU, or the sync was closed.
+            WeightSyncError: the weights are not on a GPU, a receiver expects another version or cannot see that GPU, or
+                the sync was closed.
             DeadlineError: a receiver did not join, or did not take a bucket.
         """
         with sending(self._rendezvous, self._rank, buckets) as channel:
@@ -96,8 +97,8 @@ class CudaIpcReceiver:
             number = channel.register_receiver({"version": version})
 
             def take(message: Mapping[str, Any], place: int) -> WeightBucket:
-                # A copy, because vLLM keeps parts of a bucket until it has a layer's last tensor, but the rank keeps it
-                # only until it is acknowledged.
+                # A copy, because vLLM keeps parts of a bucket until a layer's last tensor has come, but the rank keeps
+                # the bucket only until this process acknowledges it.
                 data = opened(message).to(device, copy=True)
                 torch.cuda.current_stream(device).synchronize()
                 channel.acknowledge(place, number)

@@ -61,7 +61,7 @@ class FilesTransport:
             )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Makes the sync's directory (readable by this user only)."""
+        """Makes the sync's directory, and a second one in memory if none is configured (readable by this user only)."""
         del num_engines  # any number of engines may read
         directories = [make_folder(self.directory, self.run)]
         if self.directory is None and os.access(_SHARED_MEMORY, os.W_OK):
@@ -87,8 +87,8 @@ class FilesSender:
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Writes buckets as they come, so only one is in memory at a time. Raises WeightSyncError if it cannot
-        write."""
+        """Writes buckets as they come, so only one is in memory at a time. Raises WeightSyncError if a file cannot be
+        written."""
         from rl_core.rank_kit.weight_buckets import draining
 
         tensors: dict[str, TensorRecord] = {}
@@ -139,7 +139,8 @@ class FilesReceiver:
 
         Raises:
             DeadlineError: a rank's manifest did not come.
-            WeightSyncError: a wrong version, a missing, truncated or damaged file, or a sync that was closed meanwhile.
+            WeightSyncError: a wrong version, a missing, truncated or damaged file, a file outside the sync's
+                directories, or a sync that was closed meanwhile.
         """
         manifests = self._wait_for_manifests()
         for rank, manifest in enumerate(manifests):

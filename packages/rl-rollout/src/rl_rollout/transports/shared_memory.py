@@ -11,8 +11,8 @@ as much as the copy. An engine holds a shared file lock on the segments it has m
 exclusive lock leaves the segment to the engine and takes a new one, so a segment that is being read is never
 overwritten.
 
-Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r, `<directory>/rank<r>.json` gives their
-number.
+Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r, `<directory>/rank<r>.json` gives the
+number of rank r's buckets.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Segment:
         self.tensor = torch.empty(0, dtype=torch.uint8)
         if num_bytes:
             try:
-                os.posix_fallocate(self._fd, 0, num_bytes)  # raises; touching a missing page later would kill
+                os.posix_fallocate(self._fd, 0, num_bytes)  # raises if memory is short; a write would kill
                 self.tensor = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
             except BaseException:
                 self.close()
@@ -229,8 +229,8 @@ class Segment:
 
 
 class SegmentPool:
-    """The segments of one rank. One sync at a time uses it, as a context manager; segments that two consecutive syncs
-    did not need are freed."""
+    """The segments of one rank. One sync at a time uses the pool, as a context manager; segments that this sync did not
+    need are freed at its end."""
 
     def __init__(self) -> None:
         self._free: list[Segment] = []

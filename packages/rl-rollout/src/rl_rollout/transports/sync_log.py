@@ -1,4 +1,4 @@
-"""The messages in the log of a sync: one per bucket, then the rank's checksums, or that the rank failed.
+"""A rank's messages in the log of a sync: one per bucket, then its checksums; or that it failed.
 
 Shared by the transports whose ranks and receivers communicate over a `Channel`; each adds its own kinds of messages.
 """
@@ -51,7 +51,7 @@ def receiving(rendezvous: Rendezvous) -> Iterator[None]:
 
 
 def require_version(receivers: Sequence[Mapping[str, Any]], version: int) -> None:
-    """Raises WeightSyncError unless all receivers expect the version that is sent; then nobody connects."""
+    """Call before connecting: raises WeightSyncError unless all receivers expect the version that is sent."""
     others = [receiver["version"] for receiver in receivers if receiver["version"] != version]
     if others:
         raise WeightSyncError(f"got weight version {version} to send, but an engine expects {others[0]}")
@@ -83,8 +83,12 @@ def follow(
     Args:
         channel: the sync's.
         version: expected version.
-        take: called with each message of the transport's own kinds and its place; returns the bucket it brings, or
-            None.
+        take: called with each message that announces neither a failure nor an end, and with its place; returns the
+            bucket that the message brings, or None.
+
+    Raises:
+        WeightSyncError: another version, damaged or missing tensors, a rank that failed, or a closed sync.
+        DeadlineError: a rank stopped sending.
     """
     records: dict[int, dict[str, TensorRecord]] = {rank: {} for rank in range(channel.num_ranks)}
     for place in itertools.count():
