@@ -14,7 +14,8 @@ from rl_rollout.vllm.weights.adapters import POLICY_ADAPTER
 
 
 class EngineWithAdapter(AsyncLLM):
-    """Gives the policy's adapter to every request that names none, on all routes, so that none gets the bare model."""
+    """Gives the policy's adapter to every request that names no adapter, on all routes: no request gets the bare
+    model."""
 
     async def add_request(self, *args: Any, lora_request: LoRARequest | None = None, **kwargs: Any) -> Any:
         """See `AsyncLLM.add_request`."""
@@ -27,7 +28,7 @@ class NamedAdapters:
     def __init__(self, engine: AsyncLLM, models: OpenAIServingModels) -> None:
         self._engine = engine
         self._models = models
-        # The engine identifies adapters by numbers; reserves the policy's.
+        # The engine identifies adapters by numbers. This reserves the policy's number.
         models.lora_id_counter.inc(POLICY_ADAPTER.lora_int_id)
 
     def __getitem__(self, name: str) -> LoRARequest:

@@ -23,8 +23,8 @@ class _Call:
 class Calls:
     """Joins a repeated request to the running one, or returns the finished answer.
 
-    Finished answers are kept, newest first, up to `max_kept_bytes`: a client repeats its request if the answer was lost
-    on the way. Failed requests are forgotten, so a repeated one is computed again.
+    The newest finished answers are kept, up to `max_kept_bytes`: a client repeats its request if the answer was lost on
+    the way. Failed requests are forgotten, so a repeated one is computed again.
     """
 
     def __init__(self, *, max_kept_bytes: int = _MAX_KEPT_BYTES) -> None:
@@ -39,7 +39,7 @@ class Calls:
         return tuple(self._running)
 
     async def answer(self, sample_id: str, body: bytes, compute: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """The answer of `compute`, which runs at most once per id.
+        """The answer of `compute`, which does not run again while it runs for this id, or its answer is kept.
 
         Args:
             sample_id: the request's id.

@@ -184,8 +184,9 @@ class RemoteInferenceClient:
         """See `InferenceClient.update_weights`. The supervisor handles a server that dies meanwhile.
 
         Raises:
-            WeightSyncError: a live server did not get the version, or a server died in a sync that is not staged; then
-                no server serves it.
+            WeightSyncError: a live server did not get the version, servers received different weights, all servers were
+                lost, or one was lost in a sync that is not staged. In all these cases no server serves the version.
+            DeadlineError: no server was up in time, or a server did not answer in time.
         """
         arguments = self._update_arguments(rendezvous, version)
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)

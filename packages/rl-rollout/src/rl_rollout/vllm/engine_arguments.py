@@ -73,7 +73,7 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
         spans_nodes: whether no single machine has room for all ranks of an engine.
 
     Raises:
-        ConfigError: vLLM's CPU build does not support the options.
+        ConfigError: vLLM's CPU build does not support the options with this model.
     """
     options, lora = spec.options, spec.lora
     if not has_gpus:
@@ -167,7 +167,8 @@ def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
 
 @cache
 def known_arguments() -> frozenset[str]:
-    """Names of vLLM's engine arguments, read from its source because importing it takes more than ten seconds."""
+    """Names of vLLM's engine arguments, read from its source because importing it takes more than ten seconds. Raises
+    ConfigError if it is not installed."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""Fixes for bugs of vLLM: reloading weights, seeds and AMX on CPUs, adapters, and shared memory.
+"""Fixes for bugs of vLLM and tqdm: reloading weights, seeds and AMX on CPUs, adapters, and shared memory.
 
-Applied in every worker before it loads its model; the two fixes that unlink memory, in all processes of a server. Each
-fix names version and bug, says when it can go, and raises if vLLM no longer has what it wraps.
+Every worker calls `apply` before it loads its model, and `repack_tied_heads_on_cpu` after every reload. The three fixes
+for shared memory are applied in all processes that a server starts (`orphans.end_with_parent`). Each fix names version
+and bug, says when it can go, and raises if vLLM no longer has what it wraps.
 """
 
 from __future__ import annotations
@@ -199,9 +200,9 @@ def unlink_message_queues() -> None:
 def lock_progress_bars_by_threads() -> None:
     """tqdm 4: an engine that dies leaves a semaphore of 32 bytes in /dev/shm for each process that showed a bar.
 
-    The first bar creates a lock for several processes, whose name in a spawned process only exit handlers remove. No
-    other process writes to an engine process's bars, so a lock for threads is enough. Shown by
-    tests/rollout/vllm/test_faults.py. Can go when that passes without the fix.
+    The first bar creates a lock for several processes. In a spawned process only exit handlers remove the lock's name,
+    and a killed process runs none. No other process writes to an engine process's bars, so a lock for threads is
+    enough. Shown by tests/rollout/vllm/test_faults.py. Can go when that passes without the fix.
     """
     import_module("tqdm").tqdm.set_lock(threading.RLock())  # vllm depends on it
 

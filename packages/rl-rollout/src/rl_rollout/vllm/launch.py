@@ -31,7 +31,9 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
     """Creates a client whose servers are ready and hold the weights of `spec.model_path`.
 
     Raises:
-        ConfigError: Ray's cluster is too small for the servers, or the control token of external servers is missing.
+        ConfigError: Ray's cluster is too small for the servers, vLLM's CPU build does not support the options, or the
+            control token of external servers is missing.
+        DeadlineError: Ray's cluster stays occupied.
         GenerationError, DeadlineError: a server did not start; the message has its last log lines.
     """
     options: VLLMOptions = spec.options
@@ -173,9 +175,10 @@ def receivers_of(spec: EngineSpec) -> tuple[str, ...]:
 
 
 def cpu_environment(num_ranks: int) -> dict[str, str]:
-    """Number of threads of an engine's rank on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS is set.
+    """Environment variables for engines on CPUs: each rank computes with as many threads as its share of the machine's
+    cores, unless OMP_NUM_THREADS is set.
 
-    vLLM would bind every engine's ranks to the same cores, so that is switched off.
+    vLLM would bind every engine's ranks to the same cores, so binding is switched off.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {

@@ -17,7 +17,8 @@ _LEFT_ASLEEP_BYTES = 1 << 29
 
 
 def plan_engine(spec: EngineSpec) -> EnginePlan:
-    """Plans the fullest device of one engine. Raises ConfigError if heads or experts cannot be split like that."""
+    """Plans the fullest device of one engine. Raises ConfigError if the model's sizes are unknown, or its heads or
+    experts cannot be split in this way."""
     options: VLLMOptions = spec.options
     shape = shape_of(spec)
     _require_divisible(options, shape)

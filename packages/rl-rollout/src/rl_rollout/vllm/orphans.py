@@ -1,4 +1,5 @@
-"""Makes the processes of an engine end with the server that started them, however that ends, and free their memory.
+"""Makes the processes of an engine end with the server that started them, however the server ends, and free their
+memory.
 
 vLLM's workers watch their engine's core, but nothing watches the core's parent: after kill -9 of a server its core kept
 running and, on a GPU, kept its memory. vLLM calls `end_with_parent` in each of its processes (entry point
@@ -27,7 +28,8 @@ def mark() -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent has ended, if the parent called `mark`."""
+    """In a process that was started after `mark`: applies the fixes for shared memory, and ends this process when its
+    parent has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None and _MARK in os.environ:
         fixes.unlink_message_queues()

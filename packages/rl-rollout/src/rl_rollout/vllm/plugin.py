@@ -26,7 +26,8 @@ class VLLMPlugin:
     options_class: type = VLLMOptions
 
     def validate(self, spec: EngineSpec) -> None:
-        """Raises ConfigError for options that vLLM does not support, before any process is started."""
+        """Raises ConfigError for missing packages and for options that vLLM does not support, before any process is
+        started."""
         options: VLLMOptions = spec.options
         missing = [name for name in ("ray", "aiohttp", "msgspec") if find_spec(name) is None]
         if options.external_server_urls is None and find_spec("vllm") is None:

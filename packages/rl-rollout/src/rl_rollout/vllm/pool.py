@@ -16,7 +16,7 @@ from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
 """The parts of memory that a sleeping server frees."""
 MAX_LOST = 3
-"""Number of servers that may be lost during one request. The request may be the cause, so it is not sent to another."""
+"""After this many servers were lost while they had a request, it is not sent to another: it may be the cause."""
 _MAX_SESSIONS = 100_000
 
 
@@ -125,7 +125,7 @@ class Pool:
 
     def adopt_version(self) -> None:
         """Makes the version that all servers hold the current one, because external servers may have served another
-        run."""
+        run. Does nothing if their versions differ."""
         versions = {member.version for member in self.up}
         if len(versions) == 1:
             self.version = versions.pop()

@@ -63,7 +63,7 @@ _ASK_AGAIN_S = 0.1
 _LAST_WORDS_S = 1.0
 """Time after a request's deadline for an agent to read that it has passed."""
 MAX_SESSION_ID = 512
-"""Maximum number of characters, because ids are stored."""
+"""Maximum number of characters of a session's id; limited because ids are stored."""
 
 
 SessionID = Annotated[str, msgspec.Meta(max_length=MAX_SESSION_ID)]
@@ -182,6 +182,7 @@ class Router:
 
         Raises:
             ServerGone, TimeoutError: raised only while nothing was passed on yet.
+            CancelledError: the agent left.
         """
         response: web.StreamResponse | None = None
         try:
@@ -261,7 +262,7 @@ def _session_id(request: web.Request, body: bytes) -> str | None:
     """The id that keeps an agent's turns on one server: a header, a field of the body, or the API's own field `user`.
 
     Raises:
-        MsgspecError, RecursionError, UnicodeDecodeError: the body is not JSON, or an id in it is not a string.
+        MsgspecError, RecursionError, UnicodeDecodeError: the body is not JSON, or an id is too long or not a string.
     """
     if SESSION_HEADER in request.headers:
         return msgspec.convert(request.headers[SESSION_HEADER], SessionID)

@@ -85,7 +85,8 @@ async def _serve(settings: ServerSettings) -> None:
 
 
 def _leave_working_directory_out() -> None:
-    """`python -m` looks for modules in the working directory first; what a server loads is installed."""
+    """Removes the working directory from `sys.path`, where `python -m` puts it first: a server loads only installed
+    modules."""
     here = next((path for path in sys.path if path in ("", str(Path.cwd()))), None)
     if here is not None and not sys.flags.safe_path:
         sys.path.remove(here)  # the first: Ray has put folders of its own before it, and PYTHONPATH may name it again

@@ -57,7 +57,7 @@ class ServedEngine:
         """
         Args:
             engine: a started engine.
-            named_adapters: if weight versions are adapters on a fixed model; None: weight versions are whole models.
+            named_adapters: given if weight versions are adapters on a fixed model; None: they are whole models.
             receivers: `package.module:Class` of the receivers that may be loaded.
         """
         require_single_calls(engine)
@@ -72,8 +72,8 @@ class ServedEngine:
         self.num_workers: int = parallel.world_size * self._num_engines
         """Number of workers that hold weights, of all data-parallel engines together."""
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
-        """By request id: (number of tokens sampled so far, version) at the end of each past version; None: all
-        remaining tokens."""
+        """By request id: for each past version (number of tokens sampled when it ended, version). None as the number:
+        it has all remaining tokens."""
         self._aborted: set[str] = set()
         """Ids of requests that were aborted on request; a core that shuts down aborts other requests in the same
         way."""
@@ -118,7 +118,8 @@ class ServedEngine:
         await all_of([*(self._score(_WARM_UP, None, rank) for rank in ranks), *(sample(rank) for rank in ranks)])
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """See `InferenceClient.generate`. Raises Unavailable if another server may take the request."""
+        """See `InferenceClient.generate`. Raises GenerationError if the request is impossible; Unavailable, or Lost if
+        the engine ended while it had the request, if another server may take it."""
         self._require_service()
         self._require_possible(request)
         return tuple(await all_of(self._sample(request, i) for i in range(request.num_samples)))
@@ -138,7 +139,9 @@ class ServedEngine:
         """Serves the adapter at `path` under this name, also to running requests that use the name.
 
         Raises:
-            GenerationError: it cannot be served; the name keeps its previous adapter.
+            GenerationError: it cannot be served, and the name keeps its previous adapter; or an engine failed while it
+                loaded the adapter, and the name has none now; or caches could not be emptied, and the server is
+                quarantined.
         """
         adapters = self._adapters
         async with self._changing:
@@ -195,8 +198,8 @@ class ServedEngine:
         token, and would return routes of the old weights for tokens sampled with the new ones.
 
         Raises:
-            WeightSyncError: the version was refused, or the receiver is not one of `receivers`. The old version still
-            serves or, if `quarantine` says so, none.
+            WeightSyncError: the version was refused, or the receiver is not one of `receivers`. The old version is
+                still served or, if `quarantine` gives a reason, none is.
         """
         require_allowed(rendezvous.receiver, self._receivers)
         async with self._changing:

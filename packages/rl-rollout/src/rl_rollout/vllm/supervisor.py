@@ -1,4 +1,4 @@
-"""Heartbeats: removes a dead or hung server from the pool at once and restarts it; it then waits for current weights.
+"""Heartbeats: removes a dead or hung server from the pool at once, and restarts it.
 
 consumes     answers to heartbeats; the client's reports that a server did not answer
 produces     members that join and leave the pool
@@ -69,7 +69,7 @@ class Supervisor:
         self._session: aiohttp.ClientSession
 
     async def start(self) -> None:
-        """Starts all servers. Raises the first one's error if one does not start; the others are stopped."""
+        """Starts all servers. If one does not start, stops the others and raises its error."""
         self._session = open_session(self._control_token)
         members = list(zip(self._pool.members, self._servers, strict=True))
         try:
@@ -189,7 +189,7 @@ class ExternalServer:
     timeout_s: float
 
     async def start(self) -> ServerAddress:
-        """Waits until it answers."""
+        """Waits until it answers. Raises DeadlineError."""
         deadline = time.monotonic() + self.timeout_s
         async with open_session(self.control_token) as session:
             while True:

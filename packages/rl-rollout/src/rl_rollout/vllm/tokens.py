@@ -99,7 +99,8 @@ def given_tokens(*, makes_file: bool = False, environment: Mapping[str, str] = o
         environment: the process's environment variables.
 
     Raises:
-        ConfigError: no control token is set, both variables are set, or others can read the file.
+        ConfigError: the control token is not set, is empty or equals the access token; both variables are set; or the
+            file cannot be read, or can be read by others.
     """
     token, file = environment.get(CONTROL_VARIABLE), environment.get(CONTROL_FILE_VARIABLE)
     if token and file:
@@ -117,8 +118,8 @@ def _tokens(control: str, environment: Mapping[str, str]) -> Tokens:
 
 
 def tell_agents(directory: Path, tokens: Tokens) -> str:
-    """Describes where agents find their token: in the environment, or in a file in the run's directory, which this
-    writes readable only by this user."""
+    """Describes where agents find their token: in the environment, or in a file in the run's directory. Writes that
+    file, which only this user can read."""
     if tokens.access == os.environ.get(ACCESS_VARIABLE):
         return ACCESS_VARIABLE
     path = directory / ACCESS_FILE

@@ -23,7 +23,7 @@ from rl_core.interfaces import (
 
 MEDIA_TYPE = "application/x-msgpack"
 MAX_BODY_BYTES = 64 * 2**20
-"""Size limit of a request; the largest requests are an update's tensor lists, about 20 MiB for 100,000 tensors."""
+"""Size limit of a request. The largest carry token ids, four bytes each."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder().decode

@@ -1,4 +1,4 @@
-"""The tensors of an engine's model, under the names of its checkpoint files, which are also used to send weights.
+"""The tensors of an engine's model, under the names that its checkpoint files and sent weights use.
 
 vLLM's loaders copy into fused and padded tensors, and some accept tensors that do not fit: a `gate_proj` with twice the
 rows overwrote its `up_proj`, and an adapter's matrix with too few rows fills only a part of its slot.
