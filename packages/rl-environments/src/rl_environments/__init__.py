@@ -1,6 +1,7 @@
 """Environments with tools, search, code and mathematics, and the sandbox that runs untrusted code.
 
-A name is imported when it is first used. Entry points: the environments `code` and `mathematics`.
+A name is imported when it is first used. Only `code` and `mathematics` have their classes here; all environments are
+entry points.
 """
 
 from __future__ import annotations

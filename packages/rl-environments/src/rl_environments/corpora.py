@@ -1,8 +1,8 @@
 """BM25 search over the documents of a local file. Needs the extra `search`.
 
-A file is read and indexed once per process, at its first search: once for a process that plays many episodes, and once
-for each environment in its own process. Index a large corpus beforehand (`python -m rl_environments.corpora
-documents.jsonl index`): an index folder is memory-mapped, so all processes share it.
+A process reads and indexes a file once, for the first environment that searches it; with placement `process`, each
+environment process does so. Index a large corpus beforehand (`python -m rl_environments.corpora documents.jsonl
+index`): an index folder is memory-mapped, so all processes share it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def load_corpus(path: str) -> Corpus:
     """Loads a corpus from a file of documents, or from a folder that `write_index` made.
 
     Raises:
-        ConfigError: the extra is missing. DataError: the file does not exist or holds no documents.
+        ConfigError: the extra is missing.
+        DataError: the file does not exist, has an invalid line or holds no documents; or the folder holds no index.
     """
     with _one_at_a_time:
         return _load(str(Path(path).expanduser().resolve()))
@@ -93,7 +94,8 @@ def read_documents(path: Path) -> list[dict[str, str]]:
 
 
 def write_index(documents: Path, folder: Path) -> int:
-    """Indexes a file of documents into a new folder. Returns the number of documents."""
+    """Indexes a file of documents into a new folder. Returns the number of documents. Raises what `load_corpus` raises,
+    and DataError if the folder exists."""
     if folder.exists():
         raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     read = read_documents(documents)

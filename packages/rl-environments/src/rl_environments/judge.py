@@ -5,7 +5,7 @@ Row:       `prompt`, and `reference` (text) if the judge should compare with one
 Reward:    the number after the judge's last `Score:`, divided by `highest_score`; from 0 to 1
 Options:   `url` (of the API: `http://host:port/v1`), `model`, `timeout_s` (60, of each try), `tries` (2), `max_tokens`
            (512), `temperature` (0), `highest_score` (10), `instructions` (replaces the text below; may hold {question},
-           {answer}, {reference}), `key_variable` (the environment variable that has the API key)
+           {answer}, {reference}, {mark}, {highest}), `key_variable` (the environment variable that has the API key)
 Metrics:   `accuracy` (the reward), `judge_tries`
 
 If the judge does not answer, refuses, or gives no score, the sample fails and has no reward at all
@@ -60,7 +60,7 @@ _LONGEST_REPLY_BYTES = 4 * 2**20
 
 
 class JudgeEnvironment:
-    """See the module. Its call to the judge blocks, so it runs in a thread of its own, the default placement."""
+    """See the module. The call to the judge blocks, so each environment has its own thread, as is the default."""
 
     placement = "thread"
 

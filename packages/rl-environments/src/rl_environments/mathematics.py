@@ -37,7 +37,7 @@ class MathematicsEnvironment:
     another reason, if an overloaded machine delays the verdict beyond `wait_s`, or if the reference cannot be parsed.
 
     Metrics: `accuracy`, `has_answer` (something in the response can be parsed as an expression), `given_up` (took too
-    long).
+    long, or crashed the comparing process).
     """
 
     placement = "in_process"  # it only awaits processes
@@ -77,7 +77,7 @@ def reference_answer(row: Row) -> str:
     `####`.
 
     Raises:
-        DataError: the row has neither.
+        DataError: the row has neither, or what it has is empty, or neither text nor a number.
     """
     spec = row.get("reward_spec")
     given = spec.get("ground_truth") if isinstance(spec, Mapping) else None

@@ -67,7 +67,7 @@ class SearchEnvironment:
             return self._done(reward=0.0, has_answer=False)
         self._searches += 1
         shown = self.information(self._corpus.search(said[2], self._top_k)) if said else self.neither()
-        # In a text episode it is appended as it is.
+        # In a text episode, what is shown is appended as it is.
         observation = shown if isinstance(self._prompt, str) else [{"role": self._observer, "content": shown.strip()}]
         return StepResult(reward=0.0, done=False, observation=observation, metrics=self._metrics(0.0, False))
 

@@ -1,14 +1,14 @@
 """Runs environments of skyrl-gym, unchanged. Needs the extra `skyrl-gym`.
 
-Row:       as in SkyRL: `prompt` (messages) and the columns that the environment reads, such as `reward_spec`; they are
-           its `extras`, with `extra_info` and `max_turns`
-Options:   `env` (the id it is registered under, e.g. `gsm8k_multi_turn`, or `package.module:Class` of your own),
-           `config` (its `env_config`: a mapping, passed as an object with attributes), `max_turns`
+Row:       as in SkyRL: `prompt` (messages) and the columns that the environment reads, such as `reward_spec`; the whole
+           row becomes the environment's `extras`, with an empty `extra_info` if it has none, and the option `max_turns`
+Options:   `env` (the id under which skyrl-gym has the environment, e.g. `gsm8k_multi_turn`, or `package.module:Class`
+           of your own), `config` (its `env_config`: a mapping, passed as an object with attributes), `max_turns`
 Reward:    the environment's reward of each turn
 Metrics:   the numbers in its `get_metrics()`, and `accuracy`: the reward of the last turn
 
 Rewards per token (a list) and `postprocessed_action` have no counterpart here: if an environment returns either, its
-sample fails. Set `generator.max_turns` to its own `max_turns` or more.
+sample fails. Set `generator.max_turns` to the environment's `max_turns` or more.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def bubblewrap_command(
 
 
 def _as_user(uid: int) -> list[str]:
-    # A program instead of `Popen`'s argument `user`: with that Python forks, and copies the page tables of a whole
-    # trainer.
+    # A program instead of `Popen`'s argument `user`: that argument makes Python fork, which copies the page tables of a
+    # whole trainer.
     return [_found("setpriv"), f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
 
 

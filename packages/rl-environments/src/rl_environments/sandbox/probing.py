@@ -65,7 +65,7 @@ async def probe_sandbox(
         slots: maximum number of programs at a time; None: one per CPU core.
 
     Raises:
-        ConfigError: no mechanism works here; the message says why, and what to install.
+        ConfigError: a setting is invalid; or no mechanism works here, and the message says why and what to install.
     """
     _require_settings(kind, readable, slots)
     slots = slots or len(os.sched_getaffinity(0))

@@ -74,6 +74,7 @@ class Sandbox:
         Raises:
             DeadlineError: no slot became free, or the supervisor did not answer.
             SandboxError: the supervisor failed.
+            ConfigError: the slots' directory cannot be used.
         """
         limits = limits or Limits()
         async with locked_slot(self.slots, wait_s=wait_s) as slot:

@@ -35,7 +35,7 @@ class Slot:
     ending_uid: int
     """The user id that ends the slot's processes; no other process has it."""
     work: Path
-    """The slot's own directory, empty, which others cannot list."""
+    """The slot's own directory, which others cannot list."""
     lock_fd: int
     """Open descriptor of the locked file."""
 
@@ -49,7 +49,7 @@ async def locked_slot(count: int, *, wait_s: float) -> AsyncIterator[Slot]:
 
     Raises:
         DeadlineError: no slot became free.
-        ConfigError: there is no directory for the lock files.
+        ConfigError: the directory for the lock files cannot be used.
     """
     deadline = time.monotonic() + wait_s
     while (slot := _free_slot(count)) is None:

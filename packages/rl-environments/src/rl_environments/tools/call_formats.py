@@ -77,13 +77,14 @@ def format_of_name(name: str) -> CallFormat:
 
 
 def without_thought(text: str) -> str:
-    """The text after the thinking; empty if the thinking was not ended. So calls within the thinking do not count."""
+    """The text after the thinking, so that calls within the thinking do not count; none of a thought that has not
+    ended."""
     behind = text.rpartition("</think>")[2]
     return behind.partition("<think>")[0]
 
 
 class HermesCalls:
-    """JSON between `<tool_call>` and `</tool_call>`; both keys of a call are required."""
+    """JSON between `<tool_call>` and `</tool_call>`, with the keys `name` and `arguments` (or `parameters`)."""
 
     name = "hermes"
 
@@ -144,7 +145,8 @@ class LlamaJsonCalls:
 
 
 class MarkedCalls:
-    """Any of the formats: with `<function=` XML, else with `<tool_call>` JSON, and bare JSON is Llama's."""
+    """Any of the formats, told apart by marks: `<function=` means `qwen_xml`, else `<tool_call>` means `hermes`, and
+    without either it is `llama_json`."""
 
     name = "marked"
 

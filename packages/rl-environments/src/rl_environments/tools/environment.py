@@ -3,7 +3,7 @@
     turn: the policy calls ──► its calls run side by side ──► their answers are shown (role `tool`), it goes on
     turn: it calls nothing ──► `judge(answer)` gives the reward, the episode is done
 
-docs/environments.md#environments-with-tool-functions has one in a few lines.
+docs/environments.md#environments-with-tool-functions has an example of a few lines.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class ToolEnvironment:
         return self.row["prompt"]
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """See `Tools.tools`. Empty if the episode begins with text: there is no template then, so the text must name
-        the tools."""
+        """See `Tools.tools`. Empty without `shows_schemas`, or if the episode begins with text: there is no template
+        then, so the text must name the tools."""
         is_text = isinstance(self.row["prompt"], str)
         return [] if is_text or not self.shows_schemas else [each.schema for each in self._tools.values()]
 

@@ -1,2 +1,2 @@
-"""Code that runs next to the untrusted program: its supervisor. The sandbox's interpreter runs it, which may be another
-Python (3.8 or later) with only the standard library."""
+"""Code that runs next to the untrusted program: its supervisor. The sandbox's interpreter, which runs this code, may be
+another Python (3.8 or later) with only the standard library."""

@@ -1,4 +1,5 @@
-"""Messages between the sandbox's caller and its supervisor: four bytes of length, then JSON."""
+"""Messages to and from a process: four bytes of length, then JSON. Used for the sandbox's supervisor, and for the
+processes that compare answers (`judge_pool`)."""
 
 from __future__ import annotations
 

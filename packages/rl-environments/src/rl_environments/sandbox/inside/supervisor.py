@@ -1,5 +1,5 @@
-"""Runs a program's tests, one after another, each in its own confined process, and ends all processes that a test
-started before it answers.
+"""Runs a program's tests, one after another, each in its own confined process. Before it reports a test's outcome, it
+ends all processes that the test started.
 
 consumes     a message about the program, then one per test (stdin)
 produces     one message per outcome (stdout)
@@ -73,14 +73,14 @@ def _outcome(box: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
     try:
         empty_work(box)
     except (OSError, RecursionError) as error:
-        # For example too deep to be removed; the program caused it, so the program fails.
+        # For example, directories may be nested too deep to be removed. The program made them, so the program fails.
         blame = {"stdout": "", "stderr": f"files of an earlier test cannot be removed: {error!r:.200}", "record": ""}
         return {"end": "disk_limit", "status": None, "cpu_s": 0.0, "wall_s": 0.0, **blame}
     return _TestRun(box, test).played()
 
 
 class _TestRun:
-    """One test: its process, its pipes and the rest of its limits."""
+    """One test: its process, its pipes, and the limits that the kernel does not enforce."""
 
     def __init__(self, box: dict[str, Any], test: dict[str, Any]) -> None:
         self._box, self._limits = box, box["limits"]
