@@ -89,15 +89,16 @@ def write_model(
     token_pattern: str = TOKEN_PATTERN,
     max_positions: int = 64,
 ) -> None:
-    """Writes a freshly initialised Qwen3 of 149,440 parameters and its tokenizer, one token per character.
+    """Writes a freshly initialised Qwen3 and its tokenizer, one token per character; 149,440 parameters with the
+    default characters.
 
     Args:
         directory: created by this.
         seed: seed of the weights.
-        characters: its vocabulary besides the end token; includes `?`, which stands for unknown characters. Tags such
+        characters: the vocabulary besides the end token; includes `?`, which stands for unknown characters. Tags such
             as `<search>` are one token each.
         token_pattern: regular expression of a token; what stands between two matches is a token too.
-        max_positions: the longest conversation in tokens.
+        max_positions: maximum number of tokens of a conversation.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,9 +1,9 @@
 """Direct preference optimisation on two-digit addition: the right sum is preferred to one with a wrong digit.
 
-What it does: makes a model by a short supervised fine-tuning (`rl_examples.sft`), which is the initial policy and the
-reference, and a pair of answers to each problem; trains by DPO, one optimizer step per batch of 64 pairs. No engine is
-started. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is the fraction in which the policy has
-moved towards the right answer.
+What it does: makes a pair of answers to each problem, and by a short supervised fine-tuning (`rl_examples.sft`) a model
+that is both the initial policy and the reference. Then trains by DPO, one optimizer step per batch of 64 pairs. No
+engine is started. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is the fraction of pairs in which
+the policy has moved towards the right answer.
 Deliberately omitted: pairs judged by people, a reward model in between.
 
 Run:      rl train dpo

@@ -2,8 +2,8 @@
 
 Asked `Mia has 46 pens and sells 2. How many?`, it answers `#### 44$`. If that is wrong, the environment `gsm8k_turns`
 says so in a sentence, and the model tries again, three times in all; a word is one token. The model is warm-started on
-conversations in which nine in ten first answers use the wrong operation (`#### 48$`) and nine in ten later ones repeat
-the answer that was wrong. Held-out problems are other combinations of name, thing, verb and numbers than the training
+conversations in which nine in ten first answers use the wrong operation (`#### 48$`) and nine in ten later answers
+repeat the wrong one. Held-out problems are other combinations of name, thing, verb and numbers than the training
 problems.
 Deliberately omitted: a reference model and a KL term, worked solutions, a higher reward for the first try.
 
@@ -56,7 +56,8 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, str]]:
-    """Some of all problems without a carry, in an order fixed by one seed; the first ones are held out."""
+    """A sample of all problems without a carry or borrow, in an order fixed by one seed; the first ones are held
+    out."""
     numbers = [(had, more) for had in range(10, 100) for more in range(1, 1 + min(had % 10, 9 - had % 10))]
     asked = list(itertools.product(NAMES, THINGS, (*GETTING, *GIVING), numbers))
     return [

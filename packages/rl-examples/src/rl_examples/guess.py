@@ -115,7 +115,7 @@ def prepare(config: Config) -> None:
 
 
 def numbers() -> list[dict[str, Any]]:
-    """One row per number, which are all possible games."""
+    """One row per number: all possible games."""
     return [{"prompt": "?", "number": number, "env_class": "guess"} for number in range(10)]
 
 

@@ -1,4 +1,4 @@
-"""What the recipes share that teach a small model in minutes: settings, files, and a start model made from
+"""Shared by the recipes that teach a small model in minutes: settings, files, and a start model made from
 demonstrations.
 
 Such a recipe has a list of problems, of which the first ones are held out, and a function that makes demonstrations,
@@ -103,8 +103,8 @@ class SmallRun:
 
 
 def write_problems(config: Config, run: SmallRun, rows: Sequence[Mapping[str, Any]], *, num_held_out: int) -> None:
-    """Writes the training problems and the first `num_held_out`, if the configuration uses them and they are
-    missing."""
+    """Writes the first `num_held_out` problems to the held-out file and the others to the training file: each file if
+    the configuration uses it and it is missing."""
     from rl_examples.arithmetic import write_rows
 
     for path, part in ((run.train, rows[num_held_out:]), (run.held_out, rows[:num_held_out])):

@@ -65,7 +65,7 @@ recipe = Recipe(
 
 
 class WrittenCalls:
-    """Parses `calc(37*45)` and nothing else."""
+    """Parses `calc(37*45)`. Other text that begins with `calc(` is a broken call."""
 
     name = "written"
 

@@ -57,11 +57,11 @@ def write_tiny_chat_model(directory: Path, *, seed: int) -> None:
 
 
 def write_tiny_copy(directory: Path, fields: Mapping[str, Any], *, seed: int) -> None:
-    """Writes a small model of the same type with random weights, and a byte tokenizer.
+    """Writes a small copy of a model, of the same type and with random weights, and a byte tokenizer.
 
     Args:
         directory: created by this.
-        fields: the model's `config.json`.
+        fields: the content of the large model's `config.json`.
         seed: seed of the weights.
     """
     from transformers import AutoConfig
@@ -108,8 +108,8 @@ def _write(config: Any, tokenizer: Any, directory: Path, *, seed: int) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Writes both in Hugging Face format. `save_pretrained` imports DeepSpeed where it is installed; without a GPU it
-    is told so, because else it guesses, with a warning on the user's screen."""
+    """Writes both in Hugging Face format. `save_pretrained` imports DeepSpeed where it is installed. If there is no
+    GPU, DeepSpeed is told so; else it would guess, with a warning on the user's screen."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """A short supervised warm start, through the same worker and engine that reinforcement learning uses.
 
-Trains by cross-entropy on prompt and answer of the training problems, until the greedy accuracy on training problems
-reaches a target. Held-out problems are not used, not even for the decision to stop.
+Trains by cross-entropy on rows of prompt and answer, until the accuracy on training problems reaches a target. Held-out
+problems are not used, not even for the decision to stop.
 """
 
 from __future__ import annotations

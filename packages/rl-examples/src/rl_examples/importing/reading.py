@@ -129,7 +129,7 @@ def _commands(text: str) -> Iterator[str]:
 
 
 def _without_arrays(text: str) -> str:
-    """The script with the elements of its arrays, `NAME=(…)`, wherever it uses a whole one, `"${NAME[@]}"`."""
+    """The script with each use of a whole array, `"${NAME[@]}"`, replaced by the elements that `NAME=(…)` gives it."""
     arrays: dict[str, str] = {}
 
     def keep(found: re.Match[str]) -> str:

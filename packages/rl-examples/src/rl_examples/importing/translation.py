@@ -58,7 +58,7 @@ def dialect_of(found: Read) -> Dialect:
 def translate(found: Read) -> Translation:
     """Translates the keys of a file. Keys that load here are kept; all others are listed."""
     dialect = dialect_of(found)
-    # A file of one section has these two key parts in another order.
+    # A file of only this section has the parts `megatron_config` and `policy` (or `ref`) in the other order.
     values = {_OF_A_MODEL.sub(r"trainer.\1.megatron_config.", key): value for key, value in found.values.items()}
     changed, left = [], []
     if dialect == "verl":
@@ -98,7 +98,7 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
 
 
 def _skyrl_gym(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Lets skyrl-gym play an environment of a script that is not installed here under its name."""
+    """If no environment of the script's name is installed here, lets skyrl-gym play the one that has this name."""
     name = given.get(_ENV_CLASS)
     here = [plugin.name for plugin in plugins.installed("rl_core.environments")]
     if not isinstance(name, str) or name in here or ":" in name:
