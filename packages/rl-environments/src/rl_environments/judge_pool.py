@@ -1,7 +1,7 @@
 """Processes that compare answers, shared by all episodes of this process, on any event loop.
 
-A process is reused until an answer breaks it. All end with this process, even if it is killed: each waits on a pipe
-from this process, and the kernel kills it together with the thread that started it.
+A process is reused until an answer breaks it. All end with this process, even if this one is killed: each waits on a
+pipe from this process, and the kernel kills each together with the thread that started it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Verdict:
     has_answer: bool
     """Whether something in the response could be parsed as an expression."""
     is_given_up: bool
-    """Whether it took too long or crashed the process. Such an answer counts as wrong."""
+    """Whether the comparison took too long or crashed the process. Such an answer counts as wrong."""
 
 
 class JudgePool:

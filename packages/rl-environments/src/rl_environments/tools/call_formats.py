@@ -77,8 +77,7 @@ def format_of_name(name: str) -> CallFormat:
 
 
 def without_thought(text: str) -> str:
-    """The text after the thinking, so that calls within the thinking do not count; none of a thought that has not
-    ended."""
+    """The text behind the last `</think>`, up to a `<think>` that follows: calls within the thinking do not count."""
     behind = text.rpartition("</think>")[2]
     return behind.partition("<think>")[0]
 

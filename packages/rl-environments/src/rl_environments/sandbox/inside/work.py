@@ -10,8 +10,8 @@ from rl_environments.sandbox.inside import confinement
 
 
 def prepare_work(box: dict[str, Any]) -> None:
-    """With Landlock the directory is mounted, so that its size is limited. If mounting is not permitted there is no
-    directory: `box["work"]` becomes None."""
+    """Prepares to mount the directory, if the mechanism is Landlock: a mount limits its size. If mounting is not
+    permitted there is no directory: `box["work"]` becomes None."""
     box["is_mounted"] = False
     if box["mechanism"] == "landlock":
         try:
