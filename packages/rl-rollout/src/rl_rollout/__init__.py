@@ -1,7 +1,7 @@
 """Inference engines, weight transports and generators.
 
-A name is imported when it is first used. Entry points: the engine `local`, the transport `files`, the generator
-`environment`.
+A name is imported when it is first used. The names belong to the engine `local`, the transport `files` and the
+generator `environment`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class TokenCodec:
         """A copy of this codec for conversations in which the model sees these functions.
 
         Raises:
-            ConfigError: `chat_template_kwargs` of the configuration also name tools.
+            ConfigError: the configuration's `chat_template_kwargs` have tools too.
         """
         if tools and "tools" in self._chat_template_kwargs:
             raise ConfigError(
@@ -84,7 +84,7 @@ class TokenCodec:
         return codec
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt, with the template's opening of the assistant's turn after chat messages.
+        """Token ids of a prompt. After chat messages, the template opens the assistant's turn.
 
         Raises:
             DataError: the prompt is neither text nor messages, is empty, or is text although there are tools to show;

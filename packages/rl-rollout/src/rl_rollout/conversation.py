@@ -1,7 +1,7 @@
 """Builds the prompt of a later turn from the conversation so far. Three kinds of history, one method.
 
-`TextHistory` and `ChatHistory` only append: each prompt begins with all tokens before it, sampled ones as they were
-sampled, so a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns (most
+`TextHistory` and `ChatHistory` only append: each prompt begins with the prompt and the sampled response before it,
+unchanged, so a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns (most
 templates of thinking models drop the thinking): it appends if the template leaves everything unchanged; else the next
 prompt is a new rendering of the conversation and begins a new sequence. In every case training uses the tokens that the
 engine sampled; rendered tokens are only ever prompt.
@@ -28,7 +28,7 @@ class History(Protocol):
 
         Raises:
             DataError: the observation does not fit the conversation.
-            ConfigError: the template cannot be used this way.
+            ConfigError: the template changes earlier turns, but the episode has to be one sequence.
         """
         ...
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class EnvironmentFailure(Exception):
-    """What an environment raised, as text: it may come from another process, and need not be an `Exception`."""
+    """What an environment raised, as text: the original may be in another process, and need not be an `Exception`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)
@@ -72,8 +72,8 @@ def _rest(coroutine: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, A
 
 
 async def caught(call: Callable[[], Awaitable[T]]) -> T:
-    """The environment's answer. Turns whatever it raises into EnvironmentFailure, except KeyboardInterrupt and the
-    cancellation of this task."""
+    """The environment's answer. Turns whatever the environment raises into EnvironmentFailure, except KeyboardInterrupt
+    and the cancellation of this task."""
     task = asyncio.current_task()
     try:
         return await call()

@@ -53,7 +53,7 @@ class EnvironmentPool:
 
     consumes     episodes (`opened`)
     produces     environments
-    waits for    a free thread or process; `num_workers` is their number
+    waits for    a free thread or process, of which there are `num_workers`
     unblocked by an episode's end
     """
 

@@ -1,4 +1,4 @@
-"""One episode: an environment and the policy take turns until one of them, or a limit, ends it."""
+"""One episode: the policy and an environment take turns until the environment or a limit ends the episode."""
 
 from __future__ import annotations
 

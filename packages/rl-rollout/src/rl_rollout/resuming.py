@@ -1,7 +1,7 @@
 """Joins one response, even if the engine returns it in parts.
 
-`pause("abort")` returns running requests with the tokens sampled so far. A new request, whose prompt ends with that
-part, samples the rest; tokens, log-probs and versions of the part stay unchanged.
+`pause("abort")` returns running requests with the tokens sampled so far: a part of the response. A new request whose
+prompt ends with this part samples the rest; tokens, log-probs and versions of the part stay unchanged.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class BroadcastTransport:
     """WeightTransport over process groups of torch."""
 
     host: str | None = None
-    """Address at which ranks and engines reach the controller; None: its address in Ray's cluster if that has several
-    nodes, else loopback."""
+    """Address at which ranks and engines reach the controller. None: the controller's address in Ray's cluster if that
+    has several nodes, else loopback."""
     timeout_s: float = 600.0
     """How long each side waits for the other's next step."""
     join_timeout_s: float = 30.0

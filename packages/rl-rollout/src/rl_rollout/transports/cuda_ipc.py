@@ -42,7 +42,7 @@ class CudaIpcTransport:
 
         if torch.version.cuda is None:
             missing = f"this torch ({torch.__version__}) was built without CUDA"
-        elif not torch.cuda.is_available() and "RAY_ADDRESS" not in os.environ:  # or other nodes may
+        elif not torch.cuda.is_available() and "RAY_ADDRESS" not in os.environ:  # another node may have one
             missing = "this machine has none"
         else:
             return

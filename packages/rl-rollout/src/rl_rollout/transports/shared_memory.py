@@ -201,7 +201,8 @@ class Segment:
         self.tensor = torch.empty(0, dtype=torch.uint8)
         if num_bytes:
             try:
-                os.posix_fallocate(self._fd, 0, num_bytes)  # raises if memory is short; a write would kill
+                # Raises if memory is short. Without it, touching a missing page later would kill the process.
+                os.posix_fallocate(self._fd, 0, num_bytes)
                 self.tensor = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
             except BaseException:
                 self.close()

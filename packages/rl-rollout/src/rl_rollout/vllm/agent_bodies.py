@@ -1,7 +1,7 @@
 """Checks a body of the OpenAI API for values that vLLM would accept and fail on later.
 
 Seen with vllm 0.30: a number of more than 64 bits, a lone surrogate, or `structured_outputs` that is not an object ends
-in status 500; with the first two, vLLM also keeps, forever, a request that it never computes.
+in status 500. The first two also leave a request in vLLM that is never computed and never removed.
 """
 
 from __future__ import annotations

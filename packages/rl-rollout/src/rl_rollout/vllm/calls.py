@@ -39,7 +39,7 @@ class Calls:
         return tuple(self._running)
 
     async def answer(self, sample_id: str, body: bytes, compute: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """The answer of `compute`, which does not run again while it runs for this id, or its answer is kept.
+        """The answer of `compute`. A request with a known id joins the running `compute`, or gets the answer kept.
 
         Args:
             sample_id: the request's id.

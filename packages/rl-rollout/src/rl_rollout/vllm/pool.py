@@ -16,7 +16,7 @@ from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
 """The parts of memory that a sleeping server frees."""
 MAX_LOST = 3
-"""After this many servers were lost while they had a request, it is not sent to another: it may be the cause."""
+"""After this many servers were lost while they had a request, no other gets the request: it may be the cause."""
 _MAX_SESSIONS = 100_000
 
 
@@ -65,7 +65,7 @@ class Member:
     """Time without such samples."""
     why_down: str = "it has not started"
     hung: str | None = None
-    """Why it must be restarted although its HTTP server answers: its engine does not."""
+    """Why the server must be restarted although it answers by HTTP, because its engine hangs; None: it need not be."""
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
     """Set when its current connection is given up; every connection has its own event."""
 
@@ -108,8 +108,8 @@ class Pool:
         self.num_left = 0
         """Number of servers given up so far."""
         self.num_updates = 0
-        """Number of weight updates begun plus ended; a server's report is ignored if this changed since the
-        question."""
+        """Number of weight updates begun plus ended; a server's report is ignored if this number has changed since the
+        server was asked."""
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._changed = asyncio.Condition()
 

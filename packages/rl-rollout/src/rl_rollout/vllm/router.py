@@ -58,7 +58,7 @@ _HOP_BY_HOP = {
     "upgrade",
 }
 _GONE = {502: LostUnderRequest, 503: ServerGone}
-"""Exceptions by the status code of a server's answer, as its routes send it."""
+"""Exceptions by the status codes that a server's routes send."""
 _ASK_AGAIN_S = 0.1
 _LAST_WORDS_S = 1.0
 """Time after a request's deadline for an agent to read that it has passed."""

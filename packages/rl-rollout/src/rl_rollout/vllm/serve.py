@@ -89,7 +89,9 @@ def _leave_working_directory_out() -> None:
     modules."""
     here = next((path for path in sys.path if path in ("", str(Path.cwd()))), None)
     if here is not None and not sys.flags.safe_path:
-        sys.path.remove(here)  # the first: Ray has put folders of its own before it, and PYTHONPATH may name it again
+        # Not `del sys.path[0]`, because Ray has put folders of its own before. Only the first entry is removed, because
+        # PYTHONPATH may name the directory again.
+        sys.path.remove(here)
 
 
 if __name__ == "__main__":

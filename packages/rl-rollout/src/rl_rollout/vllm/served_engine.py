@@ -72,11 +72,11 @@ class ServedEngine:
         self.num_workers: int = parallel.world_size * self._num_engines
         """Number of workers that hold weights, of all data-parallel engines together."""
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
-        """By request id: for each past version (number of tokens sampled when it ended, version). None as the number:
-        it has all remaining tokens."""
+        """By request id, for each past version: (number of tokens sampled when the version ended, version). None
+        instead of a number: the version has all remaining tokens."""
         self._aborted: set[str] = set()
-        """Ids of requests that were aborted on request; a core that shuts down aborts other requests in the same
-        way."""
+        """Ids of requests that a caller had aborted. Other requests that end as aborted were lost with a core that shut
+        down."""
         self._changing = asyncio.Lock()
         self._is_paused = False
         self._asleep: set[str] = set()

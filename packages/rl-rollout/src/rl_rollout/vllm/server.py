@@ -140,7 +140,7 @@ class HTTPServer:
         """Loads the model; blocks the event loop while the engine starts."""
         _allow_many_connections()
         orphans.mark()
-        # vLLM never removes the sockets between its processes; a killed server's are removed when another server
+        # vLLM never removes the sockets between its processes. Those of a killed server are removed when another one
         # starts.
         self._sockets = make_folder(None, "sockets")
         has_other_machines = self._settings.engine_args.get("distributed_executor_backend") == "ray"
