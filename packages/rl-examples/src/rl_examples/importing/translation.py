@@ -58,7 +58,7 @@ def dialect_of(found: Read) -> Dialect:
 def translate(found: Read) -> Translation:
     """Translates the keys of a file. Keys that load here are kept; all others are listed."""
     dialect = dialect_of(found)
-    # A file of only this section has the parts `megatron_config` and `policy` (or `ref`) in the other order.
+    # A file of only this section has the key parts `megatron_config` and `policy` (or `ref`) in the other order.
     values = {_OF_A_MODEL.sub(r"trainer.\1.megatron_config.", key): value for key, value in found.values.items()}
     changed, left = [], []
     if dialect == "verl":
