@@ -4,8 +4,8 @@ The task is `spell_backward`, with words of four letters; questions and scores a
 the environment `reasoning_gym`: `Spell this word backward (example: sun -> nus): bird`, then `<answer>drib</answer>$`.
 A tag is one token, any other token one character. A wrong word of the right length gets the fraction of letters that
 are right. The model is warm-started on demonstrations of which four in five repeat the word forward.
-Deliberately omitted: a reference model and a KL term, thinking, and so the request for it that the environment's rows
-have.
+Deliberately omitted: a reference model and a KL term, thinking, and therefore the request to think that the
+environment's rows contain.
 
 Run:      rl train reasoning_gym     (needs pip install './packages/rl-examples[reasoning-gym]')
 Look:     rl generate reasoning_gym --output episodes.jsonl

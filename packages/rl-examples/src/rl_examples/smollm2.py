@@ -38,9 +38,9 @@ recipe = Recipe(
         "trainer.run_name": "smollm2",
         "trainer.resume_mode": "none",
         "trainer.policy.model.path": _MODEL,
-        # AdamW moves a full weight by the learning rate. An adapter's product moves by the learning rate times alpha
-        # divided by about ten (its first matrix is that small), so with this alpha setting only `lora.rank` switches to
-        # adapters.
+        # AdamW moves a full weight by the learning rate. It moves an adapter's product by the learning rate times alpha
+        # divided by about ten, because the adapter's first matrix is small. With this alpha, setting `lora.rank` is
+        # enough to switch to adapters.
         "trainer.policy.model.lora.alpha": 512,
         "trainer.policy.optimizer_config.lr": 5e-5,
         "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
