@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError
 from rl_core.reports.curves import Series, line_chart, linear_axis, log_axis, smoothed, stacked_chart, thinned
+from rl_core.reports.report_charts import run_charts
 from rl_core.reports.report_page import _shown_samples, write_report
 from rl_core.reports.samples import answer_of
 from tools.quickstart_picture import curve_png
@@ -150,6 +151,11 @@ def test_every_curve_is_there_with_a_title_and_a_description_in_words(tmp_path):
     assert "held-out accuracy: 0.200 at step 0, 0.920 at step 30" in described["Reward and held-out accuracy"]
     assert all(svg.get("role") == "img" and svg.find(".//path") is not None for svg in svgs)
     assert len(svgs[-1].findall(".//path")) == 6
+
+
+def test_what_the_environment_measured_is_drawn_without_an_evaluation_too():
+    rows = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in metric_rows(5)]
+    assert "digits right" in [chart.title for chart in run_charts(rows).others]
 
 
 def test_the_page_loads_nothing_and_forbids_itself_to(tmp_path):

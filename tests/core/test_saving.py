@@ -137,5 +137,5 @@ async def test_a_disk_that_stays_full_is_told_once_and_so_is_the_first_checkpoin
     full, room = (record.getMessage() for record in caplog.records)
     assert full.startswith("disk full: ")
     assert "step_000001.partial was removed" in full
-    assert room.startswith("there is room again: ")
-    assert room.endswith("step_000004 is written")
+    assert room.startswith("the disk has room again; wrote ")
+    assert room.endswith("step_000004")

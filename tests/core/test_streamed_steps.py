@@ -166,7 +166,7 @@ def test_an_engine_that_is_lost_in_the_middle_of_a_step_gets_its_weights_for_the
 def test_a_group_that_never_ends_is_a_deadline_that_counts_what_was_trained_on(tmp_path: Path):
     script = attrs.evolve(STREAMED, play=lambda group: Play(seconds=1e9 if group == 4 else 10.0))
     run = ScriptedRun(tmp_path, script)
-    with pytest.raises(DeadlineError, match=r"step 1: 2 of 3 groups were finished in 600 s"):
+    with pytest.raises(DeadlineError, match=r"step 2: 2 of 3 groups were finished in 600 s"):
         run.go()
     assert run.events_of("save") == ["save 1"]
 

@@ -156,13 +156,13 @@ def _learning_charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
-    """The environment's metrics in training and on held-out problems. Without a held-out reward: the loss's metrics."""
+    """The environment's metrics in training and on held-out problems; of a run on stored responses, the loss's."""
     names = {name.partition("/")[2] for row in rows for name in row if name.startswith(("environment/", "eval/"))}
     charts = []
     for name in sorted(names - {"reward", "accuracy", "response_length", "failed", "loss", "entropy"}):
         series = _series(rows, {f"environment/{name}": "training", f"eval/{name}": "held out"})
         about = "Measured by the environment."
-        if not points_of(rows, "eval/reward"):
+        if not points_of(rows, f"environment/{name}") and not points_of(rows, "eval/reward"):
             series, about = (
                 _series(rows, {f"policy/{name}": "training", f"eval/{name}": "held out"}),
                 "From the loss.",

@@ -173,7 +173,7 @@ class GroupBuffer:
             except TimeoutError:
                 there = self._groups_per_step - self._places + len(self._finished)
                 raise DeadlineError(
-                    f"step {self._next_step}: {there} of {self._groups_per_step} groups were finished in "
+                    f"step {self._next_step + 1}: {there} of {self._groups_per_step} groups were finished in "
                     f"{timeout_s:g} s (trainer.generation_timeout_s); {len(self._outstanding)} are outstanding"
                 ) from None
             if self._failure:

@@ -186,6 +186,6 @@ class CheckpointSaver:
     def _completed(self, path: Path) -> None:
         if self._told_full_at is not None:
             self._told_full_at = None
-            logger.warning("there is room again: %s is written", path)
+            logger.warning("the disk has room again; wrote %s", path)
         delete_old_checkpoints(self._root, self._keep)
         self._on_complete(step_of(path), path)

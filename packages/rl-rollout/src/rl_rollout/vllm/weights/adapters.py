@@ -52,9 +52,9 @@ def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
             layers, or a layer lacks one of its two matrices.
     """
     loras = worker.model_runner.lora_manager
-    helper = PEFTHelper.from_dict(dict(config))
     mapper = getattr(worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
     try:
+        helper = PEFTHelper.from_dict(dict(config))
         helper.validate_legal(loras.lora_config)
         adapter = LoRAModel.from_lora_tensors(
             POLICY_ADAPTER.lora_int_id,
