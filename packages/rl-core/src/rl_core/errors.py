@@ -7,8 +7,9 @@ Each concrete error is also the matching stdlib type, so that callers who do not
 from __future__ import annotations
 
 import difflib
+import os
 import re
-import sysconfig
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -165,7 +166,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def raised_at(error: BaseException) -> str:
     """`(file.py:line)` of the last frame outside of installed packages and the standard library, else of the last one;
     empty for an error that was never raised."""
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    libraries = (str(Path(os.__file__).parent), *installed)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     lines = [(file, line) for file, line in frames if not file.startswith("<")]  # such as <frozen importlib._bootstrap>
     own = [(file, line) for file, line in lines if not file.startswith(libraries)]
