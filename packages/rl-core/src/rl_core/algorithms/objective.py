@@ -80,8 +80,8 @@ class Objective:
 
     @cached_property
     def corrections(self) -> Corrections:
-        """How this loss takes off-policy correction weights: as it declares, else as its parameters and `is_linear`
-        show."""
+        """How this loss takes off-policy correction weights. If the loss does not declare it, its parameters and
+        `is_linear` decide."""
         declared = getattr(self.function, "corrections", None)
         if declared is not None:
             return declared
@@ -127,8 +127,9 @@ class Objective:
     def prepare(self, columns: Mapping[str, Tensor], sequence_T: Tensor, seed: int) -> dict[str, Tensor]:
         """Columns [T] to add to the mini-batch, or to replace in it, before it is split; none for most losses.
 
-        These are the loss's own `x_…` columns and, with an off-policy correction, either the advantages times the
-        weights (`prepare` reads them unweighted) or the weights themselves.
+        These are the `x_…` columns that the loss's own `prepare` function makes (it reads the advantages without
+        correction weights); the advantages times the weights, if a correction scales the loss; and the weights (1 if
+        there is no correction), if the loss reads them.
 
         Args:
             columns: the mini-batch's `required_columns`, and `correction_weights` if there is a correction.
@@ -228,7 +229,7 @@ class Objective:
         return loss, {"loss": (loss.detach(), torch.ones_like(loss)), **sums}
 
     def try_out(self) -> None:
-        """Runs the function once on four tokens of two sequences, so that a broken one fails at start-up.
+        """Runs the function on four tokens of two sequences, so that a broken one fails at start-up.
 
         Raises:
             RLError: the function raised it itself, for example a ConfigError for a setting.
@@ -246,8 +247,8 @@ class Objective:
     def is_linear(self) -> bool:
         """Whether scaling each token's advantage by a factor from 0 to 50 scales its loss by the same factor.
 
-        Tried on twelve tokens of three sequences with ratios on both sides of usual bounds; the columns of `prepare`
-        are not changed. Raises as `try_out` does if the function fails.
+        Tried on twelve tokens of three sequences, some with a probability ratio below 0.8 or above 1.2, where losses
+        usually clip; the columns of `prepare` are not changed. Raises as `try_out` does if the function fails.
         """
         generator = torch.Generator().manual_seed(0)
         sequence_T = torch.arange(3).repeat_interleave(4)
@@ -329,7 +330,8 @@ def sum_metrics(parts: Iterable[Mapping[str, SumAndWeight]]) -> dict[str, tuple[
 
 
 def _clean(columns: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
-    """Sets values outside the mask to zero, because they may be anything and a user's function need not handle that."""
+    """Sets floating-point values outside the mask to zero, because they may be anything and a user's function need not
+    handle that."""
     return {name: masked(v_T, mask_T) if v_T.is_floating_point() else v_T for name, v_T in columns.items()}
 
 
@@ -344,7 +346,8 @@ def _require(where: str, kind: str, names: Iterable[str], available: Mapping[str
 
 
 def _varied(name: str, generator: torch.Generator) -> Tensor:
-    """Twelve plausible values of a column; about a third of the log-ratios are beyond usual bounds."""
+    """Twelve plausible values of a column, drawn so that about a third of the probability ratios are below 0.8 and a
+    third above 1.2."""
     if name in ("loss_mask", "sampled", "tokens", "policy_version"):
         return _example(name).repeat(3)
     noise_T = torch.randn(12, generator=generator)

@@ -28,7 +28,7 @@ class Routing:
         Args:
             chunks: the model's chunks on this rank, as passed to the schedule.
             place: this rank's place in the mesh.
-            spec: says whether routes are followed, and whose.
+            spec: says whether routes are followed, and whether these are the rollout's or a scoring pass's.
             hf_config: the model's configuration.
         """
         where = f"{SECTIONS[spec.role]}.megatron_config"
@@ -56,7 +56,7 @@ class Routing:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices in the whole model of the layers on this rank whose routers can follow routes."""
+        """The layers on this rank whose routers can follow routes, as indices in the whole model."""
         return () if self._chunks is None else tuple(self._chunks.layers)
 
     def require(self, batch: Batch) -> None:
