@@ -25,7 +25,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpec) -> TensorShards:
-    """Makes every rank's scorer hold rank 0's weights, sharded. Besides the shards, only one unit is whole at a time.
+    """Makes every rank's scorer hold rank 0's weights, sharded.
+
+    Apart from the model that rank 0 loaded, a rank holds its shards and at most one whole unit at a time.
 
     Args:
         scorer: on rank 0 loaded, on the CPU; on the other ranks on device `meta`.
@@ -43,8 +45,8 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpe
     for unit in (*decoder_layers(scorer), scorer):
         receive(unit, ranks, leave_out=done)
         done.update(unit.modules())
-        # The scorer's own unit is freed after forward although backward needs it at once: after scoring, which has no
-        # backward, it must not stay gathered.
+        # The scorer's own unit is always freed after forward, although a backward needs it again at once. Otherwise it
+        # would stay gathered after scoring, which has no backward.
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward or unit is scorer, **settings)
         assert isinstance(unit, FSDPModule)
         # Without forced sums FSDP asks gloo for a pre-multiplied sum (by 1), which gloo does not support.

@@ -1,4 +1,6 @@
-"""Authorization: a run's control token opens every route of a server, an agent's access token only the OpenAI API.
+"""Authorization: a run's control token opens every route of a server, an agent's access token only those for agents.
+
+Routes for agents are the OpenAI API and routes that only read, such as `/metrics`; they cannot change a server.
 
 Without a token only `/health` answers, even on loopback, which every user of the machine can reach. Tokens are never on
 a command line, which every user can read: they come from the environment, or from a file of mode 0600.
