@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.errors import DeadlineError, GenerationError
 from rl_core.interfaces import Completion, GenerateRequest
+from rl_core.rank_kit.scoring.weights import checkpoint_tensors
 from rl_rollout.resuming import whole_response
 from rl_rollout.transports.files import files
 from rl_rollout.vllm.client import RemoteInferenceClient
@@ -221,11 +222,14 @@ class _Router:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        """As a trainer sends them: the tests that share the server send the same names."""
+        parameters = self._model.named_parameters()
+        return {k: v for name, weight in parameters for k, v in checkpoint_tensors(self._model, name, weight.detach())}
 
+    @torch.no_grad()
     def add_noise(self, scale: float) -> None:
         generator = torch.Generator().manual_seed(0)
-        for weight in self.weights.values():
+        for weight in self._model.parameters():
             weight += scale * torch.randn(weight.shape, generator=generator)
 
     @torch.no_grad()
