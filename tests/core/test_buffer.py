@@ -77,7 +77,7 @@ async def test_depth_zero_under_any_bound_is_synchronous():
     buffer = make_buffer(groups_per_step=2, max_staleness=4, depth=0, steps=9)
     assert await start_all_possible(buffer, 0) == 2
     await buffer.finish(0, ())
-    with pytest.raises(DeadlineError, match="step 0: 1 of 2 groups"):
+    with pytest.raises(DeadlineError, match="step 1: 1 of 2 groups"):
         await buffer.take(0.01)
 
 
@@ -111,7 +111,7 @@ async def test_training_waits_for_a_group_that_would_expire_although_enough_othe
     await buffer.published(1)
     assert await start_all_possible(buffer, 2) == 3
     await buffer.finish(2, ())
-    with pytest.raises(DeadlineError, match="step 1: 1 of 1 groups"):
+    with pytest.raises(DeadlineError, match="step 2: 1 of 1 groups"):
         await buffer.take(0.01)
     await buffer.finish(1, ())
     assert [group.group_id for group in await buffer.take(1)] == [1]
