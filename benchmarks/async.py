@@ -115,6 +115,9 @@ class Engines:
         """Seconds of slots that played something, until now."""
         return self.busy_s - sum(max(free_at - self._now(), 0.0) for free_at in self._free_at)
 
+    def idle_lap(self) -> dict[str, float]:
+        return {}
+
     async def prove(self) -> None: ...
 
     async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None: ...
