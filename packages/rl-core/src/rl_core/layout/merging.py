@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from rl_core.errors import DataError, ShapeError
 from rl_core.layout.balancing import IntArray
+from rl_core.layout.slices import index_runs
 from rl_core.trajectory_rows import why_incomplete
 
 
@@ -116,17 +117,16 @@ def _continues(
 
 def _merge(chains: list[list[int]], offsets: IntArray) -> PrefixMerge:
     lengths = np.diff(offsets)
-    token_parts: list[IntArray] = []
-    for chain in chains:
-        new_from = 0
-        for row in chain:
-            token_parts.append(np.arange(offsets[row] + new_from, offsets[row + 1]))
-            new_from = lengths[row]
-    last_step = np.array([chain[-1] for chain in chains], np.int64)
+    rows = np.array([row for chain in chains for row in chain], np.int64)
+    ends = np.cumsum([len(chain) for chain in chains])
+    last_step = rows[ends - 1]
+    # A step adds the tokens after those of the step before it; the first step of a chain adds all.
+    before = np.concatenate([[0], lengths[rows[:-1]]])
+    before[ends[:-1]] = 0
     return PrefixMerge(
         offsets=np.concatenate([[0], np.cumsum(lengths[last_step])]),
-        token_index=np.concatenate(token_parts),
-        input_index=np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in last_step]),
+        token_index=index_runs(offsets[rows] + before, lengths[rows] - before),
+        input_index=index_runs(offsets[last_step], lengths[last_step]),
         last_step=last_step,
         num_tokens_before=int(offsets[-1]),
     )
