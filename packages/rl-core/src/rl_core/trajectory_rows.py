@@ -56,6 +56,9 @@ def _what_is_wrong(
 
 
 def _why_not_one_last_step(trajectory_N: Sequence[int], is_last_step_N: Sequence[bool]) -> str | None:
+    ended = [trajectory for trajectory, is_last in zip(trajectory_N, is_last_step_N, strict=True) if is_last]
+    if len(ended) == len(set(ended)) == len(set(trajectory_N)):
+        return None
     last_rows: dict[int, list[int]] = {}
     for row, (trajectory, is_last) in enumerate(zip(trajectory_N, is_last_step_N, strict=True)):
         rows = last_rows.setdefault(trajectory, [])
