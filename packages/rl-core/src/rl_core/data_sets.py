@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core import hub
 from rl_core.errors import ConfigError, DataError, install
+from rl_core.stored_files import is_found
 
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<configuration>:[\w.-]+)?")
 _FILES = (".parquet", ".jsonl", ".json", ".csv", ".txt", ".arrow", ".gz")
@@ -20,8 +21,8 @@ def is_data_set(path: str) -> bool:
     """Whether the path is a data set: a directory, or a name that is not a file's (`org/name`,
     `org/name:configuration`), either optionally followed by `@split`."""
     place = _without_split(path)
-    if Path(path).exists() or Path(place).exists():
-        return Path(place).is_dir()
+    if is_found(path) or is_found(place):
+        return is_found(place) and Path(place).is_dir()
     found = _NAME.fullmatch(place)
     return found is not None and not found["name"].endswith(_FILES) and not place.startswith((".", "~"))
 

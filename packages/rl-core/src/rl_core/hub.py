@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError, install
+from rl_core.stored_files import is_found
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def is_offline() -> bool:
 def is_name(path: str) -> bool:
     """Whether the path is not a local directory and could be the name of a model on the hub."""
     has_form = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")
-    return has_form and not Path(path).exists()
+    return has_form and not is_found(path)
 
 
 def obstacle(kind: str, name: str) -> str | None:

@@ -51,6 +51,15 @@ class FileRecord:
         return {"bytes": self.num_bytes, "crc32": self.crc32}
 
 
+def is_found(path: str | Path) -> bool:
+    """Whether something is at the path. False if this user cannot look it up or the name is too long, where
+    `Path.exists` raises; `config.file_checks` reports why."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
 def recorded(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
     """The records of the files in their current state. Reads several files at a time."""
     wanted = sorted(names)

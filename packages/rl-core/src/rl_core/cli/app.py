@@ -26,7 +26,9 @@ RANK_THREAD = "rl-rank-"
 """Prefix of the names of `rl_core.workers.inline`'s threads. Not imported from there, because that imports torch."""
 
 _AS_ASKED = (ConfigError, PluginError, DataError)
-"""Errors that say what to change. The same command would fail again, and so would one that resumes."""
+"""Errors that say what to change. The same command would fail again."""
+_NOT_RESUMED = (*_AS_ASKED, CheckpointError)
+"""Errors after which a command that resumes would fail too."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.
@@ -76,11 +78,9 @@ def _status(arguments: Sequence[str] | None, settings: dict[str, Any]) -> int:
         else:
             click.secho("error: ", fg="red", bold=True, nl=False, err=True)
             click.echo(error, err=True)
-        if isinstance(error, _AS_ASKED):
-            return 2
-        if "resume" in settings and not isinstance(error, CheckpointError):
+        if "resume" in settings:
             click.echo(settings["resume"], err=True)
-        return 1
+        return 2 if isinstance(error, _AS_ASKED) else 1
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -126,8 +126,8 @@ def train(source: str, overrides: tuple[str, ...], tiny: bool, dry_run: bool) ->
         return runs.describe(loaded)
     try:
         return runs.train(loaded, started)
-    except RLError:
-        if runs.has_checkpoint(loaded):
+    except RLError as error:
+        if not isinstance(error, _NOT_RESUMED) and runs.has_checkpoint(loaded):
             click.get_current_context().obj["resume"] = runs.resume_command(loaded)
         raise
 

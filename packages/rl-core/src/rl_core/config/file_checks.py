@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 from collections.abc import Container, Sequence
 from pathlib import Path
 
@@ -51,9 +53,24 @@ def gather_data(
     seen: set[str] = set()
     for key in keys:
         for file in value_at(config, key):
-            if file not in seen and (file not in makes or Path(file).exists()):
-                mistakes.passes(_require_data, key, file, needs)
+            if file in seen:
+                continue
             seen.add(file)
+            if mistakes.passes(_require_reachable, key, file) and (file not in makes or Path(file).exists()):
+                mistakes.passes(_require_data, key, file, needs)
+
+
+def _require_reachable(key: str, path: str) -> None:
+    """Checks that this user can look the path up, and read what is there; it need not exist."""
+    try:
+        Path(path).stat()
+        reason = None if os.access(path, os.R_OK) else os.strerror(errno.EACCES)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:  # without permission, a name that is too long, a null character
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+    if reason:
+        raise ConfigError(f"{key}: {path} cannot be read: {reason}. Set a path that this user can read")
 
 
 def _require_data(key: str, file: str, needs: str) -> None:
@@ -134,6 +151,8 @@ def _token_ids(model: Path) -> dict[str, int] | None:
 
 
 def _gather_model(key: str, path: str, mistakes: Mistakes, makes: Container[str]) -> None:
+    if not mistakes.passes(_require_reachable, key, path):
+        return
     directory = Path(path)
     # An incomplete model directory is created again.
     is_made = path in makes and (not directory.exists() or (directory.is_dir() and any(directory.iterdir())))
@@ -158,7 +177,10 @@ def _require_model(key: str, path: str) -> None:
 
 def _resume_path_exists(config: Config) -> None:
     path = config.trainer.resume_path
-    if path is not None and not Path(path).is_dir():
+    if path is None:
+        return
+    _require_reachable("trainer.resume_path", path)
+    if not Path(path).is_dir():
         raise ConfigError(f"trainer.resume_path: {path} is not a directory; set it to a checkpoint of an earlier run")
 
 
@@ -178,8 +200,20 @@ def _gather_directories(config: Config, mistakes: Mistakes) -> None:
         ("trainer.ckpt_path", config.ckpt_dir),
         ("trainer.export_path", config.export_dir),
     ):
-        existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            problem = f"cannot be created: {existing} is not a directory that can be written"
-            if not any(str(error).endswith(problem) for error in mistakes.errors):
-                mistakes.add(ConfigError(f"{key}: {directory} {problem}"))
+        problem = _why_not_created(directory.absolute())
+        if problem and not any(str(error).endswith(problem) for error in mistakes.errors):
+            mistakes.add(ConfigError(f"{key}: {directory} cannot be created: {problem}"))
+
+
+def _why_not_created(directory: Path) -> str | None:
+    for path in (directory, *directory.parents):
+        try:
+            is_directory = stat.S_ISDIR(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue  # the nearest parent that is there decides
+        except (OSError, ValueError) as error:  # such as a name that is too long
+            return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if is_directory and os.access(path, os.W_OK | os.X_OK):
+            return None
+        return f"{path} is not a directory that can be written"
+    return None

@@ -142,9 +142,11 @@ def read_config(path: str | None) -> dict[str, Any] | None:
     """`config.json` of a local model directory; None for a hub name or a directory that a recipe has yet to create.
     Raises ConfigError if the file cannot be read."""
     file = Path(path or "") / "config.json"
-    if path is None or not file.is_file():
+    if path is None:
         return None
     try:
+        if not file.is_file():
+            return None
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as a model's configuration ({error})") from error

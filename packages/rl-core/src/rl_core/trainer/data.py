@@ -19,6 +19,7 @@ from rl_core.errors import DataError
 from rl_core.interfaces import Row
 from rl_core.remote_files import is_remote, opened
 from rl_core.seeds import generator_of
+from rl_core.stored_files import is_found
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _STRUCTURED = ("messages", "reward_spec", "reward_model", "extra_info")
 
 def is_at_hand(path: str) -> bool:
     """Whether the path is an existing local file, a remote file or a data set, so that no recipe has to create it."""
-    return Path(path).is_file() or is_remote(path) or is_data_set(path)
+    return (is_found(path) and Path(path).is_file()) or is_remote(path) or is_data_set(path)
 
 
 def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "prompt") -> list[DataRow]:

@@ -18,7 +18,7 @@ from rl_core.errors import CheckpointError, ConfigError, DataError
 from rl_core.reports.jsonl import StepLog, read_rows
 from rl_core.reports.samples import FILE_NAME as SAMPLES_FILE_NAME
 from rl_core.reports.trackers import METRICS_FILE_NAME
-from rl_core.stored_files import make_directory, write_whole
+from rl_core.stored_files import is_found, make_directory, write_whole
 from rl_core.trainer.checkpoint import (
     RunState,
     complete_checkpoints,
@@ -240,7 +240,7 @@ def require_own_files(config: Config) -> None:
             f"move, but nothing shows that a run wrote this. Choose another directory, or move {names} elsewhere; if a "
             f"run did write it: touch {run_dir / MARK}"
         )
-    if model is not None and Path(model).exists() and os.path.realpath(model) == os.path.realpath(config.export_dir):
+    if model is not None and is_found(model) and os.path.realpath(model) == os.path.realpath(config.export_dir):
         raise ConfigError(
             f"trainer.export_path: {config.export_dir} is the model that the run starts from; the run would "
             "overwrite it. Choose another directory"
