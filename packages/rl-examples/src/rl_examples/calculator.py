@@ -20,7 +20,7 @@ from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
 from rl_environments.tools import Answer, BrokenCall, Call, CallFormat, ToolEnvironment, tool
-from rl_examples.small_runs import SmallRun, write_problems, write_start_model
+from rl_examples.small_runs import SmallRun, write_files
 
 NUM_HELD_OUT = 500
 MAX_CALLS = 1
@@ -112,15 +112,13 @@ def problems() -> list[dict[str, str]]:
 
 def prepare(config: Config) -> None:
     """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
-    rows = problems()
-    trained = rows[NUM_HELD_OUT:]
-    write_problems(config, _RUN, rows, num_held_out=NUM_HELD_OUT)
-    write_start_model(
+    write_files(
         config,
         _RUN,
         recipe,
-        problems=trained,
-        demonstrate=lambda rng: demonstrated(rng.choice(trained), rng),
+        problems(),
+        num_held_out=NUM_HELD_OUT,
+        demonstrate=demonstrated,
         target_accuracy=START_ACCURACY,
         updates_per_check=25,
     )

@@ -24,7 +24,7 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.interfaces import Recipe
 from rl_environments.reasoning_gym import ASK_FOR_MARKS, rows_of
-from rl_examples.small_runs import SmallRun, write_problems, write_start_model
+from rl_examples.small_runs import SmallRun, write_files
 
 NUM_PUZZLES = 5000
 NUM_HELD_OUT = 400
@@ -58,15 +58,13 @@ def problems() -> list[dict[str, Any]]:
 
 def prepare(config: Config) -> None:
     """Creates the recipe's data and models if the configuration uses them and they are missing."""
-    rows = problems()
-    trained = rows[NUM_HELD_OUT:]
-    write_problems(config, _RUN, rows, num_held_out=NUM_HELD_OUT)
-    write_start_model(
+    write_files(
         config,
         _RUN,
         recipe,
-        problems=trained,
-        demonstrate=lambda rng: demonstrated(rng.choice(trained), rng),
+        problems(),
+        num_held_out=NUM_HELD_OUT,
+        demonstrate=demonstrated,
         write_model=write_model,
         target_accuracy=START_ACCURACY,
         updates_per_check=25,

@@ -19,7 +19,7 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
 from rl_examples.arithmetic import ArithmeticEnvironment
-from rl_examples.small_runs import SmallRun, write_problems, write_start_model
+from rl_examples.small_runs import SmallRun, write_files
 
 NUM_HELD_OUT = 300
 MAX_TRIES = 3
@@ -77,15 +77,13 @@ def prepare(config: Config) -> None:
     """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import problems
 
-    rows = [{**row, "env_class": "second_try"} for row in problems()]
-    trained = rows[NUM_HELD_OUT:]
-    write_problems(config, _RUN, rows, num_held_out=NUM_HELD_OUT)
-    write_start_model(
+    write_files(
         config,
         _RUN,
         recipe,
-        problems=trained,
-        demonstrate=lambda rng: demonstrated(rng.choice(trained), rng),
+        [{**row, "env_class": "second_try"} for row in problems()],
+        num_held_out=NUM_HELD_OUT,
+        demonstrate=demonstrated,
         target_accuracy=START_ACCURACY,
         updates_per_check=20,
     )

@@ -102,6 +102,35 @@ class SmallRun:
         }
 
 
+def write_files(
+    config: Config,
+    run: SmallRun,
+    recipe: Recipe,
+    rows: Sequence[dict[str, Any]],
+    *,
+    num_held_out: int,
+    demonstrate: Callable[[dict[str, Any], random.Random], dict[str, Any]],
+    **settings: Any,
+) -> None:
+    """Creates the recipe's data and models if the configuration uses them and they are missing.
+
+    Args:
+        rows: all problems; the first `num_held_out` are held out.
+        demonstrate: makes one row of prompt and answer from a training problem, on which the warm start trains.
+        settings: see `write_start_model`.
+    """
+    trained = rows[num_held_out:]
+    write_problems(config, run, rows, num_held_out=num_held_out)
+    write_start_model(
+        config,
+        run,
+        recipe,
+        problems=trained,
+        demonstrate=lambda rng: demonstrate(rng.choice(trained), rng),
+        **settings,
+    )
+
+
 def write_problems(config: Config, run: SmallRun, rows: Sequence[Mapping[str, Any]], *, num_held_out: int) -> None:
     """Writes the first `num_held_out` problems to the held-out file and the others to the training file: each file if
     the configuration uses it and it is missing."""
