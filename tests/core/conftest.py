@@ -1,22 +1,25 @@
-"""The command line in the test's own process."""
+"""The command line in the test's own process, and a configuration whose plug-ins are the test's own."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_core import plugins
 from rl_core.cli import commands, main
 from tests.core.fake_plugins import install, install_backend
+from tests.core.own_functions import FUNCTIONS
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 RECIPES = """
 from pathlib import Path
+from typing import Any
 from rl_core.interfaces import Recipe
 from rl_core.trainer.callbacks import Callback
 
@@ -104,3 +107,19 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     plugins._installed.cache_clear()
     commands._installed.cache_clear()
     sys.modules.pop("cli_recipes", None)
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A configuration whose plug-ins are all of `own_functions` or idle."""
+    install(tmp_path, monkeypatch, "own_functions", FUNCTIONS)
+    yield {
+        "trainer.policy.model.path": "model",
+        "trainer.algorithm.policy_loss_type": "own_functions:loss",
+        "trainer.algorithm.advantage_estimator": "own_functions:advantages",
+        "trainer.logger": "tests.core.idle_plugins:Tracker",
+        "generator.type": "tests.core.idle_plugins:Generator",
+        "generator.inference_engine.backend": "tests.core.idle_plugins:fussy_engine",
+        "generator.inference_engine.weight_sync_backend": "tests.core.idle_plugins:transport",
+    }
+    plugins._installed.cache_clear()

@@ -2,148 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
-import yaml
 
 from rl_core import plugins
 from rl_core.config import (
     Config,
     ConfigWarning,
-    advantage_params,
     check_files,
     check_plugins,
     check_values,
-    correction_params,
-    dump_yaml,
     from_mapping,
-    loss_params,
-    needs_greedy_answers,
 )
 from rl_core.config.loading import known_paths
 from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS
 from rl_core.errors import ConfigError, ConfigErrors, PluginError
-from rl_core.function_settings import positional_parameters
-from rl_core.trainer.settings import update_settings
-from tests.core.fake_plugins import install
 
 CORRECTION = "trainer.algorithm.off_policy_correction"
-FUNCTIONS = """
-import functools
-
-from rl_core.algorithms import TokenLoss, clip_cov_loss, kl_cov_loss, prepared_by, takes_corrections
-from rl_core.algorithms import maxrl_advantages, pass_at_k_advantages
-
-
-def loss(logprobs_T, old_logprobs_T, advantages_T, mask_T, *, eps_clip_low=0.2, sharpness=2.0):
-    return TokenLoss(-advantages_T * logprobs_T, {})
-
-
-def loss_of_tokens(logprobs_T, mask_T):
-    return TokenLoss(-logprobs_T, {})
-
-
-def loss_that_corrects(logprobs_T, rollout_logprobs_T, advantages_T, mask_T):
-    return TokenLoss(-advantages_T * logprobs_T, {})
-
-
-def best_tokens(advantages_T, mask_T, *, share=0.5):
-    return {"x_best": advantages_T >= advantages_T[mask_T].quantile(1 - share)}
-
-
-@prepared_by(best_tokens)
-def loss_of_best_tokens(logprobs_T, advantages_T, mask_T, x_best_T):
-    return TokenLoss(-logprobs_T * advantages_T * x_best_T, {})
-
-
-@takes_corrections("scales")
-@prepared_by(best_tokens)
-def declared_loss_of_best_tokens(logprobs_T, advantages_T, mask_T, x_best_T):
-    return TokenLoss(-logprobs_T * advantages_T * x_best_T, {})
-
-
-@takes_corrections("refuses")
-def loss_that_refuses(logprobs_T, advantages_T, mask_T):
-    return TokenLoss(-advantages_T * logprobs_T, {})
-
-
-def loss_with_a_penalty(logprobs_T, advantages_T, mask_T):
-    return TokenLoss(-advantages_T * logprobs_T + logprobs_T.square(), {})
-
-
-def sure_tokens(old_entropies_T, mask_T):
-    return {"x_sure": old_entropies_T < 1.0}
-
-
-@prepared_by(sure_tokens)
-def loss_of_sure_tokens(logprobs_T, advantages_T, mask_T, x_sure_T):
-    return TokenLoss(-logprobs_T * advantages_T * x_sure_T, {})
-
-
-@functools.wraps(kl_cov_loss)
-def watched_kl_cov(*columns, **settings):
-    return kl_cov_loss(*columns, **settings)
-
-
-@functools.wraps(maxrl_advantages)
-def watched_maxrl(*columns, **settings):
-    return maxrl_advantages(*columns, **settings)
-
-
-pass_at_4 = functools.partial(pass_at_k_advantages, k=4)
-
-
-def strict_loss(logprobs_T, advantages_T, *, eps_clip_low):
-    return TokenLoss(-advantages_T * logprobs_T, {})
-
-
-def loss_with_duty(logprobs_T, mask_T, *, duty):
-    return TokenLoss(-logprobs_T, {})
-
-
-def broken_loss(logprobs_T, mask_T):
-    raise RuntimeError("not today")
-
-
-def advantages(scores_N, group_N, *, gamma=1.0, grpo_norm_by_std=True):
-    return scores_N
-
-
-class Engine:
-    contract_version = 2
-    name = "fussy"
-
-    def validate(self, spec):
-        if spec.sampling.top_p < 1:
-            from rl_core.errors import ConfigError
-
-            raise ConfigError("generator.sampling_params: this engine returns raw log-probs")
-
-
-engine = Engine()
-anything = object
-"""
 IDLE = "tests.core.idle_plugins"
-
-
-@pytest.fixture
-def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A configuration whose plug-ins are all this file's own."""
-    install(tmp_path, monkeypatch, "own_functions", FUNCTIONS)
-    yield {
-        "trainer.policy.model.path": "model",
-        "trainer.algorithm.policy_loss_type": "own_functions:loss",
-        "trainer.algorithm.advantage_estimator": "own_functions:advantages",
-        "trainer.logger": f"{IDLE}:Tracker",
-        "generator.type": f"{IDLE}:Generator",
-        "generator.inference_engine.backend": f"{IDLE}:fussy_engine",
-        "generator.inference_engine.weight_sync_backend": f"{IDLE}:transport",
-    }
-    plugins._installed.cache_clear()
 
 
 @pytest.fixture
@@ -441,191 +320,6 @@ def test_every_plug_in_is_asked_before_a_run(
         check_plugins(from_mapping(functions | change))
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        ("loss_of_tokens", "reads no advantages"),
-        ("loss_that_corrects", "corrects by itself"),
-        ("loss_that_refuses", "declares that it refuses"),
-    ],
-)
-def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict[str, Any], loss: str, message: str):
-    corrected = functions | {f"{CORRECTION}.tis_ratio_type": "token"}
-    check_plugins(from_mapping(corrected))
-    with pytest.raises(ConfigError, match=f"off_policy_correction: .*{message}"):
-        check_plugins(from_mapping(corrected | {"trainer.algorithm.policy_loss_type": f"own_functions:{loss}"}))
-
-
-CHOOSES, DOES_NOT_SCALE = "chooses tokens by the advantages", "is not proportional to its advantages"
-UNKNOWN = {"own_functions:loss_of_best_tokens": CHOOSES, "own_functions:loss_with_a_penalty": DOES_NOT_SCALE}
-"""Losses that do not say how they take weights, and why it cannot be found out."""
-BY_COVARIANCE = (
-    "clip_cov",
-    "kl_cov",
-    "rl_core.algorithms:clip_cov_loss",
-    "rl_core.algorithms.minibatch_losses:kl_cov_loss",
-    "own_functions:clip_cov_loss",
-    "own_functions:watched_kl_cov",
-    "own_functions:declared_loss_of_best_tokens",
-)
-"""Losses that choose tokens by advantages and say how they take weights, by all ways to name one."""
-
-
-@pytest.mark.parametrize("loss", UNKNOWN)
-@pytest.mark.parametrize("tis_ratio_type", ["token", "sequence"])
-def test_weights_of_a_correction_are_refused_where_nobody_says_how_the_loss_takes_them(
-    functions: dict[str, Any], loss: str, tis_ratio_type: str
-):
-    chosen = functions | {"trainer.algorithm.policy_loss_type": loss}
-    config = from_mapping(chosen | {f"{CORRECTION}.tis_ratio_type": tis_ratio_type})
-    message = (
-        rf"off_policy_correction\.tis_ratio_type: got '{tis_ratio_type}', and the loss '{loss}' {UNKNOWN[loss]}"
-        r".*takes_corrections.*=off"
-    )
-    for refuses in (check_plugins, update_settings):
-        with pytest.raises(ConfigError, match=message):
-            refuses(config)
-    assert update_settings(from_mapping(chosen)).correction_params is None
-
-
-@pytest.mark.parametrize("loss", UNKNOWN)
-def test_such_a_loss_wants_to_be_told_what_happens_to_samples_of_earlier_weights(functions: dict[str, Any], loss: str):
-    stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
-    message = rf"tis_ratio_type: 'token' is the default with trainer\.max_staleness=2.*'{loss}'.*=off.*max_staleness=0"
-    for refuses in (check_plugins, update_settings):
-        with pytest.raises(ConfigError, match=message):
-            refuses(from_mapping(stale))
-    uncorrected = from_mapping(stale | {f"{CORRECTION}.tis_ratio_type": "off"})
-    check_plugins(uncorrected)
-    assert correction_params(uncorrected) is None
-
-
-@pytest.mark.parametrize("loss", BY_COVARIANCE)
-def test_losses_that_say_how_they_take_weights_are_corrected_by_default(functions: dict[str, Any], loss: str):
-    stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
-    check_plugins(from_mapping(stale))
-    assert (correction_params(from_mapping(stale)) or {})["tis_ratio_type"] == "token"
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        {"sequence_mask_metric": "geometric"},
-        {"outlier_token_is_threshold_high": 100.0},
-        {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 5.0},
-    ],
-)
-def test_masks_of_a_correction_go_with_every_loss_that_weighs_advantages(
-    functions: dict[str, Any], mask: dict[str, Any]
-):
-    masked = {f"{CORRECTION}.{name}": value for name, value in mask.items()}
-    loss = {"trainer.algorithm.policy_loss_type": "own_functions:loss_of_best_tokens"}
-    assert mask.items() <= dict(correction_params(from_mapping(functions | loss | masked)) or {}).items()
-    with pytest.raises(ConfigError, match="chooses tokens by the advantages"):
-        correction_params(from_mapping(functions | loss | masked | {"trainer.max_staleness": 1}))
-
-
-def test_a_loss_that_chooses_tokens_by_something_else_is_corrected_by_default(functions: dict[str, Any]):
-    for loss in ("top_entropy", "own_functions:loss_of_sure_tokens"):
-        stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
-        assert (correction_params(from_mapping(stale)) or {})["tis_ratio_type"] == "token"
-
-
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        "pass_at_k",
-        "maxrl",
-        "rl_core.algorithms:pass_at_k_advantages",
-        "rl_core.algorithms.advantages:maxrl_advantages",
-        "own_functions:pass_at_k_advantages",
-        "own_functions:pass_at_4",
-        "own_functions:watched_maxrl",
-    ],
-)
-def test_kl_in_the_reward_goes_with_estimators_of_successes(functions: dict[str, Any], estimator: str):
-    """By all ways to name one, the success is that of the environment's reward."""
-    chosen = functions | {"trainer.algorithm.advantage_estimator": estimator}
-    if "pass_at_k" in estimator:
-        chosen["trainer.algorithm.advantage_params.k"] = 2
-    config = from_mapping(chosen | {"trainer.algorithm.use_kl_in_reward": True})
-    check_plugins(config)
-    settings = update_settings(config)
-    assert settings.kl_in_reward == "k3"
-    assert "environment_scores_N" in positional_parameters(settings.estimator)
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce++", "own_functions:advantages"])
-def test_kl_in_the_reward_goes_with_estimators_that_compare_scores(functions: dict[str, Any], estimator: str):
-    chosen = {"trainer.algorithm.advantage_estimator": estimator, "trainer.algorithm.use_kl_in_reward": True}
-    assert update_settings(from_mapping(functions | chosen)).kl_in_reward == "k3"
-
-
-@pytest.mark.parametrize(
-    ("change", "tis_ratio_type"),
-    [
-        ({"trainer.max_staleness": 2}, "token"),
-        ({"trainer.max_staleness": 0}, None),
-        ({"trainer.max_staleness": 4, "trainer.pipeline_depth": 0}, None),
-        ({"trainer.max_staleness": 2, f"{CORRECTION}.tis_ratio_type": "off"}, None),
-        ({"trainer.max_staleness": 2, f"{CORRECTION}.tis_ratio_type": "sequence"}, "sequence"),
-        ({"trainer.max_staleness": 2, "trainer.algorithm.policy_loss_type": "own_functions:loss_that_corrects"}, None),
-        ({"trainer.max_staleness": 2, "trainer.algorithm.policy_loss_type": "own_functions:loss_of_tokens"}, None),
-    ],
-)
-def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
-    functions: dict[str, Any], change: dict[str, Any], tis_ratio_type: str | None
-):
-    config = from_mapping(functions | change)
-    check_plugins(config)
-    params = correction_params(config)
-    assert (params and params["tis_ratio_type"]) == tis_ratio_type
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4}),
-        ({"eps_clip_low": 0.2}, {"eps_clip_low": 0.2, "eps_clip_high": 4e-4}),
-        ({"eps_clip_low": 0.1, "policy_loss_params.eps_clip_low": 0.05}, {"eps_clip_low": 0.05, "eps_clip_high": 4e-4}),
-    ],
-)
-def test_a_losss_own_default_wins_over_a_general_key_that_nobody_gave(
-    functions: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
-):
-    """Also where 0.2, the default of other losses, is what was given; and after the file was written and read."""
-    keys = {f"trainer.algorithm.{name}": value for name, value in given.items()}
-    config = from_mapping(functions | {"trainer.algorithm.policy_loss_type": "gspo"} | keys)
-    assert loss_params(config) == expected
-    assert loss_params(from_mapping(yaml.safe_load(dump_yaml(config)))) == expected
-    ppo = attrs.evolve(config.trainer.algorithm, policy_loss_type="regular")
-    other = attrs.evolve(config, trainer=attrs.evolve(config.trainer, algorithm=ppo))
-    assert loss_params(other) == {"eps_clip_low": 0.2, "eps_clip_high": 0.2} | {
-        name: value for name, value in expected.items() if name in given or f"policy_loss_params.{name}" in given
-    }
-
-
-def test_a_function_without_a_default_of_its_own_gets_the_general_one(functions: dict[str, Any]):
-    strict = functions | {"trainer.algorithm.policy_loss_type": "own_functions:strict_loss"}
-    assert loss_params(from_mapping(strict)) == {"eps_clip_low": 0.2}
-    assert loss_params(from_mapping(strict | {"trainer.algorithm.eps_clip_low": 0.1})) == {"eps_clip_low": 0.1}
-
-
-def test_thresholds_of_a_correction_are_checked(functions: dict[str, Any]):
-    key = f"{CORRECTION}.token_mask_is_threshold_low"
-    with pytest.raises(ConfigError, match=r"trainer\.algorithm\.off_policy_correction: token_mask_is_threshold_low"):
-        check_plugins(from_mapping(functions | {key: 0.5}))
-
-
-def test_a_key_that_no_chosen_function_reads_warns_when_it_was_changed(functions: dict[str, Any]):
-    with pytest.warns(ConfigWarning, match=r"trainer\.algorithm\.clip_ratio_c: has no effect with"):
-        check_plugins(from_mapping(functions | {"trainer.algorithm.clip_ratio_c": 5.0}))
-
-
-def test_nothing_warns_of_a_key_that_the_user_did_not_choose(functions: dict[str, Any]):
-    check_plugins(from_mapping(functions | {"trainer.algorithm.clip_ratio_c": 5.0}), chosen={"trainer.epochs"})
-
-
 def test_a_plug_in_of_an_installed_package_that_lacks_it_is_not_to_be_installed_again(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -635,30 +329,6 @@ def test_a_plug_in_of_an_installed_package_that_lacks_it_is_not_to_be_installed_
     monkeypatch.setitem(plugins._PACKAGES, ("rl_core.backends", "later"), "rl-no-such-package")
     with pytest.raises(PluginError, match="pip install rl-no-such-package"):
         plugins.load("rl_core.backends", "later")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("zero_variance_filter", True), ("dynamic_sampling.type", "filter"), ("dynamic_sampling.type", "replace")],
-)
-def test_groups_are_not_chosen_by_their_samples_alone_where_a_greedy_answer_is_the_baseline(
-    functions: dict[str, Any], key: str, value: Any
-):
-    remax = functions | {"trainer.algorithm.advantage_estimator": "remax"}
-    check_plugins(from_mapping(remax))
-    assert needs_greedy_answers(from_mapping(remax))
-    assert not needs_greedy_answers(from_mapping(functions | {f"trainer.algorithm.{key}": value}))
-    message = rf"trainer\.algorithm\.{key}: {key}=\w+ leaves out groups of equal rewards.*remax.*e\.g\. rloo"
-    with pytest.raises(ConfigError, match=message):
-        check_plugins(from_mapping(remax | {f"trainer.algorithm.{key}": value}))
-
-
-def test_parameters_come_from_params_then_from_the_key_of_that_name_then_from_the_function(functions: dict[str, Any]):
-    config = from_mapping(functions | {"trainer.algorithm.eps_clip_low": 0.1, "trainer.algorithm.gamma": 0.9})
-    assert loss_params(config) == {"eps_clip_low": 0.1}
-    assert advantage_params(config) == {"gamma": 0.9, "grpo_norm_by_std": True}
-    config = from_mapping(functions | {"trainer.algorithm.policy_loss_params": {"eps_clip_low": 0.3, "sharpness": 1}})
-    assert loss_params(config) == {"eps_clip_low": 0.3, "sharpness": 1}
 
 
 def test_files_without_a_folder_of_all_machines_are_refused_on_several():
