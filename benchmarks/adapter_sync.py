@@ -27,7 +27,7 @@ from rl_core.config import Config, engine_spec, from_mapping
 from rl_core.interfaces import Manifest
 from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.publish import publish_weights
-from rl_core.trainer.run import worker_spec
+from rl_core.trainer.settings import worker_spec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
@@ -91,18 +91,19 @@ async def measure(config: Config, rounds: int) -> None:
     version, base_T = 0, torch.zeros(())
     for scale in SCALES:
         set_adapter(policy, scale)
-        seconds = []
+        seconds, sent_bytes = [], 0
         for _ in range(rounds):
             start, version = time.perf_counter(), version + 1
             published = await publish_weights(
                 policy, client, transport, version, max_bucket_bytes=engine.weight_bucket_bytes
             )
             seconds.append(time.perf_counter() - start)
+            sent_bytes = num_bytes(published.sent)
         trainer_T, server_T = await trainers_logprobs(policy, tokens), await servers_logprobs(client, tokens)
         base_T = trainer_T if scale == 0 else base_T
         moved, apart = (float(difference_T.abs().mean()) for difference_T in (trainer_T - base_T, trainer_T - server_T))
         print(
-            f"  {num_bytes(published.sent) / 1e6:8.2f} MB {min(seconds):7.3f} s   log-probs moved by {moved:.3f}, "
+            f"  {sent_bytes / 1e6:8.2f} MB {min(seconds):7.3f} s   log-probs moved by {moved:.3f}, "
             f"trainer and server {apart:.4f} apart",
             flush=True,
         )

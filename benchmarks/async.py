@@ -368,7 +368,7 @@ def loop_settings(directory: Path, *, streams: bool) -> LoopSettings:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--most", type=int, default=8, help="largest depth and bound")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--streamed", action="store_true", help="only the streamed rows")

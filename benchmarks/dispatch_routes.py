@@ -127,12 +127,12 @@ async def main() -> None:
     num_bytes = batch["routed_experts"].nbytes
     print(f"{batch.num_tokens} tokens, {num_bytes / 1e6:.1f} MB of routes")
     # A raylet's store holds the batch of a round and that of the round before.
-    node = {"num_cpus": 1, "object_store_memory": 100 * 2**20 + 4 * num_bytes}
+    node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20 + 4 * num_bytes}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         cluster.add_node(**node)
         cluster.wait_for_nodes()
-        os.environ["RAY_ADDRESS"] = cluster.address
+        os.environ["RAY_ADDRESS"] = str(cluster.address)
         await measure(batch, arguments.layers, arguments.rounds)
     finally:
         cluster.shutdown()

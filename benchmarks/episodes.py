@@ -53,7 +53,7 @@ class Answers:
 
 async def measured(num_groups: int, rounds: int) -> list[float]:
     """Milliseconds of one episode, in each round but the first."""
-    tokenizer = character_tokenizer()
+    tokenizer: Any = character_tokenizer()
     generator = EnvironmentGenerator(
         Answers(tokenizer.eos_token_id),
         TokenCodec(tokenizer, chat_template_kwargs={}),

@@ -162,7 +162,8 @@ async def measure(job: Job, steps: int) -> tuple[float, float, int]:
     limits = MicroBatchLimits(max_tokens=trainer.max_tokens_per_microbatch)
     num_sequences = job.num_prompts * job.samples // job.num_mini_batches
     mini_batches = [
-        make_batch(spec.model.path, num_sequences, job.mean_tokens, seed) for seed in range(job.num_mini_batches)
+        make_batch(job.config.policy_model_path, num_sequences, job.mean_tokens, seed)
+        for seed in range(job.num_mini_batches)
     ]
     policy = await WorkerGroup.launch(backend, spec, num_nodes=nodes, ranks_per_node=ranks_per_node)
     training, scoring = [], []

@@ -165,11 +165,10 @@ def controller_seconds(config: Config, groups: list[FinishedGroup]) -> dict[str,
     gc.collect()
     gc.freeze()
     try:
-        for _ in range(2):
-            seconds = asyncio.run(step_seconds(update, groups))
+        asyncio.run(step_seconds(update, groups))
+        return asyncio.run(step_seconds(update, groups))
     finally:
         gc.unfreeze()
-    return seconds
 
 
 async def step_seconds(update: BatchUpdate, groups: list[FinishedGroup]) -> dict[str, float]:
@@ -193,7 +192,8 @@ async def step_seconds(update: BatchUpdate, groups: list[FinishedGroup]) -> dict
     with phase("advantages, agreement"):
         agreement = update.agreement(batch, version=0)
     with phase("metrics"):
-        rollout_metrics(groups, batch, version=0, bound=0) | divided({**prepared, **trained, **agreement})
+        rollout_metrics(groups, batch, version=0, bound=0)
+        divided({**prepared, **trained, **agreement})
     with phase("samples, if all are written"):
         for trajectory in trajectories:
             sample_of(trajectory, step=1, purpose="train")

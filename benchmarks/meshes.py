@@ -72,7 +72,7 @@ def main() -> None:
         )
 
 
-def start(checkpoint: Path, directory: Path, backend_name: str, num_ranks: int, mesh: dict[str, int]) -> RankGroup:
+def start(checkpoint: Path, directory: Path, backend_name: str, num_ranks: int, mesh: dict[str, Any]) -> RankGroup:
     """The ranks of one mesh."""
     backend: Any = plugins.load("rl_core.backends", backend_name)
     options = MegatronOptions(**mesh) if backend_name == "megatron" else backend.options_class()

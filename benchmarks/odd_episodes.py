@@ -82,7 +82,7 @@ async def play(
     on_end: Callable[[int], None] = lambda num_ended: None,
 ) -> tuple[list[float], Counter[str]]:
     """When each episode ended, in seconds; and how many did without a failure (`""`), and with each kind of it."""
-    tokenizer = character_tokenizer()
+    tokenizer: Any = character_tokenizer()
     generator = EnvironmentGenerator(
         Answers(tokenizer.eos_token_id),
         TokenCodec(tokenizer, chat_template_kwargs={}),

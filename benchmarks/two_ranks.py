@@ -24,7 +24,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -112,7 +112,7 @@ def train(rank: RankInfo, checkpoint: Path, arguments: argparse.Namespace, answe
     batch = make_batch(arguments.tokens)
     plans = plan_micro_batches(batch.lengths.numpy(), num_data_ranks=rank.world_size, max_tokens=arguments.tokens)
     plan = [micro_batch.tolist() for micro_batch in plans[rank.rank]]
-    phases: Counter[str] = Counter()
+    phases: defaultdict[str, float] = defaultdict(float)
     worker._score = timed(worker._score, phases, "forward")
     worker.shards.backward = timed(worker.shards.backward, phases, "backward")
     worker.optim_step = timed(worker.optim_step, phases, "optimizer")
@@ -136,7 +136,7 @@ def train(rank: RankInfo, checkpoint: Path, arguments: argparse.Namespace, answe
     worker.close()
 
 
-def timed(call: Callable[..., Any], seconds: Counter[str], name: str) -> Callable[..., Any]:
+def timed(call: Callable[..., Any], seconds: defaultdict[str, float], name: str) -> Callable[..., Any]:
     """The call, which adds its time."""
 
     def timed_call(*args: Any, **kwargs: Any) -> Any:

@@ -92,7 +92,7 @@ def checksum_of(num_bytes: int) -> Callable[[], int]:
     return lambda: zlib_ng.crc32(source.data)
 
 
-def sync_of(name: str, engine: ProcessPoolExecutor, num_bytes: int, bucket_bytes: int) -> Callable[[], None]:
+def sync_of(name: str, engine: ProcessPoolExecutor, num_bytes: int, bucket_bytes: int) -> Callable[[], object]:
     """One sync from this process to `engine`'s; raises if what arrived is not what was sent."""
     num_tensors = max(1, num_bytes // (TENSOR_MEBIBYTES * MEBIBYTE))
     weights = {f"layer{i}": torch.rand(num_bytes // num_tensors // 4) for i in range(num_tensors)}
@@ -172,7 +172,8 @@ def published_weights(num_steps: int) -> Iterator[dict[str, Tensor]]:
         num_key_value_heads=4,
         head_dim=64,
     )
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16).float()
+    model: Any = Qwen3ForCausalLM(config)
+    model = model.to(torch.bfloat16).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for step in range(num_steps + 1):
         yield {name: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()}

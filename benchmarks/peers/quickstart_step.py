@@ -154,7 +154,7 @@ def against_trl(
     micro_batch = micro_batch or len(steps)
     turns = TurnsOfOurs(step, num_updates)
     with tempfile.TemporaryDirectory() as output:
-        arguments = trl.GRPOConfig(
+        arguments = trl.GRPOConfig(  # pyright: ignore[reportPrivateImportUsage]
             output_dir=output,
             use_cpu=True,
             bf16=False,
@@ -177,7 +177,7 @@ def against_trl(
         )
         # The trainer gives prompts by number, each as often as it has samples; their order is its own.
         rows = [{"prompt": str(number)} for number in range(len(steps) // num_samples)]
-        trainer = trl.GRPOTrainer(
+        trainer = trl.GRPOTrainer(  # pyright: ignore[reportPrivateImportUsage]
             model=str(model),
             reward_funcs=lambda completions, **_: [step.reward for step in steps[: len(completions)]],
             args=arguments,

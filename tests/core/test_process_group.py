@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from rl_core.errors import ConfigError, WorkerError
 from rl_core.interfaces import RankInfo
@@ -31,3 +34,13 @@ def test_a_second_process_group_in_one_process_says_why_there_is_one_and_what_to
             join_process_group(RankInfo(), torch.device("cpu"))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_kept_port_is_given_to_nobody_else_and_a_store_listens_on_it():
+    with kept_port() as kept:
+        port = kept.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = TCPStore("127.0.0.1", port, is_master=True)
+        store.set("key", "value")
+        assert TCPStore("127.0.0.1", port).get("key") == b"value"

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,7 @@ def test_what_a_stranger_writes_is_never_taken_for_a_participants(sync, threads,
         joined = Channel(rendezvous.data)
         with pytest.raises(WeightSyncError, match=r"'group/0/0/0' in the sync's store is not signed"):
             PrefixStore("group/0", joined.store).get("0/0")
+        joined.store.wait(["receiver/0"], timedelta(seconds=60))  # one that comes later finds no store at all
         transport.close(rendezvous)
     with pytest.raises(WeightSyncError, match=r"is not signed|closed"):
         receiving.result(30)

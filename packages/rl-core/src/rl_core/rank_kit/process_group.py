@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -26,6 +27,15 @@ def own_device(rank: RankInfo) -> torch.device:
     device = torch.device("cuda", rank.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def kept_port() -> socket.socket:
+    """A socket bound to a free port. While it is open, the system gives the port to no other process. A torch store can
+    still listen on it, because both sockets have SO_REUSEADDR and this one does not listen."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("", 0))
+    return kept
 
 
 def join_process_group(rank: RankInfo, device: torch.device) -> None:

@@ -28,6 +28,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import RLError
 from rl_core.interfaces import Backend, RankInfo, WorkerSpec
+from rl_core.rank_kit.process_group import kept_port
 from rl_core.tasks import code_of
 from rl_core.workers.heartbeat import Pulse, pulse_of
 from rl_core.workers.memory import keep_freed_memory
@@ -161,15 +162,6 @@ class RayRank:
             return Failure(summary=f"{type(error).__name__}: {error}", traceback=text, user_error=_pickled(error))
         finally:
             self._call = ("computes nothing", 0.0, 0)
-
-
-def kept_port() -> socket.socket:
-    """A socket bound to a free port. While it is open, the system gives the port to no other process. A torch store can
-    still listen on it, because both sockets have SO_REUSEADDR and this one does not listen."""
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind(("", 0))
-    return kept
 
 
 def _address_of(node_id: str) -> str:
