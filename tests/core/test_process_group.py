@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 from rl_core.errors import ConfigError, WorkerError
 from rl_core.interfaces import RankInfo
 from rl_core.rank_kit import agree, from_first, join_process_group
+from rl_core.rank_kit.process_group import kept_port
 
 
 def refuse() -> None:

@@ -138,6 +138,7 @@ class GlooWorker:
         return {"loss": (gradient, 1.0), "tokens": (float(sum(part.num_tokens for part in computed)), 1.0)}
 
     def optim_step(self) -> OptimizerStep:
+        self._total(0.0)  # so that a fault finds the other ranks in the call
         self._fail_in("optim_step")
         self._total(0.0)
         step = OptimizerStep(grad_norm=abs(float(self.gradient)), learning_rate=1.0, skipped=False)

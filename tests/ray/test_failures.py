@@ -93,7 +93,7 @@ async def test_a_rank_that_hangs_ends_the_call_soon_after_the_deadline_and_says_
     assert "2 of 2 ranks did not finish optim_step within 3 s (trainer.worker_timeout_s)" in message
     assert "policy rank 0 of 2 (node 127.0.0.1, pid " in message
     assert "in all_reduce" in message, "rank 0 waits for rank 1"
-    told = "in _fail_in (gloo_backend.py" if fault == "hang" else "does not answer the question what it is doing"
+    told = "in _fail_in (gloo_backend.py" if fault == "hang" else "did not answer when asked what it was doing"
     assert told in message
     assert 3 <= raised.value.seconds < 13  # pyright: ignore[reportAttributeAccessIssue]
 

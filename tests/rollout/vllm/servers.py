@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from rl_core.config import Config, engine_spec, from_mapping
 from rl_core.interfaces import EngineSpec, GenerateRequest, Manifest, SamplingParams, WeightTransport
+from rl_core.rank_kit.scoring.weights import checkpoint_tensors
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.models import make_checkpoint
 from rl_rollout.vllm.client import RemoteInferenceClient
@@ -125,6 +127,13 @@ async def connect(*running: RunningServer) -> RemoteInferenceClient:
     settings = client_settings(running[0].spec, TOKENS)
     servers = [ExternalServer(one.url, TOKENS.control, 60.0) for one in running]
     return await supervised_client(servers, settings)
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """A transformers model's weights as a trainer sends them. All tests that share a server send the same names,
+    because a server refuses names that differ from those of the previous version."""
+    parameters = model.named_parameters()
+    return {k: v for name, weight in parameters for k, v in checkpoint_tensors(model, name, weight.detach())}
 
 
 async def publish(client: RemoteInferenceClient, transport: WeightTransport, tensors: Any, version: int) -> Manifest:

@@ -25,7 +25,7 @@ from rl_rollout.transports.shared_memory import SharedMemoryTransport
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.connection import Connection, open_session
 from tests.rollout.vllm.other_transport import other
-from tests.rollout.vllm.servers import TOKENS, RunningServer, connect, publish, request
+from tests.rollout.vllm.servers import TOKENS, RunningServer, connect, publish, request, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -236,8 +236,7 @@ async def test_the_transport_of_the_run_that_started_a_server_needs_no_entry_poi
     client = await connect(dense_server)
     model = AutoModelForCausalLM.from_pretrained(dense_server.model_path)
     version = 1 + (await client.health()).version
-    tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    assert (await publish(client, other, tensors, version)).version == version
+    assert (await publish(client, other, weights_of(model), version)).version == version
     (completion,) = await client.generate(request(f"own-transport-{version}", max_tokens=3))
     assert set(completion.policy_versions) == {version}
     await client.close()

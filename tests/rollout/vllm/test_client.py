@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.errors import DeadlineError, GenerationError
 from rl_core.interfaces import Completion, GenerateRequest
-from rl_core.rank_kit.scoring.weights import checkpoint_tensors
 from rl_rollout.resuming import whole_response
 from rl_rollout.transports.files import files
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import open_session
-from tests.rollout.vllm.servers import MAX_POSITIONS, TOKENS, RunningServer, connect, publish, request
+from tests.rollout.vllm.servers import MAX_POSITIONS, TOKENS, RunningServer, connect, publish, request, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -222,9 +221,7 @@ class _Router:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """As a trainer sends them: the tests that share the server send the same names."""
-        parameters = self._model.named_parameters()
-        return {k: v for name, weight in parameters for k, v in checkpoint_tensors(self._model, name, weight.detach())}
+        return weights_of(self._model)
 
     @torch.no_grad()
     def add_noise(self, scale: float) -> None:

@@ -31,7 +31,7 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.transports.files import files
 from rl_rollout.vllm.client import RemoteInferenceClient
 from tests.environments.test_exact_tokens import Echo
-from tests.rollout.vllm.servers import RunningServer, connect, publish
+from tests.rollout.vllm.servers import RunningServer, connect, publish, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ async def play(
     client = await connect(running)
     try:
         version = (await client.health()).version + 1
-        await publish(client, files, dict(model.named_parameters()), version)
+        await publish(client, files, weights_of(model), version)
         watched = Watched(client)
         generator = EnvironmentGenerator(
             watched,  # pyright: ignore[reportArgumentType]

@@ -41,9 +41,9 @@ _SETTLE_S = 3.0
 death."""
 _ONLY_READ: frozenset[Callable[..., Any]] = frozenset({RankHost.publish, Worker.save_state, Worker.save_model})
 """Calls that do not change the training state. When one raises on a rank, no rank is left in a collective."""
-_ASK_S = 2.0
-"""Seconds that a rank which missed the deadline has to report what it is doing."""
-_NO_ANSWER = "does not answer the question what it is doing"
+_PULSE_S, _DOING_S = 2.0, 5.0
+"""Seconds that a rank has to send its pulse, and to say what it is doing."""
+_NO_ANSWER = "did not answer when asked what it was doing"
 _BEAT_S = 10.0
 """Most seconds between requests for the pulse of ranks in a call."""
 _OBSERVER_S = 60.0
@@ -252,7 +252,7 @@ class RayRanks:
         heartbeats = Heartbeats(len(self._actors), self._silence_s, clock())
         while not (dead := heartbeats.dead(clock())):
             await asyncio.sleep(min(_BEAT_S, self._silence_s / 4))
-            own = await self._asked("pulse", range(len(self._actors)), _ASK_S)
+            own = await self._asked("pulse", range(len(self._actors)), _PULSE_S)
             silent = [rank for rank in range(len(self._actors)) if not isinstance(own.get(rank), Pulse)]
             seen = await self._observed(silent)
             for rank in range(len(self._actors)):
@@ -327,8 +327,8 @@ class RayRanks:
         )
 
     async def _doing(self, ranks: Sequence[int]) -> dict[int, str]:
-        answers = await self._asked("doing", ranks, _ASK_S)
-        said = {rank: answers.get(rank, "does not answer the question what it is doing") for rank in ranks}
+        answers = await self._asked("doing", ranks, _DOING_S)
+        said = {rank: answers.get(rank, _NO_ANSWER) for rank in ranks}
         return {rank: what.summary if isinstance(what, Failure) else what for rank, what in said.items()}
 
     def _name(self, rank: int) -> str:
