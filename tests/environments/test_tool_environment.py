@@ -95,6 +95,8 @@ def test_what_cannot_work_is_refused_with_what_to_change():
     class Named(Offers):
         call_format: Any = "hermes"
 
+    with pytest.raises(ConfigError, match="Offers needs a method `async def judge"):
+        Offers(ROW, {})
     with pytest.raises(ConfigError, match="Renamed: the tool 'reset' has the name of a member of ToolEnvironment; ren"):
         Renamed(ROW, {})
     with pytest.raises(ConfigError, match=r"Named.call_format: got 'hermes'; .* into environment.options.call_format"):

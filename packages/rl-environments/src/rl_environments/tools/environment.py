@@ -64,10 +64,12 @@ class ToolEnvironment:
         self._format = type(self).call_format or (None if name is None else format_of_name(name))
         known = _tool_functions(type(self))
         self._tools = {name: attrs.evolve(each, function=getattr(self, name)) for name, each in known.items()}
+        if type(self).judge is ToolEnvironment.judge and type(self).step is ToolEnvironment.step:
+            raise ConfigError(f"{type(self).__name__} needs a method `async def judge(self, answer: str) -> float`")
 
     async def judge(self, answer: str) -> float:
         """The reward of the answer, which contains no call and no thinking; the row is `self.row`."""
-        raise NotImplementedError(f"{type(self).__name__} needs `async def judge(self, answer: str) -> float`")
+        raise NotImplementedError
 
     def observation(self, answers: Sequence[Answer]) -> Prompt:
         """The observation that shows the policy the answers to its calls."""
