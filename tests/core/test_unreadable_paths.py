@@ -36,6 +36,12 @@ def test_a_name_that_is_too_long_is_one_error_with_its_key(rl: Run, key: str, is
     assert "Traceback" not in said
 
 
+def test_a_name_that_is_too_long_below_a_missing_folder_is_refused_too(rl: Run):
+    code, _, said = rl("train", "small", f"trainer.export_path=missing/{LONG}", "--dry-run")
+    assert code == 2, said
+    assert said.startswith(f"error: trainer.export_path: missing/{LONG} cannot be created: File name too long"), said
+
+
 def test_a_model_whose_name_is_too_long_has_no_readable_configuration():
     with pytest.raises(ConfigError, match=r"cannot be read as a model's configuration .*File name too long"):
         read_config(LONG)

@@ -214,6 +214,8 @@ def _why_not_created(directory: Path) -> str | None:
         except (OSError, ValueError) as error:  # such as a name that is too long
             return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if is_directory and os.access(path, os.W_OK | os.X_OK):
-            return None
+            # Below a directory that is missing, no lookup reports a name that is too long.
+            too_long = any(len(os.fsencode(part)) > os.pathconf(path, "PC_NAME_MAX") for part in directory.parts)
+            return os.strerror(errno.ENAMETOOLONG) if too_long else None
         return f"{path} is not a directory that can be written"
     return None
