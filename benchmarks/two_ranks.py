@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -40,6 +39,7 @@ from transformers.utils import logging
 
 from rl_core.interfaces import LossSpec, RankInfo
 from rl_core.layout.packing import plan_micro_batches
+from rl_core.rank_kit.process_group import JOINS_OPEN_STORE, open_store
 from rl_core.testing.models import make_checkpoint
 from rl_fsdp import FsdpWorker
 
@@ -87,14 +87,12 @@ def described(timing: Timing) -> str:
 
 def run(world_size: int, checkpoint: Path, arguments: argparse.Namespace) -> list[Timing]:
     """All ranks in new processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = open_store()
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, master_port=port)
+        info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, master_port=store.port)
         processes.append(context.Process(target=train, args=(info, checkpoint, arguments, theirs)))
         processes[-1].start()
         theirs.close()
@@ -107,6 +105,7 @@ def run(world_size: int, checkpoint: Path, arguments: argparse.Namespace) -> lis
 
 def train(rank: RankInfo, checkpoint: Path, arguments: argparse.Namespace, answer: Connection) -> None:
     """One rank's rounds, after one to warm up."""
+    os.environ.update(JOINS_OPEN_STORE)
     torch.set_num_threads(1)
     worker: Any = FsdpWorker(spec_of(checkpoint), rank)
     batch = make_batch(arguments.tokens)

@@ -7,12 +7,12 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from rl_core.errors import ConfigError, WorkerError
 from rl_core.interfaces import RankInfo
 from rl_core.rank_kit import agree, from_first, join_process_group
-from rl_core.rank_kit.process_group import kept_port
+from rl_core.rank_kit.process_group import JOINS_OPEN_STORE, open_store
 
 
 def refuse() -> None:
@@ -37,11 +37,15 @@ def test_a_second_process_group_in_one_process_says_why_there_is_one_and_what_to
         dist.destroy_process_group()
 
 
-def test_a_kept_port_is_given_to_nobody_else_and_a_store_listens_on_it():
-    with kept_port() as kept:
-        port = kept.getsockname()[1]
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port))
-        store = TCPStore("127.0.0.1", port, is_master=True)
-        store.set("key", "value")
-        assert TCPStore("127.0.0.1", port).get("key") == b"value"
+def test_rank_0_joins_an_open_store_whose_port_nobody_else_can_take(monkeypatch):
+    for variable, value in JOINS_OPEN_STORE.items():
+        monkeypatch.setenv(variable, value)
+    opened = open_store()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", opened.port))
+    joined, rank, _ = next(rendezvous(f"tcp://127.0.0.1:{opened.port}", rank=0, world_size=2))
+    assert rank == 0
+    joined.set("met", "here")
+    assert opened.get("met") == b"here"

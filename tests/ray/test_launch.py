@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import ray
-from torch.distributed import TCPStore
 
 from rl_core.errors import ConfigError, DeadlineError
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_core.workers.ray_cluster import reserved
-from rl_core.workers.ray_rank import kept_port
 from tests.ray.conftest import placements
 from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
@@ -91,16 +87,6 @@ async def test_a_start_that_is_given_up_asks_for_devices_no_longer(four_ranks):
     with pytest.raises(asyncio.CancelledError):
         await start
     assert asked_for() == before
-
-
-def test_the_port_at_which_ranks_meet_is_nobody_elses_until_they_do():
-    with kept_port() as kept:
-        port = kept.getsockname()[1]
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("", port))
-        store = TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=20))
-        store.set("met", "here")
-        assert store.get("met") == b"here"
 
 
 def test_a_temporary_directory_that_is_too_deep_for_rays_sockets_is_named(tmp_path: Path):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  for a single rank
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rl_core.errors import RLError, WorkerError
 from rl_core.interfaces import RankInfo
 
 T = TypeVar("T")
+JOINS_OPEN_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Environment variables of ranks that meet at an `open_store`."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """The controller's deadline is shorter and kills the ranks. This timeout ends ranks whose controller has died."""
 
@@ -29,13 +30,13 @@ def own_device(rank: RankInfo) -> torch.device:
     return device
 
 
-def kept_port() -> socket.socket:
-    """A socket bound to a free port. While it is open, the system gives the port to no other process. A torch store can
-    still listen on it, because both sockets have SO_REUSEADDR and this one does not listen."""
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind(("", 0))
-    return kept
+def open_store() -> TCPStore:
+    """Opens the store at which the ranks of a group meet, on a free port (`port`). It exists as long as the object.
+
+    Ranks join it as clients if their environment contains `JOINS_OPEN_STORE`, as with torchrun. Otherwise rank 0
+    listens itself, on a port that another process may have taken since it was chosen.
+    """
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def join_process_group(rank: RankInfo, device: torch.device) -> None:

@@ -21,6 +21,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import RLError
 from rl_core.interfaces import Backend, Inspectable, Offloadable, Plan, RankInfo, Worker, WorkerSpec
+from rl_core.rank_kit.process_group import JOINS_OPEN_STORE
 from rl_core.workers.rank import Abilities, RankHost
 
 
@@ -79,6 +80,7 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
             "WORLD_SIZE": str(rank.world_size),
             "MASTER_ADDR": rank.master_address,
             "MASTER_PORT": str(rank.master_port),
+            **JOINS_OPEN_STORE,
         }
     )
     if setting.hides_gpus:

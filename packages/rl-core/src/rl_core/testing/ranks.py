@@ -43,7 +43,7 @@ from rl_core.interfaces import (
     WorkerSpec,
 )
 from rl_core.layout.mesh import Mesh
-from rl_core.rank_kit.process_group import kept_port
+from rl_core.rank_kit.process_group import open_store
 from rl_core.rank_kit.route_layers import with_routes_of
 from rl_core.rank_kit.weight_buckets import merge_manifests, require_same, tensor_record
 from rl_core.testing.rank_process import Failure, Setting, SuiteHost, serve
@@ -143,24 +143,23 @@ class ProcessRanks:
         self._connections: list[Connection] = []
         self._ended: str | None = None
         self.last_results: Sequence[Any] = ()
-        with kept_port() as kept:
-            port = kept.getsockname()[1]
-            for rank in range(mesh.world_size):
-                info = RankInfo(rank=rank, world_size=mesh.world_size, local_rank=rank, master_port=port)
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=serve, args=(theirs, backend, spec, info, self._setting), daemon=True, name=f"rank {rank}"
-                )
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(ours)
-            try:
-                self.abilities: Abilities = self._exchange(SuiteHost.start, [((), {})] * mesh.world_size)[0]
-                self._route_layers = self._exchange(RankHost.route_layers, [((), {})] * mesh.world_size)
-            except BaseException:
-                self._end("it did not start")
-                raise
+        self._store = open_store()
+        for rank in range(mesh.world_size):
+            info = RankInfo(rank=rank, world_size=mesh.world_size, local_rank=rank, master_port=self._store.port)
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(theirs, backend, spec, info, self._setting), daemon=True, name=f"rank {rank}"
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        try:
+            self.abilities: Abilities = self._exchange(SuiteHost.start, [((), {})] * mesh.world_size)[0]
+            self._route_layers = self._exchange(RankHost.route_layers, [((), {})] * mesh.world_size)
+        except BaseException:
+            self._end("it did not start")
+            raise
 
     @property
     def has_ended(self) -> bool:

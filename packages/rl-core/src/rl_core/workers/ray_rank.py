@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import pickle
-import socket
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import RLError
 from rl_core.interfaces import Backend, RankInfo, WorkerSpec
-from rl_core.rank_kit.process_group import kept_port
+from rl_core.rank_kit.process_group import open_store
 from rl_core.tasks import code_of
 from rl_core.workers.heartbeat import Pulse, pulse_of
 from rl_core.workers.memory import keep_freed_memory
@@ -46,8 +45,8 @@ class RankAddress:
     node_id: str
     """Ray's id of the node."""
     pid: int
-    free_port: int
-    """A port on the node, reserved for this rank until it has started."""
+    store_port: int
+    """Port of the store that this rank has opened; the group meets at rank 0's."""
     gpus: str | None
     """CUDA_VISIBLE_DEVICES as set by Ray: the GPUs of this rank."""
 
@@ -89,17 +88,17 @@ class RayRank:
         self._name = "a rank"
         self._host: RankHost | None = None
         self._call = ("computes nothing", 0.0, 0)
-        self._kept_port: socket.socket | None = None
+        self._store: Any = None
 
     def address(self) -> RankAddress:
         """Where this rank runs."""
-        self._kept_port = kept_port()
+        self._store = open_store()
         node_id = ray.get_runtime_context().get_node_id()
         return RankAddress(
             node=_address_of(node_id),
             node_id=node_id,
             pid=os.getpid(),
-            free_port=self._kept_port.getsockname()[1],
+            store_port=self._store.port,
             gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
 
@@ -108,6 +107,8 @@ class RayRank:
     ) -> Abilities | Failure:
         """Builds the worker and returns its abilities."""
         self._name = f"{spec.role} rank {rank.rank}"
+        if rank.rank:
+            self._store = None
 
         def build() -> Abilities:
             os.environ.update(environment)
@@ -115,8 +116,6 @@ class RayRank:
             # A batch is in read-only shared memory, and no worker writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
             self._host = RankHost(backend, spec, rank)
-            if self._kept_port is not None:
-                self._kept_port.close()
             # Modules and the model live as long as the process; scanning them would take a tenth of a small step.
             gc.collect()
             gc.freeze()

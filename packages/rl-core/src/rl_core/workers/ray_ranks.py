@@ -19,6 +19,7 @@ from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, WorkerError
 from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
+from rl_core.rank_kit.process_group import JOINS_OPEN_STORE
 from rl_core.rank_kit.route_layers import with_routes_of
 from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 from rl_core.workers.ray_cluster import CPUS, Reservation, ray_session  # sets what Ray reads when it is imported
@@ -187,7 +188,7 @@ class RayRanks:
                 world_size=num_nodes * per_node,
                 local_rank=rank % per_node,
                 master_address=self._addresses[0].node,
-                master_port=self._addresses[0].free_port,
+                master_port=self._addresses[0].store_port,
             )
             starts.append(
                 actor.start.remote(backend, spec, info, _environment(info, spec, gpus[first : first + per_node]))
@@ -408,6 +409,7 @@ def _environment(info: RankInfo, spec: WorkerSpec, gpus: Sequence[str | None]) -
         "WORLD_SIZE": str(info.world_size),
         "MASTER_ADDR": info.master_address,
         "MASTER_PORT": str(info.master_port),
+        **JOINS_OPEN_STORE,
     }
     visible = [gpu for gpu in gpus if gpu]
     return environment | ({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {})
