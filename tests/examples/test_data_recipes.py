@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+import attrs
 import pytest
 
 from rl_core.config import Config, load
+from rl_core.interfaces import Callback, Control
 from rl_core.trainer.run import run_training
-from rl_examples import distill, dpo, sft_grpo
+from rl_examples import distill, dpo, sft, sft_grpo
+from rl_examples.arithmetic import write_model
+from rl_examples.whole_models import is_whole
 
 FEW = ("trainer.max_training_steps=2", "trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16")
 
@@ -61,6 +66,27 @@ def test_a_teacher_in_an_engine_teaches_what_one_on_ranks_does():
     names = ("policy/loss", "policy/grad_norm", "eval/accuracy")
     assert {name: served[name] for name in names} == pytest.approx({name: on_ranks[name] for name in names}, rel=1e-4)
     assert on_ranks["policy/grad_norm"] > 1e-3
+
+
+class StopsInStepOne(Callback):
+    """Stops the run as Ctrl-C does."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control:
+        return Control(stop=step == 1)
+
+
+def test_an_interrupted_fine_tuning_makes_no_model_and_is_continued(monkeypatch: pytest.MonkeyPatch):
+    model = Path("made")
+    with monkeypatch.context() as patch:
+        stopping = {**sft.recipe.config, "trainer.callbacks": [f"{__name__}:StopsInStepOne"]}
+        patch.setattr(sft, "recipe", attrs.evolve(sft.recipe, config=stopping))
+        with pytest.raises(KeyboardInterrupt):
+            sft.make_fine_tuned(model, write_model, steps=2, seed=0)
+    assert not model.exists()
+    sft.make_fine_tuned(model, write_model, steps=2, seed=0)
+    assert is_whole(model)
+    rows = [json.loads(line) for line in Path("made.run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
 
 
 def test_what_was_made_once_is_used_again():

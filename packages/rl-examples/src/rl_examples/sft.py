@@ -90,6 +90,9 @@ def make_fine_tuned(directory: Path, write_untrained: Callable[..., None], *, st
         directory: the model's; the run is kept next to it, as `<directory>.run`.
         write_untrained: writes the start model, `(directory, *, seed)`.
         steps: number of steps, of 128 problems each.
+
+    Raises:
+        KeyboardInterrupt: a signal stopped the run; the next call continues it from its checkpoint.
     """
     from rl_core.trainer.run import run_training
     from rl_examples.whole_models import is_to_be_made, make_whole
@@ -104,6 +107,7 @@ def make_fine_tuned(directory: Path, write_untrained: Callable[..., None], *, st
             "trainer.run_name": directory.name,
             "trainer.run_dir": f"{directory}.run",
             "trainer.export_path": str(partial),
+            "trainer.resume_mode": "latest",
             "trainer.policy.model.path": str(untrained),
             "trainer.seed": seed,
             "trainer.max_training_steps": steps,
@@ -113,6 +117,7 @@ def make_fine_tuned(directory: Path, write_untrained: Callable[..., None], *, st
         }
         config = from_mapping({**recipe.config, **keys})
         write_missing_data(config)
-        run_training(config)
+        if run_training(config).interrupted:
+            raise KeyboardInterrupt
 
     make_whole(directory, train)
