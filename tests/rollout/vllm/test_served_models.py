@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from rl_core.config import Config, check_plugins, from_mapping
 from rl_core.config.served_models import asked_models, with_served_models
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, GenerationError
 from rl_core.interfaces import LoraConfig, ServedModel
 from rl_core.reports.jsonl import read_rows
 from rl_core.trainer.run import run_generation
@@ -27,7 +28,9 @@ from tests.rollout.vllm.trainers import Trainer, policy_of
 ALONE = {"rank": 4, "merge_lora": False}
 QUESTION = [{"role": "user", "content": "?"}]
 """All that the judge sees, so that its reply does not depend on the answer."""
-REPLY_TOKENS = 8
+GRADE = "score=7"
+REPLY_TOKENS = len(GRADE)
+"""The tokenizer has one token per character."""
 
 
 def asking(model: object, directory: Path, **values: object) -> Config:
@@ -135,37 +138,37 @@ def greedy_reply(model_path: str) -> str:
 
 
 def write_judge(model_path: str, directory: Path) -> None:
-    """An adapter that replies `score 7` to QUESTION."""
+    """An adapter that replies GRADE to QUESTION."""
     import peft
 
-    tokenizer, config = tokenizer_of(model_path), peft.LoraConfig(r=4, target_modules="all-linear")
+    tokenizer, config = tokenizer_of(model_path), peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
     torch.manual_seed(0)
     model = peft.get_peft_model(base_model(model_path), config)
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"]
-    reply = [*tokenizer("score 7")["input_ids"], tokenizer.eos_token_id]
-    tokens, wanted = torch.tensor([prompt + reply]), torch.tensor([[-100] * len(prompt) + reply])
-    optimizer = torch.optim.Adam((weight for weight in model.parameters() if weight.requires_grad), lr=0.03)
-    for _ in range(400):
-        loss = model(input_ids=tokens, labels=wanted).loss
-        if loss < 0.01:
-            break
-        loss.backward()
+    reply = torch.tensor(tokenizer(GRADE)["input_ids"])
+    tokens = torch.cat([torch.tensor(prompt), reply])[None]
+    optimizer = torch.optim.Adam((weight for weight in model.parameters() if weight.requires_grad), lr=0.01)
+    for _ in range(100):
+        logits_TV = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
+        first_T, second_T = logits_TV.topk(2).values.T
+        if torch.equal(logits_TV.argmax(-1), reply) and (first_T - second_T > 0.5).all():
+            model.save_pretrained(directory)
+            return
+        torch.nn.functional.cross_entropy(logits_TV, reply).backward()
         optimizer.step()
         optimizer.zero_grad()
-    else:
-        raise AssertionError(f"the judge did not learn its reply: {loss}")
-    model.save_pretrained(directory)
+    raise AssertionError(f"the judge did not learn its reply: {logits_TV.argmax(-1)}")
 
 
-def with_new_policy(server: RunningServer, look: Callable[[RemoteInferenceClient], Any]) -> Any:
-    """What `look` finds after a sync of a changed policy."""
+def with_new_policy(server: RunningServer, look: Callable[[RemoteInferenceClient], Any], *, seed: int = 0) -> Any:
+    """What `look` finds after a sync of a policy that differs much from the base model."""
 
     async def publish() -> Any:
         client = await connect(server)
         async with policy_of(server.model_path, LoraConfig(**ALONE, alpha=8)) as policy:
             trainer = Trainer(policy, client, "files")
             trainer.version = (await client.health()).version + 1
-            await trainer.train()
+            await policy.perturb(seed, 2.0)
             await trainer.publish()
             found = await look(client)
         await client.close()
@@ -197,20 +200,21 @@ def test_a_judge_on_the_runs_servers_is_the_base_or_an_adapter_and_never_the_pol
     adapter_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(CONTROL_VARIABLE, TOKENS.control)
-    expected = greedy_reply(adapter_server.model_path)
+    base = greedy_reply(adapter_server.model_path)
 
     async def policys_reply(client: RemoteInferenceClient) -> str:
         answer = await client.chat(QUESTION, max_tokens=REPLY_TOKENS, temperature=0)
         return answer["choices"][0]["message"]["content"]
 
-    of_policy = with_new_policy(adapter_server, policys_reply)
-    assert of_policy != expected
-
-    by_base = played(adapter_server, "base", tmp_path)
-    assert all(f"GenerationError: the judge said {expected!r}; expected" in row["failure"] for row in by_base), by_base
+    assert with_new_policy(adapter_server, policys_reply) not in (base, GRADE)
+    said = re.escape(
+        f"all 3 samples failed; the first: {tmp_path}/rows.jsonl:1: GenerationError: the judge said {base!r}"
+    )
+    with pytest.raises(GenerationError, match=said):
+        played(adapter_server, "base", tmp_path)
     write_judge(adapter_server.model_path, tmp_path / "adapter")
     by_adapter = played(adapter_server, str(tmp_path / "adapter"), tmp_path)
-    assert [row["reward"] for row in by_adapter] == [0.7] * 3, by_adapter
+    assert [row["reward"] for row in by_adapter] == [0.7] * 3
 
 
 @pytest.mark.slow
@@ -224,7 +228,7 @@ def test_a_sync_of_the_policy_leaves_the_base_model(adapter_server: RunningServe
     async def both(client: RemoteInferenceClient) -> tuple[list[float], list[float]]:
         return await scores_of(client, BASE_MODEL_NAME), await scores_of(client)
 
-    for _ in range(2):
-        of_base, of_policy = with_new_policy(adapter_server, both)
+    for seed in range(2):
+        of_base, of_policy = with_new_policy(adapter_server, both, seed=seed)
         assert of_base == pytest.approx(expected, abs=LIMIT)
         assert max(abs(a - b) for a, b in zip(of_base, of_policy, strict=True)) > 100 * LIMIT
