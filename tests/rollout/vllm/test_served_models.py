@@ -152,12 +152,12 @@ def write_judge(model_path: str, directory: Path) -> None:
         logits_TV = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
         first_T, second_T = logits_TV.topk(2).values.T
         if torch.equal(logits_TV.argmax(-1), reply) and (first_T - second_T > 0.5).all():
-            model.save_pretrained(directory)
+            model.save_pretrained(str(directory))
             return
         torch.nn.functional.cross_entropy(logits_TV, reply).backward()
         optimizer.step()
         optimizer.zero_grad()
-    raise AssertionError(f"the judge did not learn its reply: {logits_TV.argmax(-1)}")
+    raise AssertionError("the judge did not learn its reply")
 
 
 def with_new_policy(server: RunningServer, look: Callable[[RemoteInferenceClient], Any], *, seed: int = 0) -> Any:
