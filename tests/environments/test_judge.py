@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import DataError, DeadlineError, GenerationError, RLError
-from rl_core.interfaces import Action, StepResult
+from rl_core.interfaces import Action, ServedModel, StepResult
 from rl_environments.judge import JudgeEnvironment
 
 ROW = {"prompt": [{"role": "user", "content": "Name a {colour}."}], "reference": "red"}
@@ -129,6 +129,13 @@ def test_a_judge_that_fails_is_an_error_and_no_reward(judge: Judge, reply: Any, 
     assert len(judge.asked) == 2
 
 
+def test_a_reply_that_a_weight_sync_ended_is_no_grade(judge: Judge):
+    half = {"message": {"content": "Score: 9 would be"}, "finish_reason": "abort"}
+    judge.replies = [lambda: (200, json.dumps({"choices": [half]})), said("Score: 4")]
+    result = step(judge)
+    assert (result.reward, result.metrics["judge_tries"]) == (0.4, 2.0)
+
+
 def test_a_judge_that_does_not_answer_is_an_error_that_names_it(judge: Judge):
     judge.replies = [judge.hang]
     started = time.monotonic()
@@ -152,9 +159,17 @@ def test_the_key_comes_from_the_environment(judge: Judge, monkeypatch: pytest.Mo
         step(judge, key_variable="NO_KEY")
 
 
+def test_a_model_of_the_runs_engine_is_asked_by_its_name_and_key(judge: Judge):
+    served = ServedModel(url=judge.url, name="rl-base", key="abc")
+    assert step(judge, url=served, model="base").reward == 0.5
+    assert (judge.asked[0]["model"], judge.keys) == ("rl-base", ["Bearer abc"])
+    assert "abc" not in repr(served)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"url": "inference_engine"}, "in a run inference_engine"),
         ({"url": "localhost:8000"}, "expected the API's address"),
         ({"model": None}, "environment.options.model: got None"),
         ({"timeout_s": 0}, "environment.options.timeout_s: got 0"),

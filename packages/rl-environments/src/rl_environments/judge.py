@@ -1,11 +1,13 @@
 """A model as judge: it reads the question and the answer, and replies with a score. Any server with an OpenAI API
-works.
+works, and so do the run's own vLLM servers (docs/environments.md#judges-on-the-runs-own-servers).
 
 Row:       `prompt`, and `reference` (text) if the judge should compare with one
 Reward:    the number after the judge's last `Score:`, divided by `highest_score`; from 0 to 1
-Options:   `url` (of the API: `http://host:port/v1`), `model`, `timeout_s` (60, of each try), `tries` (2), `max_tokens`
-           (512), `temperature` (0), `highest_score` (10), `instructions` (replaces the text below; may hold {question},
-           {answer}, {reference}, {mark}, {highest}), `key_variable` (the environment variable that has the API key)
+Options:   `url` (of the API: `http://host:port/v1`; `inference_engine`: the run's servers), `model` (its name; at the
+           run's servers `base` or the directory of an adapter), `timeout_s` (60, of each try), `tries` (2),
+           `max_tokens` (512), `temperature` (0), `highest_score` (10), `instructions` (replaces the text below; may
+           hold {question}, {answer}, {reference}, {mark}, {highest}), `key_variable` (the environment variable that
+           has the API key)
 Metrics:   `accuracy` (the reward), `judge_tries`
 
 If the judge does not answer, refuses, or gives no score, the sample fails and has no reward at all
@@ -26,7 +28,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.errors import DataError, DeadlineError, GenerationError
-from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_core.interfaces import Action, Prompt, Row, ServedModel, StepResult
 from rl_environments.answers import require_prompt
 from rl_environments.options import own_options, seconds, text, whole_number
 from rl_environments.tools.call_formats import without_thought
@@ -67,18 +69,22 @@ class JudgeEnvironment:
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
         options = own_options(options, "judge", _OPTIONS)
         self._row = row
-        self._url = _checked_url(text(options, "url"))
+        served = options.get("url")
+        if isinstance(served, ServedModel):
+            self._url, model, self._key = served.url, served.name, served.key
+        else:
+            self._url, model = _checked_url(text(options, "url")), text(options, "model")
+            variable = options.get("key_variable")
+            self._key = None if variable is None else _key(variable)
         self._timeout_s = seconds(options, "timeout_s", 60.0)
         self._tries = whole_number(options, "tries", 2)
         self._highest = whole_number(options, "highest_score", 10)
         self._instructions = text(options, "instructions", INSTRUCTIONS)
         self._body = {
-            "model": text(options, "model"),
+            "model": model,
             "max_tokens": whole_number(options, "max_tokens", 512),
             "temperature": options.get("temperature", 0),
         }
-        variable = options.get("key_variable")
-        self._key = None if variable is None else _key(variable)
 
     @staticmethod
     def require_row(row: Row) -> None:
@@ -142,11 +148,14 @@ class JudgeEnvironment:
                 raise DeadlineError(f"the judge at {self._url} did not answer within {self._timeout_s:g} s") from error
             raise GenerationError(f"the judge at {self._url} cannot be reached: {error}") from error
         try:
-            content = json.loads(reply)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError):
-            content = None
+            choice = json.loads(reply)["choices"][0]
+            content, ended_by = choice["message"]["content"], choice.get("finish_reason")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            content, ended_by = None, None
         if not isinstance(content, str):
             raise GenerationError(f"the judge at {self._url} answered {reply[:200]!r}; expected a chat completion")
+        if ended_by == "abort":  # vLLM, paused with mode `abort` for a weight sync
+            raise GenerationError(f"the judge at {self._url} did not finish its reply {content[-200:]!r}")
         return content
 
 
@@ -164,7 +173,10 @@ def score_of(reply: str, highest: int) -> float:
 
 def _checked_url(url: str) -> str:
     if not re.match(r"https?://[^/]", url):
-        raise DataError(f"environment.options.url: got {url!r}; expected the API's address, e.g. http://host:8000/v1")
+        raise DataError(
+            f"environment.options.url: got {url!r}; expected the API's address, e.g. http://host:8000/v1, or in a run "
+            "inference_engine for its own servers"
+        )
     return url.rstrip("/")
 
 

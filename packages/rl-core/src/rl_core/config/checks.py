@@ -25,6 +25,7 @@ from rl_core.config.function_params import (
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.named_plugins import GROUPS, names_at
 from rl_core.config.resolving import value_at
+from rl_core.config.served_models import require_servable_models
 from rl_core.config.specs import engine_spec, generator_spec, needs_engine, reference_engine_spec
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_playing_values, reference_apart, undivided_batch
@@ -157,7 +158,9 @@ def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
         mistakes.passes(_validate_generator, config)
     gather_room(config, mistakes)
     if not mistakes.about(*_ENGINE_READS) and _has_engine(config, mistakes):
-        mistakes.passes(_validate_engine, config)
+        is_valid = mistakes.passes(_validate_engine, config)
+        if is_valid and not mistakes.about("environment"):
+            mistakes.passes(require_servable_models, config)
 
 
 def _has_engine(config: Config, mistakes: Mistakes) -> bool:

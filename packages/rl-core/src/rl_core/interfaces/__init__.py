@@ -3,7 +3,7 @@
 `isinstance` with a Protocol checks names only. The suites of `rl_core.testing` check what a plug-in does. Each optional
 ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader`,
 `Inspectable`; of backends `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`,
-`RouteRecording`; of engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`,
+`RouteRecording`; of engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `ModelServing`, `Sleepable`, `Scoring`,
 `WeightReceivers`, `WeightPreparing`, `Recovering`, `LossDetecting`, `IdleMeasuring`, `AdapterServing`; of weight
 transports `CheckingTransport`, `NodeCheckingTransport`, `RunTransport`; of generators `Closable`, `EngineFree`,
 `ResponseMeasuring`; of environments `Tools`, `Placement`, `Snapshotable`, `RowChecking`; of trackers `PhaseAware`; of
@@ -43,10 +43,12 @@ from rl_core.interfaces.inference import (
     InferenceClient,
     InferencePlugin,
     LossDetecting,
+    ModelServing,
     Recovering,
     Sampler,
     SamplingParams,
     Scoring,
+    ServedModel,
     Sleepable,
     StopReason,
     WeightPreparing,
@@ -215,6 +217,8 @@ __all__ = [
     "WeightReceivers",
     "Scoring",
     "AdapterServing",
+    "ServedModel",
+    "ModelServing",
     "EngineSpec",
     "EnginePlan",
     "EnginePlanner",

@@ -270,6 +270,41 @@ class EngineSpec:
 
 
 @attrs.frozen(kw_only=True)
+class ServedModel:
+    """A model besides the policy that a run's engines serve by OpenAI's API. Weight updates do not change it."""
+
+    url: str
+    """The API's base URL, ending in `/v1`; reachable from the run's machine."""
+    name: str
+    """The field `model` of requests."""
+    key: str = attrs.field(repr=False)
+    """The API key."""
+
+
+@runtime_checkable
+class ModelServing(Protocol):
+    """An engine plug-in whose engines can serve models besides the policy to environments: the model without the
+    policy's adapter, or with another one."""
+
+    def require_servable(self, spec: EngineSpec, adapter: Path | None) -> None:
+        """Raises ConfigError, before any process is started, if such engines cannot serve the model; parameters as in
+        `serve_model`."""
+        ...
+
+    async def serve_model(self, client: InferenceClient, adapter: Path | None) -> ServedModel:
+        """Serves the model until the client is closed, from engines that restart later too.
+
+        Args:
+            client: made by this plug-in's `create`.
+            adapter: a directory in peft's format; None: the model at `EngineSpec.model_path`, without an adapter.
+
+        Raises:
+            GenerationError, DeadlineError: an engine cannot serve it.
+        """
+        ...
+
+
+@attrs.frozen(kw_only=True)
 class EnginePlan:
     """Planned memory of one device of an engine."""
 

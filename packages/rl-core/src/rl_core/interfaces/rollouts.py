@@ -64,7 +64,8 @@ class Environment(Protocol):
 
 class EnvironmentFactory(Protocol):
     def __call__(self, row: Row, options: Mapping[str, Any]) -> Environment:
-        """One environment for one episode; `options` is the configuration's `environment.options`."""
+        """One environment for one episode; `options` is the configuration's `environment.options`, with a `ServedModel`
+        in place of `url: inference_engine`."""
         ...
 
 

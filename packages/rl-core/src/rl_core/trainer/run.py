@@ -25,6 +25,7 @@ from rl_core.config import (
 )
 from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.resolving import value_at
+from rl_core.config.served_models import asked_models, serving_plugin, with_served_models
 from rl_core.config.specs import reference_engine_spec
 from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, WorkerError
 from rl_core.held_folders import reclaim_folders
@@ -313,8 +314,10 @@ async def _playing(config: Config) -> AsyncIterator[tuple[InferenceClient | None
     generator, told = generator_spec(config)
     generator.validate(told)
     if needs_engine(config):
-        async with _engine(config) as client, _generator(generator, told, client) as playing:
-            yield client, playing
+        async with _engine(config) as client:
+            options = await _with_served_models(config, told.environment_options, client)
+            async with _generator(generator, attrs.evolve(told, environment_options=options), client) as playing:
+                yield client, playing
     else:
         async with _generator(generator, told, NoSampler()) as playing:
             yield None, playing
@@ -344,6 +347,13 @@ async def _engine(config: Config) -> AsyncIterator[InferenceClient]:
         yield client
     finally:
         await _closed(client.close, "the inference engine")
+
+
+async def _with_served_models(config: Config, options: Mapping[str, Any], client: InferenceClient) -> Mapping[str, Any]:
+    """The options of environments, with the addresses of the models that they ask on the run's engines."""
+    asked = asked_models(options)
+    served = {place: await serving_plugin(config).serve_model(client, adapter) for place, adapter in asked.items()}
+    return with_served_models(options, served)
 
 
 @asynccontextmanager

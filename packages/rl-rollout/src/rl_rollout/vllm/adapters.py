@@ -10,16 +10,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl_core.errors import GenerationError
 from rl_rollout.vllm.engine_cores import answers_of_all
-from rl_rollout.vllm.weights.adapters import POLICY_ADAPTER
+from rl_rollout.vllm.weights.adapters import BASE_MODEL, POLICY_ADAPTER
 
 
 class EngineWithAdapter(AsyncLLM):
-    """Gives the policy's adapter to every request that names no adapter, on all routes: no request gets the bare
-    model."""
+    """Gives the policy's adapter to every request that names no adapter, on all routes: only a request for `BASE_MODEL`
+    gets the bare model."""
 
     async def add_request(self, *args: Any, lora_request: LoRARequest | None = None, **kwargs: Any) -> Any:
         """See `AsyncLLM.add_request`."""
-        return await super().add_request(*args, lora_request=lora_request or POLICY_ADAPTER, **kwargs)
+        adapter = None if lora_request == BASE_MODEL else lora_request or POLICY_ADAPTER
+        return await super().add_request(*args, lora_request=adapter, **kwargs)
 
 
 class NamedAdapters:
@@ -28,8 +29,9 @@ class NamedAdapters:
     def __init__(self, engine: AsyncLLM, models: OpenAIServingModels) -> None:
         self._engine = engine
         self._models = models
-        # The engine identifies adapters by numbers. This reserves the policy's number.
-        models.lora_id_counter.inc(POLICY_ADAPTER.lora_int_id)
+        # The engine identifies adapters by numbers. This reserves the numbers of the policy (1) and the base model (2).
+        models.lora_id_counter.inc(BASE_MODEL.lora_int_id)
+        models.lora_requests[BASE_MODEL.lora_name] = BASE_MODEL
 
     def __getitem__(self, name: str) -> LoRARequest:
         """Raises GenerationError for an unknown name."""
@@ -46,6 +48,10 @@ class NamedAdapters:
             GenerationError: an engine cannot serve it, and nothing has changed; or an engine failed later, when loading
                 it, and the name is now undefined. The message says which.
         """
+        if name == BASE_MODEL.lora_name:
+            raise GenerationError(
+                f"an adapter cannot have the name {name!r}, which is the base model's; choose another"
+            )
         if not name or name == POLICY_ADAPTER.lora_name or self._models.is_base_model(name):
             raise GenerationError(f"an adapter cannot have the name {name!r}, which is the policy's; choose another")
         known = self._models.lora_requests.get(name)

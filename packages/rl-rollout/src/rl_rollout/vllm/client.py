@@ -20,10 +20,12 @@ from typing import Any, Literal
 import attrs
 
 from rl_core.errors import DeadlineError, GenerationError, RLError, WeightSyncError
-from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Message, Rendezvous
+from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Message, Rendezvous, ServedModel
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
+from rl_rollout.vllm.engine_arguments import BASE_MODEL_NAME
 from rl_rollout.vllm.pool import MAX_LOST, Member, Pool, while_up
+from rl_rollout.vllm.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class RemoteInferenceClient:
         on_failure: Callable[[Member], None] = lambda member: None,
         on_close: Callable[[], Awaitable[None]] | None = None,
         served_model_name: str = "",
-        router_url: str | None = None,
+        router: Router | None = None,
     ) -> None:
         """
         Args:
@@ -63,15 +65,15 @@ class RemoteInferenceClient:
             on_failure: called with a server that did not answer.
             on_close: ends the pool's servers.
             served_model_name: the model's name in vLLM's own routes.
-            router_url: URL at which outside agents are served.
+            router: in front of the pool; may not listen yet. `on_close` closes it.
         """
-        self.router_url = router_url
         self._pool = pool
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._on_failure = on_failure
         self._on_close = on_close
         self._model = served_model_name
+        self._router = router
         self._where: dict[str, Member] = {}
         self._tokenizing = asyncio.Semaphore(_TOKENIZE_CONCURRENCY)
         self._left_before = 0
@@ -83,6 +85,11 @@ class RemoteInferenceClient:
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self._pool.facts.vocab_size
+
+    @property
+    def router_url(self) -> str | None:
+        """URL at which outside agents and environments are served; None: they are not."""
+        return None if self._router is None else self._router.url
 
     def num_weight_receivers(self) -> int:
         """See `WeightReceivers`. Counts at least one engine, because an update waits for one."""
@@ -230,6 +237,19 @@ class RemoteInferenceClient:
                 raise GenerationError(
                     f"adapter {name!r} at {path}: expected finite log-probs, got {scores[0]} from {engine}"
                 )
+
+    async def serve_model(self, adapter: Path | None) -> ServedModel:
+        """See `ModelServing.serve_model`. Requests go through the router, which listens on loopback unless it already
+        listens for outside agents."""
+        assert self._router is not None, "a client of servers that serve adapters has a router"
+        name = BASE_MODEL_NAME
+        if adapter is not None:
+            name = str(adapter.absolute())
+            await self.load_lora_from_disk(name, adapter)
+        # A model without a chat template, for example, fails now and not in every sample.
+        await self.chat([{"role": "user", "content": "?"}], model=name, max_tokens=1)
+        url = self._router.url or await self._router.start("127.0.0.1", 0)
+        return ServedModel(url=url, name=name, key=self._router.token)
 
     def _want_adapters(self, adapters: Mapping[str, str]) -> None:
         self._pool.wanted = attrs.evolve(self._pool.wanted, adapters=adapters)

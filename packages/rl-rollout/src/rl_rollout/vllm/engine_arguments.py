@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError, install, nearest
-from rl_core.interfaces import EngineSpec
+from rl_core.interfaces import EngineSpec, LoraConfig
 from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, read_config
 from rl_rollout.vllm.options import VLLMOptions
 
@@ -20,6 +20,8 @@ _CPU_KV_CACHE_BYTES = 512 * 2**20
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM has buffers (0.30, `vllm.config.lora.MaxLoRARanks`); an adapter of another rank uses the next
 larger buffer."""
+BASE_MODEL_NAME = "rl-base"
+"""The field `model` of a request for the model without the policy's adapter, at servers that serve adapters."""
 WORKER_EXTENSION = "rl_rollout.vllm.weights.worker_extension.WeightReceiverExtension"
 
 _OWN_KEYS = {
@@ -116,13 +118,18 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
             _require_no_experts(spec.model_path)
         arguments |= {
             "enable_lora": True,
-            "max_lora_rank": next(size for size in MAX_LORA_RANKS if size >= lora.rank),
+            "max_lora_rank": max_served_rank(lora),
             "max_loras": lora.max_loras,
             # One more, because the policy's adapter always stays in memory.
             "max_cpu_loras": (lora.max_cpu_loras or lora.max_loras) + 1,
             "fully_sharded_loras": options.fully_sharded_loras,
         }
     return arguments | dict(spec.init_kwargs)
+
+
+def max_served_rank(lora: LoraConfig) -> int:
+    """The largest rank of adapters that the servers take besides the policy's."""
+    return next(size for size in MAX_LORA_RANKS if size >= lora.rank)
 
 
 def _require_possible_on_cpus(spec: EngineSpec) -> None:

@@ -102,21 +102,19 @@ async def supervised_client(
     supervisor = Supervisor(pool, servers, settings.heartbeat, control_token=settings.tokens.control)
     await supervisor.start()
     pool.adopt_version()
-    router, router_url = None, None
+    router = Router(pool, token=settings.tokens.access, timeout_s=settings.timeout_s, on_failure=supervisor.suspect)
     if settings.router_address is not None:
-        router = Router(pool, token=settings.tokens.access, timeout_s=settings.timeout_s, on_failure=supervisor.suspect)
-        router_url = await router.start(*settings.router_address)
+        await router.start(*settings.router_address)
         where = tell_agents(settings.run_dir, settings.tokens)
         logger.warning(
             "an OpenAI client reaches the policy at %s, model %r; its api_key is in %s",
-            router_url,
+            router.url,
             settings.served_model_name,
             where,
         )
 
     async def close() -> None:
-        if router is not None:
-            await router.close()
+        await router.close()
         await supervisor.close()
         after()
 
@@ -127,7 +125,7 @@ async def supervised_client(
         on_failure=supervisor.suspect,
         on_close=close,
         served_model_name=settings.served_model_name,
-        router_url=router_url,
+        router=router,
     )
 
 

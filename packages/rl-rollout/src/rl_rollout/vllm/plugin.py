@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import attrs
 
 from rl_core.errors import ConfigError, install
-from rl_core.interfaces import EnginePlan, EngineSpec, InferenceClient
-from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, require_known
+from rl_core.interfaces import EnginePlan, EngineSpec, InferenceClient, ServedModel
+from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, max_served_rank, require_known
 from rl_rollout.vllm.memory_plan import plan_engine
 from rl_rollout.vllm.options import VLLMOptions
 
@@ -63,6 +65,24 @@ class VLLMPlugin:
         """See `EnginePlanner`."""
         return plan_engine(spec)
 
+    def require_servable(self, spec: EngineSpec, adapter: Path | None) -> None:
+        """See `ModelServing`."""
+        if not spec.lora.is_sent_alone:
+            raise ConfigError(
+                "the servers have no model besides the policy, whose syncs replace all weights; set "
+                "trainer.policy.model.lora.rank above 0 and trainer.policy.model.lora.merge_lora=false, so that they "
+                "keep the base model"
+            )
+        if adapter is not None:
+            _check_adapter(adapter, max_rank=max_served_rank(spec.lora))
+
+    async def serve_model(self, client: InferenceClient, adapter: Path | None) -> ServedModel:
+        """See `ModelServing`."""
+        from rl_rollout.vllm.client import RemoteInferenceClient
+
+        assert isinstance(client, RemoteInferenceClient), "`create` made it"
+        return await client.serve_model(adapter)
+
     async def create(self, spec: EngineSpec) -> InferenceClient:
         """Starts the servers, or waits for those of `external_server_urls`."""
         from rl_rollout.vllm.launch import create_client
@@ -78,6 +98,26 @@ def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:
     if len(urls) != num_engines:
         raise ConfigError(
             f"{_SECTION}.num_engines: got {num_engines}, but {key} has {len(urls)}; set it to {len(urls)}"
+        )
+
+
+def _check_adapter(directory: Path, *, max_rank: int) -> None:
+    """Raises ConfigError if the directory lacks a file of peft's format, or the rank is too large. Whether the matrices
+    fit the model is checked by the servers."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (directory / name).is_file():
+            raise ConfigError(
+                f"it has no file {name}; expected `base` or the directory of an adapter in peft's format, which all "
+                "servers can read"
+            )
+    try:
+        rank = json.loads((directory / "adapter_config.json").read_bytes())["r"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"its adapter_config.json cannot be read ({error!r}); save the adapter again") from error
+    if not isinstance(rank, int) or rank > max_rank:
+        raise ConfigError(
+            f"its rank is {rank}, but the servers take ranks up to {max_rank}; raise trainer.policy.model.lora.rank, "
+            "or use a smaller adapter"
         )
 
 

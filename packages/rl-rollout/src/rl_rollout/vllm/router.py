@@ -88,33 +88,37 @@ class Router:
             timeout_s: deadline of a request.
             on_failure: called with a server that did not answer.
         """
+        self.url: str | None = None
+        """Base URL for an OpenAI client; None: it does not listen."""
+        self.token = token
         self._pool = pool
-        self._token = token
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._session: aiohttp.ClientSession
         self._runner: web.AppRunner
 
     async def start(self, host: str, port: int) -> str:
-        """Starts listening; returns the base URL for an OpenAI client."""
+        """Starts listening; returns `url`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", _PREFIX + "{path:.*}", self._pass_on)
-        self._session = open_session(self._token)
+        self._session = open_session(self.token)
         # A request ends when its agent disconnects, and all end with the trainer: nothing is drained at the end.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         address = self._runner.addresses[0]
-        return f"http://{address[0]}:{address[1]}/v1"
+        self.url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}/v1"
+        return self.url
 
     async def close(self) -> None:
         """Stops listening."""
-        await self._runner.cleanup()
-        await self._session.close()
+        if self.url is not None:
+            await self._runner.cleanup()
+            await self._session.close()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         shown = request.headers.get("Authorization", "").encode()
-        if not is_bearer(shown, self._token):
+        if not is_bearer(shown, self.token):
             return _error(401, "this router requires an access token (api_key)")
         path = path_of_api(request.rel_url.raw_path)
         if path is None:

@@ -20,11 +20,16 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 
 from rl_core.errors import WeightSyncError
+from rl_rollout.vllm.engine_arguments import BASE_MODEL_NAME
 from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix, tensors_of_file
 
 POLICY_ADAPTER = LoRARequest(lora_name="rl-policy", lora_int_id=1, lora_path="(sent by the trainer)")
 """Added to a generation request, it selects the policy's adapter. Its path is never read, because that adapter is
 always registered."""
+
+BASE_MODEL = LoRARequest(lora_name=BASE_MODEL_NAME, lora_int_id=2, lora_path="(no adapter)")
+"""Stands for the model without an adapter, because vLLM's routes know only the policy and adapters. It never reaches an
+engine's core."""
 
 
 def has_adapters(worker: Any) -> bool:
