@@ -18,7 +18,7 @@ from vllm import SamplingParams as EngineSamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -435,6 +435,7 @@ def _described(error: BaseException) -> str:
 
 
 def _engine_params(params: SamplingParams, seed: int) -> EngineSamplingParams:
+    tag = params.structural_tag
     return EngineSamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -444,6 +445,7 @@ def _engine_params(params: SamplingParams, seed: int) -> EngineSamplingParams:
         stop=list(params.stop),
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
+        structured_outputs=None if tag is None else StructuredOutputsParams(structural_tag=tag),
         seed=seed,
         logprobs=0,
         flat_logprobs=True,
