@@ -63,7 +63,7 @@ async def play(
 
 def marked(batch: Any) -> list[str]:
     """Each sequence as text, trained tokens in capital letters, the end of sequence as `$`."""
-    letters = [TOKENIZER.decode([token]).replace("<eos>", "$") for token in batch["tokens"].tolist()]
+    letters = [str(TOKENIZER.decode([token])).replace("<eos>", "$") for token in batch["tokens"].tolist()]
     shown = [t.upper() if is_trained else t for t, is_trained in zip(letters, batch["loss_mask"].tolist(), strict=True)]
     offsets = batch.offsets.tolist()
     return ["".join(shown[a:b]) for a, b in itertools.pairwise(offsets)]
@@ -134,7 +134,7 @@ async def test_a_factory_that_does_not_say_that_its_environment_forces_responses
 
     trajectory = await play(saying("a", "bcd"), make)
     assert "Forces has a method `structural_tag`, but its factory make lacks this attribute" in str(trajectory.failure)
-    make.structural_tag = Forces.structural_tag
+    make.structural_tag = Forces.structural_tag  # pyright: ignore[reportFunctionMemberAccess]
     assert (await play(saying("a", "bcd"), make)).failure is None
 
 

@@ -39,6 +39,8 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
         return torch.from_numpy(np.fromiter(chain.from_iterable(values), dtype, count=num_tokens))
 
     sampled = stream((step.sampled for step in steps), np.bool_)
+    trained = (step.sampled if step.loss_mask is None else step.loss_mask for step in steps)
+    has_masks = any(step.loss_mask is not None for step in steps)
     counts = torch.tensor([len(trajectory.steps) for trajectory in trajectories])
     trajectory_id = torch.repeat_interleave(torch.arange(len(trajectories)), counts)
     step_index = torch.arange(len(steps)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -47,9 +49,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
         {
             "tokens": stream((step.tokens for step in steps), np.int64),
             "sampled": sampled,
-            "loss_mask": stream(
-                (step.sampled if step.loss_mask is None else step.loss_mask for step in steps), np.bool_
-            ),
+            "loss_mask": stream(trained, np.bool_) if has_masks else sampled,
             "rollout_logprobs": stream((step.rollout_logprobs for step in steps), np.float32),
             "policy_version": stream((step.policy_version for step in steps), np.int32),
             "rewards": _rewards(steps, sampled, offsets),

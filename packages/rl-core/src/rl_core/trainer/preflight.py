@@ -316,9 +316,10 @@ def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes:
     key, engine = "generator.inference_engine.backend", config.generator.inference_engine.backend
     try:
         plugin = plugins.load("rl_core.inference", engine)
-        named = [config.environment.env_class or row.row.get("env_class") for row in rows]
-        named.append(config.environment.env_class)
-        environments = {name: plugins.load("rl_core.environments", name) for name in named if isinstance(name, str)}
+        named = (row.row.get("env_class") for row in rows)
+        played = named if config.environment.env_class is None else [config.environment.env_class]
+        names = {name for name in played if isinstance(name, str)}
+        environments = {name: plugins.load("rl_core.environments", name) for name in names}
     except PluginError:  # noted by the checks of the names
         return
     if isinstance(plugin, GrammarSampling) and plugin.accepts_structural_tags:

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Literal
 
 from vllm import SamplingParams as EngineSamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
@@ -273,6 +274,9 @@ class ServedEngine:
             if output.outputs[0].finish_reason == "abort":
                 self._require_asked_abort(request_id)
             return self._completion(output.outputs[0], self._spans[request_id])
+        except VLLMClientError as error:
+            hint = "" if params.structured_outputs is None else "; try the tag: xgrammar.Grammar.from_structural_tag"
+            raise GenerationError(f"sample {request.sample_id}: vLLM refuses it: {error}{hint}") from error
         finally:
             del self._spans[request_id]
             self._aborted.discard(request_id)
