@@ -66,7 +66,13 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
         stored(
             7,
             3,
-            trajectory(7, step(4, routed_experts=routes), step(2, token_rewards=[0.0, 1 / 7]), turns=turns),
+            trajectory(
+                7,
+                step(4, routed_experts=routes),
+                step(2, token_rewards=[0.0, 1 / 7]),
+                step(2, loss_mask=[True, False]),
+                turns=turns,
+            ),
             trajectory(7, step(1), metrics={"digits": 1 / 3}, end="context", greedy_reward=0.7),
             failed=(trajectory(7, failure="OSError: gone", failure_kind="OSError"),),
             greedy_tokens=9,

@@ -54,6 +54,11 @@ def refused(check: Callable[[], object]) -> str:
         ),
         ({"environment__env_class": "gsm8k"}, r"train\.parquet:1: a gsm8k row needs reward_spec.ground_truth"),
         ({"environment__env_class": "guess"}, r"train\.parquet:1: a guess row needs a number"),
+        (
+            {"environment__env_class": "tests.rollout.forcing_environments:Forces"},
+            "generator.inference_engine.backend: got 'local', which accepts no grammars, but the environment "
+            "'tests.rollout.forcing_environments:Forces' forces some responses by a grammar .*such as vllm",
+        ),
         ({"trainer__policy__fsdp_config__fsdp_size": 3}, r"trainer\.policy\.fsdp_config\.fsdp_size: "),
         (
             {"generator__inference_engine__engine_init_kwargs": {"attn_implementatoin": "eager"}},
@@ -183,3 +188,15 @@ def test_a_hub_that_is_out_of_reach_is_asked_once(
     assert time.monotonic() - started < 5.0
     assert said.startswith("trainer.policy.model.path: some/mistyped-name: there is no such directory")
     assert said.endswith("Is the name spelled right?")
+
+
+def test_the_environments_that_rows_name_are_refused_too_if_they_force_responses(
+    small_run: BuildConfig, tmp_path: Path
+):
+    forcing = "tests.rollout.forcing_environments:Forces"
+    rows = rows_of(tmp_path / "rows.jsonl", prompt="1+2=", env_class=forcing)
+    changes = {"environment__env_class": None, "data__train_data": [rows]}
+    said = refused(lambda: preflight(small_run(tmp_path / "run", **changes)))
+    assert f"got 'local', which accepts no grammars, but the environment '{forcing}'" in said
+    engine = {"generator__inference_engine__backend": "vllm"}
+    preflight(small_run(tmp_path / "run", **changes, **engine))

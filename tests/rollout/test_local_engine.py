@@ -320,6 +320,10 @@ async def test_another_request_under_a_running_id_is_refused(model):
         ({"prompt_tokens": ()}, "0 prompt tokens"),
         ({"prompt_tokens": (1, 99_999)}, r"got token ids 1…99999, but the model's vocabulary is 0…\d+"),
         ({"params": SamplingParams(max_tokens=4, stop=("x",))}, "stop strings need a tokenizer"),
+        (
+            {"params": SamplingParams(max_tokens=4, structural_tag="{}")},
+            "cannot constrain a response by a grammar .*vllm",
+        ),
         ({"num_samples": 0}, "num_samples 0"),
     ],
 )

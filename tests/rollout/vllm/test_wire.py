@@ -19,7 +19,7 @@ from rl_rollout.vllm.calls import Calls
 REQUEST = GenerateRequest(
     sample_id="s",
     prompt_tokens=(3, 1, 2**31 - 1),
-    params=SamplingParams(max_tokens=7, stop=("ab", "ü"), stop_token_ids=(5,), top_p=0.5),
+    params=SamplingParams(max_tokens=7, stop=("ab", "ü"), stop_token_ids=(5,), top_p=0.5, structural_tag="{}"),
     seed=2**63 - 1,
     num_samples=2,
     session_id="episode",
@@ -62,6 +62,7 @@ WRONG_FIELDS = [
     {"params": {"stop": "ab"}},
     {"params": {"stop": [""]}},
     {"params": {"stop_token_ids": [-1]}},
+    {"params": {"structural_tag": {}}},
     {"params": {"unknown": 1}},
     {"params": None},
     {"sample_id": ""},

@@ -24,7 +24,7 @@ FIELDS: dict[str, Field] = {
     "tokens": Field("T", ("int64",), "prompt, sampled and observation tokens"),
     "sampled": Field("T", ("bool",), "the policy sampled this token"),
     "loss_mask": Field("T", ("bool",), "trained on; a subset of `sampled`"),
-    "rollout_logprobs": Field("T", _FLOAT, "log-prob in the distribution that the engine sampled from"),
+    "rollout_logprobs": Field("T", _FLOAT, "log-prob in the distribution that the engine sampled from, or NaN"),
     "old_logprobs": Field("T", _FLOAT, "log-prob under the policy at the start of the update"),
     "ref_logprobs": Field("T", _FLOAT, "log-prob under the reference model"),
     "values": Field("T", _FLOAT, "the critic's value of the state in which token t is chosen"),

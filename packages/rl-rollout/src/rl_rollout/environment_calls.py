@@ -6,11 +6,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from rl_core.errors import DataError, DeadlineError, RLError, raised_at
-from rl_core.interfaces import ToolSchema, require_tools
+from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, raised_at
+from rl_core.interfaces import (
+    Constraining,
+    Environment,
+    EnvironmentFactory,
+    Row,
+    ToolSchema,
+    require_awaitable,
+    require_tools,
+)
 from rl_core.tasks import is_foreign
 
 T = TypeVar("T")
@@ -98,3 +106,27 @@ async def offered_tools(environment: object) -> Sequence[ToolSchema]:
             "`async def tools(self)`, see rl_core.interfaces.Tools"
         )
     return require_tools(await offered)
+
+
+def made(factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]) -> Environment:
+    """The factory's environment. Raises ConfigError if it constrains responses, but its factory does not say so."""
+    environment = factory(row, options)
+    if isinstance(environment, Constraining) and not isinstance(factory, Constraining):
+        raise ConfigError(
+            f"{type(environment).__name__} has a method `structural_tag`, but its factory "
+            f"{getattr(factory, '__name__', factory)} lacks this attribute, so no response would be constrained; give "
+            "the factory the attribute, or choose the class itself as the environment (rl_core.interfaces.Constraining)"
+        )
+    return environment
+
+
+async def next_structural_tag(environment: object, example_call: str | None) -> str | None:
+    """The grammar of a `Constraining` environment's next response. Raises DataError if it is not text."""
+    assert isinstance(environment, Constraining)
+    tag = await require_awaitable(environment.structural_tag(example_call), "structural_tag")
+    if not isinstance(tag, str | None):
+        raise DataError(
+            f"the environment's `structural_tag` returned {type(tag).__name__}, expected JSON text or None; see "
+            "rl_core.interfaces.Constraining"
+        )
+    return tag

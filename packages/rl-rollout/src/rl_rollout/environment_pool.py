@@ -16,11 +16,13 @@ import pickle
 import resource
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import (
     Action,
+    Constraining,
     Environment,
     EnvironmentFactory,
     Placement,
@@ -31,7 +33,7 @@ from rl_core.interfaces import (
     ToolSchema,
     require_awaitable,
 )
-from rl_rollout.environment_calls import EnvironmentFailure, answered, offered_tools
+from rl_rollout.environment_calls import EnvironmentFailure, answered, made, next_structural_tag, offered_tools
 from rl_rollout.environment_processes import EnvironmentProcess, ProcessEnvironment
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 
@@ -92,7 +94,7 @@ class EnvironmentPool:
         kind = self.placement_of(factory)
         where = {"thread": self._in_thread, "process": self._in_process}.get(kind, _in_place)
         async with where(factory, row, options) as environment:
-            calls = EnvironmentCalls(environment, timeout_s)
+            calls = EnvironmentCalls(environment, timeout_s, is_constraining=isinstance(factory, Constraining))
             try:
                 yield calls
             except BaseException:
@@ -117,7 +119,7 @@ class EnvironmentPool:
                     "set environment.placement=process, or give the environment's own waits a timeout"
                 )
             _allow_files(_FILES_PER_THREAD * (self._max_threads + count) + _OTHER_FILES)
-            yield ThreadedEnvironment(lambda: factory(row, options), self._left)
+            yield ThreadedEnvironment(lambda: made(factory, row, options), self._left)
 
     @contextlib.asynccontextmanager
     async def _in_process(
@@ -139,9 +141,10 @@ class EnvironmentPool:
 class EnvironmentCalls:
     """Wraps an environment: each call has a deadline, and raises EnvironmentFailure if the environment raises."""
 
-    def __init__(self, environment: Environment, timeout_s: float) -> None:
+    def __init__(self, environment: Environment, timeout_s: float, *, is_constraining: bool) -> None:
         self._environment = environment
         self._timeout_s = timeout_s
+        self._is_constraining = is_constraining
 
     async def reset(self) -> Prompt:
         """See `Environment.reset`."""
@@ -150,6 +153,13 @@ class EnvironmentCalls:
     async def tools(self) -> Sequence[ToolSchema]:
         """Its tools; none if it is not `Tools`."""
         return await answered(lambda: offered_tools(self._environment), self._timeout_s, "tools")
+
+    async def structural_tag(self, example_call: str | None) -> str | None:
+        """The grammar of its next response; None if it is not `Constraining`."""
+        if not self._is_constraining:
+            return None
+        asked = partial(next_structural_tag, self._environment, example_call)
+        return await answered(asked, self._timeout_s, "structural_tag")
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`."""
@@ -174,6 +184,9 @@ class _InPlace:
     async def tools(self) -> Sequence[ToolSchema]:
         return await offered_tools(self._environment)
 
+    async def structural_tag(self, example_call: str | None) -> str | None:
+        return await next_structural_tag(self._environment, example_call)
+
     async def step(self, action: Action) -> StepResult:
         assert self._environment is not None, "reset comes first"
         return await require_awaitable(self._environment.step(action), "step")
@@ -185,7 +198,7 @@ class _InPlace:
 
 @contextlib.asynccontextmanager
 async def _in_place(factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]) -> AsyncIterator[Environment]:
-    yield _InPlace(lambda: factory(row, options))
+    yield _InPlace(lambda: made(factory, row, options))
 
 
 async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import attrs
 
 from rl_core.interfaces import Environment, EnvironmentFactory, require_awaitable
-from rl_rollout.environment_calls import EnvironmentFailure, caught, offered_tools
+from rl_rollout.environment_calls import EnvironmentFailure, caught, made, next_structural_tag, offered_tools
 
 LENGTH = struct.Struct("<Q")
 
@@ -56,12 +56,16 @@ class EnvironmentHost:
 
     async def reset(self, factory: bytes, row: Any, options: Any) -> Any:
         """Also constructs the environment."""
-        self._environment = self._factories[factory](row, options)
+        self._environment = made(self._factories[factory], row, options)
         return await require_awaitable(self._environment.reset(), "reset")
 
     async def tools(self) -> Any:
         """See `offered_tools`."""
         return await offered_tools(self._environment)
+
+    async def structural_tag(self, example_call: str | None) -> Any:
+        """See `next_structural_tag`."""
+        return await next_structural_tag(self._environment, example_call)
 
     async def step(self, action: Any) -> Any:
         """See `Environment.step`."""

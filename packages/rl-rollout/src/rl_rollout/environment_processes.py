@@ -104,6 +104,10 @@ class ProcessEnvironment:
         """Its tools; none if it is not `Tools`."""
         return await self._process.ask("tools")
 
+    async def structural_tag(self, example_call: str | None) -> str | None:
+        """See `next_structural_tag`."""
+        return await self._process.ask("structural_tag", example_call)
+
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`."""
         return await self._process.ask("step", action)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, Environment, Prompt, StepResult, ToolSchema, require_awaitable
-from rl_rollout.environment_calls import EnvironmentFailure, caught, offered_tools
+from rl_rollout.environment_calls import EnvironmentFailure, caught, next_structural_tag, offered_tools
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
@@ -79,6 +79,10 @@ class ThreadedEnvironment:
     async def tools(self) -> Sequence[ToolSchema]:
         """Its tools; none if it is not `Tools`."""
         return await self._in_thread(lambda: offered_tools(self._made))
+
+    async def structural_tag(self, example_call: str | None) -> str | None:
+        """See `next_structural_tag`."""
+        return await self._in_thread(lambda: next_structural_tag(self._made, example_call))
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`."""

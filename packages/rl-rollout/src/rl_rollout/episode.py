@@ -52,6 +52,8 @@ class PlayedTurn:
     completion: Completion
     result: StepResult
     text: Turn
+    is_forced: bool
+    """Whether a grammar constrained the response (`Constraining`)."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -68,8 +70,8 @@ class Episode:
         return {name: value for turn in self.turns for name, value in turn.result.metrics.items()}
 
 
-Respond = Callable[[int, Tokens, float], Awaitable[Completion]]
-"""(turn, prompt, room) → the policy's response, of at most `room` tokens."""
+Respond = Callable[[int, Tokens, float, str | None], Awaitable[Completion]]
+"""(turn, prompt, room, structural tag) → the policy's response, of at most `room` tokens."""
 
 
 async def play(
@@ -96,7 +98,8 @@ async def play(
     turns: list[PlayedTurn] = []
     room: float = math.inf
     while True:
-        completion = await respond(len(turns), prompt, room)
+        structural_tag = await environment.structural_tag(example_call)
+        completion = await respond(len(turns), prompt, room, structural_tag)
         said = text_of(completion.tokens)
         action = Action(
             text=said, tokens=completion.tokens, stop_reason=completion.stop_reason, example_call=example_call
@@ -105,7 +108,8 @@ async def play(
         following, end = _what_follows(result, history, prompt, completion, len(turns) + 1, limits)
         shown = None if end else _shown(result)
         text = Turn(response=said, observation=shown, reward=result.reward, stop_reason=completion.stop_reason)
-        turns.append(PlayedTurn(prompt=prompt, completion=completion, result=result, text=text))
+        is_forced = structural_tag is not None
+        turns.append(PlayedTurn(prompt=prompt, completion=completion, result=result, text=text, is_forced=is_forced))
         if end:
             return Episode(turns=tuple(turns), end=end)
         prompt, room = following, limits.room(following)
@@ -160,6 +164,7 @@ def one_sequence(turns: tuple[PlayedTurn, ...]) -> tuple[TrajectoryStep, ...]:
 def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
     tokens: list[int] = []
     sampled: list[bool] = []
+    trained: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
     rewards: list[float] = []
@@ -169,7 +174,10 @@ def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
         given, completion = turn.prompt[len(tokens) :], turn.completion
         tokens += given + completion.tokens
         sampled += [False] * len(given) + [True] * len(completion.tokens)
-        logprobs += [0.0] * len(given) + list(completion.logprobs)
+        trained += [False] * len(given) + [not turn.is_forced] * len(completion.tokens)
+        # An engine's log-probs of a forced response are those of the constrained distribution.
+        unknown = [math.nan] * len(completion.tokens)
+        logprobs += [0.0] * len(given) + (unknown if turn.is_forced else list(completion.logprobs))
         versions += [-1] * len(given) + list(completion.policy_versions)
         rewards += [0.0] * (len(given) + len(completion.tokens) - 1) + [turn.result.reward]
         routes = _newest_routes(routes, completion.routed_experts)
@@ -182,6 +190,7 @@ def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
         stop_reason=turns[-1].completion.stop_reason,
         routed_experts=routes,
         token_rewards=rewards if len(turns) > 1 else None,
+        loss_mask=trained if any(turn.is_forced for turn in turns) else None,
     )
 
 

@@ -27,6 +27,7 @@ from rl_core.interfaces import (
     Prompt,
     Row,
     Sampler,
+    SamplingParams,
     Trajectory,
 )
 from rl_core.seeds import seed_of
@@ -117,8 +118,11 @@ class EnvironmentGenerator:
         factory, limits = self._episodes.environment_of(request.row), self._episodes.limits
         session_id = f"{self._name}-{next(self._numbers)}"
 
-        async def respond(turn: int, prompt: Tokens, room: float) -> Completion:
-            return await self._response(request, index, session_id, turn, prompt, room)
+        async def respond(turn: int, prompt: Tokens, room: float, structural_tag: str | None) -> Completion:
+            params = attrs.evolve(request.params, structural_tag=structural_tag)
+            if room < params.max_tokens:
+                params = attrs.evolve(params, max_tokens=int(room))
+            return await self._response(request, index, session_id, turn, prompt, params)
 
         async with self._environments.opened(
             factory, request.row, self._episodes.environment_options, limits.environment_timeout_s
@@ -144,11 +148,8 @@ class EnvironmentGenerator:
         return TurnTokens(self._codec.with_tools(json.loads(tools)))
 
     async def _response(
-        self, request: GroupRequest, index: int, session_id: str, turn: int, prompt: Tokens, room: float
+        self, request: GroupRequest, index: int, session_id: str, turn: int, prompt: Tokens, params: SamplingParams
     ) -> Completion:
-        params = request.params
-        if room < params.max_tokens:
-            params = attrs.evolve(params, max_tokens=int(room))
         asked = GenerateRequest(
             sample_id=f"{session_id}-{turn}",
             session_id=session_id,

@@ -1,7 +1,8 @@
 """Joins one response, even if the engine returns it in parts.
 
 `pause("abort")` returns running requests with the tokens sampled so far: a part of the response. A new request whose
-prompt ends with this part samples the rest; tokens, log-probs and versions of the part stay unchanged.
+prompt ends with this part samples the rest; tokens, log-probs and versions of the part stay unchanged. A response that
+must match a grammar is sampled anew instead, because the rest alone does not match it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: P
         completions = await client.generate(_rest(request, parts))
         if len(completions) != 1:
             raise GenerationError(f"request {request.sample_id!r}: got {len(completions)} samples, expected 1")
-        parts.append(completions[0])
+        parts.append(_without_start(completions[0]) if request.params.structural_tag else completions[0])
         num_tokens = sum(len(part.tokens) for part in parts)
         if parts[-1].stop_reason == "abort" and num_tokens == request.params.max_tokens:
             parts[-1] = attrs.evolve(parts[-1], stop_reason="length")
@@ -46,6 +47,13 @@ async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: P
         num_empty = 0 if parts[-1].tokens else num_empty + 1
         if num_empty == _MAX_EMPTY_PARTS:
             raise GenerationError(f"request {request.sample_id!r} was aborted {num_empty} times without a token")
+
+
+def _without_start(completion: Completion) -> Completion:
+    """Drops an unfinished response: the grammar of a new request begins at its first token."""
+    if completion.stop_reason != "abort":
+        return completion
+    return Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")
 
 
 def _rest(request: GenerateRequest, parts: Sequence[Completion]) -> GenerateRequest:

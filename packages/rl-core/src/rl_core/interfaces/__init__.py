@@ -3,11 +3,11 @@
 `isinstance` with a Protocol checks names only. The suites of `rl_core.testing` check what a plug-in does. Each optional
 ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader`,
 `Inspectable`; of backends `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`,
-`RouteRecording`; of engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `ModelServing`, `Sleepable`, `Scoring`,
-`WeightReceivers`, `WeightPreparing`, `Recovering`, `LossDetecting`, `IdleMeasuring`, `AdapterServing`; of weight
-transports `CheckingTransport`, `NodeCheckingTransport`, `RunTransport`; of generators `Closable`, `EngineFree`,
-`ResponseMeasuring`; of environments `Tools`, `Placement`, `Snapshotable`, `RowChecking`; of trackers `PhaseAware`; of
-engines and generators that declare keys `Configurable`.
+`RouteRecording`; of engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `GrammarSampling`, `ModelServing`,
+`Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`, `LossDetecting`, `IdleMeasuring`,
+`AdapterServing`; of weight transports `CheckingTransport`, `NodeCheckingTransport`, `RunTransport`; of generators
+`Closable`, `EngineFree`, `ResponseMeasuring`; of environments `Tools`, `Constraining`, `Placement`, `Snapshotable`,
+`RowChecking`; of trackers `PhaseAware`; of engines and generators that declare keys `Configurable`.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. A recipe implements `Environment`. rl_core has
@@ -38,6 +38,7 @@ from rl_core.interfaces.inference import (
     EnginePlanner,
     EngineSpec,
     GenerateRequest,
+    GrammarSampling,
     HostSharing,
     IdleMeasuring,
     InferenceClient,
@@ -72,6 +73,7 @@ from rl_core.interfaces.results import (
 from rl_core.interfaces.rollouts import (
     Action,
     Closable,
+    Constraining,
     EngineFree,
     Environment,
     EnvironmentFactory,
@@ -204,6 +206,7 @@ __all__ = [
     "SamplingParams",
     "GenerateRequest",
     "DeltaReceiving",
+    "GrammarSampling",
     "HostSharing",
     "IdleMeasuring",
     "Completion",
@@ -229,6 +232,7 @@ __all__ = [
     "EnvironmentFactory",
     "RowChecking",
     "Tools",
+    "Constraining",
     "Placement",
     "Snapshotable",
     "TrajectoryStep",

@@ -34,6 +34,9 @@ class SamplingParams:
     """Tokens that end generation in addition to the model's end-of-sequence token. The stopping token is part of the
     response."""
     ignore_eos: bool = False
+    structural_tag: str | None = None
+    """Grammar that the whole response must match: a structural tag of xgrammar, as JSON text. The reported log-probs
+    are then those of the constrained distribution. Only for engines of a `GrammarSampling` plug-in."""
 
 
 @attrs.frozen(kw_only=True)
@@ -340,6 +343,14 @@ class DeltaReceiving(Protocol):
 
     @property
     def receives_deltas(self) -> bool: ...
+
+
+@runtime_checkable
+class GrammarSampling(Protocol):
+    """An engine plug-in whose engines accept `SamplingParams.structural_tag`."""
+
+    @property
+    def accepts_structural_tags(self) -> bool: ...
 
 
 @runtime_checkable

@@ -81,6 +81,25 @@ class Tools(Protocol):
 
 
 @runtime_checkable
+class Constraining(Protocol):
+    """An environment that forces the form of some responses, such as a tool call, by a grammar. The tokens of a forced
+    response are not trained on, because the policy did not choose them freely.
+
+    If the factory is a function, it needs this attribute too: before the first episode, it tells whether the engine has
+    to accept grammars.
+    """
+
+    async def structural_tag(self, example_call: str | None) -> str | None:
+        """`SamplingParams.structural_tag` of the next response; None: the policy responds freely. Called before every
+        turn, after `tools`.
+
+        Args:
+            example_call: see `Action`.
+        """
+        ...
+
+
+@runtime_checkable
 class Placement(Protocol):
     """An `EnvironmentFactory` that says where its environments run (an attribute of the class or function). It applies
     to all episodes and is read before the first one. The default is `thread`; the key `environment.placement` overrides
@@ -122,7 +141,8 @@ class TrajectoryStep:
     """True where the policy sampled the token. Everything before the first sampled token is the prompt. Between the
     turns of a sequence are tokens of observations, which are not sampled."""
     rollout_logprobs: Sequence[float]
-    """0.0 where not sampled."""
+    """0.0 where not sampled. NaN in forced responses (`Constraining`): the engine reports log-probs of the constrained
+    distribution, which are not the policy's."""
     policy_version: Sequence[int]
     """-1 where not sampled."""
     reward: float
@@ -135,6 +155,8 @@ class TrajectoryStep:
     token_rewards: Sequence[float] | None = None
     """How `reward` is distributed over the step's tokens, if the step has several turns. None: all of it on the last
     sampled token."""
+    loss_mask: Sequence[bool] | None = None
+    """The tokens that are trained on, a subset of `sampled`. None: all of `sampled`."""
 
 
 @attrs.frozen(kw_only=True)

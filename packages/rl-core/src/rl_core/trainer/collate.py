@@ -19,10 +19,10 @@ from rl_core.trainer.step_merging import merge_steps
 def collate(trajectories: Sequence[Trajectory]) -> Batch:
     """One sequence per step of every trajectory, in the given order.
 
-    Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (on a step's last sampled
-    token, unless the step has `token_rewards`), group_id, trajectory_id (index in `trajectories`), step_index,
-    is_last_step, greedy_score if greedy answers were played, and, if the engine returned routes, routed_experts and
-    `routed` (whether a token's routes are known).
+    Columns: tokens, sampled, loss_mask (= sampled, unless the step has `loss_mask`), rollout_logprobs, policy_version,
+    rewards (on a step's last sampled token, unless the step has `token_rewards`), group_id, trajectory_id
+    (index in `trajectories`), step_index, is_last_step, greedy_score if greedy answers were played, and, if the engine
+    returned routes, routed_experts and `routed` (whether a token's routes are known).
 
     Raises:
         GenerationError: a trajectory has no steps; a step samples nothing, has fields of different lengths, or has more
@@ -39,6 +39,8 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
         return torch.from_numpy(np.fromiter(chain.from_iterable(values), dtype, count=num_tokens))
 
     sampled = stream((step.sampled for step in steps), np.bool_)
+    trained = (step.sampled if step.loss_mask is None else step.loss_mask for step in steps)
+    has_masks = any(step.loss_mask is not None for step in steps)
     counts = torch.tensor([len(trajectory.steps) for trajectory in trajectories])
     trajectory_id = torch.repeat_interleave(torch.arange(len(trajectories)), counts)
     step_index = torch.arange(len(steps)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -47,7 +49,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
         {
             "tokens": stream((step.tokens for step in steps), np.int64),
             "sampled": sampled,
-            "loss_mask": sampled,
+            "loss_mask": stream(trained, np.bool_) if has_masks else sampled,
             "rollout_logprobs": stream((step.rollout_logprobs for step in steps), np.float32),
             "policy_version": stream((step.policy_version for step in steps), np.int32),
             "rewards": _rewards(steps, sampled, offsets),
@@ -79,8 +81,9 @@ def _require_whole(trajectory: Trajectory) -> None:
         if not (
             len(step.sampled) == len(step.rollout_logprobs) == len(step.policy_version) == num_tokens
             and (step.token_rewards is None or len(step.token_rewards) == num_tokens)
+            and (step.loss_mask is None or len(step.loss_mask) == num_tokens)
         ):
-            names = ("tokens", "sampled", "rollout_logprobs", "policy_version", "token_rewards")
+            names = ("tokens", "sampled", "rollout_logprobs", "policy_version", "token_rewards", "loss_mask")
             lengths = {name: len(values) for name in names if (values := getattr(step, name)) is not None}
             raise GenerationError(f"{where}, step {index}: fields differ in length: {lengths}")
         if step.routed_experts is not None and len(step.routed_experts) > len(step.tokens):

@@ -23,7 +23,7 @@ from rl_core.config.file_checks import gather_files
 from rl_core.config.resolving import value_at
 from rl_core.config.value_checks import gather_values
 from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, install
-from rl_core.interfaces import Completion, GenerateRequest, Role, RowChecking
+from rl_core.interfaces import Completion, Constraining, GenerateRequest, GrammarSampling, Role, RowChecking
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.model_proof import require_proof, written_config
 from rl_core.rank_kit.shipped_configs import shipped_config
@@ -264,6 +264,7 @@ def _gather_rows(loaded: Loaded, keys: Sequence[str], mistakes: Mistakes) -> dic
         else:
             mistakes.passes(_require_own_environment, loaded, everything)
         _gather_unfit_rows(config, everything, mistakes)
+        _gather_unmet_constraints(config, everything, mistakes)
     return rows
 
 
@@ -308,6 +309,29 @@ def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistak
             except DataError as error:
                 unfit.add(name)
                 raise DataError(f"{row.place}: {error}") from error
+
+
+def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
+    """Notes environments that constrain responses (`Constraining`), if the engine accepts no grammars."""
+    key, engine = "generator.inference_engine.backend", config.generator.inference_engine.backend
+    try:
+        plugin = plugins.load("rl_core.inference", engine)
+        named = (row.row.get("env_class") for row in rows)
+        played = named if config.environment.env_class is None else [config.environment.env_class]
+        names = {name for name in played if isinstance(name, str)}
+        environments = {name: plugins.load("rl_core.environments", name) for name in names}
+    except PluginError:  # noted by the checks of the names
+        return
+    if isinstance(plugin, GrammarSampling) and plugin.accepts_structural_tags:
+        return
+    for name in sorted(name for name, environment in environments.items() if isinstance(environment, Constraining)):
+        mistakes.add(
+            ConfigError(
+                f"{key}: got {engine!r}, which accepts no grammars, but the environment {name!r} forces some responses "
+                "by a grammar (`structural_tag`); set it to an engine that accepts grammars, such as vllm, or choose "
+                "another environment"
+            )
+        )
 
 
 def _gather_prompts(

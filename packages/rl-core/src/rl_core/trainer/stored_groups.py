@@ -25,8 +25,10 @@ _COLUMNS = {
     "rollout_logprobs": np.float64,
     "policy_version": np.int64,
     "token_rewards": np.float64,
+    "loss_mask": np.bool_,
 }
 """Per-token fields of a step → dtype that holds Python's numbers without rounding."""
+_OPTIONAL = ("token_rewards", "loss_mask")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -92,7 +94,7 @@ def _without_tokens(trajectory: Trajectory, arrays: dict[str, Any]) -> dict[str,
         steps.append(
             {
                 "num_tokens": len(step.tokens),
-                "has_token_rewards": step.token_rewards is not None,
+                **{f"has_{name}": getattr(step, name) is not None for name in _OPTIONAL},
                 "reward": step.reward,
                 "stop_reason": step.stop_reason,
                 "routed_experts": routes,
@@ -138,10 +140,9 @@ def _trajectory(plain: dict[str, Any], tokens: _Tokens) -> Trajectory:
 
 def _step(plain: dict[str, Any], tokens: _Tokens) -> TrajectoryStep:
     count, routes = plain["num_tokens"], plain["routed_experts"]
-    given = {name: tokens.next(name, count) for name in _COLUMNS if name != "token_rewards"}
+    given = (name for name in _COLUMNS if name not in _OPTIONAL or plain[f"has_{name}"])
     return TrajectoryStep(
-        **given,
-        token_rewards=tokens.next("token_rewards", count) if plain["has_token_rewards"] else None,
+        **{name: tokens.next(name, count) for name in given},
         reward=plain["reward"],
         stop_reason=plain["stop_reason"],
         routed_experts=tokens.arrays[routes] if routes is not None else None,

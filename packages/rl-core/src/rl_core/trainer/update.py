@@ -247,7 +247,8 @@ def rollout_agreement(batch: Batch, version: int, *, among: Tensor | None = None
     """How much the log-probs of engine and trainer differ on sampled tokens, separately for tokens of the trainer's own
     version and for others.
 
-    `rollout/logprob_diff_max` is the largest |rollout_logprobs − old_logprobs| in nats over tokens of `version`.
+    `rollout/logprob_diff_max` is the largest |rollout_logprobs − old_logprobs| in nats over tokens of `version`. Tokens
+    of forced responses have no rollout log-probs and are not compared.
 
     Args:
         batch: has `old_logprobs`.
@@ -255,9 +256,11 @@ def rollout_agreement(batch: Batch, version: int, *, among: Tensor | None = None
         among: bool [T], the tokens to compare; None: all.
     """
     difference_T = (batch["rollout_logprobs"] - batch["old_logprobs"]).abs()
-    current_T = batch["sampled"] & (batch["policy_version"] == version)
-    stale_T = batch["sampled"] & (batch["policy_version"] != version)
-    metrics = {"rollout/stale_tokens": (float(stale_T.sum()), float(batch["sampled"].sum()))}
+    # A NaN on a trained token is an engine's fault, which has to show.
+    sampled_T = batch["sampled"] & (batch["loss_mask"] | ~batch["rollout_logprobs"].isnan())
+    current_T = sampled_T & (batch["policy_version"] == version)
+    stale_T = sampled_T & (batch["policy_version"] != version)
+    metrics = {"rollout/stale_tokens": (float(stale_T.sum()), float(sampled_T.sum()))}
     for name, of_version_T in (("rollout/logprob_diff", current_T), ("rollout/stale_logprob_diff", stale_T)):
         mask_T = of_version_T if among is None else of_version_T & among
         if mask_T.any():

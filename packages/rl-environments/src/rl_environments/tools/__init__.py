@@ -9,9 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_environments.tools.call_formats import BrokenCall, Call, CallFormat, format_of_example, format_of_name
+    from rl_environments.tools.call_formats import (
+        BrokenCall,
+        Call,
+        CallFormat,
+        ForcibleFormat,
+        format_of_example,
+        format_of_name,
+    )
     from rl_environments.tools.calling import Answer, run_calls
-    from rl_environments.tools.environment import ToolEnvironment, tool
+    from rl_environments.tools.environment import ToolChoiceEnvironment, ToolEnvironment, tool
     from rl_environments.tools.functions import ToolFunction
 
 _MODULES = {
@@ -19,6 +26,8 @@ _MODULES = {
     "BrokenCall": "rl_environments.tools.call_formats",
     "Call": "rl_environments.tools.call_formats",
     "CallFormat": "rl_environments.tools.call_formats",
+    "ForcibleFormat": "rl_environments.tools.call_formats",
+    "ToolChoiceEnvironment": "rl_environments.tools.environment",
     "ToolEnvironment": "rl_environments.tools.environment",
     "ToolFunction": "rl_environments.tools.functions",
     "format_of_example": "rl_environments.tools.call_formats",
@@ -29,11 +38,13 @@ _MODULES = {
 
 __all__ = [
     "ToolEnvironment",
+    "ToolChoiceEnvironment",
     "tool",
     "ToolFunction",
     "Call",
     "BrokenCall",
     "CallFormat",
+    "ForcibleFormat",
     "format_of_example",
     "format_of_name",
     "Answer",

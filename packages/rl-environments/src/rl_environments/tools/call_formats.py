@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import EXAMPLE_CALL
+from rl_core.interfaces import EXAMPLE_CALL, ToolSchema
 
 
 @attrs.frozen(kw_only=True)
@@ -47,6 +47,17 @@ class CallFormat(Protocol):
 
     def read(self, text: str) -> Sequence[Call | BrokenCall]:
         """The calls in a policy's text, in order; empty if there are none. Never raises."""
+        ...
+
+
+@runtime_checkable
+class ForcibleFormat(CallFormat, Protocol):
+    """A format in which a grammar can force a call. `qwen_xml` is none: xgrammar 0.2 allows blanks around a value, and
+    there they are part of the value."""
+
+    def call_grammar(self, tool: ToolSchema) -> Mapping[str, Any]:
+        """Matches one call of this function: a format of xgrammar's structural tags, such as `{"type": "regex",
+        "pattern": …}`."""
         ...
 
 
@@ -102,6 +113,11 @@ class HermesCalls:
             end = closing.end() if closing else behind + len("</tool_call>") if behind >= 0 else len(text)
         return found
 
+    def call_grammar(self, tool: ToolSchema) -> Mapping[str, Any]:
+        """See `ForcibleFormat.call_grammar`."""
+        name = json.dumps(tool["function"]["name"])
+        return _call_tag(tool, f'<tool_call>\n{{"name": {name}, "arguments": ', "}\n</tool_call>")
+
 
 class QwenXmlCalls:
     """`<function=name>` with a `<parameter=name>` for each argument; values are text."""
@@ -142,6 +158,10 @@ class LlamaJsonCalls:
             start = end + len(text[end:]) - len(text[end:].lstrip("; \n"))
         return found
 
+    def call_grammar(self, tool: ToolSchema) -> Mapping[str, Any]:
+        """See `ForcibleFormat.call_grammar`."""
+        return _call_tag(tool, f'{{"name": {json.dumps(tool["function"]["name"])}, "parameters": ', "}")
+
 
 class MarkedCalls:
     """Any of the formats, told apart by marks: `<function=` means `qwen_xml`, else `<tool_call>` means `hermes`, and
@@ -159,6 +179,13 @@ class MarkedCalls:
 
 _FORMATS: dict[str, CallFormat] = {each.name: each for each in (HermesCalls(), QwenXmlCalls(), LlamaJsonCalls())}
 MARKED = MarkedCalls()
+
+
+def _call_tag(tool: ToolSchema, begin: str, end: str) -> Mapping[str, Any]:
+    """The function's arguments as JSON between two texts. Without a limit, a model may write blanks forever."""
+    schema = tool["function"]["parameters"]
+    arguments = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    return {"type": "tag", "begin": begin, "content": arguments, "end": end}
 
 
 def _json_call(text: str, start: int, key: str) -> tuple[Call | BrokenCall, int]:

@@ -9,20 +9,30 @@ docs/environments.md#environments-with-tool-functions has an example of a few li
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, Prompt, Row, StepResult, ToolSchema
-from rl_environments.tools.call_formats import MARKED, CallFormat, format_of_example, format_of_name, without_thought
+from rl_environments.tools.call_formats import (
+    MARKED,
+    CallFormat,
+    ForcibleFormat,
+    format_of_example,
+    format_of_name,
+    without_thought,
+)
 from rl_environments.tools.calling import Answer, run_calls
 from rl_environments.tools.functions import ToolFunction
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MARK = "_is_tool_of_a_policy"
+ToolChoice = Literal["auto", "required"]
+"""`required`: the next response must be a call; `auto`: the policy decides."""
 
 
 def tool(function: _Function) -> _Function:
@@ -90,7 +100,7 @@ class ToolEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`."""
-        calls = self._format_of(action).read(action.text)
+        calls = self._format_of(action.example_call).read(action.text)
         if not calls:
             judged = self.judge(without_thought(action.text).strip())
             if not inspect.isawaitable(judged):
@@ -114,14 +124,43 @@ class ToolEnvironment:
     async def close(self) -> None:
         """See `Environment.close`."""
 
-    def _format_of(self, action: Action) -> CallFormat:
+    def _format_of(self, example_call: str | None) -> CallFormat:
         if self._format is None:
-            self._format = MARKED if action.example_call is None else format_of_example(action.example_call)
+            self._format = MARKED if example_call is None else format_of_example(example_call)
         return self._format
 
     def metrics(self, reward: float) -> dict[str, float]:
         """The metrics reported with every turn."""
         return {"accuracy": reward, "calls": float(self.num_calls), "wrong_calls": float(self.num_wrong_calls)}
+
+
+class ToolChoiceEnvironment(ToolEnvironment):
+    """A `ToolEnvironment` that may require a call in the next turn.
+
+    A grammar then forces the response to be one call with valid arguments and nothing else, unless it reaches its
+    length limit. Forced responses are not trained on. Needs an engine that accepts grammars (`GrammarSampling`).
+    """
+
+    def tool_choice(self) -> ToolChoice:
+        """Asked before each turn. By default, a call is required until there was one."""
+        return "auto" if self.num_calls else "required"
+
+    async def structural_tag(self, example_call: str | None) -> str | None:
+        """See `Constraining.structural_tag`."""
+        choice = self.tool_choice()
+        if choice == "auto":
+            return None
+        if choice != "required":
+            raise ConfigError(f"{type(self).__name__}.tool_choice: got {choice!r}; expected 'auto' or 'required'")
+        found = self._format_of(example_call)
+        if not isinstance(found, ForcibleFormat):
+            raise ConfigError(
+                f"{type(self).__name__}.tool_choice: got 'required', but the call format {found.name!r} has no "
+                "grammar; set environment.options.call_format, or give your format a method `call_grammar` "
+                "(rl_environments.tools.ForcibleFormat)"
+            )
+        calls = [found.call_grammar(each.schema) for each in self._tools.values()]
+        return json.dumps({"type": "structural_tag", "format": {"type": "or", "elements": calls}})
 
 
 @cache

@@ -230,6 +230,11 @@ class LocalEngine:
             raise GenerationError(
                 f"{who}: got token ids {lowest}…{highest}, but the model's vocabulary is 0…{self._vocab_size - 1}"
             )
+        if params.structural_tag is not None:
+            raise GenerationError(
+                f"{who}: the local engine cannot constrain a response by a grammar (structural_tag); choose "
+                "generator.inference_engine.backend=vllm"
+            )
         if params.stop and self._tokenizer is None:
             raise GenerationError(
                 f"request {request.sample_id!r}: stop strings need a tokenizer, but the model directory has none"

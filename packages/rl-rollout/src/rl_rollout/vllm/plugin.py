@@ -24,6 +24,7 @@ class VLLMPlugin:
 
     contract_version: int = 2
     receives_deltas: bool = True
+    accepts_structural_tags: bool = True
     name: str = "vllm"
     options_class: type = VLLMOptions
 

@@ -15,10 +15,11 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Literal
 
 from vllm import SamplingParams as EngineSamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -273,6 +274,9 @@ class ServedEngine:
             if output.outputs[0].finish_reason == "abort":
                 self._require_asked_abort(request_id)
             return self._completion(output.outputs[0], self._spans[request_id])
+        except VLLMClientError as error:
+            hint = "" if params.structured_outputs is None else "; try the tag: xgrammar.Grammar.from_structural_tag"
+            raise GenerationError(f"sample {request.sample_id}: vLLM refuses it: {error}{hint}") from error
         finally:
             del self._spans[request_id]
             self._aborted.discard(request_id)
@@ -435,6 +439,7 @@ def _described(error: BaseException) -> str:
 
 
 def _engine_params(params: SamplingParams, seed: int) -> EngineSamplingParams:
+    tag = params.structural_tag
     return EngineSamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -444,6 +449,7 @@ def _engine_params(params: SamplingParams, seed: int) -> EngineSamplingParams:
         stop=list(params.stop),
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
+        structured_outputs=None if tag is None else StructuredOutputsParams(structural_tag=tag),
         seed=seed,
         logprobs=0,
         flat_logprobs=True,

@@ -1,0 +1,43 @@
+"""Environments that force a response by a grammar, in a module that a process of its own imports quickly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rl_core.interfaces import StepResult
+
+CALL = r"add=[0-9]{1,2},[0-9]{1,2}\."
+"""What a random model with one token per character says at most by accident."""
+
+
+class Forces:
+    """Three turns with a reward of 1, 2 and 4. The second must be a call: `add=12,3.`"""
+
+    def __init__(self, row: Any, options: Any) -> None:
+        self._turn = 0
+
+    async def reset(self) -> Any:
+        return "count= "
+
+    async def structural_tag(self, example_call: str | None) -> str | None:
+        tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": CALL}}
+        return json.dumps(tag) if self._turn == 1 else None
+
+    async def step(self, action: Any) -> StepResult:
+        self._turn += 1
+        is_done = self._turn == 3
+        observation = None if is_done else f"{self._turn},"
+        return StepResult(reward=2.0 ** (self._turn - 1), done=is_done, observation=observation)
+
+    async def close(self) -> None: ...
+
+
+class ForcesEveryTurn(Forces):
+    async def structural_tag(self, example_call: str | None) -> str | None:
+        return '{"type": "structural_tag", "format": {"type": "regex", "pattern": "[0-9]"}}'
+
+
+class ForcesByAMapping(Forces):
+    async def structural_tag(self, example_call: str | None) -> Any:
+        return {"type": "structural_tag"}
