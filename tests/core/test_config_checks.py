@@ -324,7 +324,7 @@ def test_a_plug_in_of_an_installed_package_that_lacks_it_is_not_to_be_installed_
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setitem(plugins._PACKAGES, ("rl_core.backends", "later"), "rl-core")
-    with pytest.raises(PluginError, match=r"The installed rl-core .* does not have it yet$"):
+    with pytest.raises(PluginError, match=r"The installed rl-core .* does not have it; install a newer version$"):
         plugins.load("rl_core.backends", "later")
     monkeypatch.setitem(plugins._PACKAGES, ("rl_core.backends", "later"), "rl-no-such-package")
     with pytest.raises(PluginError, match="pip install rl-no-such-package"):

@@ -136,15 +136,15 @@ async_backend, number_backend = BackendWhoseMeshIsAsync(), MeshIsANumber()
 opens_by_position = OpensByPosition()
 WRONG = [
     ("rl_core.backends", "math:sqrt", "the function sqrt has no name, config_section, options_class, mesh and 3 more"),
-    ("rl_core.backends", f"{IDLE}:Backend", "it is the class Backend and not an object of it"),
-    ("rl_core.backends", f"{HERE}:SlottedBackend", "it is the class SlottedBackend and not an object of it"),
+    ("rl_core.backends", f"{IDLE}:Backend", "it is the class Backend, not an instance of it"),
+    ("rl_core.backends", f"{HERE}:SlottedBackend", "it is the class SlottedBackend, not an instance of it"),
     ("rl_core.backends", f"{HERE}:nameless_backend", "its name is None, expected str"),
     (
         "rl_core.backends",
         f"{HERE}:one_rank_backend",
         "(spec) cannot be called as create_worker(spec, rank)",
     ),
-    ("rl_core.backends", f"{HERE}:async_backend", "mesh is `async`, and is called without `await`"),
+    ("rl_core.backends", f"{HERE}:async_backend", "mesh is `async`, but it is called without `await`"),
     ("rl_core.backends", f"{HERE}:lookalike", "its name is <object object at "),
     ("rl_core.environments", f"{HERE}:lookalike", "an object of type AnswersToEveryName, which cannot be called"),
     ("rl_core.environments", f"{HERE}:AbstractEnvironment", "AbstractEnvironment is abstract"),
@@ -157,7 +157,7 @@ WRONG = [
     ),
     ("rl_core.generators", f"{HERE}:async_generator", "async_generator is `async`"),
     ("rl_core.generators", "math:sqrt", "sqrt(x, /) cannot be called as sqrt(config, client): too many positional"),
-    ("rl_core.generators", "builtins:max", "the parameters of the function max cannot be read"),
+    ("rl_core.generators", "builtins:max", "the parameters of the function max cannot be inspected"),
     ("rl_core.environments", "math:sqrt", "sqrt(x, /) cannot be called as sqrt(row, options): too many positional"),
     ("rl_core.environments", "math:pi", "it is an object of type float, which cannot be called"),
     (
@@ -174,12 +174,12 @@ WRONG = [
     ("rl_core.trackers", f"{HERE}:ForgetsTheFirstStep", "got an unexpected keyword argument 'first_step'"),
     ("rl_core.callbacks", "math:sqrt", "it is the function sqrt"),
     ("rl_core.callbacks", f"{HERE}:NoCallback", "it is the class NoCallback"),
-    ("rl_core.callbacks", f"{HERE}:WantsArguments", "WantsArguments has missing a required argument: 'folder'"),
+    ("rl_core.callbacks", f"{HERE}:WantsArguments", "WantsArguments cannot be created without arguments: missing"),
     ("rl_core.callbacks", f"{HERE}:HearsNoMetrics", "on_step_end(step) cannot be called as on_step_end(step, metrics)"),
     ("rl_core.policy_losses", "math:sqrt", "sqrt: parameter x cannot be bound by name"),
-    ("rl_core.policy_losses", "builtins:max", "the parameters of the function max cannot be read"),
+    ("rl_core.policy_losses", "builtins:max", "the parameters of the function max cannot be inspected"),
     ("rl_core.policy_losses", f"{IDLE}:Environment", "it is the class Environment"),
-    ("rl_core.policy_losses", f"{HERE}:clock", "the function clock has no positional parameter, so it reads nothing"),
+    ("rl_core.policy_losses", f"{HERE}:clock", "the function clock has no positional parameter, so it reads no column"),
     (
         "rl_core.advantage_estimators",
         "math:sqrt",

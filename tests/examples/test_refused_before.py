@@ -182,4 +182,4 @@ def test_a_hub_that_is_out_of_reach_is_asked_once(
     said = refused(lambda: preflight(small_run(tmp_path / "run", trainer__policy__model__path="some/mistyped-name")))
     assert time.monotonic() - started < 5.0
     assert said.startswith("trainer.policy.model.path: some/mistyped-name: there is no such directory")
-    assert said.endswith("Is the name spelled right?")
+    assert said.endswith("Is the name spelled correctly?")
