@@ -294,7 +294,7 @@ def test_own_functions_are_accepted_everywhere(functions: dict[str, Any]):
         (
             {"trainer.algorithm.policy_loss_type": "json:dumps"},
             PluginError,
-            "trainer.algorithm.policy_loss_type: 'json:dumps' is not a loss: .* cannot be bound by name",
+            "trainer.algorithm.policy_loss_type: 'json:dumps' is not a loss: .* cannot be passed by name",
         ),
         ({"trainer.algorithm.policy_loss_type": "value_clip"}, ConfigError, "trains a critic, not a policy"),
         ({"trainer.algorithm.policy_loss_type": "ppo"}, PluginError, "Did you mean 'ppo_clip'?"),

@@ -176,7 +176,7 @@ WRONG = [
     ("rl_core.callbacks", f"{HERE}:NoCallback", "it is the class NoCallback"),
     ("rl_core.callbacks", f"{HERE}:WantsArguments", "WantsArguments cannot be created without arguments: missing"),
     ("rl_core.callbacks", f"{HERE}:HearsNoMetrics", "on_step_end(step) cannot be called as on_step_end(step, metrics)"),
-    ("rl_core.policy_losses", "math:sqrt", "sqrt: parameter x cannot be bound by name"),
+    ("rl_core.policy_losses", "math:sqrt", "sqrt: parameter x cannot be passed by name"),
     ("rl_core.policy_losses", "builtins:max", "the parameters of the function max cannot be inspected"),
     ("rl_core.policy_losses", f"{IDLE}:Environment", "it is the class Environment"),
     ("rl_core.policy_losses", f"{HERE}:clock", "the function clock has no positional parameter, so it reads no column"),
