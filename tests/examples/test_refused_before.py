@@ -155,11 +155,11 @@ def write_config(config: Config, folder: Path) -> str:
     [
         ("trainer.algorithm.policy_loss_params.foo=1", "foo"),
         ("trainer.algorithm.advantage_params.foo=1", "foo"),
-        ("trainer.algorithm.clip_ratio_low=0.1", "write trainer.algorithm.eps_clip_low "),
-        ("trainer.algorithm.clip_ratio_high=0.3", "write trainer.algorithm.eps_clip_high "),
-        ("generator.run_engines_locally=false", "engines are started by the run"),
-        ("trainer.total_epochs=2", "write trainer.epochs "),
-        ("data.train_files=a.parquet", "write data.train_data "),
+        ("trainer.algorithm.clip_ratio_low=0.1", "use trainer.algorithm.eps_clip_low "),
+        ("trainer.algorithm.clip_ratio_high=0.3", "use trainer.algorithm.eps_clip_high "),
+        ("generator.run_engines_locally=false", "the run starts the engines"),
+        ("trainer.total_epochs=2", "use trainer.epochs "),
+        ("data.train_files=a.parquet", "use data.train_data "),
     ],
 )
 def test_rl_config_refuses_unknown_settings_and_names_the_successors_of_old_keys(given: str, said: str, tmp_path: Path):
