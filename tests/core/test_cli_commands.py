@@ -370,7 +370,7 @@ def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
     before = sorted(path.name for path in tmp_path.iterdir())
     code, out, _ = rl("train", "small", "--dry-run")
     assert (code, seen) == (0, [])
-    assert "as many as the data gives (train.jsonl will be made first)" in out
+    assert "depends on the data (train.jsonl will be created first)" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     rl("train", "small")
     assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]

@@ -81,7 +81,7 @@ def test_the_defaults_pass():
             "trainer.algorithm.use_kl_loss=true trainer.placement.ref_num_gpus_per_node=2",
             "colocate_policy_ref=true needs .* the policy has 1 nodes × 1, .* is 1 × 2. Remove both reference keys",
         ),
-        ("trainer.policy.model.lora.merge_lora=false", r"there is no adapter to send: set .*lora\.rank above 0"),
+        ("trainer.policy.model.lora.merge_lora=false", r"there is no adapter to send; set .*lora\.rank above 0"),
         (
             "trainer.policy.model.lora.rank=4 trainer.policy.model.lora.max_loras=2",
             "max_loras: got 2.*merge_lora=false",
@@ -96,7 +96,7 @@ def test_the_defaults_pass():
         ("trainer.max_tokens_per_microbatch=0", "cannot hold the longest sequence"),
         ("trainer.algorithm.use_kl_loss=true trainer.algorithm.use_kl_in_reward=true", "set one of them to false"),
         ("trainer.algorithm.kl_ctrl.type=adaptive", "use_kl_in_reward=true, or type=fixed"),
-        ("trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_estimator_type=k3+", "write k3$"),
+        ("trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_estimator_type=k3+", "use k3$"),
         ("trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "max_seq_len: got None"),
         ("trainer.resume_mode=from_path", "set both a path and resume_mode=from_path"),
         ("trainer.resume_path=x", "set both a path and resume_mode=from_path"),
