@@ -34,7 +34,7 @@ def refused(check: Callable[[], object]) -> str:
         ({"trainer__seed": 2**63}, "trainer.seed: got 9223372036854775808; expected at most 9223372036854775807"),
         (
             {"generator__sampling_params__max_generate_length": 64},
-            "generator.sampling_params.max_generate_length: got 64, and .*model takes 64 tokens, the prompt",
+            "generator.sampling_params.max_generate_length: got 64, but .*model takes 64 tokens, including the prompt",
         ),
         (
             {"generator__eval_sampling_params__max_generate_length": 100},
