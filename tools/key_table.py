@@ -40,8 +40,8 @@ def outcome(key: str, value: Any) -> str:
             config = from_mapping({**context, key: value})
         except RLError as error:
             reason = _without_source(str(error).partition(": ")[2])
-            if reason.startswith("is not a key here; write "):
-                return f"refused: write `{reason.removeprefix('is not a key here; write ')}`"
+            if reason.startswith("is not a key here; use "):
+                return f"refused: use `{reason.removeprefix('is not a key here; use ')}`"
             if reason.startswith("not supported by this version: "):
                 return f"refused: {reason.removeprefix('not supported by this version: ')}"
             raise
@@ -49,7 +49,7 @@ def outcome(key: str, value: Any) -> str:
         said = _without_source(str(warning.message).removeprefix(f"{key}: "))
         if warning.category is ConfigWarning and said.startswith("has no effect and can be removed: "):
             return f"no effect: {said.removeprefix('has no effect and can be removed: ')}"
-        if found := re.fullmatch(r"is called (\S+) here, and is read as that", said):
+        if found := re.fullmatch(r"is called (\S+) here and read under it", said):
             return f"→ `{found[1]}`"
     if key in ALIASES:
         return f"→ `{ALIASES[key]}`"

@@ -122,7 +122,9 @@ FRAGMENTS = (
         says=("trainer.policy.gradient_checkpointing: is called trainer.gradient_checkpointing here",),
     ),
     Fragment(
-        name="without flash attention", keys=("trainer.flash_attn=false",), says=("the backend chooses its attention",)
+        name="without flash attention",
+        keys=("trainer.flash_attn=false",),
+        says=("the backend selects an attention kernel",),
     ),
     Fragment(name="deepspeed", keys=("trainer.strategy=deepspeed",), base=SCRIPT),
     Fragment(
@@ -168,7 +170,7 @@ FRAGMENTS = (
             "trainer.policy.megatron_config.lora_config.lora_type=lora",
             "trainer.policy.megatron_config.empty_cuda_cache=true",
         ),
-        says=("ddp_config.average_in_collective: has no effect and can be removed: gradients are sums",),
+        says=("ddp_config.average_in_collective: has no effect and can be removed: tokens are weighted",),
     ),
     Fragment(
         name="megatron, gradients summed during the backward pass",

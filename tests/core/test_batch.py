@@ -192,7 +192,7 @@ def test_a_mask_that_is_no_tensor_is_refused():
 
 def test_a_column_of_another_shape_than_the_mask_is_refused():
     columns = {"tokens": torch.zeros(1, 3, dtype=torch.int64)}
-    with pytest.raises(ShapeError, match=r"tokens: expected \[1, 2\] as the attention mask, got \[1, 3\]"):
+    with pytest.raises(ShapeError, match=r"tokens: expected \[1, 2\] like the attention mask, got \[1, 3\]"):
         Batch.from_padded(PaddedBatch(attention_mask=torch.ones(1, 2, dtype=torch.bool), columns=columns))
 
 
@@ -205,8 +205,8 @@ TOKENS = torch.tensor([1, 2, 3])
     ("offsets", "columns", "message"),
     [
         ([0, 3], {}, "needs the column 'tokens'"),
-        ([0, 1, 1, 3], {"tokens": TOKENS}, "must start at 0 and grow"),
-        ([1, 3], {"tokens": TOKENS}, "must start at 0 and grow"),
+        ([0, 1, 1, 3], {"tokens": TOKENS}, "must start at 0 and increase strictly"),
+        ([1, 3], {"tokens": TOKENS}, "must start at 0 and increase strictly"),
         ([0], {"tokens": TOKENS}, r"expected int64 \[N\+1\]"),
         ([0, 4], {"tokens": TOKENS}, r"tokens: expected \[T\] with T = 4, got \(3,\)"),
         ([0, 3], {"tokens": TOKENS, "group_id": TOKENS}, r"group_id: expected \[N\] with N = 1"),
@@ -223,7 +223,7 @@ def test_a_wrong_batch_cannot_be_built(offsets, columns, message):
 def test_wrong_sequences_are_named():
     with pytest.raises(ShapeError, match="got no sequences"):
         Batch.from_sequences([])
-    with pytest.raises(ShapeError, match="sequence 1 has no 'sampled', sequence 0 has"):
+    with pytest.raises(ShapeError, match="sequence 1 has no 'sampled', but sequence 0 does"):
         Batch.from_sequences([TWO[0], {"tokens": [1], "rewards": [0], "group_id": 1}])
     with pytest.raises(ShapeError, match="sequence 0: sampled has 1 entries for 2 tokens"):
         Batch.from_sequences([{"tokens": [1, 2], "sampled": [True]}])

@@ -85,7 +85,7 @@ def test_help_imports_nothing_heavy():
             "error: trainer.epoch: unknown key (command line). Did you mean trainer.epochs?",
         ),
         (["train", "small", "trainer.policy_mini_batch_size=3"], "3 does not divide trainer.train_batch_size=4"),
-        (["train", "small", "--tiny"], "has no tiny variant; leave --tiny out"),
+        (["train", "small", "--tiny"], "has no tiny variant; remove --tiny"),
         (["train", "small", "--trainer.seed=1"], "A configuration key has no dashes: write trainer.seed=value"),
         (["train", "small", "trainer.seed", "=", "1"], "key.path=value without spaces"),
         (["train", "cli_recipes:unprepared"], "error: data.train_data: the file train.jsonl does not exist"),
@@ -109,7 +109,7 @@ def test_help_imports_nothing_heavy():
                 *("train", "small", "--dry-run", "trainer.algorithm.policy_loss_type=dppo"),
                 "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
             ],
-            "error: trainer.algorithm.off_policy_correction: the loss 'dppo' corrects by itself and cannot use a",
+            "error: trainer.algorithm.off_policy_correction: the loss 'dppo' corrects by itself, so it cannot use a",
         ),
         (["eval", "small", "data.val_data=[]"], "error: data.val_data: got no file; set e.g. data.val_data="),
     ],
@@ -370,7 +370,7 @@ def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
     before = sorted(path.name for path in tmp_path.iterdir())
     code, out, _ = rl("train", "small", "--dry-run")
     assert (code, seen) == (0, [])
-    assert "as many as the data gives (train.jsonl will be made first)" in out
+    assert "depends on the data (train.jsonl will be created first)" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     rl("train", "small")
     assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]

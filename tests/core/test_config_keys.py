@@ -75,7 +75,7 @@ def test_other_spellings_of_values_are_accepted():
 @pytest.mark.parametrize(
     ("override", "successor"),
     [
-        ("trainer.fully_async.max_staleness_steps=4", r"write trainer\.max_staleness"),
+        ("trainer.fully_async.max_staleness_steps=4", r"use trainer\.max_staleness"),
         ("generator.use_conversation_multi_turn=false", r"never re-rendered as text"),
         ("trainer.algorithm.value_head_prefix=score", r"head is called value_head"),
     ],
@@ -137,7 +137,7 @@ def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(o
     ],
 )
 def test_a_key_under_another_name_is_taken_with_a_warning(overrides: list[str], same: list[str]):
-    with pytest.warns(ConfigWarning, match="here, and is read as that"):
+    with pytest.warns(ConfigWarning, match="here and read under it"):
         assert from_mapping({}, overrides) == from_mapping({}, same)
 
 

@@ -144,7 +144,7 @@ def test_a_recipe_that_is_not_there_or_is_none_is_refused():
 
 
 def test_a_key_that_is_not_text_is_refused():
-    with pytest.raises(ConfigError, match=r"environment\.options: a key is text, not 1"):
+    with pytest.raises(ConfigError, match=r"environment\.options: a key must be text, not 1"):
         from_mapping({"environment": {"options": {1: 2}}})
 
 

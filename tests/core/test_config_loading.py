@@ -83,7 +83,7 @@ def test_an_override_is_read_as_its_key_wants_it(override: str, key: str, value:
         ("trainer.epochs.more=1", r"trainer\.epochs\.more: trainer\.epochs is a single value \(int\)"),
         ("environment.options=[1]", r"environment\.options: got \[1\] .* expected a section"),
         ("trainer.run_name=[a", r"trainer\.run_name=\[a: not valid YAML .* put text in quotes"),
-        ("+trainer.epochs=2", r"without any prefix"),
+        ("+trainer.epochs=2", r"without a prefix"),
         ("trainer.epochs", r"an override is key\.path=value"),
         ("=3", r"an override is key\.path=value"),
     ],
@@ -122,7 +122,7 @@ def test_an_error_in_a_file_names_the_line(tmp_path: Path):
     [
         ("a: [1", "not valid YAML"),
         ("- a\n", "holds `key: value` lines"),
-        ("[a]: 1\n", "a key is text"),
+        ("[a]: 1\n", "a key must be text"),
         ("\xff", "cannot be read"),
     ],
 )
@@ -297,7 +297,7 @@ def test_every_mistake_of_a_file_and_of_the_overrides_on_it_is_reported(tmp_path
         "data.shuffle",
         "trainer.strategy",
     ]
-    assert str(raised.value.errors[0]).startswith(f"{file}:4: a key is text")
+    assert str(raised.value.errors[0]).startswith(f"{file}:4: a key must be text")
     assert f", {file}:3)" in str(raised.value)
 
 

@@ -275,7 +275,7 @@ def test_an_empty_mask_gives_zeros(settings: dict[str, Any], num_tokens: int):
     [
         ({"tis_ratio_type": "tokens"}, "tis_ratio_type: 'tokens' is not one of token, sequence.*Did you mean 'token'"),
         ({"sequence_mask_metric": "mean"}, "sequence_mask_metric: 'mean' is not one of geometric, product"),
-        ({"token_mask_is_threshold_low": 0.5}, "set both, or neither"),
+        ({"token_mask_is_threshold_low": 0.5}, "set both or neither"),
         ({"geo_mask_low": 1.2}, "geo_mask_low, geo_mask_high: no ratio lies between 1.2 and 1.01"),
         ({"token_tis_ratio_clip_high": 0.0}, "token_tis_ratio_clip_high: no ratio lies between 0 and 0"),
         ({"outlier_token_is_threshold_low": -1.0}, "outlier_token_is_threshold_low.*between -1 and inf"),

@@ -40,7 +40,7 @@ def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict
         check_plugins(from_mapping(corrected | {"trainer.algorithm.policy_loss_type": f"own_functions:{loss}"}))
 
 
-CHOOSES, DOES_NOT_SCALE = "chooses tokens by the advantages", "is not proportional to its advantages"
+CHOOSES, DOES_NOT_SCALE = "selects tokens by their advantages", "is not proportional to its advantages"
 UNKNOWN = {"own_functions:loss_of_best_tokens": CHOOSES, "own_functions:loss_with_a_penalty": DOES_NOT_SCALE}
 """Losses that do not say how they take weights, and why it cannot be found out."""
 BY_COVARIANCE = (
@@ -105,7 +105,7 @@ def test_masks_of_a_correction_go_with_every_loss_that_weighs_advantages(
     masked = {f"{CORRECTION}.{name}": value for name, value in mask.items()}
     loss = {"trainer.algorithm.policy_loss_type": "own_functions:loss_of_best_tokens"}
     assert mask.items() <= dict(correction_params(from_mapping(functions | loss | masked)) or {}).items()
-    with pytest.raises(ConfigError, match="chooses tokens by the advantages"):
+    with pytest.raises(ConfigError, match="selects tokens by their advantages"):
         correction_params(from_mapping(functions | loss | masked | {"trainer.max_staleness": 1}))
 
 
@@ -221,7 +221,7 @@ def test_groups_are_not_chosen_by_their_samples_alone_where_a_greedy_answer_is_t
     check_plugins(from_mapping(remax))
     assert needs_greedy_answers(from_mapping(remax))
     assert not needs_greedy_answers(from_mapping(functions | {f"trainer.algorithm.{key}": value}))
-    message = rf"trainer\.algorithm\.{key}: {key}=\w+ leaves out groups of equal rewards.*remax.*e\.g\. rloo"
+    message = rf"trainer\.algorithm\.{key}: {key}=\w+ drops groups of equal rewards.*remax.*e\.g\. rloo"
     with pytest.raises(ConfigError, match=message):
         check_plugins(from_mapping(remax | {f"trainer.algorithm.{key}": value}))
 

@@ -117,7 +117,7 @@ def test_penalty_is_the_coefficient_times_the_estimate_without_gradient():
 
 @pytest.mark.parametrize("estimator", ["k3+", "k3_unbiased"])
 def test_penalty_refuses_a_form_that_differs_in_gradient_only(estimator):
-    with pytest.raises(ConfigError, match=r"differs from 'k3' in its gradient only"):
+    with pytest.raises(ConfigError, match=r"differs from 'k3' only in its gradient"):
         kl_penalty(torch.zeros(2), torch.zeros(2), ALL, kl_coef=0.1, estimator=estimator)
 
 

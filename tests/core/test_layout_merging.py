@@ -239,13 +239,17 @@ def test_ten_turns_of_equal_size_save_most_of_the_tokens():
         (
             [0, 1, 2],
             [False, False, False],
-            r"row 2 \(trajectory 5, step 2\) is the trajectory's final row, but not marked",
+            r"row 2 \(trajectory 5, step 2\) has the trajectory's highest index, but is not marked",
         ),
-        ([0, 1, 2], [False, True, True], r"row 1 \(trajectory 5, step 1\) is marked as last step, but a later"),
-        ([0, 1, 2], [True, False, False], r"row 0 \(trajectory 5, step 0\) is marked as last step"),
+        ([0, 1, 2], [False, True, True], r"row 1 \(trajectory 5, step 1\) is marked as the last step, but a later"),
+        ([0, 1, 2], [True, False, False], r"row 0 \(trajectory 5, step 0\) is marked as the last step"),
         ([1, 1, 2], [False, False, True], "trajectory 5: rows 0 and 1 both have step index 1"),
-        ([2, 1, 0], [False, False, True], r"row 2 \(trajectory 5, step 0\) is marked as last step"),
-        ([0, 1, 3], [False, False, True], r"row 2 \(trajectory 5, step 3\): expected step 2, indices run from 0"),
+        ([2, 1, 0], [False, False, True], r"row 2 \(trajectory 5, step 0\) is marked as the last step"),
+        (
+            [0, 1, 3],
+            [False, False, True],
+            r"row 2 \(trajectory 5, step 3\): expected step 2, because indices run from 0",
+        ),
     ],
 )
 def test_an_incomplete_trajectory_is_refused_with_the_row_named(step_index, is_last, message):

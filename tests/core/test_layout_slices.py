@@ -200,7 +200,7 @@ def test_unaligned_segments_are_named():
 
 
 def test_a_token_held_twice_or_outside_the_stream_is_named():
-    with pytest.raises(ShapeError, match="token 1 of the stream is held 2 times"):
+    with pytest.raises(ShapeError, match="token 1 of the stream occurs 2 times"):
         inverse_index([np.array([0, 1]), np.array([1, -1])], 3)
     with pytest.raises(ShapeError, match="stream index 3 is outside a stream of 3 tokens"):
         inverse_index([np.array([3])], 3)
@@ -210,7 +210,9 @@ def test_a_token_held_twice_or_outside_the_stream_is_named():
 
 @pytest.mark.parametrize("lengths_or_worse", [[3, 1, 2], [0, 3, 3], [], [[0, 3]]])
 def test_lengths_in_place_of_offsets_are_refused(lengths_or_worse):
-    with pytest.raises(ShapeError, match=r"offsets: got \[.*\]; expected 0 and then the running sum of the lengths"):
+    with pytest.raises(
+        ShapeError, match=r"offsets: got \[.*\]; expected 0, followed by the cumulative sums of the lengths"
+    ):
         packed_layout(lengths_or_worse, [0])
     with pytest.raises(ShapeError, match=r"offsets: got \[0, 1, 1, 1, 1, 1, …\]; expected"):
         padded_layout([0, *[1] * 40], [0])

@@ -188,6 +188,6 @@ def test_choosing_by_advantages_needs_a_declaration():
 
 
 def test_a_declaration_that_the_parameters_contradict_is_refused():
-    with pytest.raises(PluginError, match=r"of_the_mean: declares corrections 'reads' and has no parameter"):
+    with pytest.raises(PluginError, match=r"of_the_mean: declares corrections 'reads', but has no parameter"):
         Objective(takes_corrections("reads")(of_the_mean))
     del of_the_mean.__dict__["corrections"]

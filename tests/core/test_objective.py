@@ -251,7 +251,7 @@ def test_a_setting_that_is_not_keyword_only_is_explained():
 def test_variable_arguments_cannot_be_bound():
     def bad_loss(logprobs_T, **columns): ...
 
-    with pytest.raises(PluginError, match="cannot be bound by name"):
+    with pytest.raises(PluginError, match="cannot be passed by name"):
         Objective(bad_loss)
 
 
@@ -268,7 +268,7 @@ def test_prepare_cannot_read_the_current_model():
     @prepared_by(columns)
     def bad_loss(logprobs_T, x_mark_T): ...
 
-    with pytest.raises(PluginError, match="exists only while training"):
+    with pytest.raises(PluginError, match="is computed only after it"):
         Objective(bad_loss)
 
 

@@ -392,7 +392,7 @@ def test_the_keys_of_a_missing_engine_are_kept_unchecked_and_the_run_is_refused(
         ("takes_a_core_key", "its option 'num_engines' is already a key of generator.inference_engine; rename it"),
         ("has_no_default", "its option 'width' has no default; give it one in options_class"),
         ("has_no_attrs", "its options_class is <class 'dict'>; expected an attrs class"),
-        ("has_unknown_types", "the types of options_class cannot be read: name 'Missing' is not defined"),
+        ("has_unknown_types", "the type hints of options_class cannot be resolved: name 'Missing' is not defined"),
     ],
 )
 def test_an_options_class_that_cannot_hold_keys_is_the_plug_ins_error(name: str, message: str):

@@ -92,7 +92,7 @@ async def test_the_context_of_a_model_in_the_hubs_cache_is_read_there(tmp_path, 
     assert await kept(config, TRAINING) == [8]
     mistakes = Mistakes()
     gather_room(resolve(from_mapping({"trainer.policy.model.path": "some/model", key: 40})), mistakes)
-    with pytest.raises(ConfigError, match=rf"^{key}: got 40, and the model takes 40 tokens, .* at most 39$"):
+    with pytest.raises(ConfigError, match=rf"^{key}: got 40, but the model takes 40 tokens, .* at most 39$"):
         mistakes.raise_found()
 
 
@@ -106,5 +106,5 @@ def test_a_response_as_long_as_the_context_is_a_mistake_before_the_run(tmp_path,
         )
 
     check(39)
-    with pytest.raises(ConfigError, match=rf"^{sampling}\.max_generate_length: got 40, and the model takes 40 tokens"):
+    with pytest.raises(ConfigError, match=rf"^{sampling}\.max_generate_length: got 40, but the model takes 40 tokens"):
         check(40)

@@ -151,5 +151,5 @@ async def test_a_store_that_never_answers_stops_neither_a_run_nor_its_end(
 def test_other_directories_are_of_this_machine(tmp_path: Path):
     config = from_mapping({"trainer.run_dir": str(tmp_path), "trainer.export_path": "s3://bucket/model"})
     assert copies_of(config) is None
-    with pytest.raises(ConfigError, match=r"trainer\.export_path: s3://bucket/model is an address"):
+    with pytest.raises(ConfigError, match=r"trainer\.export_path: s3://bucket/model is a remote address"):
         check_files(config)

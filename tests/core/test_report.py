@@ -227,7 +227,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, num_rows):
     write_lines(tmp_path / "metrics.jsonl", metric_rows(30)[:num_rows])
     page = Page(html_of(tmp_path))
     assert ("No training step has been finished yet." in page.text) == (num_rows < 2)
-    assert "What the policy said" not in page.text
+    assert "samples of the first logged prompts" not in page.text
 
 
 def test_a_run_that_is_being_written_has_a_page(tmp_path):

@@ -30,7 +30,7 @@ def test_an_outcome_sits_on_the_last_sampled_token():
 def test_an_outcome_that_no_sampled_token_can_carry_is_refused():
     mask_T = torch.tensor([True, False])
     assert outcome_rewards(torch.tensor([2.0, 0.0]), mask_T, torch.tensor([0, 1])).tolist() == [2.0, 0.0]
-    with pytest.raises(ShapeError, match="sequence 1 has the score 5 and no sampled token"):
+    with pytest.raises(ShapeError, match="sequence 1 has the score 5, but no sampled token"):
         outcome_rewards(torch.tensor([2.0, 5.0]), mask_T, torch.tensor([0, 1]))
 
 

@@ -97,9 +97,9 @@ def tokenizer(directory: Path, vocabulary: object) -> Path:
     [
         ({"a": 0, "b": 1, "c": 2}, None),
         ([["a", -1.0], ["b", -2.0]], None),
-        ({"a": 1, "b": 0}, "'a' is token 0 of the policy and 1 there"),
-        ({"a": 0}, "'b' is token 1 of the policy and no token there"),
-        (7, "no vocabulary could be read"),
+        ({"a": 1, "b": 0}, "'a' is token 0 of the policy and token 1 of the reference"),
+        ({"a": 0}, "'b' is token 1 of the policy and not a token of the reference"),
+        (7, "the vocabulary cannot be read"),
     ],
     ids=["more tokens", "unigram", "other ids", "fewer tokens", "unreadable"],
 )

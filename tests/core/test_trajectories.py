@@ -50,7 +50,7 @@ def test_complete_trajectories_pass():
 @pytest.mark.parametrize(
     ("is_last", "message"),
     [
-        ([False, True, False, False, False], r"trajectory 2 \(first row 2, 2 rows\): none is its last step"),
+        ([False, True, False, False, False], r"trajectory 2 \(first row 2, 2 rows\): no row is its last step"),
         ([True, True, True, False, False], r"trajectory 7 .*: rows 0 and 1 are both its last step"),
     ],
 )
@@ -62,8 +62,8 @@ def test_no_or_two_last_steps_are_refused_with_the_row_named(is_last: list[bool]
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([0, 3, 1, 1, 0], r"row 1 \(trajectory 7, step 3\): expected step 2, indices run from 0 without a gap"),
-        ([0, 1, 1, 2, 0], r"row 1 \(trajectory 7, step 1\) is marked as last step, but a later"),
+        ([0, 3, 1, 1, 0], r"row 1 \(trajectory 7, step 3\): expected step 2, because indices run from 0 without a gap"),
+        ([0, 1, 1, 2, 0], r"row 1 \(trajectory 7, step 1\) is marked as the last step, but a later"),
         ([0, 2, 1, 2, 0], "trajectory 7: rows 1 and 3 both have step index 2"),
     ],
     ids=["gap", "last-not-largest", "repeated"],

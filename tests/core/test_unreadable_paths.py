@@ -92,5 +92,5 @@ def test_a_user_without_rights_is_told_each_path_with_its_key():
         f"data.train_data: {unread} {denied}",
         f"trainer.policy.model.path: {closed}/model {denied}",
         f"trainer.resume_path: {closed}/run/step_000001 {denied}",
-        f"trainer.run_dir: {closed}/run cannot be created: {closed} is not a directory that can be written",
+        f"trainer.run_dir: {closed}/run cannot be created: {closed} is not a writable directory",
     ], found.stderr

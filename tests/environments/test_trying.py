@@ -222,7 +222,7 @@ def test_a_module_that_cannot_be_imported_names_its_line(
 def test_a_file_of_ones_own_is_named_with_its_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str):
     (tmp_path / "riddles.py").write_text("class Riddle: ...\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PluginError, match=r"\. Name an object of your riddles\.py as riddles:NAME$"):
+    with pytest.raises(PluginError, match=r"\. To use an object in your riddles\.py, write riddles:NAME$"):
         try_environment.main([given, "--row", ROW], standalone_mode=False)
 
 

@@ -34,7 +34,7 @@ def refused(check: Callable[[], object]) -> str:
         ({"trainer__seed": 2**63}, "trainer.seed: got 9223372036854775808; expected at most 9223372036854775807"),
         (
             {"generator__sampling_params__max_generate_length": 64},
-            "generator.sampling_params.max_generate_length: got 64, and .*model takes 64 tokens, the prompt",
+            "generator.sampling_params.max_generate_length: got 64, but .*model takes 64 tokens, including the prompt",
         ),
         (
             {"generator__eval_sampling_params__max_generate_length": 100},
@@ -160,11 +160,11 @@ def write_config(config: Config, folder: Path) -> str:
     [
         ("trainer.algorithm.policy_loss_params.foo=1", "foo"),
         ("trainer.algorithm.advantage_params.foo=1", "foo"),
-        ("trainer.algorithm.clip_ratio_low=0.1", "write trainer.algorithm.eps_clip_low "),
-        ("trainer.algorithm.clip_ratio_high=0.3", "write trainer.algorithm.eps_clip_high "),
-        ("generator.run_engines_locally=false", "engines are started by the run"),
-        ("trainer.total_epochs=2", "write trainer.epochs "),
-        ("data.train_files=a.parquet", "write data.train_data "),
+        ("trainer.algorithm.clip_ratio_low=0.1", "use trainer.algorithm.eps_clip_low "),
+        ("trainer.algorithm.clip_ratio_high=0.3", "use trainer.algorithm.eps_clip_high "),
+        ("generator.run_engines_locally=false", "the run starts the engines"),
+        ("trainer.total_epochs=2", "use trainer.epochs "),
+        ("data.train_files=a.parquet", "use data.train_data "),
     ],
 )
 def test_rl_config_refuses_unknown_settings_and_names_the_successors_of_old_keys(given: str, said: str, tmp_path: Path):
@@ -187,7 +187,7 @@ def test_a_hub_that_is_out_of_reach_is_asked_once(
     said = refused(lambda: preflight(small_run(tmp_path / "run", trainer__policy__model__path="some/mistyped-name")))
     assert time.monotonic() - started < 5.0
     assert said.startswith("trainer.policy.model.path: some/mistyped-name: there is no such directory")
-    assert said.endswith("Is the name spelled right?")
+    assert said.endswith("Is the name spelled correctly?")
 
 
 def test_the_environments_that_rows_name_are_refused_too_if_they_force_responses(

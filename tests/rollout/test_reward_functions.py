@@ -120,7 +120,7 @@ def test_the_key_alone_chooses_the_environment():
         (
             [f"environment.reward_functions={HERE}:length", "environment.env_class=gsm8k"],
             ConfigError,
-            "environment.env_class=gsm8k are set, and only one of them can score; set environment.env_class=null",
+            "environment.env_class=gsm8k are set, but only one of them can score; set environment.env_class=null",
         ),
     ],
 )

@@ -291,8 +291,11 @@ async def test_a_tools_method_that_is_not_async_is_a_failure_and_data_of_that_na
         ([{"name": "add"}], "tools must be a list of"),
         ([{"type": "function", "function": {"name": ""}}], "tools must be a list of"),
         ([{"type": "function", "function": {"name": "add", "parameters": "a, b"}}], "tools must be a list of"),
-        ([{"type": "function", "function": {"name": "add", "parameters": {"default": {1, 2}}}}], "are not JSON"),
-        ([{"type": "function", "function": {"name": "add", "parameters": {"default": float("nan")}}}], "are not JSON"),
+        ([{"type": "function", "function": {"name": "add", "parameters": {"default": {1, 2}}}}], "cannot be written"),
+        (
+            [{"type": "function", "function": {"name": "add", "parameters": {"default": float("nan")}}}],
+            "cannot be written",
+        ),
         ([CLOCK, CALCULATOR, CLOCK], "two of the environment's tools have the name 'time'"),
     ],
 )

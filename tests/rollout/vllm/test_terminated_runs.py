@@ -44,7 +44,7 @@ def terminated(tmp_path: Path, overrides: Mapping[str, Any], moment: str) -> str
 
 def test_while_its_servers_start_it_ends_in_order(tmp_path: Path):
     said = terminated(tmp_path, {"generator.inference_engine.backend": "vllm"}, "vLLM server 0: loading")
-    assert "interrupted; it has no checkpoint yet" in said
+    assert "interrupted; the run has no checkpoint yet" in said
 
 
 def test_while_it_trains_it_ends_with_a_checkpoint(tmp_path: Path):

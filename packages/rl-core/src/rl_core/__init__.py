@@ -1,6 +1,6 @@
 """Algorithms, data, contracts and the training loop of reinforcement learning post-training.
 
-The names below are the ones most programs need; nothing is loaded until it is used. The rest is in the modules:
+This module exports the names that most programs need, and imports each when it is first used. Everything else is in
 `rl_core.algorithms`, `rl_core.layout`, `rl_core.config`, `rl_core.plugins`, `rl_core.trainer` and, for authors of
 plug-ins, `rl_core.testing`.
 """

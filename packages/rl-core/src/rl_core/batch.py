@@ -36,10 +36,12 @@ class Batch:
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[Mapping[str, Any]]) -> Batch:
-        """Concatenates sequences. Each maps a column's name to its values: a list of T, or one number.
+        """Concatenates sequences. Each sequence maps column names to values: a list with one value per token, or one
+        number for a per-sequence column. The columns of the batch are those of the first sequence.
 
         Raises:
-            ShapeError: columns or lengths do not fit together, or an integer is out of the column's range.
+            ShapeError: a sequence lacks a column of the first one, a list's length differs from the number of tokens,
+                or an integer is out of the column's range.
         """
         if not sequences:
             raise ShapeError("Batch.from_sequences: got no sequences")
@@ -48,7 +50,7 @@ class Batch:
         for name in sequences[0]:
             missing = [i for i, sequence in enumerate(sequences) if name not in sequence]
             if missing:
-                raise ShapeError(f"Batch.from_sequences: sequence {missing[0]} has no {name!r}, sequence 0 has")
+                raise ShapeError(f"Batch.from_sequences: sequence {missing[0]} has no {name!r}, but sequence 0 does")
             dtypes = dtypes_of(name)
             values = [sequence[name] for sequence in sequences]
             if field_of(name).axes[0] == "T":
@@ -133,7 +135,7 @@ class Batch:
         return Batch(offsets - offsets[0], columns)
 
     def token_index(self, sequences: Tensor) -> Tensor:
-        """int64, stream positions of the tokens of `sequences` (int64 indices), in their order."""
+        """int64, stream positions of the tokens of `sequences` (int64 indices), in the order of `sequences`."""
         lengths = self.lengths[sequences]
         starts = offsets_of(lengths)[:-1]
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
@@ -160,10 +162,10 @@ class Batch:
         return [self.select(part) for part in torch.arange(self.num_sequences).split(list(sizes))]
 
     def to_padded(self, *, pad_token_id: int) -> PaddedBatch:
-        """The left-padded rectangle that models without packing and other frameworks take; every row ends at W.
+        """The sequences as left-padded rows, for models without packing and for other frameworks.
 
-        W is the longest sequence (max over i of prompt_i + response_i), so responses are in the last columns. Padding
-        is `pad_token_id` in `tokens`, -1 in `policy_version` and 0 (False) in all other columns.
+        The width W is the length of the longest sequence. Padding is `pad_token_id` in `tokens`, -1 in `policy_version`
+        and 0 (False) in all other columns.
         """
         width = int(self.lengths.max())
         attention_mask = torch.arange(width) >= width - self.lengths[:, None]
@@ -179,7 +181,8 @@ class Batch:
 
     @classmethod
     def from_padded(cls, padded: PaddedBatch) -> Batch:
-        """The stream of a rectangle with padding on the left, the right or both sides: the inverse of `to_padded`.
+        """The batch of padded rows: the inverse of `to_padded`. Rows may have padding on the left, the right or both
+        sides.
 
         Raises:
             ShapeError: a row has no tokens or has padding between tokens, or a column does not fit the mask.
@@ -202,7 +205,7 @@ class Batch:
             if field_of(name).axes[0] == "T":
                 if values.shape[:2] != mask.shape:
                     raise ShapeError(
-                        f"{name}: expected {list(mask.shape)} as the attention mask, got {list(values.shape)}"
+                        f"{name}: expected {list(mask.shape)} like the attention mask, got {list(values.shape)}"
                     )
                 values = values[mask]
             columns[name] = values
@@ -212,8 +215,8 @@ class Batch:
         """Offsets and columns of `select(sequences_M)` as numpy arrays, for sending a batch to another process. `names`
         are the columns to take; None: all.
 
-        numpy arrays are put into shared memory and read there without a copy; torch tensors would be pickled. Sequences
-        are copied one by one, which is several times faster than indexing their tokens.
+        Ray puts numpy arrays into shared memory, where other processes read them without a copy; it would pickle torch
+        tensors. Sequences are copied one by one, which is several times faster than indexing their tokens.
         """
         offsets = self.offsets.numpy()
         starts_M, ends_M = offsets[sequences_M], offsets[sequences_M + 1]
@@ -258,17 +261,18 @@ class PaddedBatch:
     attention_mask: Tensor
     """bool [N, W]: True for tokens, False for padding."""
     columns: Mapping[str, Tensor]
-    """A batch's columns; those with axis T are [N, W, …]."""
+    """The batch's columns. Per-token columns have the shape [N, W, …]."""
 
 
 def field_of(name: str) -> Field:
-    """The row of `FIELDS`, or `PREPARED` for a loss's own column `x_…`. Raises ShapeError for any other name."""
+    """The column's row of `FIELDS`, or `PREPARED` for a column `x_…` from a loss's `prepare`. Raises ShapeError for any
+    other name."""
     if name.startswith("x_"):
         return PREPARED
     if name not in FIELDS:
         raise ShapeError(
             f"{name!r} is not a column of a batch (rl_core.columns.FIELDS lists them).{nearest(name, FIELDS)} "
-            "A loss's own column is named 'x_…'"
+            "A column from a loss's `prepare` is named 'x_…'"
         )
     return FIELDS[name]
 
@@ -279,8 +283,8 @@ def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
 
 
 def read_of_tokens(batch: Batch) -> list[np.ndarray]:
-    """The columns that a model reads per token, besides the token's position, each [T, …]. Equal values mean equal
-    input."""
+    """The per-token columns that a model reads, each [T, …]. Tokens with equal values in them, at equal positions, are
+    equal inputs."""
     return [batch[name].numpy() for name in ("tokens", *ROUTE_COLUMNS) if name in batch]
 
 
@@ -304,7 +308,7 @@ def _one_per_sequence(name: str, values: Sequence[Any], dtype: torch.dtype) -> T
     wrong = [(i, value) for i, value in enumerate(values) if isinstance(value, str)]
     if wrong:
         i, value = wrong[0]
-        raise ShapeError(f"sequence {i}: {name} is the text {value!r}; expected a number, equal for equal values")
+        raise ShapeError(f"sequence {i}: {name} is the text {value!r}; expected a number, equal for equal texts")
     return torch.tensor(values, dtype=dtype)
 
 
@@ -318,14 +322,14 @@ def _laid_end_to_end(name: str, values: Sequence[Any], dtypes: Sequence[torch.dt
             return torch.from_numpy(whole.astype(_NUMPY[dtype]))
     widest = torch.iinfo(dtypes[-1])
     wrong = smallest if smallest < widest.min else largest
-    raise ShapeError(f"{name}: {wrong} does not fit into {dtypes[-1]}, the widest that this column takes")
+    raise ShapeError(f"{name}: {wrong} does not fit into {dtypes[-1]}, the widest dtype of this column")
 
 
 def _validate(offsets: Tensor, columns: Mapping[str, Tensor]) -> None:
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() < 2:
         raise ShapeError(f"offsets: expected int64 [N+1] with N >= 1, got {offsets.dtype} {tuple(offsets.shape)}")
     if int(offsets[0]) != 0 or bool((offsets.diff() <= 0).any()):
-        raise ShapeError("offsets: must start at 0 and grow; a sequence has at least one token")
+        raise ShapeError("offsets: must start at 0 and increase strictly; each sequence has at least one token")
     if "tokens" not in columns:
         raise ShapeError("a batch needs the column 'tokens'")
     sizes = {"T": int(offsets[-1]), "N": offsets.numel() - 1}

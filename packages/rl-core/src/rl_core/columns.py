@@ -1,5 +1,5 @@
-"""The columns of a batch, each declared once. Imports no other library, so that `algorithms`, which needs only torch,
-can import it too."""
+"""The columns of a batch, each declared once. Imports only the standard library, because `algorithms`, which needs only
+torch, imports this module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Field:
     """One column of a batch."""
 
     axes: str
-    """`T` per token, `N` per sequence; further letters are further axes (`TLK`)."""
+    """`T` per token, `N` per sequence; more letters are more axes (`TLK`: layers, experts per token)."""
     dtypes: tuple[str, ...]
     """Accepted torch dtypes. Floats and bools are stored in the first one, integers in the first one that holds all of
     them."""
@@ -30,26 +30,26 @@ FIELDS: dict[str, Field] = {
     "values": Field("T", _FLOAT, "the critic's value of the state in which token t is chosen"),
     "old_entropies": Field("T", _FLOAT, "entropy of the policy's distribution of token t at the start of the update"),
     "rewards": Field("T", _FLOAT, "token-level reward; an outcome reward sits on the last sampled token"),
-    "environment_rewards": Field("T", _FLOAT, "`rewards` before a KL penalty; only where there is one"),
-    "advantages": Field("T", _FLOAT, "made by the controller for the whole mini-batch"),
-    "correction_weights": Field("T", _FLOAT, "factor of the token's policy loss by an off-policy correction"),
+    "environment_rewards": Field("T", _FLOAT, "`rewards` without the KL penalty; present if there is a penalty"),
+    "advantages": Field("T", _FLOAT, "computed by the controller before the batch is split"),
+    "correction_weights": Field("T", _FLOAT, "factor by which an off-policy correction scales the token's policy loss"),
     "returns": Field("T", _FLOAT, "the critic's target"),
     "loss_weights": Field("T", _FLOAT, "weight of each token's loss in the sum that is minimised"),
     "routed_experts": Field("TLK", ("uint8", "int16"), "experts chosen when token t was the input, per layer"),
     "routed": Field("T", ("bool",), "whether `routed_experts` is known at t"),
     "route_layers": Field("NL", ("bool",), "which layers `routed_experts` has, on a rank that reads only some"),
-    "policy_version": Field("T", ("int32",), "which weights sampled the token; -1 where none did"),
+    "policy_version": Field("T", ("int32",), "version of the weights that sampled the token; -1 if it was not sampled"),
     "group_id": Field("N", ("int64",), "equal for the samples of one prompt"),
-    "greedy_score": Field("N", _FLOAT, "reward of the policy's greedy answer to the prompt; only where one is played"),
+    "greedy_score": Field("N", _FLOAT, "reward of the policy's greedy answer to the prompt, if the estimator reads it"),
     "trajectory_id": Field("N", ("int64",), "equal for the steps of one trajectory"),
     "step_index": Field("N", ("int64",), "position of the sequence among its trajectory's steps"),
     "is_last_step": Field("N", ("bool",), "exactly one sequence of a trajectory is its last step"),
 }
-PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "made by a loss's `prepare`")
-"""A loss's own column, named `x_…`."""
+PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "computed by a loss's `prepare`")
+"""A column from a loss's `prepare`, named `x_…`."""
 ROUTE_COLUMNS = ("routed_experts", "routed")
 """Columns that say where each token is routed."""
 INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS, "route_layers")
-"""Columns that a model reads; the others are for the loss."""
+"""Columns that a model reads; losses and estimators read the others."""
 STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")
 """Columns that say which sequences are the steps of one trajectory."""

@@ -1,4 +1,4 @@
-"""Rows of Hugging Face data sets, by directory or by name. The library `datasets` is the extra of that name."""
+"""Reads rows of Hugging Face data sets, from a directory or by name. Needs the extra `datasets`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 def is_data_set(path: str) -> bool:
-    """Whether the path is a data set: a directory, or a name that is not a file's (`org/name`,
-    `org/name:configuration`), either optionally followed by `@split`."""
+    """Whether the path names a data set, optionally with `@split` at the end: a directory, or a name on the hub
+    (`org/name`, `org/name:configuration`) that does not end like a file's."""
     place = _without_split(path)
     if is_found(path) or is_found(place):
         return is_found(place) and Path(place).is_dir()
@@ -31,8 +31,8 @@ def require_data_sets(path: str, *, key: str) -> None:
     """Raises ConfigError if the library is not installed."""
     if find_spec("datasets") is None:
         raise ConfigError(
-            f"{key}: {path} is not a file here (seen from {Path.cwd()}); as a Hugging Face data set it needs the "
-            f"library datasets: {install('rl-core[datasets]')}"
+            f"{key}: there is no file {path} (current directory: {Path.cwd()}). To read it as a Hugging Face data set, "
+            f"install the library datasets: {install('rl-core[datasets]')}"
         )
 
 
@@ -42,7 +42,7 @@ def read_data_set(path: str, *, key: str) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: the library is missing, the data set does not exist or cannot be loaded, or it is not in the cache
             and the hub cannot be reached.
-        DataError: the data set has several splits and none is named, or it does not have the named one.
+        DataError: the path names no split of a data set with several, or a split that the data set does not have.
     """
     require_data_sets(path, key=key)
     import datasets
@@ -76,8 +76,8 @@ def _of_the_hub(place: str, path: str, key: str) -> Any:
         return datasets.load_dataset(name, configuration or None)  # from the cache, if an earlier run downloaded it
     except Exception as error:
         raise ConfigError(
-            f"{key}: {path}: there is no such file or directory (seen from {Path.cwd()}), no data set of that name in "
-            f"the cache, and {reason}"
+            f"{key}: {path}: there is no such file or directory (current directory: {Path.cwd()}), the data set is not "
+            f"in the local cache, and {reason}"
         ) from error
     finally:
         settings.HF_HUB_OFFLINE = before
@@ -87,14 +87,14 @@ def _split_of(found: Any, split: str, path: str, key: str) -> Any:
     splits = found if isinstance(found, dict) else {}
     if not splits:
         if split:
-            raise DataError(f"{key}: {path}: this data set has no splits; leave out @{split}")
+            raise DataError(f"{key}: {path}: this data set has no splits; remove @{split}")
         return found
     if split in splits:
         return splits[split]
     if not split and len(splits) == 1:
         return next(iter(splits.values()))
     place, names = _without_split(path), ", ".join(splits)
-    raise DataError(f"{key}: {path}: say which split, {names}, e.g. {place}@{next(iter(splits))}")
+    raise DataError(f"{key}: {path}: choose one of the splits {names}, e.g. {place}@{next(iter(splits))}")
 
 
 def _without_split(path: str) -> str:

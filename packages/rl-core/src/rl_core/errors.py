@@ -1,5 +1,4 @@
-"""Errors that a user can act on. Each message says where the mistake is, what was given, what was expected, and what to
-do.
+"""Errors that a user can fix. Each message says where the mistake is, what the code got and expected, and what to do.
 
 Each concrete error is also the matching stdlib type, so that callers who do not know this package can catch it.
 """
@@ -30,7 +29,7 @@ class ConfigError(RLError, ValueError):
 
 
 class ConfigErrors(ConfigError):
-    """Several mistakes found by the same checks. A single mistake is raised as itself."""
+    """Several mistakes found by the same checks. A single mistake is raised without this wrapper."""
 
     def __init__(self, errors: Iterable[RLError]):
         super().__init__(tuple(errors))
@@ -63,7 +62,7 @@ class CheckpointError(RLError, OSError):
 
 
 class DiskFullError(CheckpointError):
-    """The disk is full. The message says what could not be written and what is already there."""
+    """The disk is full. The message says what could not be written, and what was written before."""
 
 
 class WorkerError(RLError, RuntimeError):
@@ -71,11 +70,13 @@ class WorkerError(RLError, RuntimeError):
 
 
 class GenerationError(RLError, RuntimeError):
-    """Generation cannot continue: the engine failed, or every rollout of a step failed."""
+    """Generation cannot continue: the engine failed, too many samples failed or batches were rejected, or the
+    generator's result cannot be used for training."""
 
 
 class WeightSyncError(RLError, RuntimeError):
-    """The weights that an engine received differ from those the trainer sent."""
+    """A weight sync failed: what an engine received differs from what the ranks sent, or the ranks sent different
+    things."""
 
 
 class DeadlineError(RLError, TimeoutError):
@@ -83,12 +84,12 @@ class DeadlineError(RLError, TimeoutError):
 
 
 class ForeignCodeError(RLError, RuntimeError):
-    """A plug-in or other code that the run calls raised a BaseException that is no Exception, as `sys.exit()` does. The
-    message says whose code it was."""
+    """A plug-in or other code that the run calls raised a BaseException that is not an Exception, as `sys.exit()` does.
+    The message names the code."""
 
 
 class NonFiniteError(RLError, ArithmeticError):
-    """Too many optimizer steps in a row had a loss or gradient that is not finite."""
+    """Too many consecutive optimizer steps had a loss or gradient that is not finite."""
 
 
 def install(requirement: str) -> str:
@@ -102,8 +103,9 @@ def install(requirement: str) -> str:
 class Mistakes:
     """Collects the errors of independent checks, to raise them together.
 
-    An error's key is the beginning of its message, up to the first colon or equals sign. A check that reads some keys
-    runs only if none of them has an error yet (`about`), so one mistake is not reported as several.
+    An error's key is the beginning of its message, up to the first colon or equals sign. Before a check runs, the
+    caller looks up the keys that it reads (`about`), and skips it if one already has an error. So one mistake is not
+    reported as several.
     """
 
     def __init__(self) -> None:
@@ -154,8 +156,8 @@ def _is_about(error: RLError, key: str) -> bool:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The sentence ` Did you mean 'x'?` for the closest known name, or an empty string.
 
-    For three or more typed letters, a name that begins with them comes first, then one that contains them. Otherwise it
-    is the most similar name.
+    If `name` has at least three characters, this is a known name that begins with it, or else one that contains it.
+    Otherwise, or if there is none, it is the most similar name.
     """
     names = list(known)
     longer = [k for k in names if k.startswith(name)] or [k for k in names if name in k]
@@ -164,8 +166,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`(file.py:line)` of the last frame outside of installed packages and the standard library, else of the last one;
-    empty for an error that was never raised."""
+    """`(file.py:line)` of the last frame outside installed packages and the standard library, or of the last frame if
+    there is none outside; empty for an error that was never raised."""
     installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     libraries = (str(Path(os.__file__).parent), *installed)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]

@@ -1,5 +1,5 @@
-"""The inputs and settings of a loss or an estimator, from its signature: positional parameters are columns,
-keyword-only parameters are settings."""
+"""Reads from the signature of a loss or an estimator which columns and settings it takes: positional parameters are
+columns, keyword-only parameters are settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def require_settings(
     Args:
         name: the function's name, for the message.
         where: the beginning of the message.
-        remedy: the end of the message if a setting is missing; `{setting}` is replaced by that setting.
+        remedy: the end of the message for a missing setting; `{setting}` in it is replaced by the setting's name.
     """
     known = keyword_parameters(function)
     for setting in settings:

@@ -1,11 +1,12 @@
-"""Temporary folders, in memory or on disk, named by purpose, run and process, and reclaimed once that process is gone.
+"""Temporary folders in memory or on disk, named by purpose, run and process, and removed after their process has ended.
 
-The run and the process id in a folder's name are only for people. A lock shows whether the process is alive (flock(2)
-on a file inside), because the kernel releases it with the process. This also works if containers share the parent
-directory but not process ids. Creating a folder first removes those that no process holds any more: in the same parent,
-in the temporary directory, and in memory. So the folders of a killed run are removed when the next run starts,
-whichever transport the next run uses. While a process creates a folder, it holds a shared lock on the parent. So if no
-process holds the parent's lock, a folder without a lock is not being created at the moment.
+The run and the process id in a folder's name are only for human readers. Whether the process is alive follows from a
+lock, flock(2) on a file in the folder, which the kernel releases when the process ends. This also works if containers
+share the parent directory but not process ids. Before a process creates a folder, it removes all folders that no
+process holds any more: in the same parent, in the temporary directory, and in memory. So the folders of a killed run
+are removed when the next run creates one, whichever transport it uses. While a process creates a folder, it holds a
+shared lock on the parent. So if no process holds the parent's lock, no folder is being created, and one without a lock
+is abandoned.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _KINDS = ("weights", "proof")
 _MEMORY = Path("/dev/shm")
 _HELD = ".held"
 _YOUNG_S = 60.0
-"""A folder without a lock that is older than this many seconds is no longer being created."""
+"""A folder older than this many seconds that still has no lock counts as abandoned."""
 _LOCK_S = 5.0
 """Seconds to wait for the parent's lock. All creators of folders share it; a process that reclaims holds it briefly."""
 _held: dict[str, int] = {}
-"""This process's folders → file descriptor of the lock. A forked child closes the descriptors."""
+"""Folder of this process → file descriptor of its lock. A forked child closes its copies of the descriptors."""
 
 
 def make_folder(parent: str | Path | None, run: str, kind: Literal["weights", "proof"] = "weights") -> str:
@@ -49,7 +50,7 @@ def make_folder(parent: str | Path | None, run: str, kind: Literal["weights", "p
     with _locked(place, fcntl.LOCK_SH, timeout_s=_LOCK_S):
         folder = tempfile.mkdtemp(prefix=f"rl-{kind}-{name}-{os.getpid()}-", dir=place)
         descriptor = os.open(Path(folder, _HELD), os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: its folders are never reclaimed
+        with contextlib.suppress(OSError):  # a file system without locks; folders on it are never reclaimed
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             os.write(descriptor, b"locked\n")
     _held[folder] = descriptor
@@ -81,7 +82,7 @@ def reclaim_folders(*places: Path) -> None:
             with contextlib.suppress(OSError):  # another process is just removing it, or it belongs to another user
                 if str(folder) not in _held and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
                     shutil.rmtree(folder)
-                    logger.warning("%s was left by a run that was killed; it is removed", folder)
+                    logger.warning("removed %s, which a killed run had left behind", folder)
 
 
 def _is_abandoned(folder: Path) -> bool:
@@ -99,18 +100,18 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _is_unmade(folder: Path) -> bool:
-    """Whether no process is creating this folder, which has no lock."""
+    """Whether the creation of this folder was abandoned. The folder has no lock yet."""
     if time.time() - folder.stat().st_mtime > _YOUNG_S:
         return True
     with _locked(folder.parent, fcntl.LOCK_EX, timeout_s=0.0) as nobody_makes_any:
-        # Checked again, because its creator may just have finished.
+        # Check again, because the folder's creator may just have finished.
         held = folder / _HELD
         return nobody_makes_any and not (held.exists() and held.stat().st_size > 0)
 
 
 @contextlib.contextmanager
 def _locked(place: Path, kind: int, *, timeout_s: float) -> Iterator[bool]:
-    """Context that holds the lock of `place` itself; its value is whether the lock was acquired in time."""
+    """Context that locks the directory `place` itself; its value is whether the lock was acquired in time."""
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield _lock(descriptor, kind, time.monotonic() + timeout_s)

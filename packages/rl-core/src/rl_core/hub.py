@@ -1,6 +1,7 @@
 """The Hugging Face hub: checks whether it answers, downloads models with progress lines, and uploads models.
 
-Before the hub's library is used, one short request checks whether the hub answers: the library would retry for minutes.
+Before huggingface_hub is used, one short request checks whether the hub answers, because the library would retry for
+minutes.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ TIMEOUT_S = 10.0
 LOOK_UP_S = 5.0
 _LINE_EVERY_S = 5.0
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-"""Files of a model that are read; weights in other formats are not."""
+"""Patterns of a model's files that are downloaded. Weights in other formats are not."""
 
 
 def endpoint() -> str:
-    """The hub's address: HF_ENDPOINT, else the one in the hub's library. Raises ConfigError if that is not
-    installed."""
+    """The hub's address: HF_ENDPOINT, or else the default of huggingface_hub. Raises ConfigError if HF_ENDPOINT is not
+    set and huggingface_hub is not installed."""
     return os.environ.get("HF_ENDPOINT") or _library().constants.ENDPOINT
 
 
@@ -47,25 +48,25 @@ def is_name(path: str) -> bool:
 
 
 def obstacle(kind: str, name: str) -> str | None:
-    """Why the hub cannot be asked about a name; None if it answers, whatever the answer is.
+    """Why a request about a name cannot reach the hub; None if the hub answers, even with an HTTP error.
 
     Args:
         kind: `models` or `datasets`.
     """
     if is_offline():
-        return "HF_HUB_OFFLINE forbids asking the hub"
+        return "HF_HUB_OFFLINE disables requests to the hub"
     url = f"{endpoint()}/api/{kind}/{urllib.parse.quote(name)}"
     answered: list[Exception | None] = []
     asking = threading.Thread(target=lambda: answered.append(_failure(url)), name="rl-hub", daemon=True)
     asking.start()
-    # The timeout of urlopen is for the connection. Resolving the host name before that may take minutes.
+    # The timeout of urlopen starts with the connection. Resolving the host name before that may take minutes.
     asking.join(TIMEOUT_S + LOOK_UP_S)
     error = answered[0] if answered else TimeoutError(f"no answer within {TIMEOUT_S + LOOK_UP_S:g} s")
     return None if error is None else f"{endpoint()} cannot be reached ({error})"
 
 
 def _failure(url: str) -> Exception | None:
-    """Why there was no answer; None if there was one."""
+    """Why the address did not answer; None if it did."""
     try:
         urllib.request.urlopen(url, timeout=TIMEOUT_S).close()
     except urllib.error.HTTPError:
@@ -76,9 +77,9 @@ def _failure(url: str) -> Exception | None:
 
 
 def require_model(name: str, *, key: str) -> bool:
-    """Whether the hub can be asked for a model. False if it cannot be reached but the model is in its cache.
+    """Whether the hub can be reached. False if it cannot, but the model is in the local cache.
 
-    Raises ConfigError if the hub cannot be reached and the model is not in its cache.
+    Raises ConfigError if the hub cannot be reached and the model is not in the local cache.
     """
     reason = obstacle("models", name)
     if reason is None:
@@ -86,29 +87,29 @@ def require_model(name: str, *, key: str) -> bool:
     if is_cached(name):
         return False
     raise ConfigError(
-        f"{key}: {name}: there is no such directory (seen from {Path.cwd()}), it is not in the hub's cache, and "
-        f"{reason}. Without a network: fetch it where there is one (hf download {name} --local-dir DIRECTORY) and give "
-        "that directory. Is the name spelled right?"
+        f"{key}: {name}: there is no such directory (current directory: {Path.cwd()}), the model is not in the local "
+        f"cache, and {reason}. If this machine has no network, download the model on one that does (hf download {name} "
+        f"--local-dir DIRECTORY), copy it here and use that directory. Is the name spelled correctly?"
     )
 
 
 def is_cached(name: str) -> bool:
-    """Whether the model's `config.json` is in the hub's cache; other files may be missing."""
+    """Whether the model's `config.json` is in the local cache; other files may be missing."""
     return isinstance(_library().try_to_load_from_cache(name, "config.json"), str)
 
 
 def fetch_model(name: str, *, key: str) -> None:
-    """Downloads a model into the hub's cache, and prints progress every few seconds.
+    """Downloads a model into the local cache, and logs progress every few seconds.
 
-    If the hub cannot be reached, uses the model in the cache.
+    Does nothing if the hub cannot be reached but the model is in the cache.
 
     Args:
         name: the model's name.
         key: the configuration key that names it, for messages.
 
     Raises:
-        ConfigError: the model cannot be found, the hub refuses access or breaks off, the hub cannot be reached and the
-            model is not in its cache, or the hub's library is not installed.
+        ConfigError: the model does not exist, the hub refuses access, the download fails, the hub cannot be reached and
+            the model is not in the cache, or huggingface_hub is not installed.
     """
     library = _library()
     if not require_model(name, key=key):
@@ -127,9 +128,10 @@ def fetch_model(name: str, *, key: str) -> None:
 
 
 def push_model(directory: Path, name: str, *, is_private: bool) -> str:
-    """Uploads a model's directory to the repository `name`, which is created if it does not exist. Returns its address.
+    """Uploads a model's directory to the repository `name`, and creates the repository if necessary. Returns its
+    address.
 
-    Raises ConfigError if the user is not logged in, the hub cannot be reached, or it refuses.
+    Raises ConfigError if the user is not logged in, the hub cannot be reached, or the upload fails.
     """
     library = _library()
     if library.get_token() is None:
@@ -164,17 +166,18 @@ def _refusals(where: str) -> Iterator[None]:
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         remedy = {
-            401: "Is the name spelled right? For a private or gated one: hf auth login",
-            403: "Ask for access on its page, and log in: hf auth login",
-            404: "Is the name spelled right? For a private one: hf auth login",
-        }.get(status or 0, "Run the same command again; what was downloaded is kept")
+            401: "Is the name spelled correctly? If the repository is private or gated, log in: hf auth login",
+            403: "Request access on the repository's page, and log in: hf auth login",
+            404: "Is the name spelled correctly? If the repository is private, log in: hf auth login",
+        }.get(status or 0, "Run the same command again; files that were transferred are kept")
         first = next(iter(str(error).strip().splitlines()), "")
-        raise ConfigError(f"{where}: {endpoint()} answers {type(error).__name__}: {first}. {remedy}") from error
+        raise ConfigError(f"{where}: {endpoint()}: {type(error).__name__}: {first}. {remedy}") from error
 
 
 @contextmanager
 def _progress(name: str, cache: Path, num_bytes: int) -> Iterator[None]:
-    """Context that prints how much has been downloaded, at the beginning, every few seconds and at the end."""
+    """Context that logs the size of the download at the beginning, and how much has arrived every few seconds and at
+    the end."""
     before, started, done = _size_of(cache), time.monotonic(), threading.Event()
 
     def line() -> str:

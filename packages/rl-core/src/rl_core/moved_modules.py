@@ -1,7 +1,8 @@
 """Old names of modules, for plug-ins built against an earlier version.
 
 Importing an old name works and logs the new one. It does not raise a DeprecationWarning, so that plug-ins whose tests
-treat warnings as errors still work. Remove an entry when its contract versions are no longer accepted (`CONTRACTS`).
+treat warnings as errors still work. Remove an entry when the contract versions in which the old name was valid are no
+longer accepted (`CONTRACTS`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOVED = {
 
 
 class _OldNames(MetaPathFinder):
-    """A finder that comes after all others, so it is only asked for modules that do not exist."""
+    """The last finder of `sys.meta_path`. Python calls it only for modules that no other finder has found."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

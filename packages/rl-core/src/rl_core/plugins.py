@@ -1,8 +1,9 @@
-"""Plug-ins by entry point. They are listed without importing them. A chosen one is imported, checked and, if needed,
-adapted to the current contract.
+"""Finds plug-ins by entry point. Listing plug-ins does not import them. A selected plug-in is imported, checked and, if
+needed, adapted to the current contract.
 
-Any plug-in may also be named as `package.module:object`, so a user's own loss or environment needs no package. Either
-way, this module checks the kind of object (`rl_core.seams`) and the contract version it was written for (`CONTRACTS`).
+Any plug-in may also be named as `package.module:object`, so a user's own loss or environment needs no package. In both
+cases, this module checks the kind of object (`rl_core.seams`) and the contract version for which it was written
+(`CONTRACTS`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _PACKAGES = {
 
 
 _FITTED: dict[tuple[str, str], tuple[Any, Any]] = {}
-"""(group, name) → (object found last, result of `fitted`). A cache, because environments are loaded for every row."""
+"""Cache: (group, name) → (plug-in, result of `fitted` for it). Environments are loaded for every row."""
 
 
 @attrs.frozen(kw_only=True)
@@ -93,7 +94,7 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
     Args:
         group: one of `GROUPS`.
         name: an entry point's name, or an import path with a colon.
-        key: the configuration key that chose it, for the message.
+        key: the configuration key that names the plug-in, for messages.
 
     Raises:
         PluginError: no plug-in of that name is installed, its import failed (the import error is the cause), it is not
@@ -110,23 +111,24 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
 
 
 def _is_receiver(found: Any) -> bool:
-    """Whether the object is a weight receiver, which engines of contract version 1 load with `load`, later ones with
-    `load_receiver`."""
+    """Whether the object is a weight receiver. Engines of contract version 1 load receivers with `load`, later ones
+    with `load_receiver`."""
     return inspect.isclass(found) and RECEIVER.problem(found, None) is None
 
 
 def _import_problem(error: Exception, module: str) -> str:
-    """The error of an import, with the line that raised it if there is one and the message does not name it."""
+    """The error of an import as text, with the file and line that raised it unless the message has them already or the
+    module does not exist."""
     is_absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
     place = "" if is_absent or isinstance(error, SyntaxError) else raised_at(error)
     return f"{type(error).__name__}: {error} {place}".strip()
 
 
 def _of_own_file(name: str) -> str:
-    """How to name an object of a file in the current directory whose name was given; empty if there is none."""
+    """If `name` is a Python file in the current directory, a sentence on how to name an object in it; else empty."""
     module = name.removesuffix(".py")
     is_file = module.isidentifier() and Path(f"{module}.py").is_file()
-    return f" Name an object of your {module}.py as {module}:NAME" if is_file else ""
+    return f" To use an object in your {module}.py, write {module}:NAME" if is_file else ""
 
 
 def _entry_point_object(group: str, name: str, where: str) -> Any:
@@ -153,14 +155,14 @@ def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
         where: the beginning of the message.
 
     Raises:
-        PluginError: it is not the right kind of object, or its version is not accepted.
+        PluginError: the plug-in is not the right kind of object, or its contract version is not accepted.
     """
     seam, contract = SEAMS[group], CONTRACTS.get(group)
     if contract is None:
         _require(seam, plugin, name, where)
         return plugin
     stated = getattr(plugin, "contract_version", contract.unstated)
-    if type(stated) is not int:  # a class instead of an object, for example: say that first
+    if type(stated) is not int:  # report first if the object is of the wrong kind, such as a class
         _require(seam, plugin, name, where, contract.oldest)
     problem = _version_problem(contract, stated)
     if stated is None or problem is not None:
@@ -226,10 +228,10 @@ def _with_version(package: str) -> str:
 
 
 def load_receiver(path: str) -> Any:
-    """The class or function that `Rendezvous.receiver` names, which builds an engine's end of a sync.
+    """The class or function that `Rendezvous.receiver` names, which creates an engine's receiver for a weight sync.
 
     Raises:
-        PluginError: it does not exist, or cannot be called with a rendezvous.
+        PluginError: the object does not exist, or cannot be called with a rendezvous.
     """
     found = import_object(path)
     _require(RECEIVER, found, path, "")
@@ -240,7 +242,7 @@ def load_preparation(path: str) -> Callable[[Any], object]:
     """The function that a recipe's `prepare` names.
 
     Raises:
-        PluginError: it does not exist, or cannot be called with a configuration.
+        PluginError: the function does not exist, or cannot be called with a configuration.
     """
     where = "the recipe's `prepare`: "
     found = import_object(path, where)
@@ -250,16 +252,16 @@ def load_preparation(path: str) -> Callable[[Any], object]:
 
 def _how_to_get(package: str) -> str:
     try:
-        return f" The installed {package} {version(package)} does not have it yet"
+        return f" The installed {package} {version(package)} does not have it; install a newer version"
     except PackageNotFoundError:
-        return f" It comes with {package}: {install(package)}"
+        return f" It is part of {package}: {install(package)}"
 
 
 def load_function(
     group: str, name: str, params: Mapping[str, Any], *, key: str | None = None, remedy: str = ""
 ) -> Callable[..., Any]:
-    """A function plug-in that accepts the keyword parameters `params`. Raises ConfigError for an unknown or missing
-    parameter, and what `load` raises; for `remedy` see `require_settings`."""
+    """A function plug-in that accepts the keyword arguments `params`. Raises ConfigError for an unknown or missing
+    parameter, and what `load` raises. `require_settings` explains `remedy`."""
     function = load(group, name, key=key)
     where = f"{key}: " if key else ""
     require_settings(function, params, repr(name), where=where, remedy=remedy)

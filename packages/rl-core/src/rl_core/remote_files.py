@@ -12,7 +12,7 @@ from rl_core.errors import ConfigError, DataError, install
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether the path has a protocol, so that it is not a local path."""
+    """Whether the path is an address with a protocol (`s3://…`), not a local path."""
     return "://" in str(path)
 
 
@@ -48,7 +48,7 @@ def names_in(directory: str) -> list[str]:
 
 
 def upload(directory: Path, target: str, *, last: str | None = None) -> None:
-    """Copies a directory's files to a remote directory; copies the file `last` after all others.
+    """Copies a directory's files to a remote directory, the file `last` after all others.
 
     Raises ConfigError, OSError.
     """
@@ -89,16 +89,16 @@ def _found(path: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{path}: fsspec cannot reach it: {error}") from error
+        raise ConfigError(f"{path}: fsspec cannot open this address: {error}") from error
 
 
 @contextmanager
 def _asked(path: str) -> Iterator[None]:
-    """Converts all errors of a store but OSError into ConfigError. The stores' libraries may raise anything if network,
-    permission or bucket is missing."""
+    """Converts a store's errors into ConfigError, except OSError. A store's library may raise any exception if the
+    network fails, a permission is missing or the bucket does not exist."""
     try:
         yield
     except (OSError, ConfigError, DataError):
         raise
     except Exception as error:
-        raise ConfigError(f"{path}: its store answers {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}: the store failed: {type(error).__name__}: {error}") from error

@@ -1,8 +1,8 @@
 """Checks of plug-ins at each extension point (seam): the kind of object, its members, and the calls they must accept.
 
-The checks are derived from the contracts: each method of a Protocol is looked up in the object, and its signature there
-is bound with the Protocol's parameters, without a call. So an object that has only the right names is detected before a
-run. The suites of `rl_core.testing` check what a plug-in DOES.
+The checks are derived from the contracts: for each method of a Protocol, they bind the signature of the object's method
+to the Protocol's parameters, without calling it. So methods with the right names but wrong parameters are found before
+a run. The suites of `rl_core.testing` check the behaviour of a plug-in.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from rl_core.interfaces import (
 )
 
 _MOST_NAMED = 4
-"""Largest number of missing members that a message names."""
+"""A message names at most this many missing members."""
 
 
 @attrs.frozen(kw_only=True)
 class Seam:
-    """An extension point, at which a run chooses an object by name."""
+    """An extension point: a run selects one or more objects for it by name."""
 
     plural: str = ""
-    """Plural for lists; empty if no list shows it."""
+    """What these objects are called in lists; empty if no list shows them."""
     singular: str
-    """Singular with its article."""
+    """What one of them is called, with its article."""
     expected: str
     """Description of a valid object, for messages."""
     problem: Callable[[Any, int | None], str | None]
@@ -54,9 +54,9 @@ class Seam:
 
 
 def _of_object(group: str, contract: type, found: Any, version: int | None) -> str | None:
-    """The problem of an object as a plug-in; None if there is none."""
+    """Why an object does not fulfil the contract; None if it does."""
     if inspect.isclass(found):
-        return f"it is the class {found.__name__} and not an object of it"
+        return f"it is the class {found.__name__}, not an instance of it"
     expected, with_optional = _expected(group, contract, version)
     return _lacks(found, expected) or _first(
         _member_problem(found, name, member, with_optional=with_optional) for name, member in expected.items()
@@ -64,13 +64,13 @@ def _of_object(group: str, contract: type, found: Any, version: int | None) -> s
 
 
 def _of_factory(group: str, call: type, made: type, found: Any, version: int | None) -> str | None:
-    """The problem of a callable that must create objects of the contract `made`; None if there is none."""
+    """Why an object is not a callable that creates objects of the contract `made`; None if it is one."""
     if not callable(found):
         return f"it is {_described(found)}, which cannot be called"
     if inspect.isclass(found) and (inspect.isabstract(found) or vars(found).get("_is_protocol", False)):
-        return f"{found.__name__} is abstract, so no object can be made of it"
+        return f"{found.__name__} is abstract, so it cannot be instantiated"
     if not _can_be_read(found):
-        return f"the parameters of {_described(found)} cannot be read; write a function around it"
+        return f"the parameters of {_described(found)} cannot be inspected; wrap it in a function"
     expected, with_optional = _expected(group, made, version)
     problem = call_problem(_name(found), vars(call)["__call__"], found)
     product = _product_class(found)
@@ -80,7 +80,7 @@ def _of_factory(group: str, call: type, made: type, found: Any, version: int | N
 
 
 def _of_generator(found: Any, version: int | None) -> str | None:
-    """The problem of a generator: in version 1 a callable that creates one, later an object."""
+    """Why an object is not a generator plug-in: in version 1 a callable that creates generators, later an object."""
     if version == 1:
         return _of_factory("rl_core.generators", GeneratorFactory, Generator, found, version)
     return _of_object("rl_core.generators", GeneratorPlugin, found, version)
@@ -92,7 +92,7 @@ def _of_callback(found: Any, version: int | None) -> str | None:
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        return f"{found.__name__} has {error}"
+        return f"{found.__name__} cannot be created without arguments: {error}"
     return _class_problem(found, members(Callback), with_optional=True)
 
 
@@ -122,13 +122,13 @@ def _of_estimator(found: Any, version: int | None) -> str | None:
 
 
 def _of_function(found: Any) -> str | None:
-    """The problem of a function whose positional parameters name what it reads."""
+    """Why an object is not a function whose positional parameters name the columns that it reads; None if it is one."""
     if inspect.isclass(found) or not callable(found):
         return f"it is {_described(found)}"
     if not _can_be_read(found):
-        return f"the parameters of {_described(found)} cannot be read; write a function around it"
+        return f"the parameters of {_described(found)} cannot be inspected; wrap it in a function"
     reads_any = positional_parameters(found)
-    return None if reads_any else f"{_described(found)} has no positional parameter, so it reads nothing"
+    return None if reads_any else f"{_described(found)} has no positional parameter, so it reads no column"
 
 
 def _of_recipe(found: Any, version: int | None) -> str | None:
@@ -146,7 +146,7 @@ def _of_preparation(found: Any, version: int | None) -> str | None:
 
 
 def _prepare(self: None, config: Any) -> None:
-    """The signature with which a run calls a recipe's `prepare`, with `self` like a method."""
+    """The signature of a recipe's `prepare`, with the `self` that `call_problem` expects."""
 
 
 def _of_receiver(found: Any, version: int | None) -> str | None:
@@ -159,7 +159,7 @@ def _of_receiver(found: Any, version: int | None) -> str | None:
 
 
 def _build_receiver(self: None, rendezvous: Any) -> None:
-    """The signature with which an engine builds its end of a sync, with `self` like a method."""
+    """The signature with which an engine creates its receiver, with the `self` that `call_problem` expects."""
 
 
 SEAMS: Mapping[str, Seam] = {
@@ -214,7 +214,7 @@ SEAMS: Mapping[str, Seam] = {
     "rl_core.callbacks": Seam(
         plural="callbacks",
         singular="a callback",
-        expected="a class derived from rl_core.interfaces.Callback that is built without arguments",
+        expected="a class derived from rl_core.interfaces.Callback that can be created without arguments",
         problem=_of_callback,
     ),
     "rl_core.recipes": Seam(
@@ -249,7 +249,7 @@ RECEIVER = Seam(
 def members(contract: type) -> dict[str, Any]:
     """The methods and properties of a Protocol (or base class) by name, with those of its base contracts first.
 
-    `contract_version` is left out, because it is checked before everything else.
+    `contract_version` is left out, because it is checked before all members.
     """
     bases = [base for base in reversed(contract.__mro__) if base.__module__ not in ("builtins", "typing")]
     found = {name: member for base in bases for name, member in vars(base).items() if not name.startswith("_")}
@@ -258,13 +258,13 @@ def members(contract: type) -> dict[str, Any]:
 
 
 def call_problem(name: str, expected: Callable[..., Any], actual: Any, *, with_optional: bool = True) -> str | None:
-    """Why `actual` cannot be called with the parameters of the contract's method `expected`. None if it can, or if its
-    parameters cannot be inspected.
+    """Why `actual` cannot be called with the parameters of the contract's method `expected`. None if it can, or if the
+    parameters of `actual` cannot be inspected.
 
     Positional parameters are passed by position, so their names may differ; keyword-only ones are passed by name.
 
     Args:
-        expected: its first parameter is `self`.
+        expected: a method, whose first parameter is `self`.
         actual: a bound method, or a class.
         with_optional: also require the parameters that have a default in the contract.
     """
@@ -282,22 +282,22 @@ def call_problem(name: str, expected: Callable[..., Any], actual: Any, *, with_o
         call = ", ".join([*by_position, *(f"{name}=…" for name in by_name)])
         return f"{name}{_plain(signature)} cannot be called as {name}({call}): {error}"
     if inspect.iscoroutinefunction(actual) and not inspect.iscoroutinefunction(expected):
-        return f"{name} is `async`, and is called without `await`"
+        return f"{name} is `async`, but it is called without `await`"
     return None
 
 
 def _takes_nothing(found: Any) -> bool:
-    """Whether it can be called without arguments; True if its parameters cannot be inspected."""
+    """Whether an object can be called without arguments; False if its parameters cannot be inspected."""
     try:
         inspect.signature(found).bind()
-    except (TypeError, ValueError):  # TypeError: not callable, or needs arguments; ValueError: written in C
+    except (TypeError, ValueError):  # TypeError: not callable, or needs arguments; ValueError: no signature (C code)
         return False
     return True
 
 
 def _expected(group: str, contract: type, version: int | None) -> tuple[dict[str, Any], bool]:
-    """The members that a plug-in of this version must have, and whether they must accept optional parameters too.
-    Leaves out members that were added to the contract in a later version."""
+    """The members that a plug-in of this contract version must have, and whether its methods must also accept the
+    contract's optional parameters. Leaves out members that a later version added."""
     versions = CONTRACTS[group]
     later = {name for name, since in versions.added.items() if version is not None and version < since}
     expected = {name: member for name, member in members(contract).items() if name not in later}
@@ -305,7 +305,7 @@ def _expected(group: str, contract: type, version: int | None) -> tuple[dict[str
 
 
 def _member_problem(found: Any, name: str, expected: Any, *, with_optional: bool) -> str | None:
-    """The problem of one member of an object."""
+    """Why one member of an object does not fulfil the contract; None if it does."""
     actual = getattr(found, name)
     if isinstance(expected, property):
         declared = inspect.signature(expected.fget).return_annotation if expected.fget else ""
@@ -316,8 +316,8 @@ def _member_problem(found: Any, name: str, expected: Any, *, with_optional: bool
 
 
 def _class_problem(found: type, expected: Mapping[str, Any], *, with_optional: bool) -> str | None:
-    """The problem of a class whose objects must have these members. Checks only methods, because `__init__` may set the
-    others."""
+    """Why the instances of a class lack one of these members; None if they have all. Checks only methods, because
+    `__init__` may set the others."""
     methods = {name: member for name, member in expected.items() if inspect.isfunction(member)}
     return _lacks(found, methods) or _first(
         _class_method_problem(found, name, method, with_optional=with_optional) for name, method in methods.items()
@@ -332,7 +332,8 @@ def _class_method_problem(found: type, name: str, expected: Callable[..., Any], 
 
 
 def _product_class(factory: Any) -> type | None:
-    """The class of a factory's products, if known: the factory itself if it is a class, or its return annotation."""
+    """The class of the objects that a factory creates: the factory itself if it is a class, or its return annotation.
+    None if unknown."""
     if inspect.isclass(factory):
         return factory
     made = getattr(factory, "__annotations__", {}).get("return")
@@ -352,12 +353,12 @@ def _is_of(value: Any, expected: property) -> bool:
     """Whether the value has the type that the property declares; True if the type cannot be checked."""
     try:
         return isinstance(value, typing.get_type_hints(expected.fget)["return"])
-    except (NameError, TypeError):  # imported only for the type checker; a generic type
+    except (NameError, TypeError):  # a type that is imported only for the type checker, or a generic type
         return True
 
 
 def _can_be_read(found: Any) -> bool:
-    """Whether its parameters can be inspected."""
+    """Whether the object's parameters can be inspected."""
     try:
         inspect.signature(found)
     except (TypeError, ValueError):

@@ -20,7 +20,7 @@ _THREADS = 4
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded")
 _LEAST_FREE_BYTES = 1 << 20
-"""If less than this is free, a write that failed without a stated reason counts as failed for a full disk."""
+"""If fewer bytes than this are free, the disk counts as full, whatever error a write raised."""
 
 
 @attrs.frozen
@@ -29,12 +29,12 @@ class FileRecord:
 
     num_bytes: int
     crc32: int | None
-    """CRC-32 of its bytes, as for weights in a sync. It detects every change of up to 32 consecutive bits, at 4 GiB/s
-    per core. None: the list was written by a version that recorded only sizes."""
+    """CRC-32 of the file's bytes, the checksum that weight syncs use too. It detects every change within 32 consecutive
+    bits, and takes a second per 4 GiB and core. None: the list was written by a version that recorded only sizes."""
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """Reads the file once."""
+        """The record of a file, which is read once."""
         crc32 = 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
@@ -43,7 +43,8 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, entry: Any) -> FileRecord:
-        """From an entry in a list of files. Raises TypeError or KeyError if it is not one."""
+        """The record from an entry in a list of files. Raises TypeError, KeyError or ValueError for an invalid
+        entry."""
         return cls(entry, None) if isinstance(entry, int) else cls(int(entry["bytes"]), int(entry["crc32"]))
 
     def as_json(self) -> dict[str, int | None]:
@@ -52,8 +53,8 @@ class FileRecord:
 
 
 def is_found(path: str | Path) -> bool:
-    """Whether something is at the path. False if this user cannot look it up or the name is too long, where
-    `Path.exists` raises; `config.file_checks` reports why."""
+    """Whether the path exists. Also False in the cases in which `Path.exists` raises, because the user lacks a
+    permission or the name is too long; `config.file_checks` reports these."""
     try:
         return Path(path).exists()
     except OSError:
@@ -61,7 +62,7 @@ def is_found(path: str | Path) -> bool:
 
 
 def recorded(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """The records of the files in their current state. Reads several files at a time."""
+    """The records of the files as they are now. Reads several files in parallel."""
     wanted = sorted(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(wanted, pool.map(lambda name: FileRecord.of(directory / name), wanted), strict=True))
@@ -88,7 +89,8 @@ def changed(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a file atomically: a crash leaves the old or the new one. The new one is on disk when this returns."""
+    """Replaces a file atomically: after a crash, either the old or the new file exists. The new one is on disk when
+    this returns."""
     unfinished = path.with_name(f"{path.name}.writing")
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -122,11 +124,11 @@ def sync_all(directory: Path) -> None:
 
 
 def is_disk_full(error: BaseException, directory: Path | None = None) -> bool:
-    """Whether the error or its cause is a full disk or an exceeded quota.
+    """Whether the error, or an error that led to it, reports a full disk or an exceeded quota.
 
     Args:
-        directory: the directory that was written to. If it is given and the error states no reason, the free space
-            there decides.
+        directory: the directory that was written to. If it is not None, also returns True for any other error if less
+            than 1 MiB is free there.
     """
     if any(isinstance(one, DiskFullError) or _says_full(one) for one in _chain(error)):
         return True

@@ -1,5 +1,5 @@
-"""Running coroutines concurrently so that all end before the caller continues; running a function that may never
-return; converting errors of foreign code that would end a task silently; and measuring idle time."""
+"""Functions that run coroutines concurrently so that all end before the caller continues, run a function that may never
+return, convert errors of foreign code that would end a task silently, and measure idle time."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The first leaf of a task group's errors, which cancelled the other tasks."""
+    """The first single error in a task group's errors: the one that cancelled the other tasks."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 class OwnThread(Generic[T]):
-    """Runs a function in a daemon thread. The function may never return: unlike an executor's thread, this one does not
+    """Runs a function that may never return in a daemon thread. Unlike an executor's thread, a daemon thread does not
     prevent the process from exiting."""
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -59,8 +59,8 @@ class OwnThread(Generic[T]):
         return self._future.done()
 
     async def within(self, timeout_s: float) -> T:
-        """The function's result, or its error. Raises TimeoutError if it has not returned in time; it then keeps
-        running."""
+        """Returns the function's result or raises its error. Raises TimeoutError if the function has not returned in
+        time; it then continues to run."""
         waiting = asyncio.wrap_future(self._future)
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
         if not done:
@@ -70,8 +70,9 @@ class OwnThread(Generic[T]):
 
 @contextmanager
 def code_of(whose: str) -> Iterator[None]:
-    """Context for calling foreign code. A BaseException that is no Exception would end a task or the run as if
-    intended, so it becomes a ForeignCodeError. KeyboardInterrupt and cancellation of this task are not converted."""
+    """Context for calling foreign code. Converts a BaseException that is not an Exception, such as SystemExit, into a
+    ForeignCodeError, because it would end a task or the run as if on purpose. KeyboardInterrupt and cancellation of
+    this task are not converted."""
     task = current_task()
     try:
         yield
@@ -88,7 +89,8 @@ def code_of(whose: str) -> Iterator[None]:
 
 
 def is_foreign(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Whether an error raised in the task (or outside any) is neither an Exception nor requested from outside."""
+    """Whether an error that was raised in the task (None: outside any task) is neither an Exception nor caused from
+    outside, by Ctrl-C or by cancelling or discarding the task."""
     if isinstance(error, asyncio.CancelledError):
         return task is None or not task.cancelling()
     # A discarded coroutine also gets a GeneratorExit, while no task or another task is running.
@@ -116,7 +118,7 @@ class IdleTime:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Context that counts as busy; blocks may overlap."""
+        """Context during which time counts as busy; several may overlap."""
         if self._num_busy == 0:
             self._seconds += self._clock() - self._idle_since
         self._num_busy += 1
@@ -128,7 +130,7 @@ class IdleTime:
                 self._idle_since = self._clock()
 
     def lap(self) -> float:
-        """Idle seconds since the last lap."""
+        """Idle seconds since the last call, or since the start."""
         if self._num_busy == 0:
             now = self._clock()
             self._seconds, self._idle_since = self._seconds + now - self._idle_since, now

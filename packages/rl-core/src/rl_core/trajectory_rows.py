@@ -15,7 +15,7 @@ def why_incomplete(
     """Describes the first trajectory with a missing or repeated step; None if all are complete.
 
     Each trajectory must have exactly one last step. If step indices are known, they must run from 0 without a gap, and
-    the last step must have the largest. Rows may be in any order; 100,000 rows take 0.2 s.
+    the last step must have the largest index. Rows may be in any order. Checking 100,000 rows takes 0.2 s.
 
     Args:
         trajectory_N: equal for the steps of one trajectory.
@@ -49,10 +49,10 @@ def _what_is_wrong(
     if following is not None and step_index_N[following] == step:
         return f"trajectory {trajectory}: rows {row} and {following} both have step index {step}"
     if following is not None and is_last_step_N[row]:
-        return f"{place} is marked as last step, but a later step or another last step follows"
+        return f"{place} is marked as the last step, but a later step or another last step follows"
     if following is None and not is_last_step_N[row]:
-        return f"{place} is the trajectory's final row, but not marked as last step: the remaining steps are missing"
-    return f"{place}: expected step {expected}, indices run from 0 without a gap"
+        return f"{place} has the trajectory's highest index, but is not marked as the last step: steps are missing"
+    return f"{place}: expected step {expected}, because indices run from 0 without a gap"
 
 
 def _why_not_one_last_step(trajectory_N: Sequence[int], is_last_step_N: Sequence[bool]) -> str | None:
@@ -67,6 +67,6 @@ def _why_not_one_last_step(trajectory_N: Sequence[int], is_last_step_N: Sequence
     for trajectory, rows in sorted(last_rows.items()):
         if len(rows) != 1:
             first, count = trajectory_N.index(trajectory), trajectory_N.count(trajectory)
-            found = f"rows {rows[0]} and {rows[1]} are both its last step" if rows else "none is its last step"
+            found = f"rows {rows[0]} and {rows[1]} are both its last step" if rows else "no row is its last step"
             return f"trajectory {trajectory} (first row {first}, {count} rows): {found}"
     return None

@@ -2,8 +2,8 @@
 
 Outcome estimators take one row per trajectory and return [N]; the caller copies each value to all tokens of that
 trajectory. Token estimators return `TokenAdvantages` [T]. A group consists of the samples of one prompt, in any row
-order. A sample that is alone in its group has no baseline, and its raw score would push the policy by the reward's
-offset. So its advantage is 0, and it adds no gradient.
+order. If an estimator compares the samples of a group, the advantage of a sample that is alone in its group is 0:
+without a baseline, the reward's offset alone would change the policy.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class TokenAdvantages(NamedTuple):
 
     advantages_T: Tensor
     returns_T: Tensor
-    """The critic's target; without a critic, the discounted return."""
+    """The critic's target. Not used in a run without a critic."""
 
 
 def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool = True) -> Tensor:
-    """Score minus its prompt's mean score, in units of the prompt's standard deviation.
+    """Score minus the mean score of the prompt's samples, divided by their standard deviation.
 
     A_i = (s_i − mean) / (std + 1e-6), std with n − 1 in the denominator.
     Without `grpo_norm_by_std` (Dr. GRPO): A_i = s_i − mean.
@@ -102,10 +102,10 @@ def rloo_advantages(scores_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tensor:
-    """Score minus its prompt's mean score, standardised over all tokens of the batch.
+    """Score minus the mean score of the prompt's samples, standardised over all tokens of the batch.
 
     a_i = s_i − mean of its group; A_i = (a_i − m) / sqrt(v + 1e-8), with m and v the mean and variance of a over the
-    batch's sampled tokens, so that a trajectory counts as often as it has tokens.
+    batch's sampled tokens. So each trajectory is weighted by its number of tokens.
     Source: Hu et al. 2025, arXiv 2501.03262 (REINFORCE++ with baseline).
 
     Args:
@@ -133,7 +133,8 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
 
 
 def maxrl_advantages(scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None) -> Tensor:
-    """Score minus its prompt's mean score, in units of that mean: the rarer a success, the larger its weight.
+    """Score minus the mean score of the prompt's samples, divided by that mean: the rarer successes are, the larger
+    their weight.
 
     A_i = (e_i − mean e) / mean e + p_i − mean p, with e the environment's score and p = s − e the (negative) KL penalty
     in the score. With scores 0 and 1, the first part estimates a gradient that lies between the gradient of the success
@@ -188,10 +189,10 @@ def remax_advantages(scores_N: Tensor, greedy_scores_N: Tensor) -> Tensor:
 
 
 def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tensor:
-    """Score minus its prompt's length-weighted mean score, the baseline with the least gradient variance.
+    """Score minus the length-weighted mean score of the prompt's samples.
 
-    A_i = s_i − sum_j l_j · s_j / sum_j l_j over the samples j of the prompt, assuming that a sample's squared gradient
-    norm is proportional to its length.
+    A_i = s_i − sum_j l_j · s_j / sum_j l_j over the samples j of the prompt. Of all baselines, this one has the least
+    gradient variance if a sample's squared gradient norm is proportional to its length.
     Source: Hao et al. 2025, arXiv 2505.23585 (OPO).
 
     Args:
@@ -219,8 +220,8 @@ def pass_at_k_advantages(
 ) -> Tensor:
     """Advantage of a sample if k samples share one reward: 1 if any of them succeeds, else 0.
 
-    It is averaged over all k-subsets of the sample's group that contain the sample. With n samples, c successes and
-    q = C(n−c, k) / C(n, k), the subsets' rewards have mean R = 1 − q and deviation sqrt(q (1 − q)).
+    The advantage is the average over all k-subsets of the sample's group that contain the sample. With n samples, c
+    successes and q = C(n−c, k) / C(n, k), the subsets' rewards have mean R = 1 − q and deviation sqrt(q (1 − q)).
     For a success: A = (1 − R) / deviation = sqrt(q / (1 − q)).
     For a failure: A = (1 − R − C(n−c−1, k−1) / C(n−1, k−1)) / deviation = −c / (n − c) · sqrt(q / (1 − q)).
     The KL penalty in the scores, p = s − e, is a separate reward and adds p_i − mean p.
@@ -299,7 +300,7 @@ def reinforce_plus_plus_advantages(
         gamma: discount per sampled token, in [0, 1].
 
     Returns:
-        TokenAdvantages [T] with the unstandardised G as returns. Does not use groups: the baseline is the batch's mean.
+        TokenAdvantages [T] with the unstandardised G as returns. The baseline is the batch's mean, not the group's.
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.
@@ -328,16 +329,16 @@ def gae_advantages(
 
     Args:
         rewards_T: token-level rewards, finite; 0 on tokens that were not sampled.
-        values_T: the critic's value of the state before each token; read only at sampled tokens.
+        values_T: the critic's value of the state in which each token is chosen; read only at sampled tokens.
         mask_T: bool, the sampled tokens.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
         gamma: discount per sampled token, in [0, 1].
-        lambd: decay of later errors d, in [0, 1]; 1 gives return minus value, 0 the one-step error.
+        lambd: decay of later errors d, in [0, 1]; 1 gives the return minus the value, 0 the one-step error d_t.
         whiten_advantages: standardise the advantages over the sampled tokens of the batch.
 
     Returns:
-        TokenAdvantages [T] in the dtype of `rewards_T`, without gradient to the critic. Does not use groups: the critic
-        is the baseline.
+        TokenAdvantages [T] in the dtype of `rewards_T`, without gradient to the critic. The baseline is the critic, not
+        the group.
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.

@@ -12,11 +12,12 @@ from rl_core.errors import ConfigError
 
 
 def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | None = None) -> Tensor:
-    """The contribution of a sample to the best of k: its margin over the second best if it is the best, else 0.
+    """How much a sample raises the best score of k samples: its margin over the second best if it is the best, else 0.
 
-    A_i = mean over the k-subsets S of i's group with i in S of (max S − max S∖i), which is 0 unless i is the best of S.
-    With k the group's size: best minus second for the best sample, 0 for all others. Summed over the samples of a
-    subset, this is an unbiased estimator of the gradient of the expected best of k (max@k; pass@k for scores 0 and 1).
+    A_i = mean of (max S − max S∖i) over those k-subsets S of the group that contain sample i. A subset's term is 0
+    unless i is its best sample. If k is the group's size, the best sample gets best minus second best, all others 0.
+    Weighted with these advantages, the policy gradient is an unbiased estimate of the gradient of the expected best of
+    k (max@k; pass@k for scores 0 and 1), up to a constant factor.
     Source: Tang et al. 2025, arXiv 2503.19595 (inference-time objectives; leave-one-out control variate), with k
     samples; the mean over k-subsets of more samples: Walder & Karkhanis 2025, arXiv 2505.15201.
 
@@ -30,7 +31,7 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
-        ConfigError: `k` is below 2, so there is nothing to compare with.
+        ConfigError: `k` is below 2, so a subset has no second best.
     """
     require_groups(scores_N, group_N)
     if k is not None and k < 2:
@@ -50,8 +51,8 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
 
 
 def _second_best_weights(size: int, k: int) -> Tensor:
-    """[j, m]: of the k-subsets that contain the sample of rank j, the fraction in which it is the best and rank m the
-    second best."""
+    """[j, m]: of the k-subsets that contain the sample of rank j (0 is the lowest score), the fraction in which this
+    sample is the best and the sample of rank m the second best."""
     total = math.comb(size - 1, k - 1)
     return torch.tensor(
         [[math.comb(m, k - 2) / total if m < j else 0.0 for m in range(size)] for j in range(size)],

@@ -11,11 +11,12 @@ from rl_core.errors import ConfigError, ShapeError
 
 
 def require_same_length(**tensors: Tensor) -> None:
-    """Raises ShapeError, which names the first missing row, unless all tensors have one axis and the same length."""
+    """Raises ShapeError unless all tensors have one axis and the same length. The message names the first missing
+    row."""
     for name, values in tensors.items():
         _require_tensor(name, values)
         if values.dim() != 1:
-            remedy = "; index padded tensors by a bool mask: values_NW[mask_NW]" if values.dim() > 1 else ""
+            remedy = "; index padded tensors with a bool mask: values_NW[mask_NW]" if values.dim() > 1 else ""
             raise ShapeError(f"{name}: expected one axis, got shape {tuple(values.shape)}{remedy}")
     (first, reference), *others = tensors.items()
     for name, values in others:
@@ -51,30 +52,34 @@ def require_bool(**tensors: Tensor) -> None:
         if values.dtype != torch.bool:
             raise ShapeError(
                 f"{name}: expected torch.bool, got {values.dtype}; convert a mask of 0 and 1 with .bool() "
-                "(weights are separate)"
+                "(a mask cannot hold weights)"
             )
 
 
 def require_ordered(sequence_T: Tensor) -> None:
-    """Raises ShapeError unless `sequence_T` is int64, not negative and non-decreasing; names the first bad token."""
+    """Raises ShapeError unless `sequence_T` is int64, not negative and non-decreasing. The message names the first
+    token that violates this."""
     require_int64(sequence_T=sequence_T)
     if sequence_T.numel() and int(sequence_T[0]) < 0:
-        raise ShapeError(f"sequence_T[0] is {int(sequence_T[0])}; sequences are counted from 0")
+        raise ShapeError(f"sequence_T[0] is {int(sequence_T[0])}; expected an index of at least 0")
     falls_T = sequence_T[1:] < sequence_T[:-1]
     if bool(falls_T.any()):
         t = int(falls_T.nonzero()[0]) + 1
         raise ShapeError(
             f"sequence_T falls from {int(sequence_T[t - 1])} to {int(sequence_T[t])} at token {t}; "
-            "expected the tokens of each sequence together, and sequences in ascending order"
+            "expected the tokens of each sequence to be consecutive, and sequences in ascending order"
         )
 
 
 def require_row_per_sequence(sequence_T: Tensor, **tensors: Tensor) -> None:
-    """Raises ShapeError unless every per-sequence tensor has a row for the last sequence of the (ordered) stream."""
+    """Raises ShapeError unless every tensor has an entry for each sequence index up to the last of the ordered
+    stream."""
     needed = int(sequence_T[-1]) + 1 if sequence_T.numel() else 0
     for name, values in tensors.items():
         if values.dim() != 1 or values.numel() < needed:
-            raise ShapeError(f"{name}: the stream has sequences up to {needed - 1}, got shape {tuple(values.shape)}")
+            raise ShapeError(
+                f"{name}: the stream's last sequence has index {needed - 1}, got shape {tuple(values.shape)}"
+            )
 
 
 def require_between(low: float, high: float, **settings: float) -> None:
@@ -91,6 +96,6 @@ def _require_tensor(name: str, values: object) -> None:
         raise ShapeError(f"{name}: expected a tensor, got {values!r}; pass settings by name, as setting={values!r}")
     items = list(values) if isinstance(values, Iterable) else [values]
     is_text = any(isinstance(item, str) for item in items)
-    remedy = "number them, equal numbers for equal texts" if is_text else "convert it with torch.as_tensor"
+    remedy = "replace texts by numbers, equal texts by equal ones" if is_text else "convert it with torch.as_tensor"
     held = f" of {type(items[0]).__name__}" if items else ""
     raise ShapeError(f"{name}: expected a tensor, got {type(values).__name__}{held}; {remedy}")

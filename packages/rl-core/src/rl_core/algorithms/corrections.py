@@ -1,13 +1,13 @@
 """Off-policy corrections for the mismatch between the trainer's old log-probs and those of the engine that sampled.
 
-Both are log-probs of the same policy, but different kernels, precision or older weights give different values, so the
-samples come from a slightly different distribution. With log-ratio d_t = old_t − rollout_t, exp(d_t) is a token's
+Both are log-probs of the same tokens, but the engine's kernels and precision differ and its weights may be older, so
+the samples come from a slightly different distribution. With log-ratio d_t = old_t − rollout_t, exp(d_t) is a token's
 importance ratio. Over a sequence's trained tokens, exp(sum d) is the sequence's ratio and exp(mean d) its geometric
 mean.
 
 Truncation keeps a token with a bounded weight. A mask drops a token from the loss and, because loss weights are
 computed from the returned mask, also from the denominator. A token whose engine log-prob is missing (NaN) or not finite
-has no ratio and is dropped too. Ratios are compared and truncated in log space, so none overflows. Nothing carries a
+has no ratio and is dropped too. Ratios are compared and truncated in log space, so none overflows. No result carries a
 gradient.
 
 There are three kinds of log-ratio, all [T]: the token's (`rollout_log_ratios`), its sequence's (`sequence_log_ratios`)
@@ -38,7 +38,7 @@ class OffPolicyCorrection(NamedTuple):
     loss_mask_T: Tensor
     """bool, the remaining loss mask, from which loss weights are computed."""
     metrics: dict[str, tuple[float, float]]
-    """Name → (sum, weight); `off_policy_correction` lists them."""
+    """Name → (sum, weight). The docstring of `off_policy_correction` lists the names."""
 
 
 class LogRatios(NamedTuple):
@@ -70,32 +70,33 @@ def off_policy_correction(
     token_mask_is_threshold_low: float | None = None,
     token_mask_is_threshold_high: float | None = None,
 ) -> OffPolicyCorrection:
-    """Applies the chosen corrections in this order. Each step works on the mask that the previous one returned.
+    """Applies the selected corrections in this order. Each step uses the mask of the previous one.
 
     0. drops tokens without a finite engine log-prob from the mask
     1. drops outliers: sequences with any token ratio outside the outlier thresholds (`outlier_sequence_mask`)
     2. drops tokens with a ratio outside the token thresholds (`ratio_mask`)
-    3. weights: min(ratio, cap) of the token or of the sequence, as `tis_ratio_type` says (`truncated_ratios`); else 1
+    3. sets weights: min(ratio, cap), with the ratio of the token or of the sequence (`tis_ratio_type`,
+       `truncated_ratios`); 1 if `tis_ratio_type` is None
     4. drops sequences whose geometric mean or product of ratios (`sequence_mask_metric`) is out of bounds
 
     Values equal to a bound are kept. The parameters are the keys of `trainer.algorithm.off_policy_correction`; None
-    disables a step or a bound. Two combinations are masked importance sampling: step 2 with token ratios in step 3, and
-    the product in step 4 with sequence ratios in step 3; the cap must not be below the mask's upper bound. Empty
+    disables a step or a bound. Two combinations give masked importance sampling, if the cap is not below the mask's
+    upper bound: step 2 with token ratios in step 3, and the product in step 4 with sequence ratios in step 3. Empty
     tensors are accepted, so that settings can be checked before a run.
 
-    Metrics, each (sum, weight). The weight is the number of tokens or sequences named last:
+    Metrics, each a pair (sum, weight). The weight counts the tokens or sequences that each line names last:
         off_policy/logprob_diff: |d|, over the trained tokens with a finite engine log-prob
         off_policy/ratio: exp(d) with d clamped to ±20, over the same tokens
-        off_policy/missing_tokens: tokens dropped by step 0, of the trained tokens
-        off_policy/outlier_sequences: sequences dropped by step 1, of those left by step 0
-        off_policy/masked_tokens: tokens dropped by step 2, of those left by step 1
-        off_policy/truncated_tokens: tokens whose weight step 3 cut to the cap, of those left by step 2
-        off_policy/masked_sequences: sequences dropped by step 4, of those left by step 2
+        off_policy/missing_tokens: tokens that step 0 dropped, of the trained tokens
+        off_policy/outlier_sequences: sequences that step 1 dropped, of those that step 0 kept
+        off_policy/masked_tokens: tokens that step 2 dropped, of those that step 1 kept
+        off_policy/truncated_tokens: tokens whose ratio in step 3 exceeded the cap, of those that step 2 kept
+        off_policy/masked_sequences: sequences that step 4 dropped, of those that step 2 kept
         off_policy/kept_tokens: remaining tokens, of the trained tokens
 
     Args:
         old_logprobs_T: log-probs under the trainer's policy at the start of the update.
-        rollout_logprobs_T: log-probs in the distribution that the engine sampled from; NaN where it gave none.
+        rollout_logprobs_T: log-probs in the distribution from which the engine sampled; NaN where it returned none.
         loss_mask_T: bool, the trained tokens.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
 
@@ -103,13 +104,14 @@ def off_policy_correction(
         OffPolicyCorrection.
 
     Raises:
-        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
-        ConfigError: an unknown name, only one of the two token thresholds, or bounds that no ratio fits.
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` decreases somewhere.
+        ConfigError: an unknown `tis_ratio_type` or `sequence_mask_metric`, only one of the two token thresholds, or
+            bounds between which no ratio lies.
     """
     _require_choice("tis_ratio_type", tis_ratio_type, ("token", "sequence"))
     _require_choice("sequence_mask_metric", sequence_mask_metric, ("geometric", "product"))
     if (token_mask_is_threshold_low is None) != (token_mask_is_threshold_high is None):
-        raise ConfigError("token_mask_is_threshold_low, token_mask_is_threshold_high: one is set; set both, or neither")
+        raise ConfigError("token_mask_is_threshold_low, token_mask_is_threshold_high: one is set; set both or neither")
     _log_bounds(None, token_tis_ratio_clip_high, "token_tis_ratio_clip_high")
     _log_bounds(None, sequence_tis_ratio_clip_high, "sequence_tis_ratio_clip_high")
     _log_bounds(geo_mask_low, geo_mask_high, "geo_mask_low, geo_mask_high")
@@ -161,14 +163,14 @@ def off_policy_correction(
 
 @torch.no_grad()
 def rollout_log_ratios(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, loss_mask_T: Tensor) -> LogRatios:
-    """Trainer's minus engine's log-prob, where the engine gave a finite one.
+    """The trainer's log-prob minus the engine's, for trained tokens with a finite engine log-prob.
 
     d_t = old_t − rollout_t.
 
     Args:
         old_logprobs_T: log-probs under the trainer's policy at the start of the update.
-        rollout_logprobs_T: log-probs in the distribution that the engine sampled from; NaN where it gave none.
-        loss_mask_T: bool, the trained tokens; others are not read.
+        rollout_logprobs_T: log-probs in the distribution from which the engine sampled; NaN where it returned none.
+        loss_mask_T: bool, the trained tokens; log-probs of other tokens may be anything.
 
     Returns:
         LogRatios [T].
@@ -195,7 +197,7 @@ def sequence_log_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: T
         [T] in the dtype of `log_ratios_T`, equal within a sequence; 0 for a sequence without a masked token.
 
     Raises:
-        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` decreases somewhere.
     """
     _require_stream(log_ratios_T, loss_mask_T, sequence_T)
     sums_S = sequence_sum(torch.where(loss_mask_T, log_ratios_T, 0.0), sequence_T)
@@ -266,8 +268,8 @@ def ratio_mask(
 ) -> Tensor:
     """The masked tokens with low <= exp(d_t) <= high.
 
-    On token ratios this is IcePop's mask (Ling Team 2025, arXiv 2510.18855), on sequence and geometric ones the
-    sequence masks of Liu et al. 2025, "When speed kills stability".
+    With token ratios, this is IcePop's mask (Ling Team 2025, arXiv 2510.18855); with sequence ratios or geometric means
+    of ratios, it is one of the sequence masks of Liu et al. 2025, "When speed kills stability".
 
     Args:
         log_ratios_T: d of each token, of its sequence, or the mean over its sequence.
@@ -305,14 +307,14 @@ def outlier_sequence_mask(
         log_ratios_T: d of each token.
         loss_mask_T: bool.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
-        low: lowest ratio that is no outlier, at least 0; None for no bound.
-        high: highest ratio that is no outlier; None for no bound.
+        low: lowest ratio that is not an outlier, at least 0; None for no bound.
+        high: highest ratio that is not an outlier; None for no bound.
 
     Returns:
         bool [T], a subset of `loss_mask_T`.
 
     Raises:
-        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` decreases somewhere.
         ConfigError: no ratio lies within the bounds.
     """
     _require_stream(log_ratios_T, loss_mask_T, sequence_T)

@@ -19,9 +19,9 @@ def distillation_advantages(
 ) -> TokenAdvantages:
     """The teacher's log-prob of each sampled token minus the student's: A_t = ref_logprob_t − old_logprob_t.
 
-    The mean of A is −KL(student ‖ teacher) per token. So a policy-gradient step with A reduces the reverse KL of each
-    token's own distribution; later tokens do not contribute to an earlier one's advantage. The reference is the teacher
-    (`trainer.ref.model.path`, with the same vocabulary). Rewards are not used.
+    The expected value of A_t is −KL(student ‖ teacher) of token t's distribution. So a policy-gradient step with A
+    reduces the reverse KL at each token; later tokens do not contribute to an earlier token's advantage. The teacher is
+    the reference model (`trainer.ref.model.path`, with the same vocabulary). Rewards are not used.
     Source: Agarwal et al. 2024 (GKD), arXiv 2306.13649, with on-policy samples only; as an advantage: Lu 2025,
     "On-Policy Distillation", Thinking Machines Lab.
 
@@ -29,11 +29,11 @@ def distillation_advantages(
         old_logprobs_T: log-probs of the student at the start of the update.
         ref_logprobs_T: log-probs of the teacher.
         mask_T: bool, the sampled tokens.
-        distillation_clip: > 0, nats; advantages are clipped to ± this. To a mistake, a confident teacher may give a
-            log-prob tens of nats below the student's, and such tokens would outweigh all others. `inf`: no clipping.
+        distillation_clip: > 0, nats; advantages are clipped to ± this value. A confident teacher may give a wrong token
+            a log-prob tens of nats below the student's, and such tokens would outweigh all others. `inf`: no clipping.
 
     Returns:
-        TokenAdvantages [T]; returns equal advantages.
+        TokenAdvantages [T], whose returns equal the advantages.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.

@@ -1,8 +1,8 @@
 """Sums and means over rows that share an id, independent of the order of rows.
 
-Sums are in float64, and the caller rounds them at the end. So the order of rows makes no difference in float32, and a
-group of equal float32 scores has a deviation of exactly 0. The functions with `group_N` raise ShapeError if lengths do
-not fit or an argument is not a tensor; callers of `sequence_sum` check this themselves.
+Sums are in float64, and callers round the final result. So the order of rows does not change a float32 result, and a
+group of equal float32 scores has a standard deviation of exactly 0. The functions with `group_N` raise ShapeError if
+lengths do not fit or an argument is not a tensor; callers of `sequence_sum` check this themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def group_sum(values_N: Tensor, group_N: Tensor) -> Tensor:
         group_N: int64 ids, any values, any order.
 
     Returns:
-        float64 [P], one per distinct id, in ascending order of id.
+        float64 [P], one sum per distinct id, in ascending order of the ids.
     """
     require_same_length(values_N=values_N, group_N=group_N)
     ids_P, index_N = torch.unique(group_N, return_inverse=True)
@@ -45,7 +45,8 @@ def group_std(values_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def group_spread(values_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest minus smallest value of each group, with ids and sizes: (ids int64 [P], spread [P], count int64 [P])."""
+    """Largest minus smallest value of each group, with the groups' ids and sizes: (ids int64 [P], spread [P], count
+    int64 [P]), in ascending order of the ids."""
     require_same_length(values_N=values_N, group_N=group_N)
     ids_P, index_N, count_P = torch.unique(group_N, return_inverse=True, return_counts=True)
     blank_P = values_N.new_zeros(ids_P.numel())
@@ -61,7 +62,7 @@ def sequence_sum(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 
 def require_groups(scores_N: Tensor, group_N: Tensor) -> None:
-    """Raises ShapeError unless scores are floating-point numbers and ids int64, one of each per row."""
+    """Raises ShapeError unless scores are floating-point numbers, ids are int64, and both have the same length."""
     require_same_length(scores_N=scores_N, group_N=group_N)
     require_floating(scores_N=scores_N)
     require_int64(group_N=group_N)
@@ -69,7 +70,7 @@ def require_groups(scores_N: Tensor, group_N: Tensor) -> None:
 
 def _sums(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
     sums = torch.zeros(num_groups, dtype=torch.float64, device=values.device)
-    # In parts, because for 4M tokens allocating a float64 copy of the whole stream takes longer than the sum.
+    # Sum in parts: for 4M tokens, allocating a float64 copy of the whole stream would take longer than the sum.
     for part, part_index in zip(values.split(_PART), index.split(_PART), strict=True):
         sums.index_add_(0, part_index, part.double())
     return sums

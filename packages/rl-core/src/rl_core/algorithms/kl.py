@@ -1,9 +1,11 @@
 """Estimates of KL(policy ‖ reference) per token, from the log-probs of sampled tokens; the adaptive KL coefficient.
 
-In the loss, `estimate_kl` carries a gradient; in the reward, `kl_penalty` does not. On fresh samples, the values of all
-estimators but `k2` and `abs` (and these two with the suffix `+`) are unbiased; the gradient is an unbiased estimate of
-the KL's gradient only for `k2`, for the forms with the suffix `+`, which use the gradient of `k2`, and for
-`k3_unbiased`. On samples of an older policy, only `k3_unbiased` has unbiased value and gradient.
+Use `estimate_kl`, which carries a gradient, in the loss, and `kl_penalty`, which does not, in the reward.
+
+On samples of the current policy, the value of an estimator is unbiased except for `k2`, `abs`, `k2+` and `abs+`. Its
+gradient is an unbiased estimate of the KL's gradient only for `k2`, for the forms with the suffix `+` (they use the
+gradient of `k2`) and for `k3_unbiased`. On samples of an older policy, only `k3_unbiased` has an unbiased value and
+gradient.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from rl_core.algorithms.token_loss import log_ratio, require_tokens
 from rl_core.errors import ConfigError, nearest
 
 KL_LIMIT = 10.0
-"""An estimate of one token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this, in nats. Beyond this limit
-only the `+` forms have a gradient, and `k3_unbiased` through its ratio."""
+"""The estimate of a token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this value, in nats. Beyond it, only
+the `+` forms have a gradient, and `k3_unbiased` through its ratio."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased")
 UNBIASED = "k3_unbiased"
-"""The estimator that also reads the log-probs of the policy at the start of the update, which sampled."""
+"""The estimator that also reads `old_logprobs`, as the log-probs of the policy that sampled the tokens."""
 
 
 def estimate_kl(
@@ -44,9 +46,9 @@ def estimate_kl(
     Args:
         logprobs_T: current policy; carries gradient.
         ref_logprobs_T: reference policy.
-        mask_T: bool; elsewhere inputs may be anything.
-        old_logprobs_T: policy that sampled; only `k3_unbiased` reads it. None: the current policy, so that r is 1, but
-            has a gradient.
+        mask_T: bool; outside it inputs may be anything.
+        old_logprobs_T: the policy that sampled the tokens; only `k3_unbiased` reads it. None: the current policy, so
+            that r is 1 but still has a gradient.
         estimator: one of KL_ESTIMATORS.
 
     Returns:
@@ -84,19 +86,19 @@ def kl_penalty(
         ref_logprobs_T: reference policy.
         mask_T: bool, the sampled tokens.
         kl_coef: >= 0.
-        estimator: k1, k2, k3 or abs; the others make sense only in the loss.
+        estimator: k1, k2, k3 or abs. The others differ from these only in the gradient, so they are refused.
 
     Returns:
         Penalty [T] in units of reward; 0 outside the mask.
 
     Raises:
-        ConfigError: unknown estimator, or one for the loss only.
+        ConfigError: the estimator is unknown, or is for the loss only.
         ShapeError: lengths differ, or the mask is not bool.
     """
     if estimator.endswith("+") or estimator == UNBIASED:
         plain = estimator.removesuffix("+").removesuffix("_unbiased")
         raise ConfigError(
-            f"kl_penalty: {estimator!r} differs from {plain!r} in its gradient only; use the latter in rewards"
+            f"kl_penalty: {estimator!r} differs from {plain!r} only in its gradient; use the latter in rewards"
         )
     with torch.no_grad():
         return kl_coef * estimate_kl(old_logprobs_T, ref_logprobs_T, mask_T, estimator=estimator)
@@ -105,17 +107,17 @@ def kl_penalty(
 def adaptive_kl_coef(
     kl_coef: float, observed_kl: float, *, kl_target: float, horizon: float, num_samples: int
 ) -> float:
-    """The next coefficient of a KL term that is controlled towards a target.
+    """The KL coefficient of the next step, adapted so that the KL approaches its target.
 
     kl_coef · (1 + clip(observed_kl / kl_target − 1, −0.2, 0.2) · num_samples / horizon).
     Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
 
     Args:
-        kl_coef: coefficient used in this step, >= 0; 0 stays 0.
-        observed_kl: mean KL of this step, same estimator and unit as the target.
+        kl_coef: coefficient of this step, >= 0; 0 stays 0.
+        observed_kl: mean KL of this step, with the estimator and unit of the target.
         kl_target: > 0.
         horizon: number of samples after which the largest (clipped) error has changed the coefficient by 20%, > 0.
-        num_samples: samples of this step.
+        num_samples: number of samples of this step.
 
     Raises:
         ConfigError: kl_target or horizon is not positive.
@@ -136,7 +138,7 @@ def require_kl_estimator(estimator: str) -> None:
 _ESTIMATES = {
     "k1": lambda difference_T: difference_T,
     "k2": lambda difference_T: 0.5 * difference_T.square(),
-    # expm1 keeps k3 accurate if the policies nearly agree.
+    # expm1 keeps k3 accurate for nearly equal policies.
     "k3": lambda difference_T: torch.expm1(-difference_T) + difference_T,
     "abs": lambda difference_T: difference_T.abs(),
 }

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from rl_core.errors import ShapeError
 
 _LOWEST_LOGPROB = -1e4
-"""Replaces lower log-probs, including −inf, in products p · log p; such a p is 0 even in float64."""
+"""Lower log-probs, including −inf, are replaced by this in products p · log p; exp of it is 0 even in float64."""
 
 
 def chunked_logprobs(
@@ -29,20 +29,21 @@ def chunked_logprobs(
     With logits_t = (hidden_t · weightᵀ + bias) / temperature and p_t = softmax(logits_t):
     logprob_t = logits_t[target_t] − logsumexp(logits_t) and entropy_t = −Σ_v p_tv log p_tv.
 
-    Logits are stored in one buffer of `chunk_tokens` × V numbers (with entropy, in two of half that length), and for
-    inputs of lower precision in a further one of that precision. Backward recomputes them: four matrix products instead
-    of three. Matrix products use the dtype of `hidden_TH`; softmax and sums over chunks use float32 (float64 for
-    float64 inputs). Gradients flow through both results to hidden states, weight and bias, as far as each requires
-    one. A bias of −inf removes a token from the vocabulary: its probability is 0, and 0 · log 0 counts as 0.
+    Logits are stored in one buffer of `chunk_tokens` × V numbers (with entropy, in two of half that length). Inputs of
+    lower precision need one more buffer in that precision. Backward recomputes the logits, so that there are four
+    matrix products instead of three. Matrix products use the dtype of `hidden_TH`; softmax and sums over chunks use
+    float32 (float64 for float64 inputs). Gradients flow through both results to those of hidden states, weight and bias
+    that require one. A bias of −inf removes a token from the vocabulary: its probability is 0, and 0 · log 0 counts as
+    0.
 
     Args:
         hidden_TH: hidden state that predicts each target.
-        weight_VH: output embedding; cast to the dtype of `hidden_TH` if that differs.
-        targets_T: int64 token ids in [0, V), also for tokens whose result is not used.
+        weight_VH: output embedding; cast to the dtype of `hidden_TH`.
+        targets_T: int64 token ids in [0, V), even for tokens whose result is not used.
         temperature: > 0, divides the logits.
-        chunk_tokens: >= 1, tokens whose logits exist at a time.
-        bias_V: added to the logits before the temperature divides them.
-        with_entropy: whether to compute entropies; if False, None is returned for them.
+        chunk_tokens: >= 1, number of tokens whose logits are in memory at a time.
+        bias_V: added to the logits before they are divided by the temperature.
+        with_entropy: whether to compute entropies; if False, the second result is None.
 
     Returns:
         Log-probs [T] and entropies [T] or None, float32 (float64 for float64 inputs).
@@ -62,8 +63,8 @@ def chunked_logprobs(
 def full_logprobs(
     hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, temperature: float, bias_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The results of `chunked_logprobs` from the logits of all tokens at once. Simple and exact, but needs T × V
-    memory."""
+    """The results of `chunked_logprobs`, computed from the logits of all tokens at once: simple, but needs memory for
+    T × V numbers."""
     _require_fitting(hidden_TH, weight_VH, targets_T, bias_V)
     logits_TV = hidden_TH @ weight_VH.to(hidden_TH.dtype).T
     logits_TV = logits_TV.to(_softmax_dtype(hidden_TH))
@@ -116,7 +117,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    # The decorator hides the parameters' names from the checker.
+    # The decorator hides the names of the parameters from the type checker.
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_logprobs_T, grad_entropies_T = grad_outputs
         if grad_logprobs_T is None and grad_entropies_T is None:
@@ -165,7 +166,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 class _Logits:
     """Logits of one chunk at a time, in one allocation of `chunk_tokens` × V numbers that all chunks share.
 
-    With two buffers a chunk is half as long, and the spare half holds a second quantity of the same shape.
+    With two buffers, a chunk has half as many tokens, and the second buffer holds another quantity of the same shape.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class _Logits:
         return values_CV if self.product is None else self.product[: values_CV.shape[0]].copy_(values_CV)
 
     def bounded(self, all_logprobs_CV: Tensor) -> Tensor:
-        """The log-probs, made finite in place for tokens with a bias of −inf."""
+        """The log-probs, made finite in place where a token of the vocabulary has a bias of −inf."""
         return all_logprobs_CV if self.bias_V is None else all_logprobs_CV.clamp_(min=_LOWEST_LOGPROB)
 
     def spare(self, rows: slice) -> Tensor:

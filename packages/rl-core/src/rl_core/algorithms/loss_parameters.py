@@ -1,4 +1,4 @@
-"""Finds out what a loss function reads, from its parameters; `objective` says what each parameter means."""
+"""Finds out from its parameters what a loss function reads. The docstring of `objective` explains each parameter."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rl_core.columns import FIELDS, ROUTE_COLUMNS
 from rl_core.errors import PluginError, nearest
 
 CURRENT = ("logprobs", "entropies", "predicted_values")
-"""Scores of the current model."""
+"""Scores that the current model computes."""
 COLUMNS = tuple(name for name, field in FIELDS.items() if field.axes == "T" and name not in ROUTE_COLUMNS)
 """Per-token columns of a batch that a loss may read."""
 
 
 def require_loss_parameters(function: Callable[..., Any]) -> None:
-    """Raises PluginError unless all parameters of a loss and of its `prepare` function are known, fit each other, and
-    fit what the loss declares about corrections."""
+    """Raises PluginError unless all parameters of a loss and of its `prepare` function are known, and are consistent
+    with each other and with what the loss declares about corrections."""
     name, prepare = function_name(function), getattr(function, "prepare", None)
     parameters = positional_with_defaults(function, name)
     prepare_parameters = positional_with_defaults(prepare, name) if prepare else {}
     if prepare is None and (made := [parameter for parameter in parameters if parameter.startswith("x_")]):
         raise PluginError(
-            f"{name} reads {made[0]!r}, which a `prepare` function makes; decorate the loss with prepared_by"
+            f"{name} reads {made[0]!r}, but has no `prepare` function that computes it; decorate it with prepared_by"
         )
     for parameter in parameters:
         _require_known_parameter(name, parameter, "sequence_T")
@@ -33,19 +33,23 @@ def require_loss_parameters(function: Callable[..., Any]) -> None:
     declared = getattr(function, "corrections", None)
     if declared is not None and (declared == "reads") != reads_weights:
         has = "has the" if reads_weights else "has no"
-        raise PluginError(f"{name}: declares corrections {declared!r} and {has} parameter correction_weights_T")
+        raise PluginError(
+            f"{name}: declares corrections {declared!r}, but {has} parameter correction_weights_T; a loss has this "
+            "parameter if and only if it declares 'reads'"
+        )
     if current := [
         parameter
         for parameter in prepare_parameters
         if parameter.removesuffix("_T") in CURRENT or parameter.startswith("x_")
     ]:
         raise PluginError(
-            f"{name}: its prepare function reads {current[0]!r}, which exists only while training; use old_…_T"
+            f"{name}: its prepare function reads {current[0]!r}, which is computed only after it; read a column of the "
+            "batch instead, such as old_logprobs_T"
         )
 
 
 def column_of(parameter: str) -> str:
-    """The column that a parameter reads: its name without `_T`; `mask_T` is `loss_mask`."""
+    """The column that a parameter reads: the parameter's name without `_T`; `mask_T` reads `loss_mask`."""
     return "loss_mask" if parameter == "mask_T" else parameter.removesuffix("_T")
 
 
@@ -63,7 +67,7 @@ def positional_with_defaults(function: Callable[..., Any], where: str) -> dict[s
             continue
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             raise PluginError(
-                f"{where}: parameter {parameter} cannot be bound by name; list columns as plain parameters"
+                f"{where}: parameter {parameter} cannot be passed by name; list columns as plain parameters"
             )
         found[name] = parameter.default is not parameter.empty
     return found

@@ -1,14 +1,14 @@
 """Policy losses of single tokens: pure functions of log-probs, one value per token, no reduction.
 
-r_t = exp(logprobs_t − old_logprobs_t) is the ratio of the current policy to that at the start of the update, and A_t
-the advantage. Conventions of all losses in this package:
+r_t = exp(logprobs_t − old_logprobs_t) is the probability ratio of the current policy to the policy at the start of the
+update, and A_t the advantage. Conventions of all losses in this package:
 
 - `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, and loss and gradient are 0.
 - Log-ratios (of a token, or in `sequence_losses` the mean over a sequence) are clamped to ±20
   (`token_loss.LOG_RATIO_LIMIT`) before `exp`. Beyond this limit they have no gradient.
-- Positional parameters are columns of the batch, bound by the parameters' names (see `objective`). Keyword-only
-  parameters are settings with the names of `trainer.algorithm`.
-- ShapeError if lengths or dtypes do not fit; ConfigError if a setting is out of range.
+- Positional parameters are columns of the batch, bound by name (see `objective`). Keyword-only parameters are settings;
+  those that `trainer.algorithm` has too have the same name there.
+- A loss raises ShapeError if lengths or dtypes do not fit, and ConfigError if a setting is out of range.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def ppo_clip_loss(
         eps_clip_high: >= 0.
 
     Returns:
-        Loss [T]; metrics ratio, clip_fraction and approx_kl (k3 of KL(old ‖ current)).
+        Loss [T]; metrics ratio, clip_fraction and approx_kl (the k3 estimate of KL(old ‖ current)).
     """
     require_tokens(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
     log_ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
@@ -71,9 +71,9 @@ def dual_clip_loss(
     eps_clip_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> TokenLoss:
-    """PPO clip whose loss is also bounded for negative advantages.
+    """PPO clip, with an additional bound on the loss of tokens with negative advantage.
 
-    loss_t = PPO clip's where A_t >= 0, else min(PPO clip's, −clip_ratio_c · A_t).
+    loss_t = PPO clip's loss where A_t >= 0, else min(PPO clip's loss, −clip_ratio_c · A_t).
     Source: Ye et al. 2020, arXiv 1912.09729, eq. 5.
 
     Args:
@@ -111,7 +111,7 @@ def cispo_loss(
     cispo_eps_clip_high: float = 4.0,
     cispo_anchor: Literal["old", "rollout"] = "old",
 ) -> TokenLoss:
-    """REINFORCE weighted by a clipped ratio, so that every token keeps its gradient.
+    """REINFORCE weighted by a clipped ratio. Clipping bounds a token's weight, but does not remove its gradient.
 
     loss_t = −stop_gradient(clip(ρ_t, 1 − cispo_eps_clip_low, 1 + cispo_eps_clip_high)) · A_t · logprobs_t,
     ρ_t = exp(logprobs_t − anchor_t).
@@ -120,10 +120,10 @@ def cispo_loss(
     Args:
         logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
         old_logprobs_T: read with the anchor 'old'.
-        rollout_logprobs_T: distribution that was sampled from; read with the anchor 'rollout'.
+        rollout_logprobs_T: distribution from which the engine sampled; read with the anchor 'rollout'.
         cispo_eps_clip_low: in [0, 1]; 1 leaves the ratio without a lower bound.
         cispo_eps_clip_high: >= 0.
-        cispo_anchor: 'old' or 'rollout'.
+        cispo_anchor: 'old' or 'rollout', the log-probs in the ratio's denominator.
 
     Returns:
         Loss [T]; metrics as `ppo_clip_loss`.
@@ -133,7 +133,7 @@ def cispo_loss(
     (anchor,) = _cispo_columns(cispo_anchor=cispo_anchor)
     anchor_T = old_logprobs_T if anchor == "old_logprobs_T" else rollout_logprobs_T
     if anchor_T is None:
-        raise ConfigError(f"cispo_loss: with cispo_anchor={cispo_anchor!r} it needs {anchor}, got none")
+        raise ConfigError(f"cispo_loss: cispo_anchor={cispo_anchor!r} needs {anchor}, got None")
     require_tokens(mask_T, logprobs_T=logprobs_T, advantages_T=advantages_T, **{anchor: anchor_T})
     with torch.no_grad():
         log_ratio_T = log_ratio(logprobs_T, anchor_T, mask_T)
@@ -153,7 +153,8 @@ def sapo_loss(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> TokenLoss:
-    """A smooth gate instead of the hard clip: the gradient fades as the ratio moves away from 1, on both sides.
+    """A smooth gate instead of the hard clip: the gradient decreases as the ratio moves away from 1 in either
+    direction.
 
     loss_t = −A_t · σ(τ (r_t − 1)) · 4 / τ, with τ = tau_pos where A_t > 0, else tau_neg. At r_t = 1 the gradient is
     the same as PPO's.
@@ -161,7 +162,7 @@ def sapo_loss(
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
-        tau_pos, tau_neg: > 0; larger fades faster.
+        tau_pos, tau_neg: > 0; with a larger value, the gradient decreases faster.
 
     Returns:
         Loss [T]; metrics ratio and approx_kl, and gate_fraction: the fraction of the gradient that the gate removes.
@@ -217,14 +218,14 @@ def dro_loss(
 ) -> TokenLoss:
     """Direct reward optimisation: the policy gradient without a ratio, plus a quadratic penalty on log r.
 
-    loss_t = w_t · (−A_t · logprobs_t + ½ dro_beta · (log r_t)²). log r_t is not clamped, so that the penalty pulls back
-    tokens that are far from the old policy.
+    loss_t = w_t · (−A_t · logprobs_t + ½ dro_beta · (log r_t)²). log r_t is not clamped, so that the penalty also has a
+    gradient for tokens far from the old policy.
     Source: Richemond et al. 2024, arXiv 2405.19107, eq. 6. The gradient of the paper's loss, ½ (A − dro_beta · log r)²,
-    is dro_beta times the gradient of the form above, which is that of verl's and Tinker's `dro`.
+    is dro_beta times the gradient of the form above. verl's and Tinker's `dro` use the form above too.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
-        correction_weights_T: w of an off-policy correction; None: 1.
+        correction_weights_T: w, the weights of an off-policy correction; None: 1.
         dro_beta: >= 0, coefficient of the penalty.
 
     Returns:
@@ -245,7 +246,7 @@ def dro_loss(
 
 
 def reinforce_loss(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> TokenLoss:
-    """The plain policy gradient. Correct for one update per batch, on samples of the current policy.
+    """The plain policy gradient. Correct only for one optimizer step per batch, on samples of the current policy.
 
     loss_t = −A_t · logprobs_t.
     Source: Williams 1992, "Simple statistical gradient-following algorithms", eq. 4.
@@ -279,20 +280,20 @@ def cross_entropy_loss(logprobs_T: Tensor, mask_T: Tensor) -> TokenLoss:
 def clipped_surrogate(
     log_ratio_T: Tensor, advantages_T: Tensor, eps_clip_low: float, eps_clip_high: float
 ) -> TokenLoss:
-    """PPO's clipped surrogate of a token's or a sequence's log-ratio; both inputs are 0 outside the mask."""
+    """PPO's clipped surrogate for log-ratios of tokens or sequences. Both tensors must be 0 outside the mask."""
     require_between(0.0, 1.0, eps_clip_low=eps_clip_low)
     require_between(0.0, math.inf, eps_clip_high=eps_clip_high)
     ratio_T = log_ratio_T.exp()
     with torch.no_grad():
         bounded_T = ratio_T.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
-        # The minimum is the clipped term if the ratio is beyond the bound in the direction of the advantage.
+        # The clipped term is the minimum where the advantage has already pushed the ratio beyond its bound.
         clipped_T = (ratio_T - bounded_T).mul_(advantages_T) > 0
     loss_T = -advantages_T * torch.where(clipped_T, bounded_T, ratio_T)
     return TokenLoss(loss_T, ratio_metrics(log_ratio_T, ratio_T, clipped_T))
 
 
 def ratio_metrics(log_ratio_T: Tensor, ratio_T: Tensor, clipped_T: Tensor) -> dict[str, Tensor]:
-    """ratio, clip_fraction, and approx_kl = r − 1 − log r, the k3 of KL(anchor ‖ current)."""
+    """The metrics ratio, clip_fraction and approx_kl = r − 1 − log r, the k3 estimate of KL(anchor ‖ current)."""
     with torch.no_grad():
         approx_kl_T = torch.expm1(log_ratio_T).sub_(log_ratio_T)
     return {"ratio": ratio_T.detach(), "clip_fraction": clipped_T, "approx_kl": approx_kl_T}

@@ -1,9 +1,9 @@
-"""Policy losses that treat tokens differently, depending on how they compare with the rest of the mini-batch.
+"""Policy losses that select tokens by comparing them with all other tokens of the mini-batch.
 
 See `losses` for the conventions of all losses.
 
-Each loss has a `prepare` function (`token_loss.prepared_by`), which chooses the tokens. It runs on the controller, once
-per mini-batch, on log-probs and entropies from the start of the update. So the choice depends neither on how the
+Each loss has a `prepare` function (`token_loss.prepared_by`), which selects the tokens. It runs on the controller, once
+per mini-batch, on log-probs and entropies from the start of the update. So the selection depends neither on how the
 mini-batch is split nor on the progress of the update.
 """
 
@@ -39,8 +39,8 @@ def clip_cov_columns(
     """`prepare` of `clip_cov_loss`: `x_cov_clipped`, the tokens whose gradient is removed.
 
     Draws max(1, floor(clip_ratio · trained tokens)) tokens without replacement from those whose covariance is strictly
-    between clip_cov_lb and clip_cov_ub; takes all if there are fewer. The draw depends on the seed and on the order of
-    the mini-batch.
+    between clip_cov_lb and clip_cov_ub; takes all of these if there are fewer. The draw depends on the seed and on the
+    order of the tokens in the mini-batch.
     """
     require_between(0.0, 1.0, clip_ratio=clip_ratio)
     covariances_T = token_covariances(old_logprobs_T, advantages_T, mask_T)
@@ -64,16 +64,17 @@ def clip_cov_loss(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO clip without a few tokens whose log-prob and advantage covary strongly, because those reduce the entropy.
+    """PPO clip without the gradient of a few tokens whose log-prob and advantage covary strongly, because updates of
+    these tokens reduce the entropy.
 
-    loss_t = 0 at the chosen tokens (`clip_cov_columns`), else PPO clip's.
+    loss_t = 0 at the selected tokens (`clip_cov_columns`), else PPO clip's loss.
     Source: Cui et al. 2025, arXiv 2505.22617, section 4 (Clip-Cov), there with the covariance under the current policy.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `losses.ppo_clip_loss`.
         x_cov_clipped_T: bool, computed by `clip_cov_columns` from advantages without correction weights.
-        clip_ratio: fraction of the trained tokens to choose, in [0, 1] (setting of `clip_cov_columns`).
-        clip_cov_lb, clip_cov_ub: range of covariances to choose from (settings of `clip_cov_columns`).
+        clip_ratio: fraction of the trained tokens to select, in [0, 1] (setting of `clip_cov_columns`).
+        clip_cov_lb, clip_cov_ub: range of covariances to select from (settings of `clip_cov_columns`).
 
     Returns:
         Loss [T]; metrics as `losses.ppo_clip_loss`, and cov_fraction.
@@ -111,16 +112,16 @@ def kl_cov_loss(
 ) -> TokenLoss:
     """The unclipped surrogate, with a penalty on changing the tokens whose log-prob and advantage covary most.
 
-    loss_t = w_t · (−r_t A_t), plus w_t · ppo_kl_coef · |log r_t| at the chosen tokens (`kl_cov_columns`).
+    loss_t = w_t · (−r_t A_t), plus w_t · ppo_kl_coef · |log r_t| at the selected tokens (`kl_cov_columns`).
     Source: Cui et al. 2025, arXiv 2505.22617, section 4 (KL-Cov), there with the covariance under the current policy;
     w scales the penalty too, as in verl's `kl_cov`.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `losses.ppo_clip_loss`.
         x_cov_top_T: bool, computed by `kl_cov_columns` from advantages without correction weights.
-        correction_weights_T: w of an off-policy correction; None: 1.
+        correction_weights_T: w, the weights of an off-policy correction; None: 1.
         ppo_kl_coef: >= 0.
-        kl_cov_frac: fraction of the trained tokens to choose, in [0, 1] (setting of `kl_cov_columns`); the paper uses
+        kl_cov_frac: fraction of the trained tokens to select, in [0, 1] (setting of `kl_cov_columns`); the paper uses
             0.0002 to 0.002.
 
     Returns:
@@ -149,7 +150,7 @@ def kl_cov_loss(
 def top_entropy_columns(
     old_entropies_T: Tensor, mask_T: Tensor, *, top_entropy_fraction: float = 0.2
 ) -> dict[str, Tensor]:
-    """`prepare` of `top_entropy_loss`: `x_top_entropy`, see `top_entropy_mask`."""
+    """`prepare` of `top_entropy_loss`: `x_top_entropy`, the result of `top_entropy_mask`."""
     return {"x_top_entropy": top_entropy_mask(old_entropies_T, mask_T, top_entropy_fraction=top_entropy_fraction)}
 
 
@@ -166,7 +167,7 @@ def top_entropy_loss(
 ) -> TokenLoss:
     """PPO clip on the tokens with the highest entropy. The others have no loss, but still count in the denominator.
 
-    loss_t = PPO clip's at the chosen tokens (`top_entropy_mask`), else 0.
+    loss_t = PPO clip's loss at the selected tokens (`top_entropy_mask`), else 0.
     Source: Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939, section 5.
 
     Args:
@@ -195,7 +196,7 @@ def top_entropy_mask(entropies_T: Tensor, mask_T: Tensor, *, top_entropy_fractio
         top_entropy_fraction: in [0, 1].
 
     Returns:
-        bool [T]. Of equal entropies at the threshold, torch's order decides which are chosen.
+        bool [T]. Which of several tokens with equal entropy at the threshold are selected depends on `torch.topk`.
     """
     require_between(0.0, 1.0, top_entropy_fraction=top_entropy_fraction)
     require_tokens(mask_T, entropies_T=entropies_T)

@@ -1,7 +1,7 @@
-"""The loss sum to be minimised, built from a loss function and bound to batch columns by parameter name.
+"""The sum that training minimises, computed by a loss function from batch columns that are bound by parameter name.
 
-Training backends call an `Objective` once per micro-batch, whatever the loss; a loss does not depend on the backend.
-A function's positional parameters say what it reads:
+Training backends call an `Objective` once per micro-batch, so they need no code for particular losses, and losses need
+none for particular backends. A function's positional parameters say what it reads:
 
     logprobs_T, entropies_T, predicted_values_T    scores of the current model, with gradient
     <column>_T                                     a per-token batch column, e.g. old_logprobs_T, advantages_T, values_T
@@ -11,8 +11,8 @@ A function's positional parameters say what it reads:
     correction_weights_T                           off-policy correction weights; 1 if there is no correction
     x_<name>_T                                     computed by the loss's `prepare` (see `token_loss.prepared_by`)
 
-A parameter with a default is optional: it is bound if the batch has the column, or as `token_loss.chooses_columns`
-decides. Keyword-only parameters are settings.
+A parameter with a default is optional: it is bound if the batch has the column. For a loss decorated with
+`token_loss.chooses_columns`, the settings decide instead. Keyword-only parameters are settings.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Objective:
     """sum over t of loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t]), over the trained tokens."""
 
     function: LossFunction
-    """The loss: see the module's docstring for its parameters."""
+    """The loss function. The module's docstring explains its parameters."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Settings by keyword."""
+    """The loss's settings, passed by keyword."""
     kl_coef: float = 0.0
-    """Coefficient of the KL to `ref_logprobs`. 0: no such term, and the column is not read."""
+    """Coefficient of the KL to the reference. 0: no such term, so `ref_logprobs` is not read for it."""
     kl_estimator: str = "k3"
     """One of `kl.KL_ESTIMATORS`."""
     entropy_coef: float = 0.0
@@ -58,8 +58,8 @@ class Objective:
     off_policy_sequence_mask: float | None = None
     """`delta` of `off_policy_mask.off_policy_sequence_mask`, which removes tokens from the loss. None: not applied."""
     old_is_current: bool = False
-    """Use the current log-probs, detached, as `old_logprobs`. Correct while the weights have not changed since the
-    start of the update. If True, a call does not read the column `old_logprobs`; `prepare` still does."""
+    """Use the current log-probs, detached, as `old_logprobs`. Correct only while the weights are those of the start of
+    the update. If True, a call does not read the column `old_logprobs`; `prepare` still does."""
 
     def __post_init__(self) -> None:
         require_kl_estimator(self.kl_estimator)
@@ -80,8 +80,8 @@ class Objective:
 
     @cached_property
     def corrections(self) -> Corrections:
-        """How this loss takes off-policy correction weights. If the loss does not declare it, its parameters and
-        `is_linear` decide."""
+        """How this loss uses off-policy correction weights: what it declares, or else what follows from its parameters
+        and `is_linear`."""
         declared = getattr(self.function, "corrections", None)
         if declared is not None:
             return declared
@@ -94,12 +94,13 @@ class Objective:
 
     @cached_property
     def prepare_columns(self) -> tuple[str, ...]:
-        """Columns of the whole mini-batch that `prepare` reads; none for most losses."""
+        """Columns that the loss's `prepare` function reads; none for most losses."""
         return tuple(column_of(name) for name in self._prepare_parameters)
 
     @cached_property
     def call_columns(self) -> tuple[str, ...]:
-        """Columns that a call reads, which must be sent to workers. Includes the `x_…` columns of `prepare`."""
+        """Columns that a call reads, so that they must be sent to workers. Includes the `x_…` columns that `prepare`
+        returns."""
         read = [column_of(name) for name in self._required_parameters]
         read += ["correction_weights"] if "correction_weights_T" in self._parameters else []
         terms = ["ref_logprobs"] if self.kl_coef else []
@@ -110,7 +111,7 @@ class Objective:
 
     @cached_property
     def compares_with_old(self) -> bool:
-        """Whether a call reads log-probs of the policy at the start of the update."""
+        """Whether a call reads `old_logprobs`, from the column or with `old_is_current`."""
         in_kl = bool(self.kl_coef) and self.kl_estimator == UNBIASED
         return in_kl or "old_logprobs_T" in self._required_parameters
 
@@ -127,9 +128,9 @@ class Objective:
     def prepare(self, columns: Mapping[str, Tensor], sequence_T: Tensor, seed: int) -> dict[str, Tensor]:
         """Columns [T] to add to the mini-batch, or to replace in it, before it is split; none for most losses.
 
-        These are the `x_…` columns that the loss's own `prepare` function makes (it reads the advantages without
-        correction weights); the advantages times the weights, if a correction scales the loss; and the weights (1 if
-        there is no correction), if the loss reads them.
+        These are: the `x_…` columns that the loss's own `prepare` function computes, from the advantages without
+        correction weights; if a correction scales the loss, the advantages times the weights; and if the loss reads
+        the weights, the weights, which are 1 without a correction.
 
         Args:
             columns: the mini-batch's `required_columns`, and `correction_weights` if there is a correction.
@@ -163,7 +164,10 @@ class Objective:
         made = function(**arguments, **settings, **({"seed": seed} if "seed" in known else {}))
         wanted = {column_of(name) for name in self._parameters if name.startswith("x_")}
         if set(made) != wanted:
-            raise PluginError(f"{self.name}: its prepare function made {sorted(made)}, the loss reads {sorted(wanted)}")
+            raise PluginError(
+                f"{self.name}: its prepare function returned the columns {sorted(made)}, but the loss reads "
+                f"{sorted(wanted)}; return exactly the columns that the loss reads"
+            )
         return dict(made)
 
     def __call__(
@@ -177,22 +181,23 @@ class Objective:
     ) -> tuple[Tensor, dict[str, SumAndWeight]]:
         """The micro-batch's part of the sum, and its metrics. Does not synchronise with the device.
 
-        With context parallelism, every rank of a context group calls this with its gathered whole sequences and gets
-        the same values. On each rank the gradient flows only to that rank's slice. One of the ranks reports the
-        metrics.
+        With context parallelism, every rank of a context group calls this with the whole sequences, gathered from the
+        group, and gets the same values. On each rank, the gradient flows only to that rank's slice. One of the ranks
+        reports the metrics.
 
         Args:
-            columns: the micro-batch's `call_columns`. Outside `loss_mask` they may hold anything.
+            columns: the micro-batch's `call_columns`. Values outside `loss_mask` may be anything.
             sequence_T: int64, non-decreasing.
             logprobs_T, entropies_T, predicted_values_T: scores of the current model with gradient; those in `reads` are
-                required. Given entropies are reported even without an entropy bonus.
+                required. If entropies are passed, their mean is a metric, even without an entropy bonus.
 
         Returns:
-            The scalar to call `backward` on; and metrics, name → (sum over trained tokens, number of them), 0-d tensors
-            without gradient. `loss` is (weighted sum, 1): the parts sum to the mini-batch's loss.
+            The scalar to call `backward` on, and metrics: name → (sum over the trained tokens, number of trained
+            tokens), 0-d tensors without gradient. The metric `loss` is (weighted sum, 1): summed over micro-batches, it
+            is the mini-batch's loss.
 
         Raises:
-            ShapeError: a column or a current value is missing or of the wrong length.
+            ShapeError: a column or a score of the current model is missing or has the wrong length.
             PluginError: the loss function returned something other than a TokenLoss of T values.
         """
         given = {"logprobs": logprobs_T, "entropies": entropies_T, "predicted_values": predicted_values_T}
@@ -229,12 +234,12 @@ class Objective:
         return loss, {"loss": (loss.detach(), torch.ones_like(loss)), **sums}
 
     def try_out(self) -> None:
-        """Runs the function on four tokens of two sequences, so that a broken one fails at start-up.
+        """Runs the loss on four tokens of two sequences, so that a broken loss fails before the run.
 
         Raises:
-            RLError: the function raised it itself, for example a ConfigError for a setting.
-            PluginError: the function raised another error (the cause), or returned something other than a TokenLoss of
-                T values; or it declares that corrections scale it, but is not linear in the advantages.
+            RLError: the loss raised it, for example a ConfigError for a setting.
+            PluginError: the loss raised another error (the cause), or returned something other than a TokenLoss of T
+                values; or it declares that corrections scale it, but is not linear in the advantages.
         """
         sequence_T = torch.tensor([0, 0, 1, 1])
         self._tried({name: _example(name) for name in self.required_columns}, sequence_T)
@@ -248,7 +253,8 @@ class Objective:
         """Whether scaling each token's advantage by a factor from 0 to 50 scales its loss by the same factor.
 
         Tried on twelve tokens of three sequences, some with a probability ratio below 0.8 or above 1.2, where losses
-        usually clip; the columns of `prepare` are not changed. Raises as `try_out` does if the function fails.
+        usually clip. The columns from `prepare` are not recomputed for the scaled advantages. If the loss fails, raises
+        what `try_out` raises.
         """
         generator = torch.Generator().manual_seed(0)
         sequence_T = torch.arange(3).repeat_interleave(4)
@@ -258,7 +264,7 @@ class Objective:
             factor_T = 50.0 * torch.rand(12, generator=generator).pow(3)
             factor_T[torch.randint(12, (1,), generator=generator)] = 0.0
             scaled_T = self._tried(columns, sequence_T, {"advantages": columns["advantages"] * factor_T})
-            # The tolerance is for float32 losses that sum tens of terms.
+            # The tolerance allows for the rounding of float32 losses that sum tens of terms.
             if not torch.allclose(scaled_T, loss_T * factor_T, rtol=1e-3, atol=1e-4):
                 return False
         return True
@@ -304,7 +310,7 @@ class Objective:
 
     @cached_property
     def _required_parameters(self) -> tuple[str, ...]:
-        """Parameters without a default, and those that the settings choose."""
+        """Parameters without a default, and the optional ones that the settings select."""
         choose = getattr(self.function, "chosen_columns", None)
         chosen = choose(**{k: v for k, v in self.params.items() if k in keyword_parameters(choose)}) if choose else ()
         return tuple(name for name, is_optional in self._parameters.items() if not is_optional or name in chosen)
@@ -330,8 +336,8 @@ def sum_metrics(parts: Iterable[Mapping[str, SumAndWeight]]) -> dict[str, tuple[
 
 
 def _clean(columns: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
-    """Sets floating-point values outside the mask to zero, because they may be anything and a user's function need not
-    handle that."""
+    """Sets floating-point values outside the mask to zero. They may be NaN or infinite, and user functions should not
+    have to handle this."""
     return {name: masked(v_T, mask_T) if v_T.is_floating_point() else v_T for name, v_T in columns.items()}
 
 

@@ -1,4 +1,5 @@
-"""Masks sequences with negative advantage that have become unlikely, so that they are not pushed down further."""
+"""Masks sequences with negative advantage that have become unlikely, so that their probability is not reduced
+further."""
 
 from __future__ import annotations
 
@@ -22,14 +23,15 @@ def off_policy_sequence_mask(
     """The tokens that keep their policy loss: those with advantage >= 0, or in a sequence that is still likely.
 
     M_t = 0 where A_t < 0 and mean over the sequence's trained tokens of (rollout_logprobs − logprobs) > delta, else 1.
-    The mean estimates KL(sampling policy ‖ current policy) in nats per token. As the current policy changes during an
-    update, so does M. M multiplies only the policy loss; KL, entropy and denominators do not change.
+    The mean estimates KL(sampling policy ‖ current policy) in nats per token. M changes during an update as the current
+    policy changes. M multiplies only the policy loss; KL, entropy and denominators stay the same.
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, section 3.1 (off-policy sequence masking).
 
     Args:
         logprobs_T: current policy.
-        rollout_logprobs_T: distribution that was sampled from; tokens where it is not finite are left out of the mean.
-        advantages_T: any range; only the sign matters.
+        rollout_logprobs_T: distribution from which the engine sampled; tokens where it is not finite are left out of
+            the mean.
+        advantages_T: any range; only the sign is used.
         mask_T: bool, the trained tokens.
         sequence_T: int64, non-decreasing.
         delta: >= 0, nats per token.

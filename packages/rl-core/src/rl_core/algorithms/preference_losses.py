@@ -1,10 +1,10 @@
 """Pairwise losses: of two responses to a prompt, the one with the higher reward is preferred.
 
 A pair's loss is a function of one number, the margin Δ between its two responses. The gradient of the loss is the slope
-of that function times the gradient of Δ, and Δ is a sum over tokens. So the controller computes the slopes before the
+of this function times the gradient of Δ, and Δ is a sum over tokens. So the controller computes the slopes before the
 batch is split, from scores at the start of the update, and workers only sum. The two responses of a pair may therefore
-be on different ranks or in different micro-batches. This is exact for one optimizer step per batch, which `pairwise`
-requires.
+be on different ranks or in different micro-batches. The gradient is exact only for one optimizer step per batch, so
+`pairwise` requires this.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def dpo_columns(
     dpo_beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> dict[str, Tensor]:
-    """`prepare` of `dpo_loss`: for each token, the slope and a share of its pair's loss, and the inputs of metrics."""
+    """`prepare` of `dpo_loss`: for each token, the slope of its pair's loss, the token's share of the loss, and the
+    inputs of the metrics."""
     if dpo_type not in ("sigmoid", "ipo"):
         raise ConfigError(f"dpo_type: got {dpo_type!r}; expected sigmoid or ipo")
     require_between(0.0, math.inf, dpo_beta=dpo_beta)
@@ -82,21 +83,21 @@ def dpo_loss(
     Δ = s(preferred) − s(other), s = sum over a response's trained tokens of logprob − ref_logprob.
     sigmoid: −(1 − ε) log σ(βΔ) − ε log σ(−βΔ). Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; with label
     smoothing ε: Mitchell 2023, "A note on DPO with noisy preferences" (conservative DPO).
-    ipo: (Δ − 1/(2β))², with s the mean over the tokens. Source: Azar et al. 2023, arXiv 2310.12036, eq. 17; the mean is
-    as in the authors' and TRL's code.
-    A prompt with two equal rewards, or with a response that failed, has no loss, but still counts as a prompt.
+    ipo: (Δ − 1/(2β))², with s the mean over the tokens. Source: Azar et al. 2023, arXiv 2310.12036, eq. 17; the
+    authors' and TRL's code also use the mean.
+    A prompt with equal rewards, or of which one response failed, has no loss, but still counts as a prompt.
 
     Args:
         logprobs_T: current policy; carries gradient.
         mask_T: bool, the trained tokens.
         x_pair_…_T: computed by `dpo_columns` from log-probs at the start of the update and those of the reference.
         dpo_type: 'sigmoid' or 'ipo' (a setting of `dpo_columns`, like the next two).
-        dpo_beta: > 0, per nat; the smaller, the further the policy may move.
+        dpo_beta: > 0, per nat; the smaller it is, the further the policy may move from the reference.
         label_smoothing: in [0, 0.5], the probability that a preference is wrong; only for 'sigmoid'.
 
     Returns:
-        Loss [T], whose sum over a prompt's tokens is the pair's loss; metrics, means over prompts: pair_accuracy,
-        pair_margin, pair_preferred and pair_other (implicit rewards β·s, with s the sum for 'ipo' too).
+        Loss [T], whose sum over a prompt's tokens is the pair's loss; metrics as means over prompts: pair_accuracy,
+        pair_margin, pair_preferred and pair_other (the implicit rewards β·s; for 'ipo', s is the sum here too).
     """
     require_tokens(mask_T, logprobs_T=logprobs_T, x_pair_slope_T=x_pair_slope_T)
     return _pair_loss(
@@ -111,7 +112,7 @@ def reward_model_columns(
     sequence_T: Tensor,
     group_T: Tensor,
 ) -> dict[str, Tensor]:
-    """`prepare` of `reward_model_loss`, with the same columns as `dpo_columns`."""
+    """`prepare` of `reward_model_loss`: the same columns as from `dpo_columns`."""
     pairs = _Pairs.of(rewards_T, mask_T, sequence_T, group_T)
     last_T = pairs.last_trained(mask_T, sequence_T)
     scores_S = sequence_sum(masked(values_T.double(), last_T), sequence_T)
@@ -138,9 +139,9 @@ def reward_model_loss(
     x_pair_other_T: Tensor,
     x_pair_share_T: Tensor,
 ) -> TokenLoss:
-    """A reward model from pairs: −log σ(r(preferred) − r(other)).
+    """Trains a reward model on pairs: −log σ(r(preferred) − r(other)).
 
-    r is the value predicted at a response's last trained token, from all tokens before it.
+    r is the value predicted at a response's last trained token, from all tokens before that token.
     Source: Bradley and Terry 1952; Ouyang et al. 2022 (InstructGPT), arXiv 2203.02155, eq. 1, for two responses.
 
     Args:
@@ -179,7 +180,7 @@ def _pair_loss(
 
 
 class _Pairs(NamedTuple):
-    """The sequences of every prompt, one or two. S sequences, P prompts."""
+    """The one or two sequences of each prompt: S sequences of P prompts."""
 
     pair_S: Tensor
     """int64, the prompt of each sequence, from 0."""
@@ -229,10 +230,10 @@ class _Pairs(NamedTuple):
     def columns(
         self, loss_P: Tensor, slope_P: Tensor, unit_S: Tensor, rewards_P: tuple[Tensor, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """The columns of the loss: each token's slope, and its part of the pair's loss and metrics.
+        """The columns of the loss: each token's slope, and its share of the pair's loss and metrics.
 
-        Later, metrics are averaged over trained tokens. To make this the mean over pairs, a pair's metric is multiplied
-        by (trained tokens) / (pairs · trained tokens of the pair).
+        Metrics are later averaged over trained tokens. To make this a mean over pairs, a pair's metric is multiplied by
+        (trained tokens) / (pairs · trained tokens of the pair).
         """
         tokens_P = group_sum(sequence_sum(self.mask_T, self.sequence_T).double(), self.pair_S)
         has_preference_P = group_sum(self.sign_S.abs(), self.pair_S) > 0

@@ -1,13 +1,13 @@
-"""Reductions as loss weights: the minimised quantity is sum_t loss_weights[t] · loss[t] over a whole mini-batch.
+"""Reductions as loss weights: training minimises sum_t loss_weights[t] · loss[t] over a whole mini-batch.
 
 The controller computes the weights from the mini-batch (the tokens of one optimizer step) before it is split, and
 workers only sum. So micro-batches, packing and ranks cannot change the gradient. The weights of `token_mean`,
 `sequence_mean` and `prompt_mean` sum to 1. A sequence or prompt without a trained token does not count in any
 denominator. A mask without any trained token gives zeros.
 
-Every reduction finally divides by a number of tokens, sequences or prompts. If a mini-batch arrives in parts (of whole
-prompts), `Reduction.summed` gives each part's weights before this division, and its divisor. Gradients and divisors are
-summed over the parts, and divided at the end.
+Every reduction divides by a number of tokens, sequences or prompts at the end. If a mini-batch arrives in parts (of
+whole prompts), `Reduction.summed` returns each part's weights before this division, and the part's divisor. The summed
+gradients are divided by the summed divisors after the last part.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class SummedWeights(NamedTuple):
     weights_T: Tensor
     """float64 [T]; 0 for untrained tokens."""
     divisor: Tensor
-    """int64, 0-d: number of trained tokens, or of sequences or prompts with trained tokens. The divisors of parts that
-    share no prompt sum to that of the whole."""
+    """int64, 0-d: number of trained tokens, or of sequences or prompts with trained tokens. If parts share no prompt,
+    their divisors sum to the divisor of the whole mini-batch."""
 
 
 class Reduction(Generic[P]):
-    """A reduction, with the name and parameters of the function that it wraps. Called with a whole mini-batch, it gives
-    the loss weights, float32 [T]."""
+    """A reduction, with the name and parameters of the function that it wraps. Called with a whole mini-batch, it
+    returns the loss weights, float32 [T]."""
 
     def __init__(self, summed: Callable[P, SummedWeights]):
         self.summed = summed
-        """The weights of a part of a mini-batch, before the division."""
+        """The wrapped function: the weights of a part of a mini-batch before the division."""
         functools.update_wrapper(self, summed)
         self.__signature__ = inspect.signature(summed).replace(return_annotation="Tensor")
 
@@ -72,7 +72,7 @@ def token_mean(loss_mask_T: Tensor) -> SummedWeights:
         Weights float32 [T].
 
     Raises:
-        ShapeError: the mask is not bool or not one axis.
+        ShapeError: the mask is not bool or does not have one axis.
     """
     require_same_length(loss_mask_T=loss_mask_T)
     require_bool(loss_mask_T=loss_mask_T)
@@ -83,7 +83,7 @@ def token_mean(loss_mask_T: Tensor) -> SummedWeights:
 def sequence_mean(loss_mask_T: Tensor, sequence_T: Tensor) -> SummedWeights:
     """The mean over sequences of each sequence's token mean: w_t = m_t / (n_i · S).
 
-    n_i is the number of trained tokens of the token's sequence i, S the number of sequences that have one.
+    n_i is the number of trained tokens of the token's sequence i, S the number of sequences with a trained token.
     Source: Shao et al. 2024 (GRPO), arXiv 2402.03300, eq. 3.
 
     Args:
@@ -105,7 +105,7 @@ def sequence_mean(loss_mask_T: Tensor, sequence_T: Tensor) -> SummedWeights:
 def prompt_mean(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> SummedWeights:
     """The mean over prompts of the token mean over all samples of a prompt: w_t = m_t / (n_p · P).
 
-    n_p is the number of trained tokens of the token's prompt p, P the number of prompts that have one.
+    n_p is the number of trained tokens of the token's prompt p, P the number of prompts with a trained token.
     Source: Khatri et al. 2025 (ScaleRL, "prompt average"), arXiv 2510.13786.
 
     Args:
@@ -132,8 +132,8 @@ def prompt_mean(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> Sum
 def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_len: int) -> SummedWeights:
     """The mean over sequences of each sequence's token sum divided by a constant: w_t = m_t / (max_seq_len · S).
 
-    S is the number of sequences with a trained token. Tokens of long and short sequences have the same weight, which
-    does not depend on lengths in the batch. The weights sum to (mean trained length) / `max_seq_len`, not to 1.
+    S is the number of sequences with a trained token. All tokens have the same weight, which does not depend on the
+    lengths in the batch. The weights sum to (mean trained length) / `max_seq_len`, not to 1.
     Source: Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783, section 3.2.
 
     Args:
@@ -159,8 +159,8 @@ def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_
 def prompt_token_sum(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> SummedWeights:
     """The mean over prompts of the token sum over all samples of a prompt: w_t = m_t / P.
 
-    P is the number of prompts with a trained token. For losses whose tokens sum to one number per prompt, such as
-    pairwise losses. The weights sum to the trained tokens per prompt, not to 1.
+    P is the number of prompts with a trained token. Use this reduction for losses whose tokens sum to one number per
+    prompt, such as pairwise losses. The weights sum to the mean number of trained tokens per prompt, not to 1.
 
     Args:
         loss_mask_T: bool, the trained tokens.
@@ -201,6 +201,6 @@ def _require_stream(loss_mask_T: Tensor, sequence_T: Tensor) -> None:
 
 
 def _weights(loss_mask_T: Tensor, sequence_T: Tensor, denominator_S: Tensor) -> Tensor:
-    # A denominator is 0 only if no token of the sequence or prompt is trained. 1 in its place avoids 0 · inf.
+    # A denominator is 0 only if no token of the sequence or prompt is trained. Replacing it by 1 avoids 0 · inf.
     weight_S = torch.where(denominator_S > 0, denominator_S, 1.0).double().reciprocal()
     return weight_S[sequence_T] * loss_mask_T

@@ -1,8 +1,8 @@
-"""Rewards in the token stream: their positions and their sums, discounted per token or per turn.
+"""Rewards in the token stream: their positions, and their sums, discounted per token or per turn.
 
-Time counts only the sampled tokens of a sequence. Tokens between them (observations of an environment) are not actions:
-they take no time and have no reward. `sequence_T` may also be the trajectory's index if the steps of each trajectory
-are consecutive in the stream; time then runs across steps.
+Only the sampled tokens of a sequence are time steps. Tokens between them (observations of an environment) are not
+actions: they are not discounted and have no reward. `sequence_T` may also be the trajectory's index if the steps of
+each trajectory are consecutive in the stream; sums then continue across steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def outcome_rewards(scores_N: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Ten
         Rewards [T] in the dtype of `scores_N`.
 
     Raises:
-        ShapeError: lengths or dtypes do not fit, or a sequence has a score and no sampled token to carry it.
+        ShapeError: lengths or dtypes do not fit, or a sequence has a score other than 0 but no sampled token.
     """
     require_floating(scores_N=scores_N)
     _require_stream(sequence_T, mask_T=mask_T)
@@ -46,7 +46,9 @@ def outcome_rewards(scores_N: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Ten
     lost_N = (scores_N != 0) & ~sampled_N
     if bool(lost_N.any()):
         i = int(lost_N.nonzero()[0])
-        raise ShapeError(f"sequence {i} has the score {float(scores_N[i]):g} and no sampled token to put it on")
+        raise ShapeError(
+            f"sequence {i} has the score {float(scores_N[i]):g}, but no sampled token that can have this reward"
+        )
     index_T = mask_T.nonzero().squeeze(1)
     last_T = index_T[~continues(sequence_T[index_T])]
     return scores_N.new_zeros(mask_T.numel()).index_copy(0, last_T, scores_N[sequence_T[last_T]])
@@ -55,7 +57,7 @@ def outcome_rewards(scores_N: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Ten
 def discounted_returns(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *, gamma: float = 1.0) -> Tensor:
     """Discounted sum of the rewards from each sampled token to its sequence's end.
 
-    G_t = r_t + gamma · G_{t'}, with t' the next sampled token of the sequence; 0 after the last.
+    G_t = r_t + gamma · G_{t'}, with t' the next sampled token of the sequence; G_{t'} = 0 after the last one.
     Source: Sutton & Barto 2018, eq. 3.8 and 3.9.
 
     Args:
@@ -80,7 +82,7 @@ def discounted_returns(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *,
 
 
 def turn_index(mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Index of each token's turn, counted through the whole stream; −1 for tokens that were not sampled.
+    """Index of each token's turn, counted over the whole stream from 0; −1 for tokens that were not sampled.
 
     A turn is a run of consecutive sampled tokens in one sequence. Two turns without an observation token between them
     form a single run and count as one.
@@ -156,12 +158,12 @@ def turn_returns(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *, gamma
 
 
 def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
-    """The linear recurrence y_t = x_t + d_t · y_{t+1}, computed from the end, with y = 0 beyond it.
+    """The linear recurrence y_t = x_t + d_t · y_{t+1}, computed from the end, with y = 0 after the end.
 
-    The input is cut into blocks of 64. All blocks are computed in parallel, each starting from 0, together with the
-    products of their decays. The recurrence over the blocks' first values is the same problem, 64 times shorter; its
-    results are carried into the blocks. This takes 64 vector steps per level and O(T) work, for one long sequence as
-    well as for many short ones.
+    The input is cut into blocks of 64. All blocks are computed in parallel, each as if y were 0 after it, together with
+    the products of their decays. The recurrence over the blocks' first values is the same problem, 64 times shorter;
+    its results are then added to the blocks. This takes 64 vector steps per level and O(T) work, for one long sequence
+    as well as for many short ones.
 
     Args:
         inputs_T: x, finite.
@@ -183,7 +185,8 @@ def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
 
 
 def require_rewarded_stream(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> None:
-    """Raises ShapeError unless the tensors fit and all rewards are on sampled tokens; a stray one would be lost."""
+    """Raises ShapeError unless lengths and dtypes fit and all rewards are on sampled tokens. Other rewards would be
+    ignored."""
     require_floating(rewards_T=rewards_T)
     _require_stream(sequence_T, mask_T=mask_T, rewards_T=rewards_T)
     stray_T = (rewards_T != 0) & ~mask_T
@@ -196,19 +199,19 @@ def require_rewarded_stream(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tenso
 
 
 def on_stream(values_T: Tensor, index_T: Tensor, like_T: Tensor) -> Tensor:
-    """A stream with shape and dtype of `like_T` that holds `values_T` at the positions `index_T`, and 0 elsewhere."""
+    """A stream with the shape and dtype of `like_T`: `values_T` at the positions `index_T`, 0 elsewhere."""
     return torch.zeros_like(like_T).index_copy_(0, index_T, values_T.to(like_T.dtype))
 
 
 def continues(index_T: Tensor) -> Tensor:
-    """True where the next entry is equal, i.e. false at the last entry of every run of equal values."""
+    """bool [T], true where the next entry is equal, so false at the last entry of every run of equal values."""
     continues_T = torch.zeros_like(index_T, dtype=torch.bool)
     torch.eq(index_T[1:], index_T[:-1], out=continues_T[:-1])
     return continues_T
 
 
 def _in_blocks(values_T: Tensor, num_blocks: int) -> Tensor:
-    """A new [K, B] copy with K positions in each of B blocks; the last block is padded with 0."""
+    """A copy of the values as [K, B]: B blocks of K positions, the last one padded with 0."""
     blocks_KB = values_T.new_zeros(_BLOCK, num_blocks)
     num_full = values_T.numel() // _BLOCK
     blocks_KB[:, :num_full] = values_T[: num_full * _BLOCK].view(num_full, _BLOCK).T

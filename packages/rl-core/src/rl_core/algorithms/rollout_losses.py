@@ -1,6 +1,6 @@
 """Policy losses that read the log-probs of the distribution from which the engine sampled (`rollout_logprobs_T`).
 
-`rollout_is_loss` and `dppo_loss` read them instead of the old policy's log-probs, so no pass for those is needed;
+`rollout_is_loss` and `dppo_loss` read these instead of the old policy's log-probs, which then need not be computed;
 `decoupled_ppo_loss` reads both. ρ_t = exp(logprobs_t − rollout_logprobs_t). See `losses` for the conventions of all
 losses.
 """
@@ -31,11 +31,12 @@ def rollout_is_loss(
     """Importance sampling from the engine's distribution, without tokens on which trainer and engine disagree.
 
     loss_t = −ρ_t A_t where 1 − eps_clip_low < ρ_t < 1 + eps_clip_high, else 0.
-    Source: IcePop's mask (Ling Team 2025, arXiv 2510.18855), applied to the ratio of current policy to rollout.
+    Source: IcePop's mask (Ling Team 2025, arXiv 2510.18855), applied to the ratio of the current policy to the engine's
+    distribution.
 
     Args:
         logprobs_T: current policy; carries gradient.
-        rollout_logprobs_T: of the distribution that was sampled from.
+        rollout_logprobs_T: distribution from which the engine sampled.
         advantages_T: any range.
         mask_T: bool, the trained tokens.
         eps_clip_low: in [0, 1].
@@ -67,25 +68,25 @@ def dppo_loss(
 ) -> TokenLoss:
     """A trust region that bounds a divergence instead of the ratio.
 
-    The divergence is between the current policy and the rollout distribution, both reduced to two outcomes: the sampled
-    token, or any other token.
+    The divergence is between the current policy and the engine's distribution, both reduced to two outcomes: the
+    sampled token, or any other token.
 
     With p = exp(logprobs_t), q = exp(rollout_logprobs_t):
     D_t = |p − q| (binary_tv) or q log(q/p) + (1 − q) log((1 − q)/(1 − p)) (binary_kl);
-    loss_t = 0 if the divergence is beyond the bound and the step would increase it (A_t > 0, ρ_t > 1, D_t > delta_high,
-    or A_t < 0, ρ_t < 1, D_t > delta_low), else −ρ_t A_t.
+    loss_t = 0 if the divergence exceeds its bound and an update would increase it further (A_t > 0, ρ_t > 1 and
+    D_t > delta_high, or A_t < 0, ρ_t < 1 and D_t > delta_low), else −ρ_t A_t.
     Source: Qi et al. 2026 (DPPO), arXiv 2602.04879, Binary-TV and Binary-KL.
 
     Args:
         logprobs_T, rollout_logprobs_T, advantages_T, mask_T: as in `rollout_is_loss`; log-probs <= 0.
         dppo_type: 'binary_tv' or 'binary_kl'.
-        delta_low, delta_high: >= 0; in probability (binary_tv) or nats (binary_kl).
+        delta_low, delta_high: >= 0; a probability (binary_tv), or nats (binary_kl).
 
     Returns:
         Loss [T]; metrics as `losses.ppo_clip_loss`, and divergence.
     """
     if dppo_type not in _DIVERGENCES:
-        raise ConfigError(f"dppo_type: {dppo_type!r} is none of {', '.join(_DIVERGENCES)}")
+        raise ConfigError(f"dppo_type: {dppo_type!r} is not one of {', '.join(_DIVERGENCES)}")
     require_between(0.0, math.inf, delta_low=delta_low, delta_high=delta_high)
     require_tokens(mask_T, logprobs_T=logprobs_T, rollout_logprobs_T=rollout_logprobs_T, advantages_T=advantages_T)
     log_ratio_T = log_ratio(logprobs_T, rollout_logprobs_T, mask_T)
@@ -112,14 +113,14 @@ def decoupled_ppo_loss(
 ) -> TokenLoss:
     """PPO clip relative to the proximal (old) policy, on samples of the behaviour (rollout) policy.
 
-    loss_t = w_t · (PPO clip's loss against the old policy), w_t = exp(old_logprobs_t − rollout_logprobs_t), and 0 where
-    w_t > behav_imp_weight_cap.
+    loss_t = w_t · (PPO clip's loss relative to the old policy), with w_t = exp(old_logprobs_t − rollout_logprobs_t);
+    loss_t = 0 where w_t > behav_imp_weight_cap.
     Source: Hilton et al. 2021, arXiv 2110.00641, section 3; for language models, with the cap: Fu et al. 2025 (AReaL),
     arXiv 2505.24298, section 5.2.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `losses.ppo_clip_loss`.
-        rollout_logprobs_T: of the distribution that was sampled from.
+        rollout_logprobs_T: distribution from which the engine sampled.
         behav_imp_weight_cap: > 0; tokens with a larger weight have no loss. `inf`: no cap.
 
     Returns:
@@ -138,7 +139,7 @@ def decoupled_ppo_loss(
         weight_T = log_ratio(old_logprobs_T, rollout_logprobs_T, mask_T).exp_()
         capped_T = weight_T > behav_imp_weight_cap
         weight_T.masked_fill_(capped_T, 0.0)
-        weighted_T = masked(advantages_T, mask_T).mul_(weight_T)  # w >= 0, so it may be moved inside the minimum
+        weighted_T = masked(advantages_T, mask_T).mul_(weight_T)  # w >= 0, so min(w·a, w·b) = w·min(a, b)
     loss_T, metrics = clipped_surrogate(
         log_ratio(logprobs_T, old_logprobs_T, mask_T), weighted_T, eps_clip_low, eps_clip_high
     )

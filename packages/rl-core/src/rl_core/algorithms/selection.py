@@ -1,7 +1,7 @@
 """Selects the samples to train on, and counts what was dropped and why.
 
-Everything is a pure function of its arguments, including a seed for random choices. Which samples are selected does not
-depend on the order of the rows. Metrics are (sum, weight) pairs: a metric's value is sum / weight.
+All functions are pure; random choices depend on a seed argument. Which samples are selected does not depend on the
+order of the rows. Metrics are (sum, weight) pairs: a metric's value is sum / weight.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Metrics = dict[str, tuple[float, float]]
 
 
 class MaskSelection(NamedTuple):
-    """A loss mask with some sequences cleared."""
+    """A loss mask in which some sequences were cleared."""
 
     loss_mask_T: Tensor
-    """bool, a subset of the given mask."""
+    """bool, a subset of the mask that was passed in."""
     metrics: Metrics
 
 
@@ -38,25 +38,25 @@ class GroupSelection(NamedTuple):
     """The groups of a batch to train on."""
 
     rows_R: Tensor
-    """int64, indices of the given rows that form the batch, ordered by group; within a group in the given order."""
+    """int64, indices of the input rows that form the batch, ordered by group, and in input order within a group."""
     group_R: Tensor
-    """int64, new group of each row. A copy has the id of the group that it replaces."""
+    """int64, new group id of each row. A copy has the id of the group that it replaces."""
     is_copy_R: Tensor
     """bool, whether the row belongs to a copy that replaces another group. Such a row needs a new trajectory id."""
     is_complete: bool
-    """Whether enough groups were informative. If not, sample more prompts and select again from all of them."""
+    """Whether enough groups were informative. If not, sample more prompts and select again."""
     metrics: Metrics
 
 
 def zero_variance_groups(scores_N: Tensor, group_N: Tensor, *, zero_variance_filter_tol: float = 1e-6) -> Tensor:
-    """Whether a sample's group has (almost) equal scores, so that it gives no training signal.
+    """Whether the scores of a sample's group are (almost) equal, so that the group gives no training signal.
 
     True if max − min of the group's scores is at most the tolerance.
 
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
         group_N: int64, equal for samples of one prompt.
-        zero_variance_filter_tol: largest spread that counts as none, at least 0.
+        zero_variance_filter_tol: scores with at most this spread count as equal; at least 0.
 
     Returns:
         bool [N]; true for a group of one.
@@ -77,18 +77,18 @@ def zero_variance_mask(
     *,
     zero_variance_filter_tol: float = 1e-6,
 ) -> MaskSelection:
-    """Clears the loss mask of samples whose group has equal scores, which also removes them from every denominator.
+    """Clears the loss mask of samples in groups of equal scores, which also removes them from every denominator.
 
     Args:
         loss_mask_T: bool, the trained tokens.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
         scores_N: outcome reward of each sequence, finite.
         group_N: int64, equal for samples of one prompt.
-        zero_variance_filter_tol: largest spread that counts as none, at least 0.
+        zero_variance_filter_tol: scores with at most this spread count as equal; at least 0.
 
     Returns:
-        MaskSelection with `selection/zero_variance_groups` (cleared, groups) and `selection/zero_variance_tokens`
-        (cleared, trained tokens).
+        MaskSelection with the metrics `selection/zero_variance_groups` (cleared groups, all groups) and
+        `selection/zero_variance_tokens` (cleared tokens, all trained tokens).
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
@@ -107,21 +107,22 @@ def zero_variance_mask(
 def dynamic_sampling_filter(
     scores_N: Tensor, group_N: Tensor, *, num_groups: int, zero_variance_filter_tol: float = 1e-6
 ) -> GroupSelection:
-    """Keeps the first `num_groups` informative groups; says whether more prompts must be sampled.
+    """Keeps the first `num_groups` informative groups, and reports whether more prompts must be sampled.
 
-    A group is informative if its scores differ. Surplus groups are those with the highest ids. If the selection is not
-    complete, call it again with the informative rows of all earlier rounds and the new rows together.
+    A group is informative if its scores differ. If there are more, those with the highest ids are surplus. If the
+    selection is not complete, call this function again with the informative rows of all earlier rounds and the new
+    rows.
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 11.
 
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
-        group_N: int64, equal for samples of one prompt; prompts are used in ascending order of id.
-        num_groups: groups of a batch.
-        zero_variance_filter_tol: largest spread that counts as none, at least 0.
+        group_N: int64, equal for samples of one prompt; groups are used in ascending order of id.
+        num_groups: number of groups in a batch.
+        zero_variance_filter_tol: scores with at most this spread count as equal; at least 0.
 
     Returns:
-        GroupSelection; incomplete, with all informative groups as rows, if there are fewer than `num_groups` of them.
-        Metrics, each relative to all groups: `selection/zero_variance_groups` (without groups of one sample),
+        GroupSelection; incomplete, with the rows of all informative groups, if there are fewer than `num_groups` of
+        them. Metrics, each relative to all groups: `selection/zero_variance_groups` (without groups of one sample),
         `selection/single_sample_groups`, `selection/surplus_groups`, `selection/kept_groups`.
 
     Raises:
@@ -147,10 +148,10 @@ def dynamic_sampling_replace(
     min_replace_ratio: float = 0.3,
     zero_variance_filter_tol: float = 1e-6,
 ) -> GroupSelection:
-    """Replaces every group of equal scores by a copy of an informative one, drawn at random.
+    """Replaces every group of equal scores by a copy of an informative group, drawn at random.
 
-    The informative groups are shuffled and used in turn, so that none is copied twice before all were copied once. The
-    same seed gives the same copies for any order of the rows.
+    The informative groups are shuffled and used in turn, so that none is copied twice before all have been copied once.
+    The same seed gives the same copies for any order of the rows.
     Source: An et al. 2025, POLARIS (a blog post, no equation), https://hkunlp.github.io/blog/2025/Polaris.
 
     Args:
@@ -158,12 +159,12 @@ def dynamic_sampling_replace(
         group_N: int64, equal for samples of one prompt.
         seed: seed of the draw; derive it from the run's seed and the step.
         min_replace_ratio: fraction of informative groups below which nothing is replaced, in [0, 1].
-        zero_variance_filter_tol: largest spread that counts as none, at least 0.
+        zero_variance_filter_tol: scores with at most this spread count as equal; at least 0.
 
     Returns:
-        GroupSelection; incomplete, with the informative groups as rows, if their fraction is below `min_replace_ratio`
-        or there are none. Metrics, each relative to all groups: `selection/zero_variance_groups` (without groups of one
-        sample), `selection/single_sample_groups`, `selection/replaced_groups`.
+        GroupSelection; incomplete, with the rows of the informative groups, if their fraction is below
+        `min_replace_ratio` or there are none. Metrics, each relative to all groups: `selection/zero_variance_groups`
+        (without groups of one sample), `selection/single_sample_groups`, `selection/replaced_groups`.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
@@ -184,7 +185,7 @@ def dynamic_sampling_replace(
 
 
 def overlong_mask(loss_mask_T: Tensor, sequence_T: Tensor, is_truncated_N: Tensor) -> MaskSelection:
-    """Clears the loss mask of truncated sequences, because their reward is not that of a finished response.
+    """Clears the loss mask of truncated sequences, because a finished response would have had another reward.
 
     Source: Yu et al. 2025 (DAPO, overlong filtering), arXiv 2503.14476, section 3.4.
 
@@ -194,8 +195,8 @@ def overlong_mask(loss_mask_T: Tensor, sequence_T: Tensor, is_truncated_N: Tenso
         is_truncated_N: bool, whether the sequence ended at the length limit.
 
     Returns:
-        MaskSelection with `selection/overlong_sequences` (cleared, of the sequences with a trained token) and
-        `selection/overlong_tokens` (cleared, of the trained tokens).
+        MaskSelection with the metrics `selection/overlong_sequences` (cleared sequences, all sequences with a trained
+        token) and `selection/overlong_tokens` (cleared tokens, all trained tokens).
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
@@ -214,7 +215,7 @@ def overlong_mask(loss_mask_T: Tensor, sequence_T: Tensor, is_truncated_N: Tenso
 def soft_overlong_penalty(lengths_N: Tensor, *, max_len: int, cache_len: int) -> Tensor:
     """A reward that falls from 0 to −1 over the last `cache_len` tokens before the limit.
 
-    R = 0 for l <= max_len − cache_len; (max_len − cache_len − l) / cache_len up to max_len; −1 beyond.
+    With length l: R = 0 up to max_len − cache_len; (max_len − cache_len − l) / cache_len up to max_len; −1 above.
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 13.
 
     Args:
@@ -223,7 +224,7 @@ def soft_overlong_penalty(lengths_N: Tensor, *, max_len: int, cache_len: int) ->
         cache_len: number of tokens before `max_len` over which the penalty grows, in [1, max_len].
 
     Returns:
-        Penalties float32 [N] in [−1, 0], to be added to the outcome reward.
+        Penalties float32 [N] in [−1, 0]. Add them to the outcome rewards.
 
     Raises:
         ShapeError: the lengths are not int64 with one axis.

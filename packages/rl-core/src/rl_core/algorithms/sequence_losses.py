@@ -1,9 +1,9 @@
 """Policy losses with the ratio of a whole sequence. See `losses` for the conventions of all losses.
 
-`sequence_T` defines the sequences; only their trained tokens count. With the reduction `sequence_mean`, the weighted
+`sequence_T` defines the sequences; only their trained tokens are used. With the reduction `sequence_mean`, the weighted
 sum of the losses is the negative of the papers' objective. The clamp to ±20 before `exp` applies to a sequence's mean
-log-ratio, not to each token's, so that outlier tokens affect the mean as in the papers. Beyond the clamp there is no
-gradient.
+log-ratio, not to the log-ratio of each token, so that outlier tokens affect the mean as in the papers. A clamped mean
+has no gradient.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def gspo_loss(
     eps_clip_low: float = 3e-4,
     eps_clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """PPO clip of the sequence's ratio: sequences are clipped as a whole.
+    """PPO clip with one ratio per sequence, so that each sequence is clipped as a whole.
 
     s_i = exp(clamp(mean over the trained tokens of sequence i of (logprobs_t − old_logprobs_t), ±20));
     loss_t = −min(s_i A_t, clip(s_i, 1 − eps_clip_low, 1 + eps_clip_high) A_t).
-    Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 5 and 7; the bounds are those of its section 5.
+    Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 5 and 7; the default bounds are from section 5.
 
     Args:
         logprobs_T, old_logprobs_T, mask_T: as in `losses.ppo_clip_loss`.
@@ -103,7 +103,8 @@ def gmpo_loss(
         gmpo_log_clip_low, gmpo_log_clip_high: >= 0, bounds of log r.
 
     Returns:
-        Loss [T]; metrics as `losses.ppo_clip_loss`, for the sequence's geometric mean; clip_fraction counts tokens.
+        Loss [T]; metrics as `losses.ppo_clip_loss`: ratio and approx_kl of the sequence's geometric mean, and the
+        fraction of clipped tokens.
     """
     require_between(0.0, math.inf, gmpo_log_clip_low=gmpo_log_clip_low, gmpo_log_clip_high=gmpo_log_clip_high)
     log_ratio_T = _token_log_ratio(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
@@ -126,7 +127,7 @@ def _token_log_ratio(
         advantages_T=advantages_T,
         sequence_T=sequence_T,
     )
-    # An infinite log-ratio becomes the largest float, so that differences are not NaN and the mean is clamped.
+    # An infinite log-ratio becomes the largest float: otherwise, later differences would be NaN.
     largest = torch.finfo(logprobs_T.dtype).max
     return masked(logprobs_T - old_logprobs_T, mask_T).clamp(-largest, largest)
 

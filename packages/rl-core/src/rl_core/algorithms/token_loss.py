@@ -1,4 +1,5 @@
-"""Common parts of all loss functions: result, declarations of what they read, masks, log-ratios, sequence means."""
+"""Common parts of all loss functions: the result, decorators that declare what a loss reads, masks, log-ratios and
+sequence means."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from rl_core.algorithms.checks import require_bool, require_same_length
 from rl_core.function_settings import keyword_parameters
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to ± this before `exp`: e^20 is about 5e8, finite in float32 and far outside any trust region.
-Beyond this limit a ratio has no gradient."""
+"""Log-ratios are clamped to ± this value before `exp`: e^20 is about 5e8, finite in float32 and far outside any trust
+region. A clamped ratio has no gradient."""
 
 
 class TokenLoss(NamedTuple):
@@ -24,7 +25,7 @@ class TokenLoss(NamedTuple):
     loss_T: Tensor
     """Carries the gradient; 0 outside the mask."""
     metrics: Mapping[str, Tensor]
-    """Name → [T], detached, float or bool; averaged over the trained tokens later."""
+    """Name → [T], detached, float or bool. They are later averaged over the trained tokens."""
 
 
 LossFunction = Callable[..., TokenLoss]
@@ -35,8 +36,8 @@ def prepared_by(columns_function: Callable[..., dict[str, Tensor]]) -> Callable[
 
     `columns_function` takes batch columns by parameter name, as a loss does, but no scores of the current model. It may
     have the keyword parameter `seed`; its other keyword parameters become settings of the loss. The controller calls it
-    once per mini-batch, before the mini-batch is split, so that the loss does not depend on the split. The
-    columns that it returns are named `x_…`; the loss reads them as parameters `x_…_T`.
+    once per mini-batch, before the mini-batch is split, so that the loss does not depend on the split. The columns that
+    it returns are named `x_…`; the loss reads them as parameters `x_…_T`.
     """
     prepare_settings = keyword_parameters(columns_function)
     prepare_settings.pop("seed", None)
@@ -59,8 +60,8 @@ def prepared_by(columns_function: Callable[..., dict[str, Tensor]]) -> Callable[
 def chooses_columns(chosen: Callable[..., tuple[str, ...]]) -> Callable[[LossFunction], LossFunction]:
     """Decorates a loss function whose settings decide which of its optional columns it reads.
 
-    Optional columns are positional parameters with a default. `chosen` takes settings of the loss by keyword, with the
-    same defaults, and returns the names of the optional parameters to read.
+    Optional columns are positional parameters with a default. `chosen` has some settings of the loss as keyword
+    parameters, with the same defaults, and returns the names of the optional parameters to read.
     """
 
     def decorate(function: LossFunction) -> LossFunction:
@@ -71,20 +72,20 @@ def chooses_columns(chosen: Callable[..., tuple[str, ...]]) -> Callable[[LossFun
 
 
 Corrections = Literal["scales", "reads", "refuses", "unknown"]
-"""How a loss takes off-policy correction weights, one factor per token. `scales`: they are multiplied into the
-advantages, which scale the loss. `reads`: it has the parameter `correction_weights_T`. `refuses`: it takes none,
-because it corrects by itself or has no advantages. `unknown`: a run that needs weights is refused."""
+"""How a loss uses off-policy correction weights, one factor per token. `scales`: the advantages, which scale the loss,
+are multiplied by the weights. `reads`: the loss has the parameter `correction_weights_T`. `refuses`: the loss uses no
+weights, because it corrects in its own way or has no advantages. `unknown`: a run that needs weights does not start."""
 
 
 def takes_corrections(corrections: Literal["scales", "reads", "refuses"]) -> Callable[[LossFunction], LossFunction]:
-    """Decorates a loss function to declare how it takes off-policy corrections.
+    """Decorates a loss function to declare how it uses off-policy corrections.
 
-    scales: the weights are multiplied into its advantages, in which the loss must be linear (`Objective.try_out`
+    scales: its advantages are multiplied by the weights. The loss must be linear in the advantages (`Objective.try_out`
     checks this). Its `prepare` function reads the advantages without weights.
     reads: the loss, or its `prepare` function, has the parameter `correction_weights_T` and applies the weights itself.
     refuses: a run with a correction does not start.
-    Without this decorator, the parameters and a test of linearity decide. A loss whose `prepare` function reads
-    advantages needs the decorator, because only its author knows whether the chosen tokens should depend on weights.
+    Without this decorator, the loss's parameters and a test of linearity decide. A loss whose `prepare` function reads
+    advantages needs the decorator, because only its author knows whether that function should see weighted advantages.
     """
 
     def decorate(function: LossFunction) -> LossFunction:
@@ -95,7 +96,8 @@ def takes_corrections(corrections: Literal["scales", "reads", "refuses"]) -> Cal
 
 
 def pairwise(function: LossFunction) -> LossFunction:
-    """Decorates a loss of pairs of responses, whose `prepare` function computes slopes (see `preference_losses`).
+    """Decorates a loss that compares pairs of responses and whose `prepare` function computes slopes (see
+    `preference_losses`).
 
     Such a loss is correct only for two samples per prompt, one optimizer step per batch and the reduction
     `prompt_token_sum`. A run with other settings does not start.
@@ -105,7 +107,7 @@ def pairwise(function: LossFunction) -> LossFunction:
 
 
 def require_tokens(mask_T: Tensor, **tensors_T: Tensor) -> None:
-    """Raises ShapeError unless the mask is bool [T] and the other tensors have the same length."""
+    """Raises ShapeError unless the mask is bool [T] and all other tensors are [T] too."""
     require_bool(mask_T=mask_T)
     require_same_length(mask_T=mask_T, **tensors_T)
 
@@ -131,13 +133,14 @@ def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> 
     changes_T = torch.zeros_like(sequence_T)
     torch.ne(sequence_T[1:], sequence_T[:-1], out=changes_T[1:])
     position_T = changes_T.cumsum_(0)
-    # There are at most T sequences. Buffers of that size need no data from the device, hence no synchronisation.
+    # There are at most T sequences. The exact number would have to be read from the device, which synchronises.
     count_N = torch.zeros_like(sequence_T).index_add_(0, position_T, mask_T.long()).clamp_(min=1)
     return _SequenceMean.apply(values_T, position_T, count_N)
 
 
 class _SequenceMean(torch.autograd.Function):
-    """Sum over a token's sequence / its count. The map is symmetric, so backward is the same map."""
+    """The sum over a token's sequence, divided by the sequence's count. The linear map is symmetric, so backward is the
+    same map."""
 
     @staticmethod
     def forward(ctx: Any, values_T: Tensor, position_T: Tensor, count_N: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Trajectories of several sequences (steps): one value per trajectory, independent of the order of rows.
 
-A step-wise batch has N rows (steps) of M trajectories. An outcome reward is on a trajectory's last step, so an
+A step-wise batch has N rows (steps) of M trajectories. An outcome reward belongs to a trajectory's last step, so an
 advantage estimator gets only these M rows, and its advantages are copied to all steps:
 
     scores_M = trajectory_scores(scores_N, trajectory_N, is_last_step_N)
@@ -29,7 +29,7 @@ from rl_core.trajectory_rows import why_incomplete
 def require_complete_trajectories(
     trajectory_N: Tensor, is_last_step_N: Tensor, step_index_N: Tensor | None = None
 ) -> None:
-    """Refuses incomplete trajectories.
+    """Requires that every trajectory has all its steps.
 
     Args:
         trajectory_N: int64, equal for the steps of one trajectory, in any order.
@@ -37,8 +37,8 @@ def require_complete_trajectories(
         step_index_N: int64, position among the trajectory's steps, if known.
 
     Raises:
-        ShapeError: lengths or dtypes do not fit; or a trajectory has no last step or several; or its step indices are
-            not 0 … n − 1, or the last step does not have the largest. The message names the row.
+        ShapeError: lengths or dtypes do not fit; a trajectory has no last step, or several; its step indices are not
+            0 … n − 1; or its last step does not have the largest index. The message names the row.
     """
     require_same_length(trajectory_N=trajectory_N, is_last_step_N=is_last_step_N)
     require_int64(trajectory_N=trajectory_N)
@@ -55,12 +55,12 @@ def trajectory_scores(scores_N: Tensor, trajectory_N: Tensor, is_last_step_N: Te
     """The score of each trajectory's last step.
 
     Args:
-        scores_N: scores of the steps, or another value of each, such as its group; any dtype. Only last steps are read.
+        scores_N: one score or other value per step, such as its group; any dtype. Only values of last steps are read.
         trajectory_N: int64, equal for the steps of one trajectory, in any order.
         is_last_step_N: bool, true for exactly one step of each trajectory.
 
     Returns:
-        [M] in the dtype of `scores_N`, trajectories in ascending order of their id.
+        [M] in the dtype of `scores_N`, in ascending order of the trajectories' ids.
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a trajectory has no last step or several.
@@ -72,7 +72,8 @@ def trajectory_scores(scores_N: Tensor, trajectory_N: Tensor, is_last_step_N: Te
 
 
 def trajectory_lengths(lengths_N: Tensor, trajectory_N: Tensor) -> Tensor:
-    """Sampled tokens of each trajectory over all its steps: int64 [M], trajectories in ascending order of their id."""
+    """Number of sampled tokens in all steps of each trajectory: int64 [M], in ascending order of the trajectories'
+    ids."""
     require_same_length(lengths_N=lengths_N, trajectory_N=trajectory_N)
     require_int64(lengths_N=lengths_N, trajectory_N=trajectory_N)
     return group_sum(lengths_N, trajectory_N).long()
@@ -128,7 +129,8 @@ def step_returns(rewards_N: Tensor, trajectory_N: Tensor, step_index_N: Tensor, 
 
 
 def _in_time(trajectory_N: Tensor, step_index_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Row indices sorted by trajectory, then step; and whether the next row in this order has the same trajectory."""
+    """Row indices sorted by trajectory, then step, and whether the next row in this order has the same trajectory.
+    Raises ShapeError for two rows with the same trajectory and step."""
     by_step_N = step_index_N.argsort(stable=True)
     order_N = by_step_N[trajectory_N[by_step_N].argsort(stable=True)]
     trajectory_N, step_index_N = trajectory_N[order_N], step_index_N[order_N]

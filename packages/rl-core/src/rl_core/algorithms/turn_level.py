@@ -18,13 +18,13 @@ def turn_level_advantages(
     gamma: float = 1.0,
     grpo_norm_by_std: bool = True,
 ) -> TokenAdvantages:
-    """A turn's return compared with those of the same turn in the other samples of its prompt.
+    """A turn's return, compared with the returns of the same turn in all samples of its prompt.
 
-    G_u = R_u + gamma · G_{u+1} (`returns.turn_returns`); A of all tokens of turn u = (G_u − mean) / (std + 1e-6), mean
-    and deviation (n − 1) over the u-th turns of the prompt's samples; without `grpo_norm_by_std`: G_u − mean. With one
-    turn per trajectory this is `grpo_advantages`.
+    G_u = R_u + gamma · G_{u+1} (`returns.turn_returns`). All tokens of turn u have A = (G_u − mean) / (std + 1e-6),
+    with mean and standard deviation (n − 1 in the denominator) over the u-th turns of the prompt's samples. Without
+    `grpo_norm_by_std`: A = G_u − mean. With one turn per trajectory this is `grpo_advantages`.
     Source: the return of Sutton & Barto 2018, eq. 3.9, with a turn as one action; the group's baseline of Shao et al.
-    2024, arXiv 2402.03300, for each turn by itself.
+    2024, arXiv 2402.03300, applied to each turn separately.
 
     Args:
         rewards_T: token-level rewards, finite; 0 on tokens that were not sampled.
@@ -36,7 +36,7 @@ def turn_level_advantages(
         grpo_norm_by_std: divide by the standard deviation.
 
     Returns:
-        TokenAdvantages [T] with G as returns. The advantage of a turn that no other sample of the prompt has is 0.
+        TokenAdvantages [T] with G as returns. The advantage is 0 for a turn that only one sample of the prompt reached.
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.

@@ -14,16 +14,17 @@ from rl_core.algorithms.token_loss import TokenLoss, masked, require_tokens
 def value_clip_loss(
     predicted_values_T: Tensor, values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, value_clip: float = 0.2
 ) -> TokenLoss:
-    """Squared error to the returns, with the prediction clipped around its value at the start of the update.
+    """Squared error to the returns: the larger of the errors of the prediction, and of the prediction clipped around
+    its value at the start of the update.
 
     loss_t = ½ max((v_t − R_t)², (values_t + clip(v_t − values_t, ±value_clip) − R_t)²).
     Source: Engstrom et al. 2020, arXiv 2005.12729, section 3 (value function clipping of PPO's reference code).
 
     Args:
-        predicted_values_T: current critic; carries gradient.
-        values_T: critic at the start of the update.
-        returns_T: target.
-        mask_T: bool, the trained tokens; elsewhere inputs may be anything.
+        predicted_values_T: values of the current critic; carries gradient.
+        values_T: values of the critic at the start of the update.
+        returns_T: the targets.
+        mask_T: bool, the trained tokens; outside it inputs may be anything.
         value_clip: >= 0, in units of value.
 
     Returns:

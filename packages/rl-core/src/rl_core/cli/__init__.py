@@ -1,4 +1,4 @@
-"""The command line `rl`. `rl --help` imports click and nothing heavy; a command imports what it needs."""
+"""The command line `rl`. `rl --help` imports only click and other small modules; each command imports what it needs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The commands, their options, and what a failure looks like: one message, an exit code, no traceback.
+"""The commands and their options. A command that fails prints one message without a traceback, and sets an exit code.
 
-Exit codes: 0 done, 1 failed, 2 cannot run as asked (configuration, plug-in, data), 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 a mistake in the command, configuration, plug-in or data, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NOT_RESUMED = (*_AS_ASKED, CheckpointError)
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.
-After it, key.path=value words change single keys; docs/configuration.md lists them all."""
+key.path=value arguments after it change single keys; docs/configuration.md lists all keys."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and ends the process."""
-    # Appended, so that a user's own module is found (trainer.callbacks=my_module:Class) and shadows nothing.
+    # At the end, so that a user's own module is found (trainer.callbacks=my_module:Class) but hides no other module.
     sys.path.append(str(Path.cwd()))
-    # transformers reads this when it is imported. Its progress bars would appear between the lines of a run.
+    # transformers reads this variable when it is imported. Its progress bars would mix with the output of a run.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     settings: dict[str, Any] = {"traceback": bool(os.environ.get("RL_DEBUG"))}
     with warnings.catch_warnings():
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _end_beside_a_busy_rank(status: int) -> NoReturn:
-    """Ends the process without the interpreter's finalisation, which would end a busy thread by unwinding torch's C++
-    code and thus abort the process."""
+    """Ends the process without finalising the interpreter. Finalisation would stop a busy thread inside torch's C++
+    code, which aborts the process."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -98,7 +98,7 @@ def _turn_traceback_on(context: click.Context, _: click.Parameter, value: bool) 
 
 
 def _configured(command: _Command) -> _Command:
-    """Adds the arguments of every command that takes a configuration."""
+    """Adds the arguments and options that all commands with a configuration have."""
     show = "Show the traceback of an error; so does RL_DEBUG=1."
     command = click.option("--traceback", is_flag=True, expose_value=False, callback=_turn_traceback_on, help=show)(
         command
@@ -135,7 +135,7 @@ def train(source: str, overrides: tuple[str, ...], tiny: bool, dry_run: bool) ->
 @rl.command("eval")
 @_configured
 def evaluate(source: str, overrides: tuple[str, ...], tiny: bool) -> int:
-    """Play the held-out prompts; print the metrics."""
+    """Evaluate the model on the held-out prompts."""
     from rl_core.cli import runs
 
     _log_to_stderr()
@@ -152,7 +152,7 @@ def evaluate(source: str, overrides: tuple[str, ...], tiny: bool) -> int:
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Use only the first N prompts.")
 def generate(source: str, overrides: tuple[str, ...], tiny: bool, output: Path, limit: int | None) -> int:
-    """Write sampled responses with their rewards."""
+    """Write sampled responses and their rewards to a file."""
     from rl_core.cli import runs
 
     _log_to_stderr()
@@ -161,7 +161,7 @@ def generate(source: str, overrides: tuple[str, ...], tiny: bool, output: Path, 
 
 @rl.command("config")
 @_configured
-@click.option("--yaml", "as_yaml", is_flag=True, help="Print a file that `rl train` reads.")
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print YAML that `rl train` can read.")
 def show_config(source: str, overrides: tuple[str, ...], tiny: bool, as_yaml: bool) -> None:
     """Show every value and where it comes from."""
     from rl_core.cli import listing, runs
@@ -169,7 +169,7 @@ def show_config(source: str, overrides: tuple[str, ...], tiny: bool, as_yaml: bo
     listing.show_config(runs.load(source, overrides, tiny), as_yaml=as_yaml)
 
 
-@rl.command(short_help="Show each rank's part and the memory.")
+@rl.command(short_help="Show what each rank holds, and memory.")
 @_configured
 @click.option(
     "--gpu-memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one GPU. Fail if a phase needs more."
@@ -188,7 +188,7 @@ def plan(
     host_memory: float | None,
     context: int | None,
 ) -> None:
-    """Show what each rank would hold, and the memory that each phase of a run takes. Nothing is started."""
+    """Show what each rank would hold, and the memory that each phase of a run needs, without starting anything."""
     from rl_core.cli import planning, runs
 
     loaded = runs.load(source, overrides, tiny)
@@ -198,8 +198,8 @@ def plan(
 @rl.command(short_help="Measure one rank's step at full size.")
 @_configured
 def rehearse(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
-    """Run one rank's step of the full-size models on tensors without data; show memory (GiB, next to the plan's) and
-    operations. Needs neither GPU nor weights."""
+    """Run one rank's step of the full-size models on tensors without data. Show its memory in GiB, compared with
+    `rl plan`, and its operations. Needs neither GPU nor weights."""
     from rl_core.cli import rehearsing, runs
 
     rehearsing.show_rehearsal(runs.load(source, overrides, tiny))
@@ -220,7 +220,7 @@ def push(run: Path, name: str, public: bool) -> None:
 
 @rl.command("plugins")
 def show_plugins() -> None:
-    """List what is installed, and what is broken."""
+    """List the installed plug-ins and the broken ones."""
     from rl_core.cli import listing
 
     listing.show_plugins(rl)
@@ -229,7 +229,7 @@ def show_plugins() -> None:
 @rl.command()
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"), show_default=True)
 def doctor(run_dir: Path) -> int:
-    """Say what is missing and how to add it."""
+    """Show what is missing and how to install it."""
     from rl_core.cli.doctor import examine
 
     return examine(run_dir)
@@ -258,7 +258,8 @@ def _log_to_stderr() -> None:
 
 
 def _show_config_warnings_plainly() -> None:
-    """Always shows a `ConfigWarning`, as one line, because it is for the user. Other warnings keep Python's form."""
+    """Makes Python show every `ConfigWarning` as one line, because users should read it. Other warnings do not
+    change."""
     show_others = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:

@@ -1,7 +1,7 @@
 """Commands of other packages: entry points of `rl_core.commands`, each a click command.
 
-`rl --help` lists them with their packages and imports none. A command that is broken, or whose name several packages
-have, is an error when it is called. Built-in commands cannot be replaced.
+`rl --help` lists them with their packages, without importing them. Calling a command that is broken, or whose name
+several packages use, is an error. Built-in commands cannot be replaced.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class _PackagedCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """The context of the imported command. Raises PluginError if it cannot be imported or is no click command."""
+        """The context of the imported command. Raises PluginError if this cannot be imported or is not a click
+        command."""
         return load(str(self.name), self._found).make_context(info_name, args, parent, **extra)
 
 
 def load(name: str, found: tuple[EntryPoint, ...] | None = None) -> click.Command:
-    """The command of that name. Raises PluginError if no package or several have it, if it cannot be imported, or if it
-    is not a click command."""
+    """The command of that name. Raises PluginError if no package or several packages provide it, if it cannot be
+    imported, or if it is not a click command."""
     found = _installed().get(name, ()) if found is None else found
     if len(found) != 1:
         raise PluginError(f"rl {name}: provided by {_packages(found) or 'no package'}; expected exactly one package")
@@ -68,7 +69,7 @@ def load(name: str, found: tuple[EntryPoint, ...] | None = None) -> click.Comman
 
 
 def refusal(group: click.Group, name: str) -> str | None:
-    """Why `rl NAME` is not the command of a package; None if it is."""
+    """Why the package's command `name` cannot be called: `rl` has a built-in command of that name. None if it can."""
     if name not in group.commands:
         return None
     return (

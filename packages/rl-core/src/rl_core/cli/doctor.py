@@ -20,7 +20,7 @@ from rl_core.errors import PluginError, install
 
 @attrs.frozen
 class Finding:
-    """One line of the examination."""
+    """One line of the output."""
 
     state: str
     """`ok`; `-` for something optional that is absent; `UNTESTED` for versions that were not tested together; `MISSING`
@@ -107,12 +107,12 @@ def _torch() -> Iterator[Finding]:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield Finding("ok", "cuda", f"{torch.version.cuda}: {', '.join(names)}")
     else:
-        reason = "this torch is built without it" if torch.version.cuda is None else "no device is visible"
-        yield Finding("-", "cuda", f"{reason}: training runs on the CPU")
+        reason = "this torch was built without CUDA" if torch.version.cuda is None else "no device is visible"
+        yield Finding("-", "cuda", f"{reason}; training runs on the CPU")
 
 
 def _plugins() -> Iterator[Finding]:
-    """Yields only broken plug-ins, and groups that lack a plug-in without which nothing trains."""
+    """Yields broken plug-ins, and required groups without any plug-in."""
     for group, title in plugins.GROUPS.items():
         for plugin in plugins.installed(group):
             try:
@@ -126,5 +126,5 @@ def _plugins() -> Iterator[Finding]:
 def _run_dir(run_dir: Path) -> Finding:
     existing = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-        return Finding("ok", "run directory", f"{run_dir.absolute()} can be written")
-    return Finding("MISSING", "run directory", f"{existing} cannot be written; choose another with trainer.run_dir=…")
+        return Finding("ok", "run directory", f"{run_dir.absolute()} is writable")
+    return Finding("MISSING", "run directory", f"{existing} is not writable; set another one with trainer.run_dir=…")

@@ -1,4 +1,4 @@
-"""What `rl config` and `rl plugins` print: plain columns, the same on a terminal and in a pipe."""
+"""The output of `rl config` and `rl plugins`: plain columns, the same on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rl_core.interfaces import Recipe
 
 
 def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
-    """Prints every key with value and source, and derived settings; with `as_yaml`, the YAML file. Raises the errors of
-    the loss's and estimator's settings."""
+    """Prints every key with value and source, and derived settings; with `as_yaml`, the configuration as YAML. Raises
+    the errors of the loss's and the estimator's settings."""
     check_function_params(loaded.config)
     if as_yaml:
         click.echo(configuration.dump_yaml(loaded.config), nl=False)
@@ -42,7 +42,7 @@ def _scoring(config: configuration.Config) -> tuple[str, str, str]:
 
 
 def show_plugins(group_of_commands: click.Group) -> None:
-    """Prints every plug-in of every group. Imports each one to check that it can be imported.
+    """Prints every plug-in of every group. Imports each one, to find broken plug-ins.
 
     Args:
         group_of_commands: the `rl` command; plug-ins cannot replace its built-in commands.

@@ -1,5 +1,5 @@
-"""The output of `rl plan`: a table of each model's ranks, one of the run's phases and, if asked for, one of sequence
-lengths."""
+"""The output of `rl plan`: for each model a table of its ranks, a table of the run's phases and, with `--context`, a
+table of sequence lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rl_core.trainer.planned_run import ArrangedModel
 
 _MANY_RANKS = 16
-"""With more ranks than this, equal ranks share a row."""
+"""With more ranks than this, ranks with equal layers and memory share a row."""
 
 
 def show_plan(
@@ -37,7 +37,7 @@ def show_plan(
     Args:
         gpu_memory_gib: memory of one device; a run that needs more is refused.
         host_memory_gib: memory of one machine; a run that needs more is refused.
-        context: tokens of a sequence; plans lengths from the configured one up to this.
+        context: tokens of a sequence; also plans longer sequences than configured, up to this length.
 
     Raises:
         ConfigError: a value is invalid, a model's ranks form no valid mesh, its backend does not plan, `context` is
@@ -59,7 +59,7 @@ def show_plan(
         console.print(_title(config, model, planned), soft_wrap=True)
         console.print(_ranks_table(planned.ranks))
         if left_to_prove is not None:
-            console.print(f"not proved yet: the run compares it with transformers when it starts ({left_to_prove})")
+            console.print(f"not proved yet: a run compares the model with transformers first ({left_to_prove})")
     console.print(_phases_table(plans[0].peaks))
     console.print(_engine_line(config, engine, plans[0].served), soft_wrap=True)
     if context is not None:
@@ -70,7 +70,7 @@ def show_plan(
 
 @attrs.frozen(kw_only=True)
 class _Limits:
-    """Available bytes; None: not given."""
+    """Available bytes; None: no limit."""
 
     device: int | None
     host: int | None
@@ -85,7 +85,7 @@ class _Plan:
     peaks: tuple[Peak, ...]
     served: Serving | None
     problem: ConfigError | None
-    """Why the run does not fit; None: it does."""
+    """Why the run does not fit; None if it fits."""
 
     @classmethod
     def of(
@@ -197,7 +197,7 @@ def _phases_table(found: Sequence[Peak]) -> Table:
 def _engine_line(config: Config, engine: EnginePlan | None, served: Serving | None) -> str:
     chosen = config.generator.inference_engine
     if engine is None or served is None:
-        return f"engine: {chosen.backend} cannot plan its memory"
+        return f"engine: {chosen.backend} does not support planning its memory"
     return (
         f"engine: {chosen.backend}, {chosen.num_engines} × {engine.num_devices} devices; keys and values of "
         f"{served.tokens:,} tokens fit at once, {served.sequences} sequences of {served.context:,}"

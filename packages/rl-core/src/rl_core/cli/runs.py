@@ -1,4 +1,4 @@
-"""The code of `rl train`, `rl eval` and `rl generate` around the trainer: load, run, print the result."""
+"""The code of `rl train`, `rl eval` and `rl generate`: load the configuration, call the trainer, print the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(loaded: configuration.Loaded, started: float) -> int:
 
 
 def describe(loaded: configuration.Loaded) -> int:
-    """A dry run: makes all checks and describes the run. Returns the exit code."""
+    """A dry run: runs all checks and describes the run. Returns the exit code."""
     from rl_core.trainer.preflight import preflight
     from rl_core.trainer.settings import update_settings
 
@@ -73,7 +73,7 @@ def evaluate(loaded: configuration.Loaded) -> int:
 
 
 def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> int:
-    """Writes samples of all prompts, or of the first `limit`, to `output`. Prints a few multi-turn ones."""
+    """Writes samples of all prompts, or of the first `limit`, to `output`. Prints a few multi-turn episodes."""
     from rl_core.trainer.run import run_generation
 
     count = run_generation(loaded, output, limit=limit)
@@ -89,7 +89,7 @@ def _planned_steps(loaded: configuration.Loaded) -> str:
     config = loaded.config
     missing = [file for file in config.data.train_data if not is_at_hand(file)]
     if missing:
-        return f"{config.trainer.max_training_steps or 'as many as the data gives'} ({missing[0]} will be made first)"
+        return f"{config.trainer.max_training_steps or 'depends on the data'} ({missing[0]} will be created first)"
     rows = len(read_rows(config.data.train_data, key="data.train_data", prompt_key=config.data.prompt_key))
     epochs = config.trainer.epochs
     return f"{num_steps(config, rows)} ({rows} prompts, {epochs} epoch{'s' * (epochs != 1)})"
@@ -104,7 +104,8 @@ def has_checkpoint(loaded: configuration.Loaded) -> bool:
 
 
 def resume_command(loaded: configuration.Loaded) -> str:
-    """Tells from which checkpoint the run can be resumed, and with which command; or how to start again."""
+    """A message that says from which checkpoint the run can be resumed, and with which command; or how to start
+    again."""
     from rl_core.trainer.checkpoint import list_checkpoints
     from rl_core.trainer.run_directory import newest_config
 
@@ -114,7 +115,7 @@ def resume_command(loaded: configuration.Loaded) -> str:
         return "nothing was written; to start again, run the same command"
     command = f"rl train {shlex.quote(str(file))}"
     if not checkpoints:
-        return f"it has no checkpoint yet; to start again:\n  {command}"
+        return f"the run has no checkpoint yet; to start again:\n  {command}"
     no_path = " trainer.resume_path=null" if config.trainer.resume_path is not None else ""
     return f"to resume from {checkpoints[-1].name}:\n  {command} trainer.resume_mode=latest{no_path}"
 

@@ -54,8 +54,8 @@ class UntestedPair:
 
 
 def untested_pairs(installed: Mapping[str, str]) -> Iterator[UntestedPair]:
-    """Yields the untested pairs among `installed` (name → version). Local labels (`+cpu`, `+cu130`) are ignored; they
-    name builds."""
+    """Yields the untested pairs among `installed` (name → version). Ignores local labels (`+cpu`, `+cu130`), because
+    they only name builds."""
     known = TESTED | PINNED_FOR_CUDA_13
     public = {name: version.partition("+")[0] for name, version in installed.items()}
     for one, other in PAIRS:

@@ -1,8 +1,8 @@
-"""Checks of a resolved configuration before any process, device or file is taken: combinations that cannot work.
+"""Finds mistakes in a resolved configuration before a run starts processes or uses devices or files.
 
 `value_checks` checks values only, `file_checks` checks files, and this module checks plug-ins. Every error says what to
-do. A check is skipped if it reads a key that another check has refused. Only the functions that a training run calls
-import torch.
+do. A check is skipped if it reads a key for which another check has found a mistake. Only the functions that a training
+run calls import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rl_core.interfaces import CheckingTransport, DeltaReceiving, LossSpec, Node
 _LOSS, _ESTIMATOR = "trainer.algorithm.policy_loss_type", "trainer.algorithm.advantage_estimator"
 _TRANSPORT = "generator.inference_engine.weight_sync_backend"
 _PLAYING = ("generator.type", "environment.env_class", "generator.inference_engine.backend")
-"""Keys that name the plug-ins with which prompts are played."""
+"""Keys that name the plug-ins that generate and score responses."""
 _GENERATOR_READS = (
     "generator.type",
     "generator.max_turns",
@@ -63,8 +63,8 @@ _ENGINE_READS = (
 def gather_playing(
     config: Config, mistakes: Mistakes, *, reads: str, makes: Container[str] = (), needs: str = ""
 ) -> None:
-    """Notes every mistake that prevents playing the prompts of the key `reads` without training. Keys that only
-    training needs may be missing or wrong.
+    """Records every mistake that prevents generating and scoring responses without training. Keys that only training
+    needs may be missing or wrong.
 
     Args:
         reads: the key of the prompts, such as `data.val_data`.
@@ -82,7 +82,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
     """Checks that every named plug-in and function can be imported and accepts the configuration. Imports torch.
 
     Args:
-        chosen: keys that the user gave. Only these cause a warning if they have no effect; None: all do.
+        chosen: keys that the user set. Only these cause a warning if they have no effect; None: all keys do.
 
     Raises:
         ConfigError, PluginError: a plug-in cannot be imported, or refuses the configuration.
@@ -94,7 +94,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
 
 
 def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str] | None = None) -> None:
-    """Notes what `check_plugins` raises, except errors that follow from mistakes already noted."""
+    """Records what `check_plugins` raises, except errors that follow from mistakes recorded before."""
     _gather_unloadable(config, GROUPS, mistakes)
     for name in config.trainer.callbacks:
         mistakes.passes(plugins.load, "rl_core.callbacks", name, key="trainer.callbacks")
@@ -117,7 +117,7 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
 
 
 def _gather_reference(config: Config, mistakes: Mistakes) -> None:
-    """Notes every mistake that prevents the reference from computing log-probs, on ranks or in an engine."""
+    """Records every mistake that prevents the reference from computing log-probs, on ranks or in an engine."""
     if not mistakes.about("trainer.placement"):
         mistakes.add(*reference_apart(config))
     reference = config.trainer.ref
@@ -125,7 +125,7 @@ def _gather_reference(config: Config, mistakes: Mistakes) -> None:
         mistakes.add(
             ConfigError(
                 f"trainer.ref.inference_options: got {', '.join(reference.inference_options)} without an engine; set "
-                "trainer.ref.inference_backend, or leave the options out: then ranks compute the reference's log-probs"
+                "trainer.ref.inference_backend, or remove the options, so that ranks compute the reference's log-probs"
             )
         )
     if reference.inference_backend is not None and not mistakes.about("trainer.ref", *_ENGINE_READS):
@@ -138,9 +138,9 @@ def _validate_reference_engine(config: Config) -> None:
     if config.temperature != 1.0:
         raise ConfigError(
             f"trainer.algorithm.temperature: got {config.temperature:g} with trainer.ref.inference_backend="
-            f"{config.trainer.ref.inference_backend}; engines score tokens at temperature 1 only. Set it and "
-            "generator.sampling_params.temperature to 1, or leave out inference_backend: then ranks compute the "
-            "reference's log-probs"
+            f"{config.trainer.ref.inference_backend}; engines score tokens at temperature 1 only. Set this key and "
+            "generator.sampling_params.temperature to 1, or remove trainer.ref.inference_backend, so that ranks "
+            "compute the reference's log-probs"
         )
     engine, told = found
     engine.validate(told)
@@ -153,7 +153,7 @@ def _gather_unloadable(config: Config, keys: Iterable[str], mistakes: Mistakes) 
 
 
 def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
-    """Notes what the generator and the engine refuse in their specs."""
+    """Records the errors that the generator and the engine raise for their specs."""
     if not mistakes.about(*_GENERATOR_READS):
         mistakes.passes(_validate_generator, config)
     gather_room(config, mistakes)
@@ -164,7 +164,7 @@ def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
 
 
 def _has_engine(config: Config, mistakes: Mistakes) -> bool:
-    """Whether an engine will be started. True if the generator is unknown."""
+    """Whether a run starts an engine. True if the generator is unknown."""
     return bool(mistakes.about("generator.type")) or needs_engine(config)
 
 
@@ -179,11 +179,12 @@ def _validate_engine(config: Config) -> None:
 
 
 def gather_room(config: Config, mistakes: Mistakes) -> None:
-    """Notes a longest response that does not fit into the model's context. Skipped if the context is not known."""
+    """Records a maximum response length that does not fit into the model's context. Skipped if the context is not
+    known."""
     lengths: list[int | None] = []
     for sampling in (TRAINING, EVALUATION):
         key = f"{sampling}.max_generate_length"
-        # By default, evaluation has the maximum length of training; the same mistake is noted once.
+        # By default, evaluation has the maximum length of training. The same mistake is recorded only once.
         if value_at(config, key) not in lengths and not mistakes.about(*_CONTEXT_READS, key):
             mistakes.passes(require_room_for_responses, config, sampling)
         lengths.append(value_at(config, key))
@@ -221,13 +222,13 @@ def _check_routes(config: Config) -> None:
     for name, model in (("ref", trainer.ref), ("critic", trainer.critic)):
         if follows(model.options(section)):
             raise ConfigError(
-                f"trainer.{name}.{key}: only the policy can follow an engine's routes; the other models choose experts "
-                "by themselves. Set it in trainer.policy"
+                f"trainer.{name}.{key}: only the policy can follow an engine's routes; the other models compute their "
+                "own. Set this key to false; trainer.policy has it too"
             )
     if follows(trainer.policy.options(section)) != returned:
         state = "returns routes that the policy does not follow" if returned else "returns no routes to follow"
         remedy = (
-            f"set both, {engine_key} and trainer.policy.{key}, to true or to false"
+            f"set both {engine_key} and trainer.policy.{key} to true, or both to false"
             if isinstance(backend, RouteFollowing)
             else f"trainer.strategy={trainer.strategy} has no router replay: set {engine_key}=false"
         )
@@ -250,12 +251,12 @@ def _check_delta(config: Config) -> None:
     key, engine = "generator.inference_engine.weight_sync_delta", config.generator.inference_engine.backend
     if config.trainer.policy.model.lora.is_sent_alone:
         raise ConfigError(
-            f"{key}: got true with trainer.policy.model.lora.merge_lora=false; an adapter that is sent alone is small "
-            "and is always sent in full; set it to false"
+            f"{key}: got true with trainer.policy.model.lora.merge_lora=false, with which only the adapter is sent, "
+            "always in full, because it is small; set weight_sync_delta=false"
         )
     plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
     if not (isinstance(plugin, DeltaReceiving) and plugin.receives_deltas):
-        raise ConfigError(f"{key}: got true, and the engine {engine!r} takes whole weights only; set it to false")
+        raise ConfigError(f"{key}: got true, but the engine {engine!r} takes whole weights only; set it to false")
 
 
 def _check_loss(config: Config) -> None:
@@ -269,13 +270,13 @@ def _check_loss(config: Config) -> None:
         raise (error if str(error).startswith(key) else type(error)(f"{key}: {name!r}: {error}")) from error
     if "predicted_values" in objective.reads and not getattr(objective.function, "is_pairwise", False):
         raise ConfigError(
-            f"{key}: {name!r} trains a critic, not a policy, and is used automatically with "
-            "trainer.algorithm.advantage_estimator=gae; for the policy choose e.g. regular"
+            f"{key}: {name!r} trains a critic, and a run with trainer.algorithm.advantage_estimator=gae uses it "
+            "automatically; choose a loss for the policy, e.g. regular"
         )
     if "predicted_values" in objective.reads and needs_engine(config):
         raise ConfigError(
-            f"{key}: {name!r} trains a model with a value head, from which nothing can be sampled; take pairs from "
-            "data, with generator.type=dataset"
+            f"{key}: {name!r} trains a model with a value head, which cannot sample; use stored pairs, with "
+            "generator.type=dataset"
         )
     if getattr(objective.function, "is_pairwise", False):
         _require_pairs(config)
@@ -297,7 +298,7 @@ def _require_pairs(config: Config) -> None:
         raise ConfigError(
             f"{key}: got {trainer.policy_mini_batch_size} of trainer.train_batch_size={trainer.train_batch_size} with "
             f"update_epochs_per_batch={trainer.update_epochs_per_batch}; {name} computes the derivative of each pair's "
-            "loss once per batch, which is correct for a single optimizer step only; set both sizes to the same "
+            "loss once per batch, which is correct only for a single optimizer step; set both sizes to the same "
             "number, and update_epochs_per_batch=1"
         )
 
@@ -312,7 +313,7 @@ def _gather_critic(config: Config, mistakes: Mistakes) -> None:
         message = (
             "trainer.placement: colocate_all=true needs as many critic ranks as policy ranks; the policy has "
             f"{policy[0]} nodes × {policy[1]}, critic_num_nodes × critic_num_gpus_per_node is {critic[0]} × "
-            f"{critic[1]}. Leave both critic keys out, or set colocate_all=false"
+            f"{critic[1]}. Remove both critic keys, or set colocate_all=false"
         )
         mistakes.add(ConfigError(message))
 

@@ -1,5 +1,5 @@
-"""How many tokens a sequence may have: the model's context, or the engine's where that is smaller. Imports no torch,
-unless the model is given by its name on the hub: then transformers reads what the hub's cache has of it."""
+"""The maximum number of tokens of a sequence: the model's context, or the engine's if that is smaller. Imports torch
+only for a model that is given by name, because transformers reads its configuration from the local cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def context_of(config: Config) -> tuple[int, str] | None:
     """The model's maximum context (prompt and response together) and the setting that limits it. None if it is unknown,
     for example because the model has not been downloaded or created yet.
 
-    Raises ConfigError: the model's configuration cannot be read.
+    Raises ConfigError if the model's configuration cannot be read.
     """
     limits: list[tuple[int, str]] = []
     given = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
@@ -38,12 +38,12 @@ def require_room_for_responses(config: Config, sampling: str) -> None:
     Args:
         sampling: `TRAINING` or `EVALUATION`, the section with the maximum response length.
 
-    Raises ConfigError if it does not fit, or the model's configuration cannot be read.
+    Raises ConfigError if it does not fit, or if the model's configuration cannot be read.
     """
     context, key = context_of(config), f"{sampling}.max_generate_length"
     response = value_at(config, key)
     if context is not None and response is not None and response >= context[0]:
         raise ConfigError(
-            f"{key}: got {response}, and the model takes {context[0]} tokens, the prompt included ({context[1]}); "
+            f"{key}: got {response}, but the model takes {context[0]} tokens, including the prompt ({context[1]}); "
             f"set it to at most {context[0] - 1}"
         )

@@ -1,7 +1,8 @@
 """Compatibility with engines and generators of contract version 1, which receive the whole configuration.
 
-Contract 1 had the keys below for every engine and generator. If such a plug-in is selected, these keys are its options,
-and its configuration has them in their version-1 locations. Remove this module when version 1 is no longer accepted.
+Contract 1 defined the keys below for every engine and generator. If a plug-in of contract 1 is selected, these keys are
+its options, and the configuration that it receives has them in their version-1 locations. Remove this module when
+version 1 is no longer accepted.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from rl_core.interfaces import (
 )
 
 
-@attrs.frozen(kw_only=True, slots=False)  # combined below with a class with slots: only one base may have them
+@attrs.frozen(kw_only=True, slots=False)  # `_EngineSection` has two bases, of which only one may have slots
 class EngineKeys:
-    """Keys that contract 1 had for every engine; an engine's documentation says which ones it reads."""
+    """Keys that contract 1 defined for every engine. An engine's documentation says which of them it reads."""
 
     tensor_parallel_size: int = attrs.field(default=1, validator=at_least(1))
     pipeline_parallel_size: int = attrs.field(default=1, validator=at_least(1))
@@ -50,9 +51,9 @@ class EngineKeys:
     hung_after_s: float = attrs.field(default=60.0, validator=above(0))
 
 
-@attrs.frozen(kw_only=True, slots=False)  # as EngineKeys
+@attrs.frozen(kw_only=True, slots=False)  # as for EngineKeys
 class GeneratorKeys:
-    """Keys that contract 1 had for every generator; a generator's documentation says which ones it reads."""
+    """Keys that contract 1 defined for every generator. A generator's documentation says which of them it reads."""
 
     max_concurrency: int = attrs.field(default=1024, validator=at_least(1))
     chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
@@ -60,21 +61,22 @@ class GeneratorKeys:
 
 
 KEYS: Mapping[str, type] = {"rl_core.inference": EngineKeys, "rl_core.generators": GeneratorKeys}
-"""Entry-point group → the options class of its plug-ins of contract 1."""
+"""Entry-point group → options class of the group's plug-ins of contract 1."""
 
 
 def is_of_contract_one(plugin: Any) -> bool:
-    """Whether the plug-in takes the whole configuration. Version-1 generators were functions and state no version."""
+    """Whether the plug-in follows contract 1. Generators of contract 1 are functions, which state no version."""
     return getattr(plugin, "contract_version", 1) < 2
 
 
 def adapted_engine(plugin: Any, config: Config) -> InferencePlugin:
-    """The engine with the current interface. A version-1 engine receives `config` and ignores the spec."""
+    """The engine with the interface of the current contract. An engine of contract 1 gets `config` instead of specs."""
     return _EngineOfContractOne(plugin, contract_one_config(config)) if is_of_contract_one(plugin) else plugin
 
 
 def adapted_generator(plugin: Any, config: Config) -> GeneratorPlugin:
-    """The generator with the current interface. A version-1 generator receives `config` and ignores the spec."""
+    """The generator with the interface of the current contract. A generator of contract 1 gets `config` instead of
+    specs."""
     return _GeneratorOfContractOne(plugin, contract_one_config(config)) if is_of_contract_one(plugin) else plugin
 
 
@@ -127,8 +129,8 @@ class _GeneratorSection(GeneratorConfig, GeneratorKeys):
 
 
 def contract_one_config(config: Config) -> Config:
-    """The configuration with every key where contract 1 had it. If only one of engine and generator follows version 1,
-    the other one's options are included as far as version 1 had them."""
+    """The configuration with every key in its version-1 location. If only one of engine and generator follows version
+    1, the configuration contains those options of the other that version 1 had."""
     engine = config.generator.inference_engine
     engine = _EngineSection(**_fields(engine), **_keys(EngineKeys, engine.options))
     fields = _fields(config.generator) | {"inference_engine": engine}

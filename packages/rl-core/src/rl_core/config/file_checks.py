@@ -36,7 +36,7 @@ def check_files(config: Config, *, makes: Container[str] = ()) -> None:
 
 
 def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = (), needs: str = "") -> None:
-    """Notes what `check_files` raises. `needs`: how to get the data files."""
+    """Records what `check_files` raises. `needs` says how to get the data files."""
     gather_data(config, ("data.train_data", "data.val_data"), mistakes, makes=makes, needs=needs)
     _gather_models(config, mistakes, makes)
     mistakes.passes(_resume_path_exists, config)
@@ -46,7 +46,7 @@ def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = 
 def gather_data(
     config: Config, keys: Sequence[str], mistakes: Mistakes, *, makes: Container[str], needs: str = ""
 ) -> None:
-    """Notes every missing file of the keys, once even if several keys name it. Also notes if the first key names no
+    """Records every missing data file, once even if several keys name it, and an error if the first key names no
     file."""
     if not value_at(config, keys[0]):
         mistakes.add(ConfigError(f"{keys[0]}: got no file; set e.g. {keys[0]}=prompts.parquet"))
@@ -61,31 +61,31 @@ def gather_data(
 
 
 def _require_reachable(key: str, path: str) -> None:
-    """Checks that this user can look the path up, and read what is there; it need not exist."""
+    """Requires that this user can look up the path, and can read it if it exists."""
     try:
         Path(path).stat()
         reason = None if os.access(path, os.R_OK) else os.strerror(errno.EACCES)
     except (FileNotFoundError, NotADirectoryError):
         return
-    except (OSError, ValueError) as error:  # without permission, a name that is too long, a null character
+    except (OSError, ValueError) as error:  # no permission, a name that is too long, or a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
     if reason:
         raise ConfigError(f"{key}: {path} cannot be read: {reason}. Set a path that this user can read")
 
 
 def _require_data(key: str, file: str, needs: str) -> None:
-    """Looks for a local or remote file. Accepts every data set: loading it reports what is wrong with it."""
+    """Requires that a local or remote file exists. Accepts every data set, because loading it reports its errors."""
     if Path(file).is_file() or is_data_set(file):
         return
     if not is_remote(file):
         remedy = f"; {needs}" if needs else ""
-        raise ConfigError(f"{key}: the file {file} does not exist (seen from {Path.cwd()}){remedy}")
+        raise ConfigError(f"{key}: the file {file} does not exist (current directory: {Path.cwd()}){remedy}")
     if not exists(file):
-        raise ConfigError(f"{key}: there is no file {file}")
+        raise ConfigError(f"{key}: the file {file} does not exist")
 
 
 def gather_policy_model(config: Config, mistakes: Mistakes, *, makes: Container[str]) -> None:
-    """Notes a missing policy model, which training and playing both need."""
+    """Records a missing policy model. Training and evaluation both need it."""
     key = "trainer.policy.model.path"
     if config.trainer.policy.model.path is None:
         mistakes.add(ConfigError(f"{key}: got no model; set it to a Hugging Face model directory or name"))
@@ -98,7 +98,7 @@ def _gather_models(config: Config, mistakes: Mistakes, makes: Container[str]) ->
     seen = {config.trainer.policy.model.path}
     others = {"trainer.critic.model.path": config.trainer.critic.model.path}
     is_referred_to = False
-    with contextlib.suppress(RLError):  # a loss or estimator that cannot be loaded is another check's mistake
+    with contextlib.suppress(RLError):  # another check reports a loss or estimator that cannot be loaded
         is_referred_to = needs_reference(config)
     if is_referred_to:
         others = {"trainer.ref.model.path": config.trainer.ref.model.path, **others}
@@ -121,11 +121,11 @@ def _require_same_vocabulary(config: Config) -> None:
         return
     other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
     if other is not None:
-        found = f"{theirs[other]} there" if other in theirs else "no token there"
+        found = f"token {theirs[other]} of the reference" if other in theirs else "not a token of the reference"
         raise ConfigError(
-            f"trainer.ref.model.path: {reference} has another vocabulary than the policy, {policy}: {other!r} is token "
-            f"{ours[other]} of the policy and {found}. The reference scores the policy's token ids; use one with "
-            "the same tokenizer"
+            f"trainer.ref.model.path: {reference} and the policy, {policy}, have different vocabularies: {other!r} is "
+            f"token {ours[other]} of the policy and {found}. The reference scores the policy's token ids; use a "
+            "reference with the same tokenizer"
         )
 
 
@@ -146,7 +146,7 @@ def _token_ids(model: Path) -> dict[str, int] | None:
         return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{file}: no vocabulary could be read ({error!r}); save the model's tokenizer again"
+            f"{file}: the vocabulary cannot be read ({error!r}); save the model's tokenizer again"
         ) from error
 
 
@@ -154,19 +154,19 @@ def _gather_model(key: str, path: str, mistakes: Mistakes, makes: Container[str]
     if not mistakes.passes(_require_reachable, key, path):
         return
     directory = Path(path)
-    # An incomplete model directory is created again.
+    # The recipe creates a missing model, and replaces an incomplete one. It leaves an empty directory as it is.
     is_made = path in makes and (not directory.exists() or (directory.is_dir() and any(directory.iterdir())))
     if not is_made:
         mistakes.passes(_require_model, key, path)
 
 
 def _require_model(key: str, path: str) -> None:
-    """Checks only local directories. A name such as `org/model` is resolved by the backend."""
+    """Requires a complete model if the path is a local directory. The backend resolves names such as `org/model`."""
     directory = Path(path)
     if not directory.exists():
         if is_name(path):
             return
-        raise ConfigError(f"{key}: the directory {path} does not exist (seen from {Path.cwd()})")
+        raise ConfigError(f"{key}: the directory {path} does not exist (current directory: {Path.cwd()})")
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{key}: {path} has no config.json; expected a model directory in Hugging Face format")
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
@@ -185,14 +185,14 @@ def _resume_path_exists(config: Config) -> None:
 
 
 def _gather_directories(config: Config, mistakes: Mistakes) -> None:
-    """Notes remote addresses where a local directory is needed, and every file or permission that prevents creating a
-    directory of the run, once even if it affects several."""
+    """Records remote addresses where a local directory is needed, and every file or permission that prevents creating a
+    directory of the run, once even if it affects several directories."""
     for key in ("trainer.run_dir", "trainer.export_path", "trainer.resume_path"):
         if is_remote(value_at(config, key) or ""):
             mistakes.add(
                 ConfigError(
-                    f"{key}: {value_at(config, key)} is an address; use a directory of this machine (checkpoints may "
-                    "be elsewhere, in trainer.ckpt_path, and `rl push` uploads a model)"
+                    f"{key}: {value_at(config, key)} is a remote address; use a local directory (checkpoints may be "
+                    "remote, in trainer.ckpt_path, and `rl push` uploads a model)"
                 )
             )
     for key, directory in (
@@ -210,12 +210,12 @@ def _why_not_created(directory: Path) -> str | None:
         try:
             is_directory = stat.S_ISDIR(path.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
-            continue  # the nearest parent that is there decides
+            continue  # the nearest existing parent decides
         except (OSError, ValueError) as error:  # such as a name that is too long
             return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if is_directory and os.access(path, os.W_OK | os.X_OK):
             # Below a directory that is missing, no lookup reports a name that is too long.
             too_long = any(len(os.fsencode(part)) > os.pathconf(path, "PC_NAME_MAX") for part in directory.parts)
             return os.strerror(errno.ENAMETOOLONG) if too_long else None
-        return f"{path} is not a directory that can be written"
+        return f"{path} is not a writable directory"
     return None

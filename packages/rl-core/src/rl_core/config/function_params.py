@@ -29,8 +29,8 @@ GENERAL_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "clip_ratio_c": 3.0,
     }
 )
-"""Keys of `trainer.algorithm` that only losses and estimators read. A key that is not set is None: the function's own
-default is used, or the value here if the function has no default."""
+"""Keys of `trainer.algorithm` that only losses and estimators read. For a key that is None, the function's own default
+is used, or the value here if the function has no default."""
 _CORRECTION_SWITCHES = (
     "tis_ratio_type",
     "sequence_mask_metric",
@@ -39,7 +39,7 @@ _CORRECTION_SWITCHES = (
     "token_mask_is_threshold_low",
     "token_mask_is_threshold_high",
 )
-"""Keys of `off_policy_correction`; each enables a correction."""
+"""Keys of `off_policy_correction`, each of which enables a correction unless it is None."""
 
 
 def loss_params(config: Config) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def correction_params(config: Config) -> dict[str, Any] | None:
 
     By default, samples of earlier weights are corrected unless the loss refuses corrections.
 
-    Raises ConfigError for a correction that the policy loss cannot use, even if it is only on by default.
+    Raises ConfigError for a correction that the policy loss cannot use, even if the user did not set it.
     """
     key, name = "trainer.algorithm.off_policy_correction", config.trainer.algorithm.policy_loss_type
     correction, is_stale = config.trainer.algorithm.off_policy_correction, config.pipeline_depth > 0
@@ -75,7 +75,8 @@ def correction_params(config: Config) -> dict[str, Any] | None:
     if refuses:
         reason = _why_refused(objective)
         raise ConfigError(
-            f"{key}: the loss {name!r} {reason} and cannot use a correction; leave it out, or choose another loss"
+            f"{key}: the loss {name!r} {reason}, so it cannot use a correction; remove the correction, or choose "
+            "another loss"
         )
     if params["tis_ratio_type"] is not None and objective.corrections == "unknown":
         raise ConfigError(f"{key}.tis_ratio_type: {_why_unknown(config, objective, tis_ratio_type)}")
@@ -99,28 +100,28 @@ def _why_refused(objective: Objective) -> str:
 
 
 def _why_unknown(config: Config, objective: Objective, tis_ratio_type: str) -> str:
-    """Why a loss that declares no support for corrections gets no importance weights, and what to do.
+    """Why a loss that declares nothing about corrections cannot get importance weights, and what to do.
 
     Masks work with such a loss: a masked token, like any untrained token, does not affect which other tokens the loss
-    chooses.
+    selects.
     """
     loss, staleness = config.trainer.algorithm.policy_loss_type, config.trainer.max_staleness
     is_default = config.trainer.algorithm.off_policy_correction.tis_ratio_type is None
     value = f"{tis_ratio_type!r} is the default with trainer.max_staleness={staleness}"
     problem = (
-        f"the loss {loss!r} chooses tokens by the advantages that the weights would scale"
+        f"the loss {loss!r} selects tokens by their advantages, which the weights would scale"
         if "advantages" in objective.prepare_columns
-        else f"the loss {loss!r} is not proportional to its advantages, through which the weights would be applied"
+        else f"the loss {loss!r} is not proportional to its advantages, which the weights would scale"
     )
     remedy = (
-        "Declare how it takes the weights (rl_core.algorithms.takes_corrections), set tis_ratio_type=off (then only "
-        f"masks correct){', or trainer.max_staleness=0' * is_default}, or choose another loss, e.g. regular"
+        "Declare how the loss uses weights (rl_core.algorithms.takes_corrections), set tis_ratio_type=off (masks still "
+        f"work){', or trainer.max_staleness=0' * is_default}, or choose another loss, e.g. regular"
     )
     return f"{value if is_default else f'got {tis_ratio_type!r}'}, and {problem}. {remedy}"
 
 
 def needs_critic(config: Config) -> bool:
-    """Whether the advantage estimator reads values: it has the positional parameter `values_T`."""
+    """Whether the advantage estimator reads values, that is, has the positional parameter `values_T`."""
     return "values_T" in _read_by_estimator(config)
 
 
@@ -133,11 +134,11 @@ def needs_reference(config: Config) -> bool:
 
 
 def needs_greedy_answers(config: Config) -> bool:
-    """Whether the advantage estimator compares with a greedy answer to each prompt: it has the parameter
+    """Whether the advantage estimator compares with a greedy answer to each prompt, that is, has the parameter
     `greedy_scores_N`.
 
-    Raises ConfigError if groups are filtered by the differences between their samples, because these do not show how
-    much the samples differ from the greedy answer.
+    Raises ConfigError if groups of equal rewards are filtered out, because such a group can still differ from the
+    greedy answer.
     """
     if "greedy_scores_N" not in _read_by_estimator(config):
         return False
@@ -147,9 +148,9 @@ def needs_greedy_answers(config: Config) -> bool:
         chooses = f"dynamic_sampling.type={algorithm.dynamic_sampling.type}"
     if chooses is not None:
         raise ConfigError(
-            f"trainer.algorithm.{chooses.partition('=')[0]}: {chooses} leaves out groups of equal rewards, but "
-            f"advantage_estimator={algorithm.advantage_estimator} learns from such a group if the greedy answer has "
-            "another reward; switch it off, or choose an estimator that compares the samples, e.g. rloo"
+            f"trainer.algorithm.{chooses.partition('=')[0]}: {chooses} drops groups of equal rewards, but "
+            f"advantage_estimator={algorithm.advantage_estimator} learns from such a group if the greedy answer has a "
+            "different reward; turn this key off, or choose an estimator that compares the samples, e.g. rloo"
         )
     return True
 
@@ -179,8 +180,8 @@ def _params(group: str, name_field: str, params_field: str, algorithm: Algorithm
 def function_defaults(config: Config) -> dict[str, tuple[Any, str]]:
     """For each key of GENERAL_DEFAULTS that is not set: the value that a run uses, and its source.
 
-    The value is None if neither function reads the key. Imports the functions, and with them torch; a function that
-    cannot be loaded counts as one that reads no keys.
+    The value is None if neither function reads the key. Imports the functions, and so torch. A function that cannot be
+    loaded is treated as one that reads no keys.
     """
     algorithm = config.trainer.algorithm
     found = {

@@ -1,8 +1,8 @@
-"""Keys of other trainers that this one spells differently or lacks, each with its successor or the reason.
+"""Translates the keys of other trainers, so that users can bring their launch scripts.
 
-Users bring their launch scripts. A foreign key is loaded under its name here with a warning, or refused with an error
-that says what to write instead. A switch that changes nothing here (`trainer.flash_attn=true`) is dropped with a
-warning that says why.
+A foreign key that has another name here is loaded under that name with a warning, or is an error that says what to
+write instead. A foreign key without a counterpart is an error that gives the reason. If its value changes nothing here
+(`trainer.flash_attn=true`), it is dropped with a warning instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VALUE_ALIASES: Mapping[tuple[str, Any], Any] = {
     ("generator.inference_engine.weight_sync_backend", "nccl"): "broadcast",
     ("generator.inference_engine.weight_sync_backend", "gloo"): "broadcast",
 }
-"""(key, alternative spelling of a value) → value; the key has its name here. Accepted without a warning."""
+"""(key here, alternative spelling of its value) → value. Accepted without a warning."""
 
 _ENGINE = "generator.inference_engine."
 _ASYNC = "trainer.fully_async."
@@ -71,12 +71,12 @@ TAKEN_AS = {
         )
     },
 }
-"""Key or section → its name here. It is loaded under that name, with a warning."""
+"""Foreign key or section → its name here, under which it is loaded with a warning."""
 
 
 @attrs.frozen
 class Successor:
-    """A key that has another name here. Its values are kept, except those in `values`."""
+    """The counterpart here of a foreign key, and how values of the key are translated."""
 
     key: str
     values: Mapping[Any, Any] = attrs.field(factory=dict)
@@ -90,7 +90,7 @@ SUCCESSORS = {
     "trainer.algorithm.use_tis": Successor(
         "trainer.algorithm.off_policy_correction.tis_ratio_type",
         {True: "token", False: None},
-        "off_policy_correction.tis_ratio_type says whether there is a correction",
+        "off_policy_correction.tis_ratio_type decides whether samples are corrected",
     ),
     "trainer.algorithm.tis_imp_ratio_cap": Successor(
         "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
@@ -98,13 +98,14 @@ SUCCESSORS = {
         "-1 means no cap",
     ),
     "trainer.num_logger_train_samples": Successor(
-        "trainer.num_logged_samples", {-1: None}, "trainer.num_logged_samples has a bound of its own"
+        "trainer.num_logged_samples", {-1: None}, "the default of trainer.num_logged_samples applies"
     ),
 }
 """Foreign key → its successor here."""
 
 LOSS_SECTIONS = {f"trainer.algorithm.{name}": name for name in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")}
-"""Section with the parameters of one policy loss → that loss. Here the chosen loss reads `policy_loss_params`."""
+"""Foreign section with the parameters of one policy loss → that loss. Here, the selected loss reads its parameters from
+`policy_loss_params`."""
 
 RENAMED = {
     "trainer.fully_async.max_staleness_steps": "trainer.max_staleness",
@@ -136,7 +137,7 @@ RENAMED = {
     "data.val_files": "data.val_data",
     "data.max_response_length": "generator.sampling_params.max_generate_length",
 }
-"""Key or section → what to write instead. Using it is an error."""
+"""Foreign key or section → what to write instead. Using the foreign name is an error."""
 
 
 @attrs.frozen
@@ -145,9 +146,9 @@ class Unsupported:
 
     reason: str
     harmless: Sequence[Any] = ()
-    """Values that need nothing that is missing here. They cause a warning instead of an error."""
+    """Values that change nothing here. They cause a warning instead of an error."""
     is_harmless: bool = False
-    """Every value is harmless."""
+    """Whether all values are harmless."""
 
 
 _PROFILER = "there is no profiler; run torch.profiler in a callback (trainer.callbacks)"
@@ -155,10 +156,10 @@ _QAT = "there is no quantisation-aware training"
 _MTP = "there is no multi-token prediction"
 _SIMULATED = "training is not simulated"
 _MEGATRON_FSDP = "for sharded parameters choose trainer.strategy=fsdp"
-_NCCL_BUFFERS = "torch allocates the buffers, and they leave the device while inference uses it"
+_NCCL_BUFFERS = "torch allocates the buffers, and moves them off the device while inference uses it"
 _ONE_RANK = "how sequences are split over ranks is set in the backend's own section"
-_CHUNKS = "trainer.logprobs_chunk_size limits the logits that exist at a time"
-_LOCAL_ONLY = "no engine of this version has it"
+_CHUNKS = "trainer.logprobs_chunk_size limits how many tokens' logits are in memory at a time"
+_LOCAL_ONLY = "no engine of this version supports it"
 _SAMPLES = "samples are written to samples.jsonl"
 _ALLOCATOR = "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
 
@@ -198,15 +199,15 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.fully_async.simulate_weight_sync_seconds": Unsupported(_SIMULATED, is_harmless=True),
     "trainer.fully_async.enabled": Unsupported("trainer.max_staleness above 0 makes a run asynchronous", (False,)),
     "trainer.gradient_checkpointing_use_reentrant": Unsupported("checkpointing is never reentrant", (False,)),
-    "trainer.recompute_old_logprobs_per_minibatch": Unsupported("they are computed once per batch", (False,)),
+    "trainer.recompute_old_logprobs_per_minibatch": Unsupported("old log-probs are computed once per batch", (False,)),
     "trainer.update_ref_every_epoch": Unsupported("the reference model is never updated", (False,)),
     "trainer.flash_attn": Unsupported(
-        "the backend chooses its attention by what the device and the dtype allow; it needs no flash-attn package",
+        "the backend selects an attention kernel that the device and the dtype support; it needs no flash-attn package",
         (True, False),
     ),
-    "trainer.disable_fast_tokenizer": Unsupported("tokenizers are the fast ones", (False,)),
+    "trainer.disable_fast_tokenizer": Unsupported("fast tokenizers are always used", (False,)),
     "trainer.enable_ray_gpu_monitor": Unsupported("there is no GPU monitor", is_harmless=True),
-    "trainer.log_path": Unsupported("trainer.run_dir has everything that a run writes", is_harmless=True),
+    "trainer.log_path": Unsupported("a run writes everything to trainer.run_dir", is_harmless=True),
     "trainer.dump_data_batch": Unsupported(_SAMPLES, (True, False)),
     "trainer.dump_eval_results": Unsupported(_SAMPLES, (True, False)),
     "trainer.print_example_interval": Unsupported(_SAMPLES, is_harmless=True),
@@ -217,18 +218,18 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.fused_lm_head_logprob": Unsupported(_CHUNKS, is_harmless=True),
     "trainer.fused_lm_head_logprob_backend": Unsupported(_CHUNKS, is_harmless=True),
     "trainer.algorithm.overlong_buffer": Unsupported(
-        "an environment adds the penalty to its reward; the recipe dapo does, with soft_overlong_penalty"
+        "the environment adds such a penalty to its reward; the recipe dapo does this with soft_overlong_penalty"
     ),
     "trainer.algorithm.zero_variance_filter_tol": Unsupported(
         "rewards of a group are compared exactly", (0, 0.0, 1e-6)
     ),
-    "data.dataloader": Unsupported("prompts are read into memory", is_harmless=True),
+    "data.dataloader": Unsupported("all prompts are read into memory at the start", is_harmless=True),
     "generator.batched": Unsupported("each prompt is a separate request, and all run concurrently", is_harmless=True),
     "generator.use_conversation_multi_turn": Unsupported(
         "responses are kept as tokens and never re-rendered as text", (True,)
     ),
     "generator.append_eos_token_after_stop_str_in_multi_turn": Unsupported(
-        "a turn that a stop string ended is closed as the chat template closes turns", (True,)
+        "if a stop string ends a turn, the chat template closes the turn", (True,)
     ),
     "generator.vision_language_generator": Unsupported("only text models are supported", (False,)),
     "generator.use_cache_salt": Unsupported(_LOCAL_ONLY, is_harmless=True),
@@ -236,15 +237,15 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.chat_template.name_or_path": Unsupported("the model's own chat template is used", (None,)),
     "generator.chat_template.source": Unsupported("the model's own chat template is used", ("name",)),
     "environment.skyrl_gym.max_env_workers": Unsupported(
-        "every episode has its own thread; environment.num_workers limits their number", is_harmless=True
+        "every episode has its own thread; environment.num_workers limits the number of episodes", is_harmless=True
     ),
-    "generator.inference_engine.run_engines_locally": Unsupported("engines are started by the run", (True,)),
+    "generator.inference_engine.run_engines_locally": Unsupported("the run starts the engines", (True,)),
     "generator.inference_engine.async_engine": Unsupported("requests are always asynchronous", (True, False)),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unsupported(
-        "weight_bucket_bytes limits what is sent at a time", is_harmless=True
+        "weight_bucket_bytes limits how much is sent at a time", is_harmless=True
     ),
     "generator.inference_engine.delta_weight_sync": Unsupported(
-        "set weight_sync_delta, which any transport supports", (None,)
+        "set weight_sync_delta, which works with any transport", (None,)
     ),
     "generator.inference_engine.enable_pd": Unsupported(_LOCAL_ONLY, (False,)),
     "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),
@@ -255,15 +256,15 @@ for _model in ("policy", "ref", "critic"):
         "every decoder layer is wrapped as one FSDP unit", ({}, None)
     )
     UNSUPPORTED[f"trainer.{_model}.fsdp_config.mixed_precision.buffer_dtype"] = Unsupported(
-        "buffers stay in the dtype that the model gives them, float32", ("fp32", "float32")
+        "buffers keep the dtype that the model gives them, float32", ("fp32", "float32")
     )
     for _name, _unsupported in {
         "ddp_config.average_in_collective": Unsupported(
-            "gradients are sums over tokens weighted before the batch is split, so nothing is averaged",
+            "tokens are weighted before the batch is split, and gradients are only summed",
             (True, False),
         ),
         "hf_export_config": Unsupported(
-            "ranks send their parts one bucket after the other, and rank 0 writes", (None,)
+            "ranks send their parts bucket by bucket, and rank 0 writes the model", (None,)
         ),
         "hf_export_config.distributed_save": Unsupported("rank 0 writes the model, bucket by bucket", (False,)),
         "hf_export_config.save_every_n_ranks": Unsupported("rank 0 writes the model, bucket by bucket", (1,)),
@@ -273,22 +274,21 @@ for _model in ("policy", "ref", "critic"):
         "mtp_loss_weight": Unsupported(_MTP, is_harmless=True),
         "mtp_loss_chunk_size": Unsupported(_MTP, is_harmless=True),
         "mtp_loss_topk": Unsupported(_MTP, is_harmless=True),
-        "async_dist_ckpt_strategy": Unsupported("trainer.async_save has no choice of strategy", is_harmless=True),
+        "async_dist_ckpt_strategy": Unsupported("trainer.async_save has only one strategy", is_harmless=True),
         "async_save_prestage_to_cpu": Unsupported("trainer.async_save copies to CPU memory first", is_harmless=True),
     }.items():
         UNSUPPORTED[f"trainer.{_model}.megatron_config.{_name}"] = _unsupported
     for _name, _unsupported in {
         "use_distributed_optimizer": Unsupported("the optimizer's state is always split over data ranks", (True,)),
         "bucket_size": Unsupported("gradients are summed once per step, in one piece", is_harmless=True),
-        "gradient_reduce_div_fusion": Unsupported("gradients are sums, nothing is divided", is_harmless=True),
-        "align_param_gather": Unsupported("parameters are gathered when a step ends, by all ranks", is_harmless=True),
+        "gradient_reduce_div_fusion": Unsupported("gradients are summed and not divided", is_harmless=True),
+        "align_param_gather": Unsupported("all ranks gather parameters at the end of a step", is_harmless=True),
         "check_for_nan_in_grad": Unsupported(
-            "a step whose gradient is not finite is skipped and counted, not an error "
-            "(trainer.max_consecutive_nonfinite_steps)",
+            "a step whose gradient is not finite is skipped and counted (trainer.max_consecutive_nonfinite_steps)",
             is_harmless=True,
         ),
         "check_for_large_grads": Unsupported("the gradient's norm is reported and clipped instead", is_harmless=True),
-        "num_distributed_optimizer_instances": Unsupported("the optimizer is split over all data ranks", (1,)),
+        "num_distributed_optimizer_instances": Unsupported("the optimizer's state is split over all data ranks", (1,)),
         "reduce_scatter_with_fp32_accumulation": Unsupported("set ddp_config.grad_reduce_in_fp32=true", (False,)),
         "fp8_param_gather": Unsupported("parameters are gathered in the compute dtype", (False,)),
         "reuse_grad_buf_for_mxfp8_param_ag": Unsupported("parameters are not gathered in 8 bits", (False,)),
@@ -303,13 +303,13 @@ for _model in ("policy", "ref", "critic"):
         "nccl_ub": Unsupported(_NCCL_BUFFERS, (False,)),
         "disable_symmetric_registration": Unsupported(_NCCL_BUFFERS, (False,)),
         "fsdp_manual_registration": Unsupported(_NCCL_BUFFERS, (False,)),
-        "delay_wgrad_compute": Unsupported("it hides sums behind the backward pass, which are made after it", (False,)),
+        "delay_wgrad_compute": Unsupported("gradients are summed after the backward pass", (False,)),
     }.items():
         UNSUPPORTED[f"trainer.{_model}.megatron_config.ddp_config.{_name}"] = _unsupported
 for _key in ("trainer.ref", "trainer.critic"):
     _section = f"{_key}.megatron_config"
-    UNSUPPORTED[f"{_section}.async_dist_ckpt_save"] = Unsupported("trainer.async_save is for all models", (False,))
-    UNSUPPORTED[f"{_section}.lora_config.merge_lora"] = Unsupported("its adapters are not sent", is_harmless=True)
+    UNSUPPORTED[f"{_section}.async_dist_ckpt_save"] = Unsupported("trainer.async_save applies to all models", (False,))
+    UNSUPPORTED[f"{_section}.lora_config.merge_lora"] = Unsupported("engines do not get this model", is_harmless=True)
     for _name in (
         "language_model_only",
         "model_config_kwargs",
@@ -333,13 +333,13 @@ for _name, _unsupported in {
 }.items():
     UNSUPPORTED[f"generator.inference_engine.{_name}"] = _unsupported
 for _name, _entry_of_name in list(UNSUPPORTED.items()):
-    # The spelling from before the engine's keys had their own section.
+    # Older scripts have the engine's keys directly in `generator`.
     if _name.startswith(_ENGINE) and "." not in _name.removeprefix(_ENGINE):
         UNSUPPORTED.setdefault(f"generator.{_name.removeprefix(_ENGINE)}", _entry_of_name)
 for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
     UNSUPPORTED[f"{_section}.logprobs"] = Unsupported("log-probs of sampled tokens are always returned", (None, 0, 1))
-    UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported("no engine of this version has penalties", (1, 1.0))
-    UNSUPPORTED[f"{_section}.additional_kwargs"] = Unsupported("write the sampling keys themselves", (None,))
+    UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported("no engine of this version supports it", (1, 1.0))
+    UNSUPPORTED[f"{_section}.additional_kwargs"] = Unsupported("set the sampling keys directly", (None,))
 
 
 def translated(
@@ -348,13 +348,14 @@ def translated(
     is_of_a_plugin: Callable[[str], bool] = lambda path: False,
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Layer:
-    """The layer in this project's keys. A key that the user must correct is left out and added to `mistakes`.
+    """The layer with this project's keys instead of foreign keys. A key that the user must correct is left out, and its
+    error is added to `mistakes`.
 
     Args:
         is_of_a_plugin: whether a plug-in declares the key, which then keeps its name. Called only for keys of the
             tables.
-        values: the values of all layers by path. They tell which loss is chosen; parameters of other losses are
-            dropped.
+        values: the values of all layers by path. Some translations depend on other keys, such as the selected loss,
+            because parameters of other losses are dropped.
     """
     kept: Layer = []
     for path, given in layer:
@@ -366,7 +367,7 @@ def translated(
 
 
 def _keys(path: str) -> Sequence[str]:
-    """The keys that `path` sets: several if it is a backend section that belongs to no single model."""
+    """The keys that `path` sets: several for a key of `<backend>_config.train` or `.eval`, which `MODELS_OF` lists."""
     section, _, below = path.partition(".")
     models, _, key = below.partition(".")
     if section.endswith("_config") and models in MODELS_OF and key:
@@ -384,7 +385,7 @@ def _translated_value(path: str, given: Given) -> Given:
 def _here(
     path: str, given: Given, is_of_a_plugin: Callable[[str], bool], values: Mapping[str, Any]
 ) -> list[tuple[str, Given]]:
-    """The key and value in this project's terms: one pair, or none if it has no effect. Raises ConfigError."""
+    """The key and value here: one pair, or none if the key has no effect. Raises ConfigError if it is refused."""
     path = ALIASES.get(path, path)
     entries = [(table, *entry) for table in _TABLES if (entry := _entry(path, table)) is not None]
     if not entries or is_of_a_plugin(path):
@@ -403,23 +404,24 @@ def _here(
         return _succeeded(path, given, entry)
     if table is TAKEN_AS:
         return _taken(path, f"{entry}{below}", given)
-    raise ConfigError(f"{path}: is not a key here; write {entry}{below} ({given.source})")
+    raise ConfigError(f"{path}: is not a key here; use {entry}{below} ({given.source})")
 
 
 def _asynchronous(path: str, given: Given, values: Mapping[str, Any]) -> list[tuple[str, Given]] | None:
-    """Handles keys whose meaning depends on the section's switch `enabled`; None: look the key up like any other."""
+    """Translates keys whose meaning depends on the section's switch `enabled`. None: the tables decide, as for other
+    keys."""
     is_on = values.get(f"{_ASYNC}enabled")
     if is_on is False and path != f"{_ASYNC}enabled":
         return _dropped(path, given, f"{_ASYNC}enabled is false, so trainer.max_staleness is 0")
     if is_on is True and path == f"{_ASYNC}max_staleness_steps":
         return _taken(path, "trainer.max_staleness", given)
     if is_on is True and path == f"{_ASYNC}enabled" and f"{_ASYNC}max_staleness_steps" in values:
-        return _dropped(path, given, "trainer.max_staleness sets it")
+        return _dropped(path, given, "trainer.max_staleness above 0 makes a run asynchronous")
     return None
 
 
 def _without_effect(path: str, given: Given, unsupported: Unsupported) -> list[tuple[str, Given]]:
-    """Drops the key with a warning. Raises ConfigError for a value that asks for something unsupported."""
+    """Drops the key with a warning. Raises ConfigError for a value that is not harmless."""
     values = unsupported.harmless
     if unsupported.is_harmless or any(type(given.value) is type(value) and given.value == value for value in values):
         return _dropped(path, given, unsupported.reason)
@@ -441,7 +443,7 @@ def _dropped(path: str, given: Given, reason: str) -> list[tuple[str, Given]]:
 
 
 def _taken(path: str, key: str, given: Given) -> list[tuple[str, Given]]:
-    warnings.warn(f"{path}: is called {key} here, and is read as that ({given.source})", ConfigWarning, stacklevel=2)
+    warnings.warn(f"{path}: is called {key} here and read under it ({given.source})", ConfigWarning, stacklevel=2)
     return [(key, given)]
 
 

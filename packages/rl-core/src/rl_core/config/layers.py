@@ -1,7 +1,7 @@
 """Values from files, recipes and the command line, key by key, each with its source.
 
-A layer is a list of (key path, `Given`) in the order of appearance, so that a repeated key can be detected. Layers are
-merged leaf by leaf; a later value replaces earlier ones at the same key, at a section above it or at a key below it.
+A layer is a list of (key path, `Given`) in the order of appearance, so that repeated keys can be detected. Layers are
+merged key by key; a later value replaces earlier ones at the same key, at a section above it and at keys below it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_core.errors import ConfigError, Mistakes
 
 
 class ConfigWarning(UserWarning):
-    """A configuration can run, but contains something that its author should look at."""
+    """A configuration can run, but contains something that its author should check."""
 
 
 @attrs.frozen
@@ -53,7 +53,7 @@ def file_layer(path: Path, mistakes: Mistakes) -> Layer:
         if node is None:
             return []
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{path}: a configuration file holds `key: value` lines; this one does not")
+            raise ConfigError(f"{path}: expected a file that holds `key: value` lines")
         return list(_leaves_of_node(loader, node, "", str(path), mistakes))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
@@ -65,8 +65,8 @@ def mapping_layer(mapping: Mapping[str, Any], source: str, mistakes: Mistakes) -
 
 
 def override_layer(overrides: Iterable[str], mistakes: Mistakes) -> Layer:
-    """The `key.path=value` words of a command line; values are YAML (`[a, b]`, `{a: 1}`, `true`, `null`, text). Other
-    words are added to `mistakes`."""
+    """The `key.path=value` arguments of a command line; values are YAML (`[a, b]`, `{a: 1}`, `true`, `null`, text). For
+    any other argument, an error is added to `mistakes`."""
     layer: Layer = []
     for override in overrides:
         with mistakes.gathered():
@@ -80,7 +80,7 @@ def _override(override: str, mistakes: Mistakes) -> Layer:
     if not separator or not key:
         raise ConfigError(f"{override!r}: an override is key.path=value without spaces, e.g. trainer.epochs=2")
     if not re.fullmatch(r"[\w.-]+", key):
-        raise ConfigError(f"{override!r}: {key!r} is not a key; an override is key.path=value without any prefix")
+        raise ConfigError(f"{override!r}: {key!r} is not a key; an override is key.path=value, without a prefix")
     loader = Yaml12Loader(text)
     try:
         node = loader.get_single_node()
@@ -101,7 +101,7 @@ def _leaves_of_node(
     for key_node, value_node in node.value:
         source = f"{name}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            mistakes.add(ConfigError(f"{source}: a key is text, not a list or a mapping"))
+            mistakes.add(ConfigError(f"{source}: a key must be text, not a list or a mapping"))
             continue
         path = f"{above}.{key_node.value}" if above else key_node.value
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
@@ -115,7 +115,7 @@ def _leaves_of_mapping(
 ) -> Iterator[tuple[str, Given]]:
     for key, value in mapping.items():
         if not isinstance(key, str):
-            mistakes.add(ConfigError(f"{above or source}: a key is text, not {key!r}"))
+            mistakes.add(ConfigError(f"{above or source}: a key must be text, not {key!r}"))
             continue
         path = f"{above}.{key}" if above else key
         if isinstance(value, Mapping) and value:

@@ -1,11 +1,11 @@
-"""Builds the frozen classes from a tree of given values. An unknown key or a wrong type is an error that names it.
+"""Builds the frozen configuration classes from a tree of `Given` values. An unknown key or a wrong type is an error,
+which names the key.
 
-Fields and type hints of the classes determine what is accepted: bool, int, float (also an int), str, None, Literal,
-unions, tuples (a single value becomes a tuple of one), mappings and nested classes. Nothing is guessed: `"3"` is no int
-and `1` no bool.
+Fields and type hints of the classes determine what is accepted: bool, int, float (also from an int), str, None,
+Literal, unions, tuples (a single value becomes a tuple of one), mappings and nested classes. Nothing is guessed: `"3"`
+is not an int, and `1` is not a bool.
 
-Every mistake is noted and its key left out. The result then has that key's default, and serves only to find more
-mistakes.
+A key with a mistake gets its default, and loading continues. Such a result is used only to find more mistakes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ OF_PLUGINS = ("backend_sections", "plugin_options")
 
 @attrs.frozen(kw_only=True)
 class PluginKeys:
-    """How the keys of plug-ins are loaded."""
+    """Functions that load the keys of plug-ins."""
 
     section_class: Callable[[str], type | None] = lambda section: None
     """The options class of a `<backend>_config` section; `dict` keeps it raw; None: no such section."""
     load_options: Callable[[Any, Mapping[str, Any], str, Mistakes], Mapping[str, Any]] = (
         lambda section, keys, path, mistakes: {}
     )
-    """Loads the plug-ins' keys of a section. Arguments: the section with its own keys loaded, the other keys given in
-    it, its path, and `mistakes`. Returns the options objects by plug-in."""
+    """Loads the plug-ins' keys of a section. Arguments: the section with the core's keys loaded, the other keys that
+    were set in it, the section's path, and `mistakes`. Returns the options objects by plug-in."""
     paths: Callable[[], Sequence[str]] = tuple
-    """Returns the path of every key that an installed plug-in declares in such a section."""
+    """Returns the path of every key that an installed plug-in declares in a section of the core."""
 
 
 LEFT_OUT: Any = object()
@@ -85,7 +85,7 @@ def _without_left_out(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(cls: type[_T], values: Mapping[str, Any], path: str, mistakes: Mistakes) -> _T:
-    """The instance, or `LEFT_OUT`. A value that its validator refuses is left out, so that the other validators run."""
+    """The instance, or `LEFT_OUT`. A value that its validator refuses is left out, so that all other validators run."""
     values, has_refused = dict(values), False
     while True:
         try:
@@ -96,7 +96,7 @@ def _built(cls: type[_T], values: Mapping[str, Any], path: str, mistakes: Mistak
             if values.pop(field, LEFT_OUT) is LEFT_OUT:
                 return LEFT_OUT
             has_refused = True
-        except (TypeError, ValueError) as error:  # may be about a combination, part of which has been left out
+        except (TypeError, ValueError) as error:  # a left-out value may have caused this error
             if not has_refused:
                 mistakes.add(ConfigError(f"{path}: {error}"))
             return LEFT_OUT
@@ -146,7 +146,8 @@ def _leaf(hint: Any, given: Given, path: str, mistakes: Mistakes) -> Any:
 
 
 def _has_exponent(given: Given) -> bool:
-    """Whether a whole number was written as 1e8. A value from a file does not keep the notation; its size decides."""
+    """Whether a whole number was written with an exponent, as in 1e8. The notation of a value from a file is not known;
+    numbers of at least 1e6 are assumed to have one."""
     if not isinstance(given.value, float) or not given.value.is_integer():
         return False
     return given.value >= 1e6 if given.text is None else "e" in given.text.lower()
@@ -224,9 +225,9 @@ def unknown_key(
     """The error for an unknown key.
 
     Args:
-        siblings: keys of its section → a remark that names the key's plug-in; empty for keys that this run reads.
-        paths: keys of plug-ins, to be suggested in addition to the core's.
-        chosen: the plug-in that the section chooses, e.g. `backend=local`.
+        siblings: keys of the section → a remark that names the key's plug-in; empty for keys that this run reads.
+        paths: keys of plug-ins, which are suggested in addition to the core's keys.
+        chosen: the plug-in that is selected in the section, e.g. `backend=local`.
     """
     from rl_core.config.tree import Config
 

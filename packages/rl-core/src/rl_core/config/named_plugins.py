@@ -23,7 +23,7 @@ GROUPS = {
 
 
 def gather_missing(config: Config, keys: Iterable[str], mistakes: Mistakes) -> None:
-    """Notes every name in `keys` that is not an installed plug-in. Import paths are not checked until imported."""
+    """Records every name at these keys that is not an installed plug-in. Import paths are not checked here."""
     for key in [key for key in GROUPS if key in keys and not mistakes.about(key)]:
         for name in names_at(config, key):
             if ":" not in name and name not in {plugin.name for plugin in plugins.installed(GROUPS[key])}:

@@ -1,6 +1,6 @@
 """Keys that engine and generator plug-ins declare, written in a section of the core next to the core's own keys.
 
-The chosen plug-in's keys are read. Keys of other installed plug-ins have no effect, which causes a warning; they are
+Only the keys of the selected plug-in have an effect. Changed keys of other installed plug-ins cause a warning; they are
 checked, kept and written back, so that one file can be used with several engines. A key that no installed plug-in
 declares is an error.
 """
@@ -30,7 +30,7 @@ class Section:
     group: str
     """Entry-point group of the plug-ins."""
     field: str
-    """The key of the section that chooses the plug-in."""
+    """The key of the section that selects the plug-in."""
 
     def node(self, config: Config) -> Any:
         """This section of `config`."""
@@ -40,7 +40,7 @@ class Section:
         return node
 
     def chosen(self, config: Config) -> str:
-        """The chosen plug-in's name as written in the configuration."""
+        """The name of the selected plug-in, as in the configuration."""
         return getattr(self.node(config), self.field)
 
 
@@ -54,7 +54,8 @@ def options_class(section: Section, name: str) -> type | None:
     """The options class of a plug-in; None if it declares no keys.
 
     Raises:
-        PluginError: the plug-in is not installed or cannot be imported, or its class cannot hold keys of this section.
+        PluginError: the plug-in is not installed or cannot be imported, or its options class is invalid or repeats a
+            key of the section.
     """
     key = f"{section.path}.{section.field}"
     plugin = plugins.load(section.group, name, key=key)
@@ -70,7 +71,7 @@ def options_of(plugin_name: str, values: Mapping[str, Any], section: Section, *,
     """The plug-in's options with `values`, which the user wrote at `key` instead of in the section.
 
     Raises:
-        PluginError: the plug-in is not installed, or its class cannot hold keys.
+        PluginError: what `options_class` raises.
         ConfigError: a value has the wrong type, or the plug-in has no such key; ConfigErrors: several of these.
     """
     cls = options_class(section, plugin_name)
@@ -89,14 +90,14 @@ def require_options_class(cls: Any, where: str) -> list[str]:
     """The keys that a plug-in's options class declares.
 
     Raises:
-        PluginError: it is no attrs class, its types cannot be read, or a field has no default.
+        PluginError: `cls` is not an attrs class, its type hints cannot be resolved, or a field has no default.
     """
     if not (isinstance(cls, type) and attrs.has(cls)):
         raise PluginError(f"{where}: its options_class is {cls!r}; expected an attrs class")
     try:
         names = own_keys(cls)
     except NameError as error:
-        raise PluginError(f"{where}: the types of {cls.__name__} cannot be read: {error}") from error
+        raise PluginError(f"{where}: the type hints of {cls.__name__} cannot be resolved: {error}") from error
     unset = [field.name for field in attrs.fields(cls) if field.default is attrs.NOTHING]
     if unset:
         raise PluginError(f"{where}: its option {unset[0]!r} has no default; give it one in {cls.__name__}")
@@ -115,13 +116,14 @@ def _require_usable(cls: Any, section: Section, where: str) -> None:
 def load_options(node: Any, keys: Mapping[str, Any], path: str, mistakes: Mistakes) -> dict[str, Any]:
     """The options objects of the plug-ins that declare these keys, by plug-in.
 
-    If several plug-ins declare the same key, the chosen one comes first, then the other installed ones; the first one
-    whose type fits gets the value. If the chosen plug-in cannot be imported, the keys are kept raw with a warning, and
-    starting it fails later. If the choice of the plug-in is itself a mistake, the keys are not checked.
+    If several plug-ins declare the same key, the selected plug-in has precedence over the other installed ones; the
+    first one whose type fits gets the value. If the selected plug-in cannot be imported, the keys are kept raw with a
+    warning, and starting the plug-in fails later. If the key that selects the plug-in has a mistake, the keys are not
+    checked.
 
     Args:
-        node: the section, with its own keys loaded.
-        keys: the section's other keys, trees of `Given` leaves.
+        node: the section, with the core's keys loaded.
+        keys: the section's other keys, as trees of `Given` leaves.
         mistakes: collects keys that no plug-in declares, and values of the wrong type.
     """
     section = _section_of(node)
@@ -154,8 +156,8 @@ def load_options(node: Any, keys: Mapping[str, Any], path: str, mistakes: Mistak
 def _unclaimed(
     section: Section, chosen: str, keys: Mapping[str, Any], path: str, refusals: Sequence[Mistakes]
 ) -> Iterator[RLError]:
-    """The errors of keys that no plug-in took: none declares the key, or all that do refuse the value. In the second
-    case, yields the error of the first plug-in."""
+    """The errors for keys that were not loaded: either no plug-in declares the key, or all that declare it refuse the
+    value. In the second case, yields the error of the first plug-in."""
     owners: dict[str, str] = {}
     for name, cls in _classes(section, chosen):
         owners = dict.fromkeys(own_keys(cls), name) | owners
@@ -173,7 +175,8 @@ def _unclaimed(
 
 
 def _classes(section: Section, chosen: str) -> Iterator[tuple[str, type]]:
-    """Plug-ins that declare keys in a section, with their options classes: the chosen one, then the other installed."""
+    """Plug-ins that declare keys in a section, with their options classes: the selected one, then the other installed
+    ones."""
     cls = options_class(section, chosen)
     if cls is not None:
         yield chosen, cls
@@ -187,8 +190,8 @@ def _section_of(node: Any) -> Section:
 
 
 def installed_classes(section: Section) -> list[tuple[str, type]]:
-    """Installed plug-ins that declare keys in a section, by name, without broken ones. Those of contract 1, whose keys
-    are not known, come last."""
+    """Installed plug-ins that declare keys in a section, in the order of their names, without broken ones. Plug-ins of
+    contract 1 are last, because it is not known which keys they read."""
     found = [(name, cls) for name, cls in _examined(section) if isinstance(cls, type)]
     return sorted(found, key=lambda entry: entry[1] is KEYS[section.group])
 
@@ -213,8 +216,8 @@ def installed_paths() -> tuple[str, ...]:
 
 
 def is_known(path: str, given: Mapping[str, Any]) -> bool:
-    """Whether a plug-in declares the key or a section above it. Considers installed plug-ins, and those that `given`
-    (values by path) chooses."""
+    """Whether a plug-in declares the key or a section above it. Considers installed plug-ins and those that `given`
+    (values by path) selects."""
     paths = {*installed_paths(), *_chosen_paths(given)}
     return any(f"{path}.".startswith(f"{known}.") for known in paths)
 
@@ -226,26 +229,26 @@ def _chosen_paths(given: Mapping[str, Any]) -> set[str]:
         try:
             cls = options_class(section, name) if isinstance(name, str) else None
         except PluginError:
-            continue  # the error is raised where the plug-in is used
+            continue  # raised again when the plug-in is used
         if cls is not None:
             paths |= set(known_paths(cls, f"{section.path}."))
     return paths
 
 
 def with_defaults(section: Section, node: Any) -> Any:
-    """The section with the options of the chosen plug-in added, if it declares keys and can be loaded."""
+    """The section with the options of the selected plug-in added, if this plug-in declares keys and can be loaded."""
     name = getattr(node, section.field)
     try:
         cls = options_class(section, name)
     except PluginError:
-        return node  # the error is raised where the plug-in is used
+        return node  # raised again when the plug-in is used
     if cls is None or name in node.plugin_options:
         return node
     return attrs.evolve(node, plugin_options={**node.plugin_options, name: cls()})
 
 
 def written(node: Any) -> dict[str, Any]:
-    """The options of a section as keys: all keys of the chosen plug-in, and the changed keys of the others."""
+    """The options of a section as keys: all keys of the selected plug-in, and the changed keys of the others."""
     keys = dict(node.options if isinstance(node.options, Mapping) else _values(node.options))
     for _, options in _of_others(node):
         keys = changed_keys(options) | keys
@@ -259,7 +262,7 @@ def changed_keys(options: Any) -> dict[str, Any]:
 
 
 def unread_keys(config: Config) -> dict[str, str]:
-    """Keys that were changed for a plug-in that is not chosen → why they have no effect."""
+    """Changed keys of plug-ins that are not selected → why they have no effect."""
     unread: dict[str, str] = {}
     for section in SECTIONS:
         for owner, options in _of_others(section.node(config)):

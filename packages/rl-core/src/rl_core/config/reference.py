@@ -1,6 +1,7 @@
-"""The configuration reference page, generated from the classes and the docstrings of their fields, plug-ins included.
+"""Generates the configuration reference page from the configuration classes and the docstrings of their fields,
+including those of plug-ins.
 
-Run as `python -m rl_core.config.reference > docs/configuration.md`; a test fails when the page is stale.
+Run as `python -m rl_core.config.reference > docs/configuration.md`; a test fails if the page is stale.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ _HEAD = """\
 
 Generated from `rl_core.config` by `python -m rl_core.config.reference > docs/configuration.md`. Do not edit.
 
-It includes the keys of all plug-ins that were installed.
+This page includes the keys of all plug-ins that were installed when it was generated.
 
 A run is described by a recipe (`rl train quickstart`), a YAML file (`rl train run.yaml`) or `package.module:recipe`,
 with `key.path=value` overrides on top. `rl config RECIPE` shows every value and where it comes from. Values are YAML
 1.2. Keys may be nested or dotted. Where a list is expected, a single value means a list of one. An unknown key, a wrong
 type or an impossible combination is an error before anything starts, and independent mistakes are listed together. A
-key that is set twice gives a warning; the last value is used.
+key that is set twice causes a warning; the last value is used.
 """
 _BACKENDS = """\
 ## Backend sections
 
-`trainer.policy.<backend>_config`, `trainer.ref.<backend>_config` and `trainer.critic.<backend>_config` hold the options
-of a training backend. Sections of installed backends are checked like all other keys; those of others are kept
-unchecked, with a warning.
+`trainer.policy.<backend>_config`, `trainer.ref.<backend>_config` and `trainer.critic.<backend>_config` contain the
+options of a training backend. Sections of installed backends are checked like all other keys. Sections of backends that
+are not installed are kept unchecked, with a warning.
 """
-_OPTIONS = "Keys of {package} for `{chooser}`. With another choice they have no effect, and a warning says so."
+_OPTIONS = "Keys of {package} for `{chooser}`. With any other value they have no effect and cause a warning."
 _DERIVED = """\
 ## Derived values
 
-The values of keys that are null. In the run's name and in paths, a leading `~` means the home directory, and
-`${key.path}` means the value of another key.
+A run derives the values of these keys if they are null. In the run's name and in paths, a leading `~` means the home
+directory, and `${key.path}` means the value of another key.
 """
 _ALIASES = """\
 ## Aliases
 
-Other spellings that are accepted without a warning. `<backend>_config.train.KEY` sets KEY for policy and critic,
+These spellings are accepted without a warning. `<backend>_config.train.KEY` sets KEY for policy and critic,
 `<backend>_config.eval.KEY` for the reference. [coming_from.md](coming_from.md#keys-of-skyrl) lists keys of
 other trainers that are translated with a warning.
 
@@ -84,7 +85,7 @@ def _sections(cls: type, above: str) -> Iterator[str]:
 
 
 def _section(cls: type, title: str, text: str) -> str:
-    """A table of the keys of `cls`, without those of nested classes, which get their own sections."""
+    """A table of the keys of `cls`, without those of nested classes, which have their own sections."""
     docs, fields = field_docs(cls), attrs.fields_dict(cls)
     rows = [
         f"| `{name}` | {_cell(describe(hints(cls)[name]))} | {_default(fields[name])} | {_cell(docs.get(name, ''))} |"
@@ -107,7 +108,7 @@ def _sections_of_plugins(cls: type) -> Iterator[str]:
 
 
 def _backend_sections() -> Iterator[str]:
-    """Tables of the backends' sections. Backends that share a section, such as `fsdp` and `fsdp1`, share its table."""
+    """Tables of the backends' sections. Backends that share a section, such as `fsdp` and `fsdp1`, have one table."""
     strategies: dict[str, list[plugins.Plugin]] = {}
     for plugin in plugins.installed("rl_core.backends"):
         section = plugins.load("rl_core.backends", plugin.name).config_section
@@ -121,7 +122,7 @@ def _backend_sections() -> Iterator[str]:
 
 
 def _with_nested(cls: type, path: str, title: str, text: str) -> Iterator[str]:
-    """A plug-in's table, then the tables of its nested classes."""
+    """The table of a plug-in's options class, then the tables of its nested classes."""
     yield _section(cls, f"### {title}", " ".join(filter(None, [inspect.getdoc(cls), text])))
     for name in own_keys(cls):
         if attrs.has(hints(cls)[name]):

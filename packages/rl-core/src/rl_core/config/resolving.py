@@ -1,4 +1,4 @@
-"""Derived values: each rule is stated once, applied once, and undone when a configuration is written."""
+"""Derives the values of keys that are not set. Files get null for derived values, so that these stay derived."""
 
 from __future__ import annotations
 
@@ -112,25 +112,25 @@ _SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron",
 
 
 def _are_on_one_host(config: Config) -> bool:
-    """Whether the policy's ranks and the engines run on one host that has shared memory, as far as configuration and
-    plug-in say."""
+    """Whether the policy's ranks and the engines run on one host that has shared memory, according to the configuration
+    and the engine plug-in."""
     if config.trainer.placement.policy_num_nodes != 1 or not hasattr(os, "memfd_create"):
         return False
     engine = config.generator.inference_engine
     try:
         plugin = plugins.load("rl_core.inference", engine.backend)
-    except PluginError:  # the error is raised where the plug-in is used
+    except PluginError:  # raised again when the plug-in is used
         return False
     return isinstance(plugin, HostSharing) and plugin.is_on_this_host(engine.options)
 
 
 def resolve(config: Config) -> Config:
-    """Adds the missing options of the chosen engine and generator, replaces `~` and `${key.path}` in `PATHS`, applies
-    every rule to its key if that is None, and adds the missing sections of the selected backend.
+    """Adds missing options of the selected engine and generator, replaces `~` and `${key.path}` at the keys in `PATHS`,
+    applies each rule if its key is None, and adds missing sections of the selected backend.
 
     Resolving twice changes nothing. Raises PluginError if the selected backend is not installed, ConfigError for a
-    `${key.path}` that cannot be replaced, ConfigErrors for several of these. A missing engine or generator raises only
-    where it is used, so that a model can be planned and trained without one.
+    `${key.path}` that cannot be replaced, ConfigErrors for several of these. A missing engine or generator is an error
+    only where it is used, because planning needs neither.
     """
     mistakes = Mistakes()
     for section in plugin_options.SECTIONS:
@@ -155,7 +155,8 @@ def resolve(config: Config) -> Config:
 
 
 def expanded(config: Config, key: str, text: Any) -> Any:
-    """`text`, a string or several, with `~` and `${key.path}` replaced. Raises ConfigError, which names `key`."""
+    """`text` (a string, a tuple of strings or None) with `~` and `${key.path}` replaced. Raises ConfigError that names
+    `key`."""
     if isinstance(text, tuple):
         return tuple(expanded(config, key, one) for one in text)
     if text is None:
@@ -184,16 +185,16 @@ def unresolved(config: Config) -> Config:
 
 
 def _load_backend(name: str) -> Backend:
-    """The backend. Raises PluginError if it cannot be loaded or its options class cannot hold keys."""
+    """The backend. Raises PluginError if it cannot be loaded or its options class is invalid."""
     backend = plugins.load("rl_core.backends", name, key="trainer.strategy")
     plugin_options.require_options_class(backend.options_class, f"trainer.strategy: {name!r}")
     return backend
 
 
 def section_class(strategy: str) -> Callable[[str], type | None]:
-    """Returns a function from the name of a `<backend>_config` section to the class that holds its keys; None if there
-    is no such section. The class is `dict` if the backend is known but not installed, or if the selected backend cannot
-    be loaded and the section may be its own."""
+    """Returns a function that finds the options class of a `<backend>_config` section by its name. This function
+    returns None if there is no such section, and `dict` if the section's backend is known but not installed, or if the
+    selected backend cannot be loaded and the section may belong to it."""
 
     def find(section: str) -> type | None:
         if not section.endswith("_config"):
@@ -225,7 +226,7 @@ def section_class(strategy: str) -> Callable[[str], type | None]:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """The value at a key path, which may also be an option of the chosen plug-in."""
+    """The value at a key path, which may also be an option of the selected plug-in."""
     for name in key.split("."):
         is_option = not hasattr(config, name) and hasattr(config, "plugin_options")
         config = getattr(config.options if is_option else config, name)
@@ -233,7 +234,7 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def _is_option(config: Config, key: str) -> bool:
-    """Whether the chosen engine or generator declares the key."""
+    """Whether the selected engine or generator declares the key."""
     return any(
         key in known_paths(type(section.node(config).options), f"{section.path}.")
         for section in plugin_options.SECTIONS
@@ -264,7 +265,7 @@ def as_mapping(node: Any) -> Any:
 
 
 def leaves(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key path of an `as_mapping` tree with its value; an empty section is a leaf."""
+    """Every key path of a tree from `as_mapping`, with its value; an empty section counts as a value."""
     for name, value in node.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{above}{name}.")
@@ -273,10 +274,10 @@ def leaves(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def dump_yaml(config: Config) -> str:
-    """The complete configuration as YAML: loading it gives the same resolved configuration.
+    """The complete configuration as YAML, from which loading gives the same resolved configuration.
 
     Derived values are written as null, so that `rl train config.yaml trainer.run_dir=elsewhere` moves the checkpoints.
-    Raises ConfigError for a value that YAML cannot hold.
+    Raises ConfigError for a value that YAML cannot represent.
     """
     try:
         mapping = as_mapping(unresolved(resolve(config)))

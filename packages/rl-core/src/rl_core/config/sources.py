@@ -1,4 +1,4 @@
-"""Loads a configuration from what users write: a recipe, a YAML file, a dict, and overrides on top."""
+"""Loads a configuration from a recipe, a YAML file or a dict, with overrides on top."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Loaded:
 
     @property
     def chosen_keys(self) -> frozenset[str]:
-        """Keys that the user gave, in a file or on the command line."""
+        """Keys that the user set, in a file or on the command line."""
         return frozenset(key for key, given in self.given.items() if not given.source.startswith(RECIPE))
 
     @property
     def needs(self) -> str:
-        """How to get the recipe's data files; empty if the user chose others."""
+        """How to get the recipe's data files; empty if the user set other files."""
         is_own = self.chosen_keys.isdisjoint(("data.train_data", "data.val_data"))
         return (self.recipe.needs or "") if self.recipe is not None and is_own else ""
 
@@ -74,14 +74,14 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
 
     Args:
         source: a recipe's name, `package.module:recipe`, or the path of a `.yaml` file.
-        overrides: as on the command line; the last value of a key counts.
+        overrides: as on the command line; if a key is set twice, the last value is used.
         tiny: use the recipe's tiny variant.
 
     Raises:
         ConfigError: an unknown key, a wrong type, an unreadable file, no tiny variant.
         PluginError: no such recipe, or the selected training backend is not installed.
-        ConfigErrors: several of these. If there is any error, problems of single keys are reported as well: values out
-            of bounds and plug-ins that are not installed.
+        ConfigErrors: several of these. If there is any error, mistakes in single keys are reported too: values out of
+            bounds and plug-ins that are not installed.
     """
     mistakes = Mistakes()
     _require_no_path(source)
@@ -94,7 +94,7 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
     layers = [mapping_layer(recipe.config, f"{RECIPE}{source}", mistakes)]
     if tiny:
         if recipe.tiny is None:
-            raise ConfigError(f"--tiny: the recipe {source!r} has no tiny variant; leave --tiny out")
+            raise ConfigError(f"--tiny: the recipe {source!r} has no tiny variant; remove --tiny")
         layers.append(mapping_layer(recipe.tiny, f"{RECIPE}{source} --tiny", mistakes))
     loaded = _loaded([*layers, override_layer(overrides, mistakes)], mistakes)
     makes = frozenset(expanded(loaded.config, f"{RECIPE}{source}", path) for path in recipe.makes)
@@ -109,8 +109,8 @@ def from_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> C
 
 
 def origins(loaded: Loaded) -> Iterator[Origin]:
-    """Every key of the resolved configuration with its source, in the order of the classes. For keys whose default
-    comes from the loss or the estimator, yields that default; this imports both."""
+    """Every key of the resolved configuration with its source, in the order of the classes. For keys whose default is
+    that of the loss or the estimator, yields this default, which requires importing both."""
     rules = {rule.key: rule.text for rule in RULES}
     unread = plugin_options.unread_keys(loaded.config)
     of_functions = function_defaults(loaded.config)
@@ -128,7 +128,7 @@ def origins(loaded: Loaded) -> Iterator[Origin]:
 
 
 def _loaded(layers: Sequence[Layer], mistakes: Mistakes) -> Loaded:
-    """Resolves the layers to a configuration; raises all mistakes, including those found when the layers were read."""
+    """Merges and resolves the layers. Raises all mistakes, including those that `mistakes` already contains."""
     values = {path: given.value for layer in layers for path, given in layer}
     layers = [
         translated(layer, mistakes, lambda path: plugin_options.is_known(path, values), values) for layer in layers
@@ -153,8 +153,8 @@ def _loaded(layers: Sequence[Layer], mistakes: Mistakes) -> Loaded:
 
 
 def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
-    """The selected backend. A value that is not a string is a mistake: it is removed from `given`, and the default is
-    returned."""
+    """The name of the selected backend. If the value is not a string, records a mistake, removes the value from `given`
+    and returns the default."""
     default = Config().trainer.strategy
     strategy = given["trainer.strategy"].value if "trainer.strategy" in given else default
     message = ""
@@ -168,7 +168,7 @@ def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
 
 
 def _warn_of_unread_options(loaded: Loaded) -> None:
-    """Warns once per plug-in whose keys the user set but that is not selected."""
+    """Warns once per plug-in that is not selected but whose keys the user set."""
     keys: dict[str, list[str]] = {}
     for key, reason in plugin_options.unread_keys(loaded.config).items():
         if any(f"{given}.".startswith(f"{key}.") for given in loaded.chosen_keys):

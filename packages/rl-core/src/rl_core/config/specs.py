@@ -1,4 +1,4 @@
-"""Builds the specs of the chosen engine and generator from a resolved configuration. Starts nothing."""
+"""Builds the specs of the selected engine and generator from a resolved configuration. Starts nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
     """The engine plug-in and its spec.
 
     Raises:
-        PluginError: it is not installed.
+        PluginError: the plug-in is not installed.
         ConfigError: the configuration is not resolved, or names no model.
     """
     engine, trainer = config.generator.inference_engine, config.trainer
@@ -51,8 +51,8 @@ def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] 
     """The engine plug-in that computes the reference's log-probs, and its spec; None if ranks compute them.
 
     Raises:
-        PluginError: it is not installed.
-        ConfigError: it cannot serve as a reference, or refuses its options.
+        PluginError: the plug-in is not installed.
+        ConfigError: the plug-in follows version 1 of the contract, or an option is unknown or has the wrong type.
     """
     reference = config.trainer.ref
     if reference.inference_backend is None:
@@ -82,7 +82,7 @@ def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
     """The generator plug-in and its spec.
 
     Raises:
-        PluginError: it is not installed.
+        PluginError: the plug-in is not installed.
         ConfigError: the configuration is not resolved, or names no model.
     """
     generator, environment = config.generator, config.environment
@@ -106,13 +106,13 @@ def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
 
 
 def needs_engine(config: Config) -> bool:
-    """Whether the generator samples, so that an engine is started. Raises PluginError if it is not installed."""
+    """Whether the generator needs an engine. Raises PluginError if the generator is not installed."""
     plugin = plugins.load(_GENERATOR.group, config.generator.type, key=f"{_GENERATOR.path}.{_GENERATOR.field}")
     return not (isinstance(plugin, EngineFree) and plugin.needs_no_engine)
 
 
 def _environment_options(environment: EnvironmentConfig) -> Mapping[str, Any]:
-    """The environment's options, with the reward functions that replace an environment, if there are any."""
+    """The environment's options, including the reward functions if these replace an environment."""
     if not environment.reward_functions:
         return environment.options
     functions = {

@@ -1,8 +1,8 @@
 """The configuration of a run: every key with its type, default and meaning. No key is unused.
 
 Keys that only one plug-in reads are declared in the plug-in's options class (`backend_sections`, `plugin_options`).
-`docs/configuration.md` is generated from this file and from those classes. Where a key's text says "None: …" and names
-other keys, `rl_core.config.resolve` derives the value from them. Code that runs sees only the resolved tree.
+`docs/configuration.md` is generated from this file and from those classes. If a key's text says "None: …" and names
+other keys, `rl_core.config.resolve` derives the value from them. A run uses only the resolved tree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def resolved(key: str, value: _T | None) -> _T:
 
 def _section_options(sections: Mapping[str, Any], section: str) -> Any:
     if section not in sections:
-        raise ConfigError(f"{section}: not in this configuration; rl_core.config.resolve adds the selected backend's")
+        raise ConfigError(f"{section}: not in this configuration; call rl_core.config.resolve, which adds the section")
     return sections[section]
 
 
@@ -42,11 +42,12 @@ class PolicyConfig:
     """The model that is trained."""
 
     model: ModelConfig = attrs.field(factory=ModelConfig)
-    """Which model, and its adapters."""
+    """The model and its adapters."""
     optimizer_config: OptimizerConfig = attrs.field(factory=OptimizerConfig)
     """Optimizer and learning-rate schedule."""
     backend_sections: Mapping[str, Any] = attrs.field(factory=dict)
-    """Written as `trainer.policy.<backend>_config`: the options of installed backends, the raw keys of others."""
+    """Options of training backends, written as `trainer.policy.<backend>_config`: options objects for installed
+    backends, raw keys for others."""
 
     def options(self, section: str) -> Any:
         """The options object of a backend, e.g. `options("fsdp_config")`."""
@@ -64,10 +65,12 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 @attrs.frozen(kw_only=True)
 class CriticConfig:
-    """The critic predicts values. A run has one if and only if its advantage estimator reads values, as `gae` does."""
+    """The critic, which predicts values. A run has one if and only if its advantage estimator reads values, as `gae`
+    does."""
 
     model: ModelConfig = attrs.field(factory=ModelConfig)
-    """The model it starts from, and its adapters. Its value head starts at zero unless the model already has one."""
+    """The model from which the critic starts, and its adapters. The value head starts at zero unless the model already
+    has one."""
     optimizer_config: CriticOptimizerConfig = attrs.field(factory=CriticOptimizerConfig)
     """Optimizer and learning-rate schedule."""
     backend_sections: Mapping[str, Any] = attrs.field(factory=dict)
@@ -80,7 +83,7 @@ class CriticConfig:
 
 @attrs.frozen(kw_only=True)
 class RefModelConfig:
-    """Which reference model."""
+    """The reference model."""
 
     path: str | None = None
     """A Hugging Face model directory or name. None: the policy's model before training."""
@@ -91,12 +94,13 @@ class RefConfig:
     """The reference of KL terms, or the teacher of distillation. Loaded only if something reads its log-probs."""
 
     model: RefModelConfig = attrs.field(factory=RefModelConfig)
-    """Which model."""
+    """The model."""
     inference_backend: str | None = None
-    """The inference engine that computes its log-probs, as in `generator.inference_engine.backend`. It is a second
-    engine, and training needs temperature 1. None: ranks of `trainer.strategy` compute them."""
+    """An inference engine that computes the reference's log-probs, named as in `generator.inference_engine.backend`. It
+    runs in addition to the engine that samples, and requires training at temperature 1. None: ranks of
+    `trainer.strategy` compute them."""
     inference_options: Mapping[str, Any] = attrs.field(factory=dict)
-    """The engine's own keys, as under `generator.inference_engine`, e.g. `{external_server_urls:
+    """Keys that this engine declares, as under `generator.inference_engine`, e.g. `{external_server_urls:
     ["http://10.0.0.7:8000"]}`."""
     backend_sections: Mapping[str, Any] = attrs.field(factory=dict)
     """Written as `trainer.ref.<backend>_config`, as for the policy."""
@@ -125,8 +129,8 @@ class PlacementConfig:
     critic_num_gpus_per_node: int | None = None
     """GPUs (or ranks) per machine for the critic. None: as for the policy."""
     colocate_all: bool = True
-    """Engine and models (the critic too) take turns on the same devices: each moves to CPU memory while it is idle, if
-    it can."""
+    """Engine and models (the critic too) take turns on the same devices. Those that can do so move to CPU memory while
+    they are idle."""
 
     @property
     def policy_shape(self) -> tuple[int, int]:
@@ -166,7 +170,7 @@ class KLControlConfig:
 @attrs.frozen(kw_only=True)
 class OffPolicyCorrectionConfig:
     """Corrections for the mismatch between the trained policy and the engine that sampled. The engine's weights may be
-    older (`trainer.max_staleness`), and its arithmetic rounds differently."""
+    older (`trainer.max_staleness`), and its numerical errors differ."""
 
     tis_ratio_type: Literal["token", "sequence", "off"] | None = None
     """Truncated importance sampling per token or per sequence. None: per token if `trainer.pipeline_depth` is above 0
@@ -201,12 +205,12 @@ class DynamicSamplingConfig:
     3.2)."""
 
     type: Literal["filter", "replace"] | None = None
-    """`filter`: keep sampling until the batch is full of groups whose rewards differ. `replace`: put copies of such
-    groups in place of the others. None: off."""
+    """`filter`: sample until the batch is full of groups whose rewards differ. `replace`: replace all other groups by
+    copies of such groups. None: off."""
     max_sample_batches: int = 30
     """`filter`: stop the run if this many sampled batches do not fill one training batch."""
     min_replace_ratio: float = 0.3
-    """`replace`: smallest fraction of groups whose rewards differ. Below it, a new batch is sampled."""
+    """`replace`: if a smaller fraction of the groups than this has different rewards, a new batch is sampled."""
 
 
 @attrs.frozen(kw_only=True)
@@ -214,10 +218,10 @@ class AlgorithmConfig:
     """What the policy learns from a batch: advantages, loss, regularisation."""
 
     advantage_estimator: str = "grpo"
-    """An installed estimator (`rl plugins`) or `package.module:function`."""
+    """An installed estimator (`rl plugins` lists the names) or `package.module:function`."""
     advantage_params: Mapping[str, Any] = attrs.field(factory=dict)
-    """Keyword parameters of the estimator. A parameter not listed here is read from `trainer.algorithm.<parameter>`;
-    without either it has the estimator's default."""
+    """Keyword parameters of the estimator. A parameter not listed here is read from `trainer.algorithm.<parameter>`; if
+    that is not set either, the estimator's default is used."""
     grpo_norm_by_std: bool | None = None
     """Divide GRPO advantages by the group's standard deviation. False is Dr. GRPO (Liu et al. 2025, arXiv 2503.20783).
     None: the estimator's default, true."""
@@ -230,23 +234,23 @@ class AlgorithmConfig:
     advantage_batch_normalize: bool = False
     """Normalise the advantages to mean 0 and standard deviation 1 over the trained tokens of the batch."""
     policy_loss_type: str = "regular"
-    """An installed policy loss (`rl plugins`) or `package.module:function`."""
+    """An installed policy loss (`rl plugins` lists the names) or `package.module:function`."""
     policy_loss_params: Mapping[str, Any] = attrs.field(factory=dict)
-    """Keyword parameters of the loss. A parameter not listed here is read from `trainer.algorithm.<parameter>`; without
-    either it has the loss's default."""
+    """Keyword parameters of the loss. A parameter not listed here is read from `trainer.algorithm.<parameter>`; if that
+    is not set either, the loss's default is used."""
     eps_clip_low: float | None = None
-    """The probability ratio is clipped below 1 − this value. None: the loss's default, 0.0003 for `gspo` and
+    """Lower clip bound of the probability ratio: 1 − this value. None: the loss's default, 0.0003 for `gspo` and
     `gspo_token`, 0.2 for others."""
     eps_clip_high: float | None = None
-    """The probability ratio is clipped above 1 + this value. None: the loss's default, 0.0004 for `gspo` and
+    """Upper clip bound of the probability ratio: 1 + this value. None: the loss's default, 0.0004 for `gspo` and
     `gspo_token`, 0.2 for others."""
     clip_ratio_c: float | None = None
-    """Dual clip: upper bound of the ratio for negative advantages, above 1. None: the loss's default, 3."""
+    """Dual clip: upper bound of the ratio for negative advantages, at least 1. None: the loss's default, 3."""
     loss_reduction: Reduction = "token_mean"
-    """How token losses are averaged over the mini-batch. `token_mean`: all tokens weigh the same. `sequence_mean`,
-    `prompt_mean`: all sequences, or all prompts, weigh the same. `prompt_token_sum`: the sum over a prompt's tokens,
-    averaged over prompts. `seq_mean_token_sum_norm`: the sum over a sequence's tokens divided by `max_seq_len`,
-    averaged over sequences."""
+    """How token losses are averaged over the mini-batch. `token_mean`: all tokens have the same weight.
+    `sequence_mean`, `prompt_mean`: all sequences, or all prompts, have the same weight. `prompt_token_sum`: the sum
+    over a prompt's tokens, averaged over prompts. `seq_mean_token_sum_norm`: the sum over a sequence's tokens divided
+    by `max_seq_len`, averaged over sequences."""
     max_seq_len: int | None = None
     """The divisor of `loss_reduction=seq_mean_token_sum_norm`, which requires it. Nothing else reads it."""
     use_kl_loss: bool = False
@@ -256,8 +260,8 @@ class AlgorithmConfig:
     """Coefficient of the KL, in the loss or in the reward."""
     kl_estimator_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased"] = "k3"
     """Estimator of the KL (Schulman 2020, "Approximating KL divergence"). The suffix `+` selects the straight-through
-    form, whose gradient is correct. `k3_unbiased` weights k3 by the ratio to the policy that sampled. Both only work in
-    the loss."""
+    form, whose gradient is unbiased. `k3_unbiased` weights k3 by the probability ratio to the policy that sampled. Both
+    can be used only in the loss."""
     off_policy_sequence_mask: float | None = None
     """Mask the policy loss of sequences with negative advantage whose log-probs have dropped by more than this many
     nats per token since they were sampled (DeepSeek-V3.2, arXiv 2512.02556). Try 0.5 first. None: off."""
@@ -285,7 +289,7 @@ class TrainerConfig:
     """Training: models, batches, schedule and output."""
 
     strategy: str = "fsdp"
-    """The training backend (`rl plugins`) or `package.module:object`. `fsdp2` is an alias of `fsdp`."""
+    """The training backend (`rl plugins` lists the names) or `package.module:object`. `fsdp2` is an alias of `fsdp`."""
     policy: PolicyConfig = attrs.field(factory=PolicyConfig)
     """The model that is trained."""
     ref: RefConfig = attrs.field(factory=RefConfig)
@@ -329,27 +333,28 @@ class TrainerConfig:
     logprobs_chunk_size: int = 1024
     """Number of tokens whose float32 logits are in memory at a time."""
     seed: int = 42
-    """Seed of all randomness of the run, together with step, prompt and sample."""
+    """Seed from which all random numbers of the run are derived."""
     num_threads: int | None = None
     """CPU threads per rank. None: OMP_NUM_THREADS, else the machine's cores divided by its ranks."""
     max_staleness: int = 0
     """How many weight versions old a group may be when it is trained on. 0: synchronous; 1: one step off-policy; more:
     asynchronous."""
     pipeline_depth: int | None = None
-    """How many steps generation runs ahead of training, at most `max_staleness`. A group starts
-    only if this step's batch or one of the next `pipeline_depth` batches has room for it. Slow groups may become older
-    than that, up to `max_staleness`."""
+    """How many steps generation runs ahead of training, at most `max_staleness`. A group starts only if this step's
+    batch or one of the next `pipeline_depth` batches has room for it. Slow groups may become more than `pipeline_depth`
+    versions old, but at most `max_staleness`. None: 1, but at most `max_staleness`."""
     stream_groups: bool = False
     """Train on groups as they finish, while the other groups of the step are still being sampled. The result is the
-    same up to rounding. Needs engines on devices of their own (`placement.colocate_all=false`), one optimizer step per
-    batch, and a loss and advantages that depend on nothing in other groups; everything else is refused."""
+    same up to rounding. Needs separate devices for the engines (`placement.colocate_all=false`), one optimizer step per
+    batch, and a loss and advantages that for each group do not depend on other groups. Anything else is refused."""
     max_consecutive_nonfinite_steps: int = 3
-    """Stop the run after this many optimizer steps in a row were skipped because loss or gradient was not finite."""
+    """Stop the run after this many consecutive optimizer steps were skipped because loss or gradient was not
+    finite."""
 
     max_prompt_length: int = 512
-    """Longest prompt in tokens. `data.on_long_prompt` says what happens to longer ones."""
+    """Longest prompt in tokens. `data.on_long_prompt` decides what happens to longer ones."""
     eval_batch_size: int = 1024
-    """Held-out prompts in flight at a time."""
+    """Held-out prompts that are sampled at the same time."""
     eval_before_train: bool = True
     """Also evaluate the model before training."""
     eval_interval: int = 5
@@ -358,18 +363,19 @@ class TrainerConfig:
     ckpt_interval: int = 10
     """Steps between checkpoints. The last step always gets one. Below 1: no checkpoints."""
     max_ckpts_to_keep: int = -1
-    """Remove older checkpoints beyond this number; -1 keeps all. If the disk is full, the run goes on and tries again
-    at every step."""
+    """Keep only this many of the newest checkpoints; -1: all. If the disk is too full for a checkpoint, the run
+    continues and tries again at every step."""
     async_save: bool = False
-    """Write checkpoints in the background while training goes on. Needs CPU memory for a copy of the state. A
+    """Write checkpoints in the background while training continues. Needs CPU memory for a copy of the state. A
     checkpoint is complete once all ranks have written their part."""
     hf_save_interval: int = -1
     """Steps between exports of the model in Hugging Face format. Below 1: only the final model."""
     resume_mode: Literal["none", "latest", "from_path"] = "latest"
-    """`latest` continues from the newest complete checkpoint of the run directory, or starts anew if there is none.
-    `from_path` continues from `resume_path`. A resume with other training rows, another order or another seed is an
-    error; other changed keys are listed. Output of later steps moves to `replaced_N` in the run directory. A run that
-    starts anew moves an earlier run's files to `<run_dir>.N`, and only those."""
+    """`latest`: continue from the newest complete checkpoint in `ckpt_path`, or start from the beginning if there is
+    none. `from_path`: continue from `resume_path`. `none`: start from the beginning. Resuming with other training rows,
+    another order or another seed is an error; other changed keys are listed. Output of later steps moves to
+    `replaced_N` in the run directory. A run that starts from the beginning moves an earlier run's files, and no others,
+    to `<run_dir>.N`."""
     resume_path: str | None = None
     """A checkpoint's directory, for `resume_mode=from_path`."""
     project_name: str = "rl"
@@ -377,27 +383,27 @@ class TrainerConfig:
     run_name: str = "run"
     """Name of the run: not empty, no leading dot, no slash."""
     run_dir: str | None = None
-    """Directory of all output. None: `runs/<run_name>`. Only one run at a time may use it, `ckpt_path` or
-    `export_path`."""
+    """Directory of all output. None: `runs/<run_name>`. Two runs must not use the same `run_dir`, `ckpt_path` or
+    `export_path` at the same time."""
     ckpt_path: str | None = None
-    """Directory of the checkpoints. None: `<run_dir>/checkpoints`. For an address (`s3://…`, through fsspec),
-    checkpoints are written to `<run_dir>/checkpoints` and copied there, so that a run on another machine can resume
-    from them."""
+    """Directory of the checkpoints. None: `<run_dir>/checkpoints`. If this is an address (`s3://…`, through fsspec),
+    checkpoints are written to `<run_dir>/checkpoints` and then copied to the address, so that a run on another machine
+    can resume from them."""
     export_path: str | None = None
     """Directory of the model in Hugging Face format. None: `<run_dir>/model`."""
 
     logger: tuple[str, ...] = ("console",)
-    """Installed trackers (`rl plugins`) or `package.module:function`, one or a list. `metrics.jsonl` is always
+    """Trackers: installed ones (`rl plugins` lists the names) or `package.module:function`. `metrics.jsonl` is always
     written."""
     tags: tuple[str, ...] = ()
     """Labels of the run for trackers."""
     callbacks: tuple[str, ...] = ()
-    """Installed callbacks (`rl plugins`) or `package.module:Class`, called in this order."""
+    """Callbacks, called in this order: installed ones (`rl plugins` lists the names) or `package.module:Class`."""
     num_logged_samples: int = 8
     """Samples per step written to `samples.jsonl`, in addition to all failed ones."""
     max_failure_rate: float = 0.5
-    """Stop the run, with a checkpoint, if a larger fraction of the samples of a step or an evaluation fails. 1: go on
-    as long as every step has groups left."""
+    """Stop the run, with a checkpoint, if a larger fraction of the samples of a step or an evaluation fails. 1: no
+    limit, but the run still stops if all samples of an evaluation, or of too many consecutive groups, fail."""
     log_sample_logprobs: bool = False
     """Also write the per-token log-probs of engine and trainer to `samples.jsonl`."""
     entropy_interval: int = 10
@@ -406,12 +412,12 @@ class TrainerConfig:
     generation_timeout_s: float = 1800.0
     """Longest wait for the generation of a training batch (with `stream_groups`, of its next part) or an evaluation."""
     worker_timeout_s: float = 3600.0
-    """Longest wait for the answer to one call to the training ranks."""
+    """Longest time that one call to the training ranks may take."""
     worker_start_timeout_s: float = 1800.0
-    """Longest wait for a model's ranks to start and load it."""
+    """Longest time for a model's ranks to start and load the model."""
     worker_silence_s: float = 300.0
     """A rank that runs in its own process is considered dead after this long without an answer and without CPU, file or
-    network activity, even before `worker_timeout_s` is over. A long computation counts as activity."""
+    network activity, even if the call has not reached `worker_timeout_s`. A long computation counts as activity."""
 
 
 # --- generator ------------------------------------------------------------------------------------------------------
@@ -436,7 +442,7 @@ class SamplingConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether sampling excludes some tokens (top-p, top-k or min-p)."""
+        """Whether top-p, top-k or min-p exclude some tokens."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def to_params(self) -> SamplingParams:
@@ -502,24 +508,24 @@ class InferenceEngineConfig:
     """The engine that samples, and how it gets the weights."""
 
     backend: str = "local"
-    """The inference engine (`rl plugins`) or `package.module:object`."""
+    """The inference engine (`rl plugins` lists the names) or `package.module:object`."""
     num_engines: int = 1
-    """Number of engines. `local` always has one."""
+    """Number of engines. The engine `local` supports only one."""
     max_num_seqs: int = 1024
     """Largest number of sequences that one engine decodes at a time."""
     weight_sync_backend: str | None = None
-    """The weight transport (`rl plugins`) or `package.module:object`. None: `shared_memory` if policy and engines are
-    on one Linux machine, else `files`."""
+    """The weight transport (`rl plugins` lists the names) or `package.module:object`. None: `shared_memory` if policy
+    and engines are on one Linux machine, else `files`."""
     enable_return_routed_experts: bool = False
-    """The engine returns the experts that it routed each token to. Required by the backend's
+    """The engine returns the experts to which it routed each token. Required by the backend's
     `moe_enable_routing_replay`, and allowed only together with it."""
     weight_sync_delta: bool = False
-    """Send only the values that changed since the engines' version, for tensors of which less than half changed. Ranks
-    and engines keep a copy of the weights in CPU memory. Useful for bfloat16 weights over a slow network
-    (docs/weight_sync.md)."""
+    """Send only the values that differ from the engines' version. A tensor for which these need more than half of its
+    bytes is sent whole. Ranks and engines keep a copy of the weights in CPU memory. Useful for bfloat16 weights over a
+    slow network (docs/weight_sync.md)."""
     weight_sync_whole_interval: int = 20
-    """With `weight_sync_delta`: syncs between full ones. The first sync and the first after a failure are always
-    full."""
+    """With `weight_sync_delta`: every n-th sync sends all weights. The first sync and the first after a failure always
+    do."""
     weight_bucket_bytes: int = 268435456
     """Largest size of one bucket of weights, in bytes."""
     weight_sync_pause_mode: Literal["keep", "abort", "wait"] = "keep"
@@ -528,55 +534,57 @@ class InferenceEngineConfig:
     weight_verification: WeightVerificationConfig = attrs.field(factory=WeightVerificationConfig)
     """Checks that the engines compute with the trainer's weights."""
     model_dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """The engine's dtype. None: `bfloat16` or `float32`, as `trainer.bf16` says."""
+    """The engine's dtype. None: `bfloat16` if `trainer.bf16` is true, else `float32`."""
     engine_init_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
-    """Additional arguments of the engine. The engine rejects those it does not know."""
+    """Additional arguments for the engine, which rejects unknown ones."""
     plugin_options: Mapping[str, Any] = attrs.field(factory=dict)
-    """Keys that engine plug-ins declare, by the engine's name; written next to the keys above. For engines that are not
-    chosen, only the keys that were set."""
+    """Engine's name → options object of the engine plug-in. Its keys are written next to the keys above. Engines that
+    are not selected are present only if some of their keys were changed."""
 
     @property
     def options(self) -> Any:
-        """The options object of the chosen engine. None if it declares no keys, and before `rl_core.config.resolve`."""
+        """The options object of the selected engine. None if the engine declares no keys, or before
+        `rl_core.config.resolve`."""
         return self.plugin_options.get(self.backend)
 
 
 @attrs.frozen(kw_only=True)
 class GeneratorConfig:
-    """From prompts to trajectories."""
+    """How trajectories are generated from prompts."""
 
     type: str = "environment"
-    """The generator (`rl plugins`) or `package.module:object`."""
+    """The generator (`rl plugins` lists the names) or `package.module:object`."""
     n_samples_per_prompt: int = 5
     """Samples per training prompt (the group size)."""
     max_turns: int = 1
-    """Largest number of responses in an episode. Episodes that reach it end there."""
+    """Largest number of responses in an episode. An episode with this many responses ends."""
     max_input_length: int | None = None
-    """Longest prompt of a later turn in tokens, including all earlier turns. Episodes that exceed it end there. None:
-    `trainer.max_prompt_length`."""
+    """Longest prompt of a later turn in tokens, including all earlier turns. An episode ends when its next prompt would
+    be longer. None: `trainer.max_prompt_length`."""
     step_wise_trajectories: bool = False
     """Train on each turn as a separate sequence, so that a chat template may change earlier turns, for example drop
     their thinking. False: an episode is one sequence."""
     merge_stepwise_output: bool = True
-    """With `step_wise_trajectories`: merge a turn with the previous one if its prompt begins with that turn's tokens.
-    The gradient stays the same, and each token is computed once."""
+    """With `step_wise_trajectories`: merge a turn with the previous turn if the prompt of the later one begins with all
+    tokens of the earlier one. The gradient stays the same, and each token is computed only once."""
     sampling_params: SamplingConfig = attrs.field(factory=SamplingConfig)
     """Sampling in training."""
     eval_sampling_params: EvalSamplingConfig = attrs.field(factory=EvalSamplingConfig)
     """Sampling in evaluation."""
     eval_n_samples_per_prompt: int = 1
-    """Samples of a held-out prompt."""
+    """Samples per held-out prompt."""
     apply_overlong_filtering: bool = False
-    """Do not train on responses that were cut off by length. They still count in their group's baseline."""
+    """Do not train on responses that were cut off at the length limit. Their rewards still count in their group's
+    baseline."""
     inference_engine: InferenceEngineConfig = attrs.field(factory=InferenceEngineConfig)
     """The engine that samples."""
     plugin_options: Mapping[str, Any] = attrs.field(factory=dict)
-    """Keys that generator plug-ins declare, by the generator's name; written next to the keys above. For generators
-    that are not chosen, only the keys that were set."""
+    """Generator's name → options object of the generator plug-in. Its keys are written next to the keys above.
+    Generators that are not selected are present only if some of their keys were changed."""
 
     @property
     def options(self) -> Any:
-        """The options object of the chosen generator. None if it declares no keys, and before
+        """The options object of the selected generator. None if the generator declares no keys, or before
         `rl_core.config.resolve`."""
         return self.plugin_options.get(self.type)
 
@@ -586,7 +594,7 @@ class GeneratorConfig:
 
 @attrs.frozen(kw_only=True)
 class DataConfig:
-    """Prompts on disk."""
+    """The files with the prompts."""
 
     train_data: tuple[str, ...] = ()
     """Parquet, JSON-lines, JSON or CSV files, local or at an address that fsspec reads (`s3://…`), and Hugging Face
@@ -595,12 +603,12 @@ class DataConfig:
     val_data: tuple[str, ...] = ()
     """Held-out prompts in the same formats. Empty: no evaluation."""
     prompt_key: str = "prompt"
-    """The column that holds the prompt."""
+    """The column with the prompt."""
     shuffle: bool = True
-    """Shuffle the training prompts in every epoch; the order follows from the seed."""
+    """Shuffle the training prompts in every epoch; the seed determines the order."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """What to do with prompts longer than `trainer.max_prompt_length`. `error`: the run does not start. `drop`: they
-    are left out and counted."""
+    are left out, and their number is reported."""
 
 
 @attrs.frozen(kw_only=True)
@@ -608,8 +616,9 @@ class EnvironmentConfig:
     """The environment that scores the responses."""
 
     env_class: str | None = None
-    """An installed environment (`rl plugins`) or `package.module:Class` for all rows. None: each row's own `env_class`.
-    If a recipe sets one and rows name others, set this key to choose."""
+    """An installed environment (`rl plugins` lists the names) or `package.module:Class`, for all rows. None: each row's
+    column `env_class` names its environment. If a recipe sets this key and rows name other environments, the run does
+    not start until the user sets the key."""
     options: Mapping[str, Any] = attrs.field(factory=dict)
     """Options passed to every environment."""
     reward_functions: tuple[str, ...] = ()
@@ -617,13 +626,13 @@ class EnvironmentConfig:
     reward_weights: tuple[float, ...] = ()
     """Weights of `reward_functions` in the sum of their rewards. Empty: 1 each."""
     timeout_s: float = 300.0
-    """Longest wait for one answer of an environment. A later answer fails its sample."""
+    """Longest time that one call of an environment may take. If it takes longer, the sample fails."""
     placement: PlacementKind | None = None
-    """Where environments run: each in its own `thread` or `process`, or all `in_process` on one event loop, for code
-    that only awaits. None: what the environment declares, else `thread`."""
+    """Where environments run: each in its own `thread` or `process`, or all `in_process` on one event loop, for
+    environments that never block it. None: what the environment declares, else `thread`."""
     num_workers: int | None = None
-    """Largest number of episodes that have an environment at a time. None: with threads all running episodes
-    (`generator.max_concurrency`), with processes four per CPU core."""
+    """Largest number of episodes that have an environment at the same time. None: with threads, no limit other than
+    `generator.max_concurrency`; with processes, four per CPU core."""
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------
@@ -636,9 +645,9 @@ class Config:
     trainer: TrainerConfig = attrs.field(factory=TrainerConfig)
     """Training: models, batches, schedule and output."""
     generator: GeneratorConfig = attrs.field(factory=GeneratorConfig)
-    """From prompts to trajectories."""
+    """How trajectories are generated from prompts."""
     data: DataConfig = attrs.field(factory=DataConfig)
-    """Prompts on disk."""
+    """The files with the prompts."""
     environment: EnvironmentConfig = attrs.field(factory=EnvironmentConfig)
     """The environment that scores the responses."""
 
@@ -649,7 +658,8 @@ class Config:
 
     @property
     def ckpt_dir(self) -> Path:
-        """Where checkpoints are written: `trainer.ckpt_path`, or in the run directory if that is a remote address."""
+        """Where checkpoints are written: `trainer.ckpt_path`, or `checkpoints` in the run directory if
+        `trainer.ckpt_path` is a remote address."""
         path = resolved("trainer.ckpt_path", self.trainer.ckpt_path)
         return self.run_dir / "checkpoints" if is_remote(path) else Path(path)
 
@@ -670,7 +680,7 @@ class Config:
 
     @property
     def pipeline_depth(self) -> int:
-        """How many steps generation runs ahead of training. 0: they alternate."""
+        """How many steps generation runs ahead of training. 0: generation and training alternate."""
         return resolved("trainer.pipeline_depth", self.trainer.pipeline_depth)
 
     @property

@@ -1,4 +1,4 @@
-"""Checks that need only the values of a configuration, made before any process, device or file is taken."""
+"""Checks that need only the values of a configuration. They use no processes, devices or files."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.weight_verification.interval": (0, None),
     "generator.inference_engine.weight_verification.num_tokens": (256, None),
 }
-# key → largest allowed value, which is more than any run can use. A larger one would only exhaust memory or make a
-# step endless.
+# key → largest allowed value, which is more than any run can use. A larger value would only exhaust memory, or a step
+# would never end.
 LARGEST: dict[str, float] = {
     "trainer.seed": 2**63 - 1,
     "trainer.num_threads": 1024,
@@ -94,11 +94,13 @@ LARGEST: dict[str, float] = {
     "generator.n_samples_per_prompt": 2**16,
     "generator.eval_n_samples_per_prompt": 2**16,
     "generator.inference_engine.weight_verification.num_tokens": 2**20,
-    # The proof's noise moves log-probs by 1.5 nats. With a limit above a ninth of that, the proof could not detect it.
+    # The noise of `prove_at_start` moves log-probs by 1.5 nats. With a limit above a ninth of this, the comparison
+    # could not detect that noise did not reach an engine.
     "generator.inference_engine.weight_verification.limit": 0.16,
 }
 _LARGEST_RATE = 10.0
-"""AdamW moves each weight by about the rate: above this value a model is noise after one step and NaN after three."""
+"""AdamW moves each weight by about the learning rate. Above this value, a model is noise after one step and NaN after
+three."""
 ABOVE_ZERO = (
     "trainer.policy.optimizer_config.lr",
     "trainer.critic.optimizer_config.lr",
@@ -125,10 +127,10 @@ _PLAYING_READS = (
     "trainer.num_threads",
     "trainer.seed",
 )
-"""Prefixes of the keys that playing prompts reads."""
+"""Prefixes of the keys that evaluation and generation without training read."""
 _TRAINING = ("generator.sampling_params.temperature", "generator.inference_engine.weight_")
-"""Prefixes of keys that playing prompts reads, but whose bounds hold only in training: only training sends and verifies
-weights, and only training refuses temperature 0."""
+"""Prefixes of keys below those of `_PLAYING_READS` whose bounds apply only in training: only training sends and
+verifies weights, and only training refuses temperature 0."""
 ESTIMATORS_OF_GROUPS = (
     "best_minus_second",
     "grpo",
@@ -139,21 +141,21 @@ ESTIMATORS_OF_GROUPS = (
     "rloo",
     "turn_level",
 )
-"""Estimators whose baseline is the group's other samples."""
+"""Estimators that compare the samples of a group."""
 
 LOSSES_WITHOUT_ADVANTAGES = ("cross_entropy", "dpo", "reward_model")
-"""Losses that read no advantages, so that the estimator does not matter."""
+"""Losses that read no advantages, so that the estimator has no effect on them."""
 
 
 def check_values(config: Config) -> None:
-    """Makes the checks that need only the values. Raises ConfigError, or ConfigErrors for several."""
+    """Runs the checks that need only the values. Raises ConfigError, or ConfigErrors for several mistakes."""
     mistakes = Mistakes()
     gather_values(config, mistakes)
     mistakes.raise_found()
 
 
 def gather_values(config: Config, mistakes: Mistakes) -> None:
-    """Notes what `check_values` raises."""
+    """Records what `check_values` raises."""
     gather_run_name(config, mistakes)
     gather_out_of_bounds(config, mistakes)
     for check, keys in _VALUE_CHECKS.items():
@@ -164,7 +166,7 @@ def gather_values(config: Config, mistakes: Mistakes) -> None:
 
 
 def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
-    """Notes those mistakes of `gather_values` that concern playing prompts instead of training on them."""
+    """Records those mistakes of `gather_values` that affect evaluation or generation without training."""
     gather_run_name(config, mistakes)
     gather_out_of_bounds(
         config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and not key.startswith(_TRAINING)
@@ -180,8 +182,8 @@ def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
 def gather_out_of_bounds(
     config: Config, mistakes: Mistakes, *, is_read: Callable[[str], bool] = lambda key: True
 ) -> None:
-    """Notes every key for which `is_read` is true and whose value is out of bounds. Before `resolve`, a key may have no
-    value yet."""
+    """Records every key for which `is_read` is true and whose value is out of bounds. Skips keys that are None, as some
+    are before `resolve`."""
     for key, (low, high) in BOUNDS.items():
         value = value_at(config, key) if is_read(key) else None
         if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
@@ -194,19 +196,19 @@ def gather_out_of_bounds(
     for key in ABOVE_ZERO:
         value = value_at(config, key) if is_read(key) else None
         if value is not None and not value > 0:
-            remedy = " (greedy answers to one prompt are all the same; evaluation is greedy by default)"
+            remedy = " (at 0, all samples of a prompt would be the same; evaluation is greedy by default)"
             is_sampling = key == "generator.sampling_params.temperature"
             mistakes.add(ConfigError(f"{key}: got {value}; expected above 0{remedy * is_sampling}"))
 
 
 def gather_run_name(config: Config, mistakes: Mistakes) -> None:
-    """Requires a run name that can name a directory below `runs`. An empty one would claim `runs` itself."""
+    """Requires a run name that can name a directory in `runs`. An empty name would mean `runs` itself."""
     name = config.trainer.run_name
     if not name.strip() or name.startswith(".") or "/" in name or "\0" in name:
         mistakes.add(
             ConfigError(
                 f"trainer.run_name: got {name!r}; expected a name that is not empty, does not begin with a dot "
-                "and has neither a slash nor a NUL in it, e.g. trainer.run_name=first_try; a path goes into "
+                "and contains neither a slash nor a NUL, e.g. trainer.run_name=first_try; set a path in "
                 "trainer.run_dir"
             )
         )
@@ -245,28 +247,28 @@ def _warn_of_temperatures(config: Config) -> None:
 
 
 def _lora(config: Config) -> Iterator[ConfigError]:
-    """Refuses LoRA keys that have an effect only if the adapter is sent without the base weights."""
+    """Refuses LoRA keys that would have no effect, because the adapter is not sent without the base weights."""
     policy, critic = config.trainer.policy.model.lora, config.trainer.critic.model.lora
     served = LoraConfig()
     for key in ("merge_lora", "max_loras", "max_cpu_loras"):
         if getattr(critic, key) != getattr(served, key):
-            yield ConfigError(f"trainer.critic.model.lora.{key}: a critic is not sent to the engines; leave it out")
+            yield ConfigError(f"trainer.critic.model.lora.{key}: a critic is not sent to the engines; remove this key")
     where = "trainer.policy.model.lora"
     if not policy.merge_lora and policy.rank == 0:
         yield ConfigError(
-            f"{where}.merge_lora: got false, and there is no adapter to send: set {where}.rank above 0, or "
+            f"{where}.merge_lora: got false, but there is no adapter to send; set {where}.rank above 0, or "
             "merge_lora=true"
         )
     for key in ("max_loras", "max_cpu_loras"):
         if policy.merge_lora and getattr(policy, key) != getattr(served, key):
             yield ConfigError(
                 f"{where}.{key}: got {getattr(policy, key)}, but an engine with merged weights serves no "
-                f"adapters; leave it out, or set {where}.merge_lora=false"
+                f"adapters; remove this key, or set {where}.merge_lora=false"
             )
     if policy.max_cpu_loras is not None and policy.max_cpu_loras < policy.max_loras:
         yield ConfigError(
             f"{where}.max_cpu_loras: {policy.max_cpu_loras} is less than max_loras={policy.max_loras}, the number of "
-            "adapters in one batch; set it to at least max_loras, or leave it out"
+            "adapters in one batch; set it to at least max_loras, or remove it"
         )
 
 
@@ -285,7 +287,7 @@ def reference_apart(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(
             "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
             f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
-            f"{reference[1]}. Leave both reference keys out, or set colocate_policy_ref=false"
+            f"{reference[1]}. Remove both reference keys, or set colocate_policy_ref=false"
         )
 
 
@@ -359,18 +361,18 @@ def _kl(config: Config) -> Iterator[ConfigError]:
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield ConfigError(
             "trainer.algorithm: use_kl_loss and use_kl_in_reward are both true; "
-            "the KL belongs in the loss or in the reward: switch one off"
+            "the KL is used either in the loss or in the reward; set one of them to false"
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield ConfigError(
-            "trainer.algorithm.kl_ctrl.type: adaptive works on the KL in the reward only; set "
+            "trainer.algorithm.kl_ctrl.type: adaptive works only for the KL in the reward; set "
             "trainer.algorithm.use_kl_in_reward=true, or type=fixed"
         )
     estimator = algorithm.kl_estimator_type
     if algorithm.use_kl_in_reward and estimator.endswith(("+", "_unbiased")):
         yield ConfigError(
-            f"trainer.algorithm.kl_estimator_type: {estimator} is an estimator for gradients, "
-            f"and the KL in the reward has none; write {estimator.removesuffix('+').removesuffix('_unbiased')}"
+            f"trainer.algorithm.kl_estimator_type: {estimator} changes only the gradient, and the KL in the reward has "
+            f"no gradient; use {estimator.removesuffix('+').removesuffix('_unbiased')}"
         )
 
 
@@ -379,7 +381,7 @@ def _reduction(config: Config) -> Iterator[ConfigError]:
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and not (algorithm.max_seq_len or 0) > 0:
         yield ConfigError(
             f"trainer.algorithm.max_seq_len: got {algorithm.max_seq_len}; loss_reduction=seq_mean_token_sum_norm "
-            "divides by it and needs a number above 0, e.g. that of generator.sampling_params.max_generate_length"
+            "divides by it and needs a number above 0, e.g. the value of generator.sampling_params.max_generate_length"
         )
 
 
@@ -396,8 +398,8 @@ def _kept_checkpoints(config: Config) -> Iterator[ConfigError]:
     kept = config.trainer.max_ckpts_to_keep
     if kept != -1 and kept < 1:
         yield ConfigError(
-            f"trainer.max_ckpts_to_keep: got {kept}; expected at least 1, or -1 to keep all; trainer.ckpt_interval=-1 "
-            "saves none"
+            f"trainer.max_ckpts_to_keep: got {kept}; expected at least 1, or -1 to keep all. To save none, set "
+            "trainer.ckpt_interval=-1"
         )
 
 
@@ -405,11 +407,13 @@ def _reward_functions(config: Config) -> Iterator[ConfigError]:
     environment, key = config.environment, "environment.reward_functions"
     if environment.reward_functions and environment.env_class != "reward_functions":
         yield ConfigError(
-            f"{key}: both reward functions and environment.env_class={environment.env_class} are set, and only one of "
-            "them can score; set environment.env_class=null to use the functions, or leave the functions out"
+            f"{key}: both reward functions and environment.env_class={environment.env_class} are set, but only one of "
+            "them can score; set environment.env_class=null to use the functions, or remove the functions"
         )
     if environment.reward_weights and not environment.reward_functions:
-        yield ConfigError(f"environment.reward_weights: there are no functions to weight; set {key}, or leave it out")
+        yield ConfigError(
+            f"environment.reward_weights: there are no functions to weight; set {key}, or remove the weights"
+        )
 
 
 _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] = {
@@ -431,4 +435,4 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _kept_checkpoints: (),
     _reward_functions: (),
 }
-"""Check → the keys that must be within their bounds, else the check is skipped."""
+"""Check → the keys that it reads. The check is skipped if one of them already has a mistake."""

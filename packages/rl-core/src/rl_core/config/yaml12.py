@@ -13,13 +13,13 @@ _SCALARS = (
     ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
 )
-"""Tag, pattern and first characters of each kind of scalar that is not text; the first match counts."""
+"""Tag, pattern and possible first characters of each kind of scalar that is not text. The first matching row counts."""
 
 
 class Yaml12Loader(yaml.SafeLoader):
     """Loader with the scalars of YAML 1.2."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 - add_implicit_resolver of PyYAML fills the class's own dict
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's add_implicit_resolver writes into this dict of the class
 
 
 class Yaml12Dumper(yaml.SafeDumper):

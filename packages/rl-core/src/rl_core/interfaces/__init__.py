@@ -1,30 +1,30 @@
 """The contracts between packages and the records that they exchange. Importing them does not import torch.
 
-`isinstance` with a Protocol checks names only. The suites of `rl_core.testing` check what a plug-in does. Each optional
-ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader`,
-`Inspectable`; of backends `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`,
-`RouteRecording`; of engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `GrammarSampling`, `ModelServing`,
-`Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`, `LossDetecting`, `IdleMeasuring`,
-`AdapterServing`; of weight transports `CheckingTransport`, `NodeCheckingTransport`, `RunTransport`; of generators
-`Closable`, `EngineFree`, `ResponseMeasuring`; of environments `Tools`, `Constraining`, `Placement`, `Snapshotable`,
-`RowChecking`; of trackers `PhaseAware`; of engines and generators that declare keys `Configurable`.
+`isinstance` with a Protocol checks only the names of members. The suites of `rl_core.testing` check the behaviour of a
+plug-in. Each optional ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
+`RouteReader`, `Inspectable`; of backends `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`,
+`RouteFollowing`, `RouteRecording`; of engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `GrammarSampling`,
+`ModelServing`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`, `LossDetecting`,
+`IdleMeasuring`, `AdapterServing`; of weight transports `CheckingTransport`, `NodeCheckingTransport`, `RunTransport`; of
+generators `Closable`, `EngineFree`, `ResponseMeasuring`; of environments `Tools`, `Constraining`, `Placement`,
+`Snapshotable`, `RowChecking`; of trackers `PhaseAware`; of engines and generators that declare keys `Configurable`.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
-`InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. A recipe implements `Environment`. rl_core has
-`WorkerGroup` and the loop. A plug-in gets what it needs as plain data, which includes its own options: `WorkerSpec`,
-`EngineSpec`, `GeneratorSpec`.
+`InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. A recipe implements `Environment`. rl_core
+itself contains `WorkerGroup` and the loop. A plug-in gets what it needs as plain data, including its own options:
+`WorkerSpec`, `EngineSpec`, `GeneratorSpec`.
 
     training    a model and its update, `Worker`, `Backend`
-    weights     what a sync sends, `WeightTransport` and its two ends
+    weights     what a sync sends, `WeightTransport`, its senders and receivers
     inference   token ids in, token ids out: `InferenceClient`, `InferencePlugin`
-    messages    chat messages and tools, as chat templates read them
+    messages    chat messages and tools, in the form that chat templates expect
     rollouts    `Environment`, `Trajectory`, `Generator`, `GeneratorPlugin`
-    results     checks of what `Environment.step` answers
-    options     keys of a plug-in's own: `Configurable`, and validators for them
+    results     checks of what the methods of an environment return
+    options     `Configurable`, a plug-in that declares keys, and validators for these keys
     runs        `Recipe`, `Tracker`, `Callback`
-    version     which versions of each contract are accepted: `CONTRACTS`
+    version     the accepted versions of each contract: `CONTRACTS`
 
-Import all names from here; the modules that define them may change.
+Import all names from this package; the modules that define them may change.
 """
 
 from __future__ import annotations

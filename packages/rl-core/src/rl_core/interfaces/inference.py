@@ -23,13 +23,14 @@ class SamplingParams:
 
     max_tokens: int = 1024
     temperature: float = 1.0
-    """0 takes the most likely token; the reported log-prob is then that of the unscaled distribution."""
+    """0 takes the most likely token; log-probs are then those of the unscaled distribution."""
     top_p: float = 1.0
     top_k: int = -1
     """-1: all tokens."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Generation ends when the text of the response contains one of these strings. The tokens up to there are kept."""
+    """Generation ends when the text of the response contains one of these strings. The response includes the token
+    that completed the string."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end generation in addition to the model's end-of-sequence token. The stopping token is part of the
     response."""
@@ -41,7 +42,8 @@ class SamplingParams:
 
 @attrs.frozen(kw_only=True)
 class GenerateRequest:
-    """A request: token ids in. A retry has the same `sample_id` and never produces a second sample."""
+    """A request for samples of one prompt of token ids. A retry has the same `sample_id` and never produces a second
+    sample."""
 
     sample_id: str
     prompt_tokens: tuple[int, ...]
@@ -59,25 +61,25 @@ StopReason = Literal["stop", "length", "abort"]
 
 @attrs.frozen(kw_only=True)
 class Completion:
-    """The answer: token ids of one sample."""
+    """The token ids of one sample."""
 
     tokens: tuple[int, ...]
     """The sampled tokens, including a stopping token."""
     logprobs: tuple[float, ...]
-    """One log-prob per token, under the distribution that the token was sampled from."""
+    """One log-prob per token, under the distribution from which the token was sampled."""
     policy_versions: tuple[int, ...]
     """The weight version that sampled each token."""
     stop_reason: StopReason
     routed_experts: np.ndarray | None = None
-    """[prompt + response − 1, layers, experts per token]. The last token has none because it was never an input."""
+    """[prompt + response − 1, layers, experts per token]. The last token has none, because it was never an input."""
 
 
 @attrs.frozen(kw_only=True)
 class EngineHealth:
-    """An engine's description of itself."""
+    """The state of an engine, as the engine reports it."""
 
     version: int
-    """Version of the weights it serves; -1 before the first update."""
+    """Version of the weights that the engine serves; -1 before the first update."""
     num_running: int
     num_waiting: int
 
@@ -87,29 +89,30 @@ class Sampler(Protocol):
     """The part of an engine that a `Generator` uses: token ids in, token ids out."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """`num_samples` completions. Raises GenerationError for a prompt that the engine cannot take, DeadlineError if
-        they take too long."""
+        """`num_samples` completions. Raises GenerationError for a prompt that the engine cannot process, DeadlineError
+        if the completions take too long."""
         ...
 
 
 @runtime_checkable
 class InferenceClient(Sampler, Protocol):
-    """A sampler whose weights the loop updates. Every call has a deadline; the error of a late call says what it waited
-    for."""
+    """A sampler whose weights the loop updates. Every call has a deadline. A call that exceeds it raises an error that
+    says what the call waited for."""
 
     async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
-        """Stops sampling. Running requests pause (`keep`), return what they have (`abort`) or finish first (`wait`)."""
+        """Stops sampling. Running requests pause (`keep`), return the tokens sampled so far (`abort`) or finish first
+        (`wait`)."""
         ...
 
     async def resume(self) -> None: ...
 
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
-        """Ends these requests, or all for None. Each returns what it has, with stop reason `abort`."""
+        """Ends these requests, or all if None. Each returns the tokens sampled so far, with stop reason `abort`."""
         ...
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-        """Receives and loads a version. If it fails, the engine serves the old version or, if that is already
-        overwritten, nothing until a later update succeeds."""
+        """Receives and loads a version. If this fails, the engine continues to serve the old version or, if that is
+        already overwritten, serves nothing until a later update succeeds."""
         ...
 
     async def health(self) -> EngineHealth: ...
@@ -122,8 +125,9 @@ class Sleepable(Protocol):
     """A client whose engines can free their device memory between phases."""
 
     async def sleep(self) -> None:
-        """Frees the memory of weights and cache. No request is running when it is called, and none comes before `wake`
-        and `update_weights`; a request without weights is a GenerationError. A second call does nothing."""
+        """Frees the memory of weights and cache. Callers ensure that no request is running, and send none before `wake`
+        and `update_weights`. A request to an engine without weights raises GenerationError. A second call does
+        nothing."""
         ...
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
@@ -163,19 +167,19 @@ class WeightPreparing(Protocol):
     """A client whose engines can receive weights of a staged transport while they sample."""
 
     async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
-        """Every engine receives and checks the version. `update_weights` with the same rendezvous then loads it; until
-        then the engines serve the old one.
+        """Every engine receives and checks the version. `update_weights` with the same rendezvous loads it later; until
+        then, the engines serve the old version.
 
         Raises:
-            WeightSyncError: an engine received it incompletely. All engines keep serving the version they have.
+            WeightSyncError: an engine received incomplete or wrong weights. All engines still serve the old version.
         """
         ...
 
 
 @runtime_checkable
 class AdapterServing(Protocol):
-    """A client whose engines keep the base model and serve low-rank adapters on it: the policy's, which
-    `update_weights` replaces in place, and others by name."""
+    """A client whose engines keep the base model and serve low-rank adapters for it: the policy's adapter, which
+    `update_weights` replaces in place, and other adapters by name."""
 
     async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
         """Every engine serves the adapter at `path` as the model `name`, including engines that restart later. An
@@ -187,46 +191,46 @@ class AdapterServing(Protocol):
                 can read.
 
         Raises:
-            GenerationError: an engine cannot serve the adapter and keeps what it served under the name before; or it
-                serves the adapter, but with log-probs that are not finite. An engine that fails only after it found
-                that it can serve the adapter serves nothing under the name.
+            GenerationError: an engine cannot serve the adapter, and still serves the adapter that had this name before;
+                or the adapter gives log-probs that are not finite. An engine that had accepted the adapter and fails
+                afterwards serves nothing under this name.
         """
         ...
 
 
 @runtime_checkable
 class IdleMeasuring(Protocol):
-    """A client of several engines that knows which of them had nothing to do."""
+    """A client of several engines that measures how long each of them was idle."""
 
     def idle_lap(self) -> Mapping[str, float]:
-        """Engine number → seconds since the last call of this method in which the engine had no request, including the
-        time that it was down."""
+        """Engine number → seconds since the last call of this method during which the engine had no request, including
+        the time during which it was down."""
         ...
 
 
 @runtime_checkable
 class Recovering(Protocol):
-    """A client that restarts failed engines. They serve nothing until they hold the current version: the trainer
-    publishes it again between two steps, or the next version at the end of a step."""
+    """A client that restarts failed engines. A restarted engine serves nothing until it has the current version: the
+    trainer publishes the version again between two steps, or the next version at the end of a step."""
 
     @property
     def lacks_weights(self) -> bool:
-        """An engine is running without the current version, and no update is in progress."""
+        """Whether an engine is running without the current version, and no update is in progress."""
         ...
 
     async def needs_weights(self) -> None:
-        """Returns when `lacks_weights`."""
+        """Returns as soon as `lacks_weights` is true."""
         ...
 
 
 @runtime_checkable
 class LossDetecting(Protocol):
-    """A client that restarts failed engines, and knows whether one failed in an update."""
+    """A client that restarts failed engines, and detects whether one failed during an update."""
 
     async def has_lost_engines(self) -> bool:
-        """Called after a failed update: whether an engine was lost in it, so that another update may succeed. An engine
-        can fail its part of an update before its death is detected, so this method waits as long as detection may
-        take. If no engine is left, it returns when one has restarted.
+        """Called after a failed update. Returns whether an engine was lost during the update, so that another update
+        may succeed. An engine can fail its part of an update before its death is detected, so this method waits as long
+        as detection may take. If no engine is left, the method returns when one has restarted.
 
         Raises:
             DeadlineError: no engine was left, and none restarted in time.
@@ -236,14 +240,14 @@ class LossDetecting(Protocol):
 
 @attrs.frozen(kw_only=True)
 class EngineSpec:
-    """Everything an engine needs to know before it starts, as plain data. Everything later is a call of its client."""
+    """Everything that an engine needs to know before it starts, as plain data."""
 
     options: Any
     """An instance of the plug-in's options class (see `Configurable`); None if it has none."""
     model_path: str
     """Directory or name of the model. The engine uses its tokenizer, and its weights until the first update."""
     dtype: Literal["bfloat16", "float16", "float32"]
-    """The dtype that the engine computes in."""
+    """The dtype in which the engine computes."""
     num_engines: int
     """Number of engines behind the client."""
     max_num_seqs: int
@@ -251,23 +255,24 @@ class EngineSpec:
     return_routed_experts: bool
     """Whether completions have `routed_experts`."""
     lora: LoraConfig
-    """The policy's adapters. If `lora.is_sent_alone`, updates replace only the adapter; else they are whole weights."""
+    """The policy's adapters. If `lora.is_sent_alone`, updates contain only the adapter; else they contain whole
+    weights."""
     sampling: SamplingParams
-    """Sampling in training, for planning. Each request has its own parameters."""
+    """How training samples are drawn. For checks and planning only, because each request has its own parameters."""
     eval_sampling: SamplingParams
-    """How samples of evaluations are drawn."""
+    """How evaluation samples are drawn."""
     init_kwargs: Mapping[str, Any]
     """`engine_init_kwargs`: additional arguments for the library that the engine uses."""
     shares_devices: bool
     """Whether training uses the same devices. The engine then frees them between phases (see `Sleepable`)."""
     seed: int
-    """Seed of the run. Each request has its own."""
+    """Seed of the run. Each request has its own seed."""
     num_threads: int | None
     """CPU threads of an engine in the trainer's process. None: the library decides."""
     weight_transport: str
     """The weight transport: an entry-point name of `rl_core.weight_transports`, or `package.module:object`."""
     request_timeout_s: float
-    """Longest wait for the answer to a request, and for a weight update."""
+    """Longest time that a request or a weight update may take."""
     run_dir: Path
     """The run directory. Engines write their logs to `logs` in it. It may not exist yet."""
 
@@ -323,8 +328,8 @@ class EnginePlan:
     asleep_host_bytes: int
     """Host memory per device that the engine uses while it sleeps."""
     memory_share: float
-    """Fraction of the device's memory that the engine uses while it serves. What weights and computation leave free is
-    for keys and values."""
+    """Fraction of the device's memory that the engine uses while it serves. Keys and values get what weights and
+    computation leave free."""
     can_sleep: bool
 
 
@@ -355,11 +360,11 @@ class GrammarSampling(Protocol):
 
 @runtime_checkable
 class HostSharing(Protocol):
-    """An engine plug-in that tells whether its engines run on the controller's machine. If so, the default transport is
-    shared memory."""
+    """An engine plug-in that reports whether its engines run on the controller's machine. If they do, the default
+    transport is shared memory."""
 
     def is_on_this_host(self, options: Any) -> bool:
-        """Whether all engines run there with these options (`EngineSpec.options`)."""
+        """Whether all engines run on the controller's machine with these options (`EngineSpec.options`)."""
         ...
 
 
@@ -382,5 +387,5 @@ class InferencePlugin(Protocol):
         ...
 
     async def create(self, spec: EngineSpec) -> InferenceClient:
-        """Starts the engines. They hold the weights of `spec.model_path` until the first update."""
+        """Starts the engines. They serve the weights of `spec.model_path` until the first update."""
         ...

@@ -1,4 +1,4 @@
-"""Chat messages and tools in the form that chat templates read, and checks of both."""
+"""Chat messages and tools in the form that chat templates expect, and checks of both."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any, TypeGuard
 from rl_core.errors import DataError
 
 Message = Mapping[str, Any]
-"""A chat message: `role` (system, user, assistant, tool: what the model's chat template knows) and `content`, text.
+"""A chat message: `role` (any role that the chat template supports, such as system, user, assistant, tool) and
+`content`, text.
 
 An assistant's message may have `tool_calls`, `[{"type": "function", "function": {"name": …, "arguments": {…}}}, …]`; it
-then needs no content. A tool's message may have `name`, the function that answers, and `tool_call_id`, the call that it
+then needs no content. A tool's message may have `name`, the name of the function, and `tool_call_id`, the call that it
 answers. A key whose value is None counts as missing, because in a Parquet file all messages have the same keys."""
 Prompt = str | Sequence[Message]
-"""Text taken as it is, or chat messages that the model's chat template turns into text."""
+"""Text that is used unchanged, or chat messages that the model's chat template converts to text."""
 ToolSchema = Mapping[str, Any]
-"""A function offered to the model, as `tools=` of a chat template takes it:
+"""A function that the model may call, in the form of the argument `tools` of chat templates:
 `{"type": "function", "function": {"name": …, "description": …, "parameters": <JSON schema of an object>}}`."""
 EXAMPLE_CALL: Mapping[str, Any] = {
     "type": "function",
     "id": "call00001",
     "function": {"name": "look_up", "arguments": {"word": "example"}},
 }
-"""The call that a chat template is asked to write, to find out how it writes calls (`Action.example_call`)."""
+"""A call that the chat template renders, which shows the format of calls (`Action.example_call`)."""
 
 
 def require_messages(messages: object, what: str) -> Sequence[Message]:
-    """Returns `messages` if they are chat messages. Raises DataError, which names them as `what`."""
+    """Returns `messages` if they are chat messages. Raises DataError, whose message calls them `what`."""
     if not _is_list(messages) or not messages or not all(_has_role_and_content(message) for message in messages):
         raise DataError(f"{what} must be text or a list of messages with 'role' and 'content', got {messages!r:.200}")
     for message in messages:
@@ -38,14 +39,15 @@ def require_messages(messages: object, what: str) -> Sequence[Message]:
 
 
 def require_tools(tools: object, what: str = "the environment's tools") -> Sequence[ToolSchema]:
-    """Returns `tools` if they are function schemas with distinct names. Raises DataError, which calls them `what`."""
+    """Returns `tools` if they are function schemas with distinct names. Raises DataError, whose message calls them
+    `what`."""
     example = "{'type': 'function', 'function': {'name': …, 'description': …, 'parameters': {…}}}"
     if not _is_list(tools) or not all(_is_tool(tool) for tool in tools):
         raise DataError(f"{what} must be a list of {example}, got {tools!r:.200}")
     try:
         json.dumps(list(tools), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{what} are not JSON ({error}), got {tools!r:.200}") from error
+        raise DataError(f"{what} cannot be written as JSON ({error}), got {tools!r:.200}") from error
     names = [tool["function"]["name"] for tool in tools]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise DataError(f"two of {what} have the name {repeated[0]!r}; rename one")
@@ -77,7 +79,7 @@ def _problem_of_keys(message: Message) -> str | None:
 
 def _is_call(call: object) -> bool:
     function = call.get("function") if isinstance(call, Mapping) else None
-    # Some templates read arguments that are JSON text already.
+    # Some templates expect arguments as JSON text.
     return _is_named(function) and isinstance(function.get("arguments"), Mapping | str)
 
 

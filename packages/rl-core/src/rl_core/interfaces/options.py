@@ -19,11 +19,11 @@ class Configurable(Protocol):
 
     @property
     def options_class(self) -> type:
-        """A frozen attrs class whose fields are the keys. Each has a default, a type that YAML can hold, and its
-        meaning as a docstring below it. No field may have the name of a core key.
+        """A frozen attrs class whose fields are the keys. Each field has a default, a type that YAML can represent, and
+        a docstring below it that explains it. No field may have the name of a core key.
 
         The message of a validator's ConfigError begins with the field's name, as in the validators below. The loader
-        adds the section in front.
+        prepends the section.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Checks of what an environment's `step` answers, for everything that plays environments."""
+"""Checks of what the methods of an environment return. All code that calls environments uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 def require_awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
-    """Returns `found`, the answer of an environment's method. Raises DataError if it cannot be awaited."""
+    """Returns `found`, the return value of an environment's method. Raises DataError if it cannot be awaited."""
     if not inspect.isawaitable(found):
         raise DataError(
             f"the environment's `{method}` returned {type(found).__name__}, expected an awaitable; define it with "
@@ -40,7 +40,7 @@ def require_step_result(result: object) -> StepResult:
 
 
 def require_observed_text(observation: object) -> str:
-    """The observation of an episode that began with text. Raises DataError if it is no text."""
+    """Returns the observation of an episode that began with text. Raises DataError if the observation is not text."""
     if not isinstance(observation, str):
         raise DataError(
             f"the episode began with text, so the environment's observations must be text; got {observation!r:.200}"
@@ -49,8 +49,8 @@ def require_observed_text(observation: object) -> str:
 
 
 def require_observed_messages(observation: object) -> Sequence[Message]:
-    """The observation of an episode that began with messages; text becomes a user message. Raises DataError if it is
-    neither text nor messages, or speaks as the assistant."""
+    """The observation of an episode that began with messages; text becomes a user message. Raises DataError if the
+    observation is neither text nor messages, or has a message of the assistant."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     messages = require_messages(observation, "an observation")
@@ -65,5 +65,5 @@ def _number(value: Any, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _FLOAT32_MAX:
-        raise DataError(f"the environment's {name} is {value!r:.80}, expected a finite number (of float32's range)")
+        raise DataError(f"the environment's {name} is {value!r:.80}, expected a finite number in the range of float32")
     return number

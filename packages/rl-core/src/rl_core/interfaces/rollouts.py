@@ -1,5 +1,5 @@
-"""Rollouts: an episode (`Environment`), its record (`Trajectory`), and what plays it (`Generator`, created by a
-`GeneratorPlugin`)."""
+"""Rollouts: an episode (`Environment`), its record (`Trajectory`), and the `Generator` that runs episodes, which a
+`GeneratorPlugin` creates."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ class Action:
     tokens: tuple[int, ...]
     stop_reason: StopReason
     example_call: str | None = None
-    """`EXAMPLE_CALL` as the model's chat template writes it. It shows the format of this model's calls in `text`. None
-    if the episode has no tools, or the template writes no calls."""
+    """`EXAMPLE_CALL` as the model's chat template renders it. It shows the format of this model's calls in `text`. None
+    if the episode has no tools, or the template renders no calls."""
 
 
 @attrs.frozen(kw_only=True)
 class StepResult:
-    """The environment's answer to an action."""
+    """The environment's response to an action."""
 
     reward: float
     done: bool
     observation: Prompt | None = None
-    """What the policy sees next; None when done. If the episode began with messages: messages of any role except
-    assistant, or text, which becomes a user message. If it began with text: text, which is appended unchanged."""
+    """What the policy sees next; None if the episode is done. If the episode began with messages: messages of any role
+    except assistant, or text, which becomes a user message. If the episode began with text: text, which is appended
+    unchanged."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
-    """Averaged over episodes and logged as `environment/<name>`. If several turns report a metric, the last one is
+    """Averaged over episodes and logged as `environment/<name>`. If several turns report a metric, the last value is
     used."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode (entry-point group `rl_core.environments`, each a callable `(row, options) → Environment`)."""
+    """One episode. An entry point of `rl_core.environments` is a callable `(row, options) → Environment`."""
 
     async def reset(self) -> Prompt:
         """The first observation."""
@@ -71,8 +72,8 @@ class EnvironmentFactory(Protocol):
 
 @runtime_checkable
 class Tools(Protocol):
-    """An environment whose policy may call functions. The environment parses the calls from `Action.text` and answers
-    with messages of the role `tool`."""
+    """An environment in which the policy may call functions. The environment parses the calls in `Action.text` and
+    responds with messages of the role `tool`."""
 
     async def tools(self) -> Sequence[ToolSchema]:
         """The functions that the chat template shows to the model. Empty: the episode has no tools. Called once, after
@@ -101,18 +102,18 @@ class Constraining(Protocol):
 
 @runtime_checkable
 class Placement(Protocol):
-    """An `EnvironmentFactory` that says where its environments run (an attribute of the class or function). It applies
-    to all episodes and is read before the first one. The default is `thread`; the key `environment.placement` overrides
-    it.
+    """An `EnvironmentFactory` that declares where its environments run, by an attribute of the class or function. The
+    attribute applies to all episodes and is read before the first one. The default is `thread`; the key
+    `environment.placement` overrides the attribute.
     """
 
     @property
     def placement(self) -> PlacementKind:
-        """`in_process`: all episodes share one event loop, so the environment must await whatever takes time.
-        `thread`: each episode has its own thread and event loop, in which the environment is also created. It may
-        block, and must lock objects that it shares with other threads. `process`: each episode runs in another
-        process; factory, row, options and answers must pickle. A generator raises ConfigError for a placement that it
-        does not support."""
+        """`in_process`: all episodes share one event loop, so the environment must never block it. `thread`: each
+        episode has its own thread and event loop, in which the environment is also created. The environment may block,
+        and must lock objects that it shares with other threads. `process`: each episode runs in a separate process, so
+        factory, row, options and results must be picklable. A generator raises ConfigError for a placement that it does
+        not support."""
         ...
 
 
@@ -121,13 +122,13 @@ class Snapshotable(Protocol):
     """An environment whose episode can move to another process or machine, or continue later."""
 
     async def snapshot(self) -> bytes:
-        """The state of the episode, except row and options. Changes nothing. Called between `reset` and the end, while
-        no other call is running."""
+        """The state of the episode, without row and options. Does not change the state. Called between `reset` and the
+        end of the episode, while no other call is running."""
         ...
 
     async def restore(self, state: bytes) -> None:
         """Restores a snapshot of an environment with the same row and options. Called once, instead of `reset`. The
-        original environment need not exist any more."""
+        original environment may no longer exist."""
         ...
 
 
@@ -136,9 +137,9 @@ class TrajectoryStep:
     """One sequence of a trajectory. All per-token fields have the length of `tokens`."""
 
     tokens: Sequence[int]
-    """The engine's input and the tokens it sampled."""
+    """The engine's input and the tokens that it sampled."""
     sampled: Sequence[bool]
-    """True where the policy sampled the token. Everything before the first sampled token is the prompt. Between the
+    """True for tokens that the policy sampled. All tokens before the first sampled one are the prompt. Between the
     turns of a sequence are tokens of observations, which are not sampled."""
     rollout_logprobs: Sequence[float]
     """0.0 where not sampled. NaN in forced responses (`Constraining`): the engine reports log-probs of the constrained
@@ -150,18 +151,18 @@ class TrajectoryStep:
     stop_reason: StopReason
     """Why the last turn ended."""
     routed_experts: np.ndarray | None = None
-    """[tokens − 1 or fewer, layers, experts per token]: the experts of the first tokens. Those of the others are
-    unknown."""
+    """[tokens − 1 or fewer, layers, experts per token]: the experts of the first tokens. The experts of the other
+    tokens are unknown."""
     token_rewards: Sequence[float] | None = None
-    """How `reward` is distributed over the step's tokens, if the step has several turns. None: all of it on the last
-    sampled token."""
+    """How `reward` is distributed over the step's tokens, if the step has several turns. None: the last sampled token
+    has the whole reward."""
     loss_mask: Sequence[bool] | None = None
     """The tokens that are trained on, a subset of `sampled`. None: all of `sampled`."""
 
 
 @attrs.frozen(kw_only=True)
 class Turn:
-    """One turn of an episode as text, for people to read."""
+    """One turn of an episode as text, for human readers."""
 
     response: str
     observation: str | None
@@ -172,7 +173,7 @@ class Turn:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Trajectory:
-    """One sample of a prompt. A failed one has no steps and a `failure`."""
+    """One sample of a prompt. A failed sample has no steps, but a `failure`."""
 
     group_id: int
     sample_index: int
@@ -183,17 +184,18 @@ class Trajectory:
     start_version: int
     """The policy's version when the episode started."""
     turns: tuple[Turn, ...] = ()
-    """The episode as text. Empty if the generator plays no turns."""
+    """The episode as text. Empty if the generator's episodes have no turns."""
     end: TrajectoryEnd = "done"
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     greedy_reward: float | None = None
-    """Reward of the greedy answer to the same prompt. The loop plays that answer and sets this, if the estimator
-    compares with it."""
+    """Reward of the greedy answer to the same prompt. The loop generates this answer and sets the field if the
+    estimator reads it."""
     failure: str | None = None
-    """Why the rollout failed: exception type and message, with the row's place. A failed rollout never counts as one
+    """Why the rollout failed: exception type and message, with file and row. A failed rollout never counts as a rollout
     with reward 0."""
     failure_kind: str = "unknown"
-    """Failures are counted by this, e.g. the exception's type. Read only if `failure` is set."""
+    """The kind of failure, such as the exception's type, by which failures are counted. Read only if `failure` is
+    set."""
 
     @property
     def reward(self) -> float:
@@ -202,13 +204,13 @@ class Trajectory:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the last response was cut off by its length, or there was no room for another one."""
+        """Whether the last response was cut off at its length limit, or there was no room for another response."""
         return self.end == "context" or (bool(self.steps) and self.steps[-1].stop_reason == "length")
 
 
 @attrs.frozen(kw_only=True)
 class GroupRequest:
-    """Play one prompt `num_samples` times."""
+    """A request for `num_samples` episodes of one prompt."""
 
     group_id: int
     row: Row
@@ -222,17 +224,19 @@ class GroupRequest:
 
 @runtime_checkable
 class Generator(Protocol):
-    """Prompts in, trajectories out. It uses a `Sampler`; the loop pauses and aborts requests and updates weights."""
+    """Prompts in, trajectories out. A generator uses a `Sampler`; the loop pauses and aborts requests and updates
+    weights."""
 
     def prompt_length(self, row: Row) -> int:
         """Number of tokens of the row's prompt. Raises DataError if there is no prompt, or it cannot be encoded."""
         ...
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """Returns `num_samples` trajectories in sample order. A failed episode is a Trajectory with `failure`.
+        """Returns `num_samples` trajectories in the order of the samples. A failed episode is a Trajectory with
+        `failure`.
 
-        The loop may request a group twice at the same time: its samples, and one greedy answer (temperature 0) to
-        compare them with.
+        The loop may make two requests for a group at the same time: one for its samples, and one for a greedy answer
+        (temperature 0) with which an estimator compares them.
         """
         ...
 
@@ -242,8 +246,8 @@ class ResponseMeasuring(Protocol):
     """A generator whose responses come from the rows, so their lengths are known in advance."""
 
     def response_length(self, row: Row) -> int:
-        """Tokens of the row's longest response, counted from its first trained token. Raises DataError as
-        `prompt_length`."""
+        """Number of tokens of the row's longest response, counted from its first trained token. Raises what
+        `prompt_length` raises."""
         ...
 
 
@@ -258,7 +262,7 @@ class Closable(Protocol):
 
 @attrs.frozen(kw_only=True)
 class GeneratorSpec:
-    """Everything a generator needs to know before the first prompt, as plain data."""
+    """Everything that a generator needs to know before the first prompt, as plain data."""
 
     options: Any
     """An instance of the plug-in's options class (see `Configurable`); None if it has none."""
@@ -271,13 +275,13 @@ class GeneratorSpec:
     step_wise: bool
     """Each turn is a separate step. False: a trajectory is one sequence."""
     engine_init_kwargs: Mapping[str, Any]
-    """Additional arguments of the engine's library, which may limit the context there (`max_model_len`)."""
+    """Additional arguments of the engine's library, which may limit the context (`max_model_len`)."""
     env_class: str | None
     """The environment of all rows, an entry-point name or `package.module:Class`. None: each row's own `env_class`."""
     environment_options: Mapping[str, Any]
     """Passed to every environment."""
     environment_timeout_s: float
-    """Longest wait for one answer of an environment."""
+    """Longest time that one call of an environment may take."""
     environment_placement: PlacementKind | None = None
     """Where environments run. None: what each environment declares."""
     environment_workers: int | None = None
@@ -313,8 +317,8 @@ class GeneratorPlugin(Protocol):
 
 @runtime_checkable
 class EngineFree(Protocol):
-    """A `GeneratorPlugin` that samples nothing: its trajectories come from the rows. No engine starts, no weights are
-    published, and evaluation computes the training loss of held-out rows."""
+    """A `GeneratorPlugin` that samples nothing, because its trajectories come from the rows. No engine is started, no
+    weights are published, and evaluation computes the training loss of held-out rows."""
 
     @property
     def needs_no_engine(self) -> bool: ...
@@ -328,7 +332,7 @@ class GeneratorFactory(Protocol):
 
         Args:
             config: the run's `rl_core.config.Config`.
-            client: the engine. The loop pauses and aborts requests and updates weights.
+            client: the engine. The loop, not the generator, pauses and aborts requests and updates weights.
         """
         ...
 
@@ -338,6 +342,6 @@ class RowChecking(Protocol):
     """An environment class that can reject unsuitable rows before a run."""
 
     def require_row(self, row: Row) -> None:
-        """Called on the class (a static method) for every row that it would play. Starts nothing. Raises DataError,
-        which names the missing or wrong column."""
+        """A static method, called for every row with which the environment would be created. Starts nothing. Raises
+        DataError, whose message names the missing or wrong column."""
         ...

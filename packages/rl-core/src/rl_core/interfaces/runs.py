@@ -1,4 +1,5 @@
-"""Runs: a named configuration (`Recipe`), the receiver of metrics (`Tracker`), user code at events (`Callback`)."""
+"""Runs: a named configuration (`Recipe`), a receiver of metrics (`Tracker`), user code that the loop calls
+(`Callback`)."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Receives metrics (entry-point group `rl_core.trackers`, each a `TrackerFactory`)."""
+    """Receives metrics. An entry point of `rl_core.trackers` is a `TrackerFactory`."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Once per step, in order. Step 0 holds the evaluation before training."""
+        """Called once per step, in order. Step 0 has the metrics of the evaluation before training."""
         ...
 
     def close(self) -> None:
-        """Called once, also when the run fails."""
+        """Called once, even if the run fails."""
         ...
 
 
@@ -35,24 +36,24 @@ class TrackerFactory(Protocol):
             run_dir: the run directory.
             total_steps: number of steps of the whole run.
             first_step: the first step that will be logged: 0 for a new run; for a resumed run the checkpoint's step +
-                1, or the checkpoint's step if the run ended before that step was completely logged. Drop what an
-                earlier process logged for this step and later ones.
+                1, or the checkpoint's step if the run ended before that step was completely logged. The tracker must
+                drop what an earlier process logged for this step and later ones.
         """
         ...
 
 
 @runtime_checkable
 class PhaseAware(Protocol):
-    """A tracker that is told the run's current phase."""
+    """A tracker that also receives the run's current phase."""
 
     def phase(self, name: str) -> None:
-        """The phase `name` begins: generate, score, train, publish, evaluate, checkpoint or export."""
+        """Called when a phase begins: generate, score, train, publish, evaluate, checkpoint or export."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class Control:
-    """What a callback asks the loop to do at the end of a step."""
+    """What a callback requests at the end of a step."""
 
     save: bool = False
     evaluate: bool = False
@@ -60,44 +61,46 @@ class Control:
 
 
 class Callback:
-    """User code at the loop's events. Derive from it, override what you need, and list the class in `trainer.callbacks`
-    (entry-point group `rl_core.callbacks`, or `package.module:Class`). It is created without arguments."""
+    """User code that the loop calls at certain events. Derive a class, override the methods that you need, and list the
+    class in `trainer.callbacks` (an entry point of `rl_core.callbacks`, or `package.module:Class`). The class is
+    instantiated without arguments."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """The trajectories that this step trains on."""
+        """Called with the trajectories on which this step trains."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control | None:
-        """After the weights of this step are published."""
+        """Called after the weights of this step were published."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """After a checkpoint is complete."""
+        """Called when a checkpoint is complete."""
 
     def on_run_end(self, step: int) -> None:
-        """After the last step, also if the run was interrupted."""
+        """Called after the last step, even if the run was interrupted."""
 
 
 @attrs.frozen(kw_only=True)
 class Recipe:
-    """A named run (entry-point group `rl_core.recipes`)."""
+    """A named configuration of a run. An entry point of `rl_core.recipes` is a Recipe or a function that returns
+    one."""
 
     summary: str
     """One line for `rl plugins`."""
     config: Mapping[str, Any]
     """Flat `key.path` → value, on top of the defaults."""
     tiny: Mapping[str, Any] | None = None
-    """Added to `config` by `--tiny`: a run that takes a minute on two CPU cores."""
+    """Values that `--tiny` adds on top of `config`, for a run that takes a minute on two CPU cores."""
     prepare: str | None = None
-    """`package.module:function`, called as `function(config)` before a run. It creates the paths of `makes` that the
-    configuration uses and that do not exist."""
+    """`package.module:function`, called as `function(config)` before a run. The function creates the paths of `makes`
+    that the configuration uses and that do not exist."""
     needs: str | None = None
-    """How to get the data files of `config` that `prepare` does not make. This text ends the error about a missing
-    file."""
+    """How to get the data files of `config` that `prepare` does not create. The error about a missing file ends with
+    this text."""
     makes: tuple[str, ...] = ()
     """Data files and model directories that `prepare` can create, written as in `config` (`${trainer.seed}`). All other
     paths must exist."""

@@ -1,5 +1,5 @@
-"""Training: the records of a model and its update, one rank of a model (`Worker`), and `Backend`, which creates
-ranks."""
+"""Training: records that describe a model and its update, one rank of a model (`Worker`), and the `Backend`, which
+creates ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UPDATE_BOUNDS: tuple[_Bound, ...] = (
     ("learning_rate", lambda value: 0 <= value < math.inf, "a finite number, at least 0"),
     ("eps", lambda value: 0 < value < math.inf, "a finite number above 0"),
     ("weight_decay", lambda value: 0 <= value < math.inf, "a finite number, at least 0"),
-    ("max_grad_norm", lambda value: value >= 0, "at least 0; 0 switches clipping off"),
+    ("max_grad_norm", lambda value: value >= 0, "at least 0; 0 turns clipping off"),
     ("gradient_scale", lambda value: 0 < value < math.inf, "a finite number above 0"),
 )
 
@@ -33,10 +33,10 @@ Role = Literal["policy", "reference", "critic"]
 HeldKind = Literal["parameters", "gradients", "optimizer"]
 """The state that a rank keeps between steps."""
 Metrics = Mapping[str, tuple[float, float]]
-"""Name → (sum, weight). Both are added over micro-batches and ranks, and divided once at the end."""
+"""Name → (sum, weight). Both are summed over micro-batches and ranks, and the quotient is taken once at the end."""
 Plan = Sequence[Sequence[int]]
-"""One rank's micro-batches. Each holds the indices of its sequences in the rank's batch. They run in order; all ranks
-of a group have the same number of micro-batches."""
+"""One rank's micro-batches, in the order in which they run. Each is a list of indices of sequences in the rank's batch.
+All ranks of a group have the same number of micro-batches."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +48,7 @@ class OptimizerConfig:
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moment."""
     eps: float = 1e-8
-    """Added to the square root of the second moment, the divisor of a step."""
+    """Added to the square root of the second moment, by which a step is divided."""
     weight_decay: float = 0.01
     """Decoupled weight decay. It also applies to biases and norms, as is usual in RL."""
     max_grad_norm: float = 1.0
@@ -70,7 +70,8 @@ class LoraConfig:
     alpha: int = 16
     """The adapter's output is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Dropout before the adapter. It would make results depend on the split into micro-batches."""
+    """Dropout before the adapter. Must be 0: otherwise log-probs would differ from the engine's, and results would
+    depend on the split into micro-batches."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Module names to adapt."""
     exclude_modules: str | tuple[str, ...] | None = None
@@ -78,14 +79,14 @@ class LoraConfig:
     init_method: str = "kaiming"
     """Initialisation of the adapter's first matrix."""
     merge_lora: bool = True
-    """Policy only: engines get whole weights, with the adapter merged. False: they keep the model at `model.path`, and
-    a sync sends only the adapter, which is never rounded into the weights."""
+    """Policy only: engines get whole weights, with the adapter merged. False: engines keep the weights of `model.path`,
+    and a sync sends only the adapter, so that merging does not round the weights."""
     max_loras: int = 1
     """Policy only, with merge_lora=false: number of adapters that an engine can use in one batch, including the
     policy's."""
     max_cpu_loras: int | None = None
     """Policy only, with merge_lora=false: number of adapters, without the policy's, that an engine keeps in CPU memory.
-    It reads others again when a request needs them. None: as many as `max_loras`."""
+    When a request needs another adapter, the engine reads it from disk. None: as many as `max_loras`."""
 
     @property
     def is_sent_alone(self) -> bool:
@@ -108,17 +109,17 @@ class LoraConfig:
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
-    """Which model."""
+    """A model and its adapters."""
 
     path: str | None = None
     """A Hugging Face model directory or name."""
     lora: LoraConfig = LoraConfig()
-    """Low-rank adapters. Off with rank 0."""
+    """Low-rank adapters. Rank 0: none."""
 
 
 @attrs.frozen(kw_only=True)
 class WorkerSpec:
-    """Everything a rank needs to build its model, as plain data, the same for all ranks of a group."""
+    """Everything that a rank needs to build its model, as plain data. All ranks of a group get the same."""
 
     role: Role
     model: ModelConfig
@@ -130,7 +131,7 @@ class WorkerSpec:
     """Compute in bfloat16; trained parameters stay float32. False: compute in float32."""
     gradient_checkpointing: bool | Literal["selective"]
     """Recompute activations in the backward pass; `"selective"`: all but the results of matrix products and
-    attention. A backend that knows only one kind may use it for every true value: the gradient is the same."""
+    attention. A backend that supports only one kind may use it for both, because the gradient is the same."""
     use_sample_packing: bool
     """Pack a micro-batch into one stream without padding. False: pad it to a rectangle."""
     share_prefixes: bool = False
@@ -138,13 +139,13 @@ class WorkerSpec:
     logprobs_chunk_size: int
     """Number of tokens whose float32 logits are in memory at a time."""
     total_optimizer_steps: int | None
-    """Length of the schedule; None if the schedule does not need it."""
+    """Length of the learning-rate schedule; None if the schedule does not need it."""
     seed: int
     num_threads: int | None = None
     """Torch threads of a rank. None: torch's default."""
     is_proved: bool = True
-    """For a backend that is `ModelProving`: the controller has proved the model. False: it could not, so rank 0 proves
-    it before any rank loads."""
+    """For a backend that is `ModelProving`: the controller has proved the model. False: the controller could not do
+    this, so rank 0 proves the model before any rank loads it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -160,24 +161,24 @@ class RankInfo:
 
 @attrs.frozen(kw_only=True)
 class LossSpec:
-    """What is minimised: sum over t of loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t])."""
+    """The sum that training minimises: loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t]) over t."""
 
     name: str
     """A policy or value loss: an entry-point name of `rl_core.policy_losses`, or `package.module:function`."""
     params: Mapping[str, Any] = attrs.field(factory=dict)
     """The function's keyword parameters."""
     kl_coef: float = 0.0
-    """Coefficient of the KL to `ref_logprobs`. 0: no such term, and the column is not read."""
+    """Coefficient of the KL to the reference. 0: no such term, so `ref_logprobs` is not read for it."""
     kl_estimator: str = "k3"
-    """k1, k2, k3 or abs; with the suffix `+` the straight-through form, whose gradient is correct; or k3_unbiased."""
+    """k1, k2, k3 or abs; with the suffix `+` the straight-through form, whose gradient is unbiased; or k3_unbiased."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus. 0: no such term."""
     off_policy_sequence_mask: float | None = None
-    """Drops `loss[t]` of tokens with negative advantage in sequences whose log-probs have dropped by more than this
-    many nats per token since they were sampled. None: keeps all."""
+    """Sets `loss[t]` to 0 for tokens with negative advantage in sequences whose log-probs have dropped by more than
+    this many nats per token since they were sampled. None: off."""
     old_is_current: bool = False
-    """`old_logprobs` is not a column of the batch: use the log-probs of this pass, detached, because the weights have
-    not changed since the update began. Since version 3."""
+    """The batch has no column `old_logprobs`. Use the log-probs of this pass, detached, instead; the weights are still
+    those of the start of the update. Since version 3."""
     measures_entropy: bool = True
     """Report the metric `entropy`. False: compute entropies only if the loss reads them."""
 
@@ -187,7 +188,7 @@ class OptimizerStep:
     """Result of one optimizer step."""
 
     grad_norm: float
-    """Global L2 norm before clipping; not finite when the step was skipped."""
+    """Global L2 norm before clipping; not finite if the step was skipped."""
     learning_rate: float
     """Learning rate of the step."""
     skipped: bool
@@ -203,7 +204,7 @@ class OptimizerUpdate:
     """
 
     learning_rate: float | None = None
-    """Learning rate instead of the schedule's, which still advances by one step. Finite, at least 0."""
+    """Learning rate instead of the schedule's; the schedule still advances by one step. Finite, at least 0."""
     adam_betas: tuple[float, float] | None = None
     """Each from 0 to below 1."""
     eps: float | None = None
@@ -211,7 +212,7 @@ class OptimizerUpdate:
     weight_decay: float | None = None
     """Finite, at least 0."""
     max_grad_norm: float | None = None
-    """At least 0; 0 switches clipping off."""
+    """At least 0; 0 turns clipping off."""
     gradient_scale: float = 1.0
     """Factor of every gradient, applied before the norm is computed and clipped. Finite, above 0."""
 
@@ -228,7 +229,7 @@ class OptimizerUpdate:
 
 @runtime_checkable
 class Worker(Protocol):
-    """One rank of one model. All calls come from one thread, one at a time; every rank of a group gets the same
+    """One rank of one model. All calls are made from one thread, one at a time; every rank of a group gets the same
     calls."""
 
     def forward(
@@ -236,11 +237,11 @@ class Worker(Protocol):
     ) -> dict[str, Tensor]:
         """Computes scores without gradients: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]),
         float32 on the CPU. A backend that replays the routes of its scoring pass adds `routed_experts` and `routed`.
-        Ranks that hold no result return an empty dict.
+        Ranks without results return an empty dict.
 
         Args:
-            batch: the rank's part.
-            plan: its micro-batches.
+            batch: the rank's part of the batch.
+            plan: the rank's micro-batches.
             temperature: divides the logits.
             returns: names of the scores to compute; None: all. Callers that want all omit the argument. Since version
                 3.
@@ -253,16 +254,16 @@ class Worker(Protocol):
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Adds the gradient of the loss over `batch` to the accumulated gradients. Returns metrics, and scores if
-        asked.
+        """Adds the gradient of the loss over `batch` to the accumulated gradients. Returns metrics, and the scores that
+        `returns` names.
 
-        Metrics, each (sum, weight): `loss` with weight 1, and those of the loss function, weighted by the trained
-        tokens.
+        Metrics, each (sum, weight): `loss` with weight 1, and those of the loss function, weighted by the number of
+        trained tokens.
 
         Args:
-            batch: the rank's part.
-            plan: its micro-batches.
-            loss: what is minimised.
+            batch: the rank's part of the batch.
+            plan: the rank's micro-batches.
+            loss: the loss to minimise.
             temperature: divides the logits.
             returns: names of scores, as in `forward`, to return from this pass: each [T] of the stream, float32 on the
                 CPU, detached, 0 where `loss_mask` is False. Callers that want none omit the argument.
@@ -273,11 +274,11 @@ class Worker(Protocol):
         ...
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Scales and clips the gradient, takes a step, advances the schedule and clears the gradients. If a gradient is
-        not finite, it only clears them.
+        """Scales and clips the gradients, takes a step, advances the schedule and clears the gradients. If a gradient
+        is not finite, only clears the gradients.
 
         Args:
-            update: settings of this step only. Callers that want none omit the argument.
+            update: settings of this step only. Callers without such settings omit the argument.
         """
         ...
 
@@ -296,13 +297,14 @@ class Worker(Protocol):
         ...
 
     def load_state(self, directory: Path) -> None:
-        """Restores exactly what `save_state` wrote, also with another world size. Drops gradients accumulated since the
-        last step. Raises CheckpointError."""
+        """Restores exactly what `save_state` wrote, even with a different world size. Drops gradients accumulated since
+        the last step. Raises CheckpointError."""
         ...
 
     def save_model(self, directory: Path) -> None:
         """Writes the model and its tokenizer in Hugging Face format. A rank whose storage fails raises a
-        CheckpointError, but only after its last collective: the run goes on if no other rank waits for this one."""
+        CheckpointError, but only after its last collective, so that no other rank waits for this one and the run can
+        continue."""
         ...
 
     def close(self) -> None:
@@ -321,14 +323,14 @@ class Offloadable(Protocol):
 
 @runtime_checkable
 class BackgroundSaver(Protocol):
-    """A worker that can save while training goes on (`trainer.async_save`). One save at a time."""
+    """A worker that can save while training continues (`trainer.async_save`). One save at a time."""
 
     def start_saving(self, directory: Path) -> None:
         """Copies the state and returns. Files are written in the background, from the copy."""
         ...
 
     def has_saved(self) -> bool:
-        """Whether the save begun by `start_saving` is complete on this rank; True if none was begun. Never waits.
+        """Whether the save that `start_saving` began is complete on this rank; True if none was begun. Does not block.
         Raises the save's error. May be called repeatedly."""
         ...
 
@@ -344,15 +346,16 @@ class Perturbable(Protocol):
         ...
 
     def restore(self) -> None:
-        """Restores every parameter bit for bit to its value before `perturb`. Does nothing if none was called."""
+        """Restores every parameter bit for bit to its value before `perturb`. Does nothing if `perturb` was not
+        called."""
         ...
 
 
 @runtime_checkable
 class RouteReader(Protocol):
     """A worker that follows the routes of only some layers, such as those of its pipeline stage. If ranks run in
-    several processes, each is sent only these layers: `routed_experts` has no others, and the column `route_layers`
-    names them. `rl_core.rank_kit.routes_of` reads batches of both kinds, with some and with all layers."""
+    several processes, each rank gets only the routes of these layers: `routed_experts` has no others, and the column
+    `route_layers` names them. `rl_core.rank_kit.routes_of` reads batches with some layers and with all layers."""
 
     def route_layers(self) -> Sequence[int]:
         """Indices in the whole model of the layers with experts that this rank holds. Called once, after the start."""
@@ -380,7 +383,7 @@ class RankPlan:
     experts: tuple[int, ...]
     """Indices of the experts that the rank holds, in each layer that has experts."""
     place: str
-    """The rank's place in splits of matrices, tokens or parameters, as readable text."""
+    """The rank's place in the splits of matrices, tokens or parameters, as readable text."""
     num_parameters: int
     parameter_bytes: int
     gradient_bytes: int
@@ -394,7 +397,8 @@ class RankPlan:
     """Estimated temporary memory while weights are sent or written: tensors gathered from other ranks, one or a few at
     a time. Excludes buckets."""
     frees_gradients: bool = False
-    """Gradients use memory only from the first micro-batch to the optimizer step, not while weights are sent."""
+    """Whether gradients use memory only from the first micro-batch to the optimizer step, not while weights are
+    sent."""
     on_host: tuple[HeldKind, ...] = ()
     """The kinds of state that the rank keeps in host memory in all phases."""
     loading_host_bytes: int = 0
@@ -412,12 +416,12 @@ class Planner(Protocol):
 
         Args:
             spec: the model.
-            world_size: ranks.
+            world_size: number of ranks.
             micro_batch_tokens: tokens of the largest micro-batch, before context ranks split it.
-            num_micro_batches: per rank and mini-batch.
+            num_micro_batches: number of micro-batches per rank and mini-batch.
 
         Raises:
-            ConfigError: as `validate`, or the model's sizes are not known.
+            ConfigError: what `validate` raises, or the model's sizes are not known.
         """
         ...
 
@@ -445,13 +449,13 @@ class Rehearser(Protocol):
 
         Args:
             spec: the model; of its files, only `config.json` is read.
-            world_size: ranks.
-            batch: that rank's part of the batch, with the columns that the loss reads.
-            plan: its micro-batches.
-            loss: what is minimised; None: the batch is scored.
+            world_size: number of ranks.
+            batch: the first rank's part of the batch, with the columns that the loss reads.
+            plan: the first rank's micro-batches.
+            loss: the loss to minimise; None: the batch is scored.
 
         Raises:
-            ConfigError: as `validate`, or the step cannot be rehearsed.
+            ConfigError: what `validate` raises, or the step cannot be rehearsed.
         """
         ...
 
@@ -468,16 +472,16 @@ class Backend(Protocol):
 
     @property
     def config_section(self) -> str:
-        """Name of its section in a model's configuration, e.g. `fsdp_config`."""
+        """Name of the backend's section in a model's configuration, e.g. `fsdp_config`."""
         ...
 
     @property
     def options_class(self) -> type:
-        """Frozen attrs class of that section."""
+        """Frozen attrs class with the keys of this section."""
         ...
 
     def mesh(self, options: Any, world_size: int) -> Mesh:
-        """The mesh of `world_size` ranks. Raises ConfigError, which names the nearest mesh that fits."""
+        """The mesh of `world_size` ranks. Raises ConfigError, whose message names the nearest mesh that fits."""
         ...
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
@@ -509,7 +513,7 @@ class ModelProving(Protocol):
 
     def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:
         """Plain data that identifies how the backend computes, apart from the model and transformers: options, versions
-        of its libraries, its own code, the kind of device. A proof is valid while this data stays the same.
+        of its libraries, its own code, the kind of device. A proof is valid as long as this data does not change.
         """
         ...
 
@@ -538,11 +542,11 @@ class PrefixSharing(Protocol):
 
 @runtime_checkable
 class OwnLosses(Protocol):
-    """A backend that can add losses of its own to what is minimised, such as those that balance experts."""
+    """A backend that can add its own losses to the policy's, such as losses that balance experts."""
 
     def has_own_losses(self, options: Any) -> bool:
-        """Whether these options of the policy enable any. Each enabled loss has the weight of a whole mini-batch in
-        every call of `forward_backward`."""
+        """Whether these options of the policy enable any such loss. Each call of `forward_backward` adds an enabled
+        loss with the weight of a whole mini-batch."""
         ...
 
 
@@ -551,16 +555,16 @@ class RouteRecording(Protocol):
     """A backend that can route the policy's tokens to the experts that its own scoring pass chose."""
 
     def records_routes(self, options: Any) -> bool:
-        """Whether the policy's options ask for this. Every batch then needs a scoring pass."""
+        """Whether the policy's options enable this. Every batch then needs a scoring pass."""
         ...
 
 
 @runtime_checkable
 class RouteFollowing(Protocol):
     """A backend that can route the policy's tokens to the experts that the engine chose (router replay). With router
-    replay on, its workers reject batches without routes; with it off, batches with routes
+    replay, its workers reject batches without routes; without router replay, they reject batches with routes
     (`rl_core.rank_kit.require_routes`)."""
 
     def follows_routes(self, options: Any) -> bool:
-        """Whether the policy's options ask for router replay."""
+        """Whether the policy's options enable router replay."""
         ...

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import attrs
 
 CONTRACT_VERSION = 1
-"""Imported by plug-ins from the time when all contracts shared one number. It stays 1. Newer plug-ins state their
-number as a literal, because an imported one would follow the installed rl-core."""
+"""Always 1. Only plug-ins from the time when all contracts shared one version import it. Newer plug-ins state their
+version as a literal, because an imported version would change with the installed rl-core."""
 
 
 @attrs.frozen(kw_only=True)
 class Contract:
-    """The versions of one contract. A plug-in states the one it was written for as `contract_version`."""
+    """The versions of one contract. A plug-in states as `contract_version` for which of them it was written."""
 
     current: int
     """The latest version. It increases with every change that plug-in authors must know about."""
@@ -22,11 +22,10 @@ class Contract:
     unstated: int | None = None
     """The version of a plug-in that states none. None: every plug-in must state it."""
     added: Mapping[str, int] = attrs.field(factory=dict)
-    """Member → the version that added it or changed its parameters. Plug-ins of earlier versions are not checked for
-    it."""
+    """Member → the version that added it or changed its parameters. Plug-ins of earlier versions need not have it."""
     adapters: Mapping[int, str] = attrs.field(factory=dict)
-    """Version → `package.module:function`, which adapts a plug-in of this version to the next. It is imported when such
-    a plug-in is chosen. Plug-ins of a version without an adapter are used unchanged."""
+    """Version → `package.module:function`, which adapts a plug-in of this version to the next version. The function is
+    imported when such a plug-in is selected. Plug-ins of a version without an adapter are used unchanged."""
 
 
 CONTRACTS: Mapping[str, Contract] = {
@@ -38,5 +37,5 @@ CONTRACTS: Mapping[str, Contract] = {
     "rl_core.trackers": Contract(current=1, unstated=1),
     "rl_core.callbacks": Contract(current=1, unstated=1),
 }
-"""Versions by entry-point group. Losses and estimators need none, because their parameters are their whole contract; a
-recipe is a record of this package."""
+"""Versions by entry-point group. Losses and estimators have none, because their parameters are their whole contract;
+recipes have none, because they are instances of a class of this package."""

@@ -1,4 +1,4 @@
-"""Weights: what ranks send to engines, what must arrive, and the two ends of a transport."""
+"""Weights: the records of a weight sync, and the sender and receiver of a transport."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class WeightBucket:
-    """Parameters of one transfer: packed in `data`, or as `parts`, which are packed on first use. Each rank describes
-    its own; layouts may differ between ranks."""
+    """Parameters of one transfer: packed in `data`, or as `parts`, which are packed when `data` is first read. Buckets
+    of different ranks may contain different parameters."""
 
     names: tuple[str, ...]
     """Hugging Face parameter names, in the order of `data`."""
@@ -25,8 +25,8 @@ class WeightBucket:
     _data: Tensor | None = attrs.field(default=None, alias="data")
     """uint8, one axis, contiguous, no gaps, on any device. The constructor's argument is `data`."""
     parts: tuple[Tensor, ...] | None = None
-    """The tensors until they are packed, then None. In a bucket of `pack_buckets` they are valid until the next bucket
-    is drawn; before that, this bucket is packed unless `taken` was called."""
+    """The tensors until they are packed, then None. In a bucket from `pack_buckets`, they are valid until the next
+    bucket is requested; the bucket is then packed unless `taken` was called."""
     checksums: tuple[int, ...] | None = None
     """CRC-32 of each tensor's bytes, if a receiver has computed them."""
 
@@ -37,9 +37,9 @@ class WeightBucket:
                 f"first {self.names[:1]}"
             )
         if self._data is None and self.parts is None:
-            raise ValueError(f"WeightBucket: neither `data` nor `parts`; first {self.names[:1]}")
+            raise ValueError(f"WeightBucket: got neither `data` nor `parts`; first {self.names[:1]}")
         if self._data is not None:
-            object.__setattr__(self, "parts", None)  # after `attrs.evolve` with new data, the old parts do not match it
+            object.__setattr__(self, "parts", None)  # `attrs.evolve` with new data keeps the old parts
 
     @property
     def data(self) -> Tensor:
@@ -62,7 +62,7 @@ class WeightBucket:
         return sum(part.nbytes for part in self.parts) if self._data is None and self.parts else self.data.numel()
 
     def taken(self) -> None:
-        """The consumer calls this when it has used `parts`. They are released, and the bucket is never packed."""
+        """Releases `parts`. The consumer calls this when it has used them, so that the bucket is never packed."""
         if self.parts is not None:
             object.__setattr__(self, "parts", ())
 
@@ -79,7 +79,7 @@ class TensorRecord:
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """The tensors that were sent, or that arrived. The two manifests are equal if the sync is complete and intact."""
+    """The tensors that were sent, or that were received. Equal manifests show that a sync is complete and intact."""
 
     version: int
     tensors: Mapping[str, TensorRecord]
@@ -89,7 +89,7 @@ class Manifest:
 
 @attrs.frozen(kw_only=True)
 class Rendezvous:
-    """How sender and receiver of one weight sync find each other. Plain data that the transport creates on the
+    """How senders and receivers of one weight sync find each other: plain data that the transport creates on the
     controller."""
 
     transport: str
@@ -97,7 +97,7 @@ class Rendezvous:
     receiver: str
     """`package.module:Class`, loaded in the engine's process."""
     data: Mapping[str, Any]
-    """Data for sender and receiver: a directory, an address, a group size."""
+    """Data for senders and receivers, such as a directory, an address or a group size."""
     adapter: Mapping[str, Any] | None = None
     """`LoraConfig.peft_config`, if the sync sends only a low-rank adapter. Transports do not read it."""
     delta: Mapping[str, Any] | None = None
@@ -105,20 +105,20 @@ class Rendezvous:
     weights the changes apply to (None if this sync sends whole weights). See `rl_core.rank_kit.weight_deltas`.
     Transports do not read it."""
     is_staged: bool = True
-    """As `WeightTransport.is_staged`; `publish_weights` fills it in. If False, no engine gets the version without the
-    other engines, and a client raises as soon as one of them fails."""
+    """As `WeightTransport.is_staged`; `publish_weights` sets it. If False, all engines get the version or none does, so
+    a client raises as soon as one of them fails."""
 
 
 class WeightSender(Protocol):
-    """A rank's end of a sync."""
+    """A rank's side of a sync."""
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Exhausts `buckets` on every rank and returns what this rank sent."""
+        """Sends all `buckets`, and returns what this rank sent. Every rank must exhaust its iterator."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """An engine's end of a sync, created as `Class(rendezvous)` in every engine process that holds weights."""
+    """An engine's side of a sync, created as `Class(rendezvous)` in every engine process that holds weights."""
 
     @property
     def is_staged(self) -> bool:
@@ -126,8 +126,8 @@ class WeightReceiver(Protocol):
         ...
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields every bucket of `version`. The caller may keep their data. Raises WeightSyncError for another version,
-        damaged or missing data; the caller then discards the buckets yielded before."""
+        """Yields every bucket of `version`. The caller may keep the buckets' data. Raises WeightSyncError for another
+        version, or for damaged or missing data; the caller then discards all earlier buckets."""
         ...
 
 
@@ -143,17 +143,17 @@ class WeightTransport(Protocol):
 
     @property
     def is_staged(self) -> bool:
-        """True: data can be read until `close`, also by receivers that come late or repeat, and a failed sync leaves
-        an engine with its old version. False: both ends work at the same time, and a failed sync leaves an engine
-        without usable weights."""
+        """True: data can be read until `close`, even by receivers that start late or read again, and after a failed
+        sync an engine still has its old version. False: senders and receivers must run at the same time, and after a
+        failed sync an engine has no usable weights."""
         ...
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """On the controller, once per sync.
+        """Called on the controller, once per sync.
 
         Args:
             num_ranks: number of senders.
-            num_engines: least number of receivers; each process of an engine counts.
+            num_engines: smallest possible number of receivers; each process of an engine counts.
         """
         ...
 
@@ -162,8 +162,8 @@ class WeightTransport(Protocol):
         ...
 
     def close(self, rendezvous: Rendezvous) -> None:
-        """Called on the controller, also after a failed sync. Removes what `open` created and ends the waits of both
-        sides. A second call does nothing."""
+        """Called on the controller, even after a failed sync. Removes what `open` created, and ends the waits of
+        senders and receivers. A second call does nothing."""
         ...
 
 
@@ -172,7 +172,8 @@ class CheckingTransport(Protocol):
     """A transport that does not work on every machine."""
 
     def validate(self) -> None:
-        """Called on the controller before a run; starts nothing. Raises ConfigError if no sync could be opened."""
+        """Called on the controller before a run. Starts nothing. Raises ConfigError if this machine cannot open a
+        sync."""
         ...
 
 
@@ -181,8 +182,8 @@ class NodeCheckingTransport(Protocol):
     """A transport that may not work between machines."""
 
     def validate_nodes(self, num_nodes: int) -> None:
-        """Called on the controller before a run whose policy trains on this many machines; starts nothing. Raises
-        ConfigError if weights could not get from one machine to another."""
+        """Called on the controller before a run whose policy trains on this many machines. Starts nothing. Raises
+        ConfigError if the transport cannot send weights from one of these machines to another."""
         ...
 
 
@@ -191,5 +192,5 @@ class RunTransport(Protocol):
     """A transport that writes files, whose names include the run's name."""
 
     def of_run(self, run: str) -> WeightTransport:
-        """Returns this transport for the run of that name."""
+        """Returns this transport for the run with this name."""
         ...

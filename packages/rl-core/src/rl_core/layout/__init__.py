@@ -1,4 +1,5 @@
-"""Index functions of lengths and parallel sizes: they assign data to ranks, micro-batches, slices and stages."""
+"""Functions that compute from lengths and parallel sizes which data belongs to which rank, micro-batch, slice and
+stage."""
 
 from __future__ import annotations
 

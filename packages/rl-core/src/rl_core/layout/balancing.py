@@ -25,8 +25,8 @@ def flop_cost(lengths_N: npt.ArrayLike, *, hidden_size: int, num_layers: int, nu
 
     cost = a·len + b·len²,  a = 6 · num_parameters,  b = 6 · num_layers · hidden_size.
     Source: Narayanan et al. 2021, arXiv 2104.04473, eq. 2 without recomputation, with half the quadratic term because
-    attention is causal. Both factors 6 contain 2 operations per multiply-add and the cost of three forward passes (the
-    backward pass costs two). In b, each layer has two products of len² / 2 · hidden_size multiply-adds.
+    attention is causal. Both factors 6 are 2 operations per multiply-add, times 3 because the backward pass costs as
+    much as two forward passes. In b, each layer has two products of len² / 2 · hidden_size multiply-adds.
 
     Args:
         lengths_N: tokens of each sequence.
@@ -42,10 +42,10 @@ def flop_cost(lengths_N: npt.ArrayLike, *, hidden_size: int, num_layers: int, nu
 
 
 def greedy_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
-    """Assigns items, largest first, each to the part with the smallest sum so far.
+    """Assigns each item, largest first, to the part with the smallest sum so far.
 
-    Bounds: the parts' sums differ by at most the largest cost; the largest sum is at most 4/3 − 1/(3·num_parts) of the
-    best possible. Source: Graham 1969, "Bounds on multiprocessing timing anomalies".
+    Bounds: the parts' sums differ by at most the largest cost; the largest sum is at most 4/3 − 1/(3·num_parts) times
+    the optimum. Source: Graham 1969, "Bounds on multiprocessing timing anomalies".
     """
     costs_N = _checked(costs_N, num_parts)
     part_N = np.empty(len(costs_N), np.int64)
@@ -81,9 +81,11 @@ def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
 
 
 def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
-    """Largest differencing: repeatedly joins the two partial partitions with the largest spread, large part to small.
+    """Largest differencing: repeatedly joins the two partial partitions with the largest spread, pairing large parts
+    with small ones.
 
-    More even than `greedy_partition`, and slower. Bound: the parts' sums differ by at most the largest cost.
+    The result is more even than that of `greedy_partition`, but takes longer to compute. Bound: the parts' sums differ
+    by at most the largest cost.
     Source: Karmarkar & Karp 1982, "The differencing method of set partitioning" (multi-way form).
     """
     costs_N = _checked(costs_N, num_parts)
@@ -102,11 +104,12 @@ def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray
 
 
 class _Forest:
-    """Sets of items, built by unions. A set's number is its item, or N + the number of the union that created it."""
+    """Sets of items, built by unions. The number of a set is its only item, or N + the number of the union that created
+    it."""
 
     def __init__(self, num_items: int):
         self.num_items = num_items
-        # Each [k, 2]: the pairs of sets that the next k unions join.
+        # Each entry [k, 2] has the pairs of sets that k unions join.
         self.unions: list[IntArray] = []
         self.size = num_items
 
@@ -116,7 +119,7 @@ class _Forest:
         return np.arange(self.size - len(left), self.size)
 
     def part_of_items(self, sets: IntArray) -> IntArray:
-        """int64 [N]: the position in `sets` of the set that holds each item."""
+        """int64 [N]: for each item, the position in `sets` of the set that contains it."""
         part = np.empty(self.size, np.int64)
         part[sets] = np.arange(len(sets))
         end = self.size
@@ -162,6 +165,6 @@ def part_sums(costs_N: npt.ArrayLike, part_N: IntArray, num_parts: int) -> Float
 
 
 def part_members(part_N: IntArray, num_parts: int) -> list[IntArray]:
-    """The items of each part, ascending: the inverse view of `part_N`."""
+    """The items of each part, ascending: the inverse of `part_N`."""
     order = np.argsort(part_N, kind="stable")
     return np.split(order, np.searchsorted(part_N[order], np.arange(1, num_parts)))

@@ -2,9 +2,9 @@
 
 Step k+1 of an agent usually begins with the whole text of step k, and training on both would compute that text twice.
 The model is causal: its output at a token depends only on the tokens before it. So one pass over the last step's text
-gives the outputs of all steps. Each token is taken from the first step that has it, which is the one that sampled it,
-if any. Routed experts are taken from the last step, whose input contains every token except its own last one; so a
-later turn's routes replace earlier ones.
+gives the outputs of all steps. Each token's columns are taken from the first step that contains the token; if the token
+was sampled, that step sampled it. Routed experts are taken from the last step, whose input contains every token except
+its own last one, so routes of a later turn replace those of earlier turns.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ class PrefixMerge:
     """How to gather M merged sequences of U tokens from N steps of T tokens."""
 
     offsets: IntArray
-    """[M+1] of the merged stream."""
+    """[M+1] offsets of the merged stream."""
     token_index: IntArray
-    """[U] for columns about the token or its prediction: the token's position in the first step that has it."""
+    """[U] for columns about the token or its prediction: its position in the stream, in the first step that contains
+    it."""
     input_index: IntArray
-    """[U] for columns about the token as an INPUT (routed experts): its position in the last step."""
+    """[U] for columns about the token as an input (routed experts): its position in the stream, in the last step."""
     last_step: IntArray
     """[M] row of the last step of each merged sequence, ascending."""
     num_tokens_before: int
@@ -55,10 +56,12 @@ def merge_prefixes(
     step_index_N: npt.ArrayLike,
     is_last_step_N: npt.ArrayLike,
 ) -> PrefixMerge:
-    """Determines which steps merge. A step joins the previous one if its prompt starts with that step's full text.
+    """Determines which steps merge. A step is merged with the previous one if its prompt starts with all tokens of the
+    previous step.
 
-    The prompt is the text before the first sampled token. A step that does not join starts a new sequence. Rows may be
-    in any order. Merged sequences are ordered by the row of their last step, so if nothing merges, nothing moves.
+    The prompt is everything before the first sampled token. A step that is not merged starts a new sequence. Rows may
+    be in any order. Merged sequences are ordered by the row of their last step, so if nothing is merged, the order does
+    not change.
 
     Raises:
         DataError: a trajectory is incomplete; see `require_complete_trajectories`.
@@ -108,7 +111,7 @@ def require_complete_trajectories(
 def _continues(
     tokens_T: npt.NDArray[np.generic], sampled_T: npt.NDArray[np.bool_], before: IntArray, after: IntArray
 ) -> bool:
-    """True if the tokens of `before` (start, end) begin the prompt of `after`."""
+    """Whether the prompt of `after` (start, end) begins with the tokens of `before`."""
     length = before[1] - before[0]
     if after[1] - after[0] < length or sampled_T[after[0] : after[0] + length].any():
         return False

@@ -1,4 +1,4 @@
-"""The arrangement of one model's ranks, the part of a batch that each receives, and the ranks that hold results.
+"""The arrangement of one model's ranks, the part of a batch that each rank receives, and the ranks that return results.
 
 Ranks are numbered as in Megatron (order tp-cp-ep-dp-pp), with the first axis varying fastest:
 
@@ -47,13 +47,13 @@ class Mesh:
 
     world_size: int
     tensor: int = 1
-    """Ranks that split each matrix; with sequence parallelism they also split the tokens between matrices."""
+    """Ranks that split each matrix; with sequence parallelism, they also split the tokens between matrix products."""
     pipeline: int = 1
     """Ranks that split the layers."""
     context: int = 1
     """Ranks that split each sequence for ring attention; each holds two mirrored chunks of every sequence."""
     sequence: int = 1
-    """Ulysses: ranks that split a micro-batch's tokens outside attention, and heads inside."""
+    """Ulysses: ranks that split a micro-batch's tokens outside attention, and the heads inside attention."""
     expert: int = 1
     """Ranks that split the experts of a mixture-of-experts layer."""
     expert_tensor: int = 0
@@ -90,17 +90,19 @@ class Mesh:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of micro-batches per rank must be a multiple of this: an interleaved schedule runs them in rounds
-        of `pipeline` micro-batches."""
+        """The number of micro-batches per rank must be a multiple of this, because an interleaved schedule runs them in
+        rounds of `pipeline` micro-batches."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sequence is padded to a multiple of this, so that `tensor` ranks can split each of 2·context chunks."""
+        """Each sequence is padded to a multiple of this, so that `tensor` ranks can split each of its 2·context
+        chunks."""
         return self.tensor * (2 * self.context if self.context > 1 else 1)
 
     def micro_batch_tokens_multiple(self, *, rows_multiple: int = 1) -> int:
-        """A packed micro-batch is padded to a multiple of this in total, so that all ranks hold equal slices.
+        """The number of tokens of a packed micro-batch is padded to a multiple of this, so that all ranks hold equal
+        slices.
 
         Args:
             rows_multiple: the number of tokens per rank must be a multiple of this: 16 for fp8, 32 for mxfp8, 128 for
@@ -131,7 +133,7 @@ class Mesh:
         return rank
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """All groups of ranks that differ only on `axis`, each ascending. They are a partition of the ranks."""
+        """All groups of ranks that differ only on `axis`, each ascending. Every rank is in exactly one group."""
         axes = _DENSE if axis in _DENSE else _EXPERT
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -151,7 +153,8 @@ class Mesh:
 
 
 def _require_divisor(world_size: int, sizes: dict[str, int]) -> None:
-    """Raises ConfigError, which names the nearest sizes that fit, unless the product of sizes divides `world_size`."""
+    """Raises ConfigError unless the product of sizes divides `world_size`. The message names the nearest sizes that
+    fit."""
     if world_size % math.prod(sizes.values()) == 0:
         return
     used = {name: size for name, size in sizes.items() if size > 1}

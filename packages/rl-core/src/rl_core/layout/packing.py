@@ -23,15 +23,15 @@ def plan_micro_batches(
     counts_N: npt.ArrayLike | None = None,
     partition: Partition | None = None,
 ) -> list[list[IntArray]]:
-    """Splits sequences over data-parallel ranks, and each rank's part into micro-batches, from lengths only.
+    """Splits sequences over data-parallel ranks, and each rank's part into micro-batches, using only their lengths.
 
-    First, `partition` gives each rank sequences of nearly equal total cost. Then each rank's sequences are packed into
-    the same number of micro-batches: the smallest multiple of `multiple` for which all ranks stay within the limits.
-    The micro-batches of a rank have nearly equal numbers of tokens, and are ordered largest first, so that ranks in
-    lockstep run micro-batches of similar size.
+    First, `partition` gives all ranks sequences of nearly equal total cost. Then each rank's sequences are packed into
+    the same number of micro-batches: the smallest multiple of `multiple` for which a packing of all ranks within the
+    limits is found. The micro-batches of a rank have nearly equal numbers of tokens, and are ordered largest first, so
+    that all ranks run micro-batches of similar size at the same time.
 
     A rank with fewer sequences than micro-batches has empty micro-batches at the end (only empty ones if it has no
-    sequence). In an empty micro-batch it joins the collectives without contributing.
+    sequence). In an empty micro-batch, the rank joins the collectives without contributing.
 
     Args:
         lengths_N: tokens of each sequence, at least 1.
@@ -42,18 +42,20 @@ def plan_micro_batches(
             `multiple` micro-batches.
         multiple: `Mesh.micro_batch_multiple`.
         sequence_multiple: `Mesh.sequence_multiple`.
-        counts_N: number of sequences in each item, at most `max_sequences`. Each length is then that of an item of one
-            or more sequences, which is not split. None: each length is that of a single sequence.
+        counts_N: number of sequences in each item, at most `max_sequences`. Each length is then the length of an item
+            of one or more sequences, which is not split. None: each item is a single sequence.
         costs_N: costs to balance over the ranks; None: the padded lengths. See `flop_cost`.
-        partition: None: `equal_count_partition` if `max_sequences` is given without `counts_N`, because the rank with
-            the most sequences then determines the number of micro-batches; else `greedy_partition`.
+        partition: the function that splits the sequences over ranks. None: `equal_count_partition` if `max_sequences`
+            is set without `counts_N`, because the rank with the most sequences then determines the number of
+            micro-batches; else `greedy_partition`.
 
     Returns:
         plan[data_rank][micro_batch]: ascending int64 sequence indices. Deterministic.
 
     Raises:
         ConfigError: a single sequence exceeds `max_tokens`, or a limit, `num_data_ranks` or `multiple` is below 1.
-        ShapeError: lengths are not positive integers, costs do not fit them, or `sequence_multiple` is below 1.
+        ShapeError: lengths are not positive integers, costs and lengths differ in number, or `sequence_multiple` is
+            below 1.
     """
     lengths_N = padded_lengths(lengths_N, sequence_multiple)
     for name, limit in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
@@ -92,9 +94,9 @@ def _require_within_budget(lengths_N: IntArray, max_tokens: int | None, sequence
     if len(over):
         padded = f" (padded to a multiple of {sequence_multiple})" if sequence_multiple > 1 else ""
         raise ConfigError(
-            f"sequence {over[0]} has {lengths_N[over[0]]} tokens{padded}, the token budget of a micro-batch is "
+            f"sequence {over[0]} has {lengths_N[over[0]]} tokens{padded}, but the token budget of a micro-batch is "
             f"{max_tokens}; {len(over)} of {len(lengths_N)} sequences exceed it. A sequence is never split: raise the "
-            f"budget to at least {lengths_N.max()} or filter longer sequences out"
+            f"budget to at least {lengths_N.max()}, or filter out longer sequences"
         )
 
 
@@ -116,7 +118,7 @@ def _pack_ranks(
         lengths, counts = lengths_N[rank].tolist(), counts_N[rank].tolist()
         bins = _spread(lengths, counts, num_bins, budget, slots) or _first_fit(lengths, counts, num_bins, budget, slots)
         if bins is None:
-            # Ranks packed so far were packed into fewer micro-batches.
+            # Pack all ranks again, because all must have the same number of micro-batches.
             num_bins, packed = num_bins + multiple, []
         else:
             packed.append(bins)
@@ -132,13 +134,13 @@ def _largest_micro_batch_first(micro_batches: list[IntArray], lengths_N: IntArra
 
 
 def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Packs largest first, each into the bin with the fewest tokens: balanced, but may fail although a packing
-    exists."""
+    """Packs each item, largest first, into the bin with the fewest tokens. Balanced, but may find no packing although
+    one exists."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [slots] * num_bins
     heap = [(0, b) for b in range(num_bins)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # Bins without free slots are not in the heap, so the emptiest of the others decides.
+        # Bins without free slots are not in the heap, so the first entry is the emptiest of the others.
         if not heap or heap[0][0] + lengths[i] > budget or room[heap[0][1]] < counts[i]:
             return None
         tokens, b = heapq.heappop(heap)
@@ -150,7 +152,8 @@ def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, s
 
 
 def _first_fit(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Packs largest first, each into the first bin with room: tight (11/9 of the fewest bins), but not balanced."""
+    """Packs each item, largest first, into the first bin with room: tight (at most about 11/9 of the fewest possible
+    bins), but not balanced."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens, room = [0] * num_bins, [slots] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

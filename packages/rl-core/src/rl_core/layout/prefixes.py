@@ -1,7 +1,7 @@
 """Finds shared prefixes of the sequences in a batch, so that a model computes them only once.
 
 The samples of a prompt share the prompt; the turns and branches of an episode share prefixes. A causal model's state at
-a token depends only on the tokens up to it, so equal prefixes give equal states.
+a token depends only on this token and the tokens before it, so equal prefixes give equal states.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ from rl_core.layout.balancing import IntArray, greedy_partition, part_sums
 from rl_core.layout.slices import index_runs
 
 _LEAST_SAVED = 16
-"""Least number of tokens that sharing a prefix must save over all its sequences. With fewer, the prefix's separate call
-of the attention kernel costs more than sharing saves."""
+"""A prefix is shared only if this saves at least so many tokens over all its sequences. For fewer tokens, the
+additional call of the attention kernel costs more than sharing saves."""
 _REPEATED = 0.01
-"""Fraction of a family's tokens that may be recomputed in another family, so that families that share little can be
-separated."""
+"""Neighbouring sequences become separate families if this recomputes at most this fraction of a family's tokens."""
 _PARTS_OF_A_SHARE = (2.0, 1.5, 1.0, 0.5, 0.25)
-"""Family sizes to try, as multiples of a rank's equal share of the tokens. The parts of a cut family recompute what
-they share, so the best size is often above 1."""
+"""Family sizes to try, as multiples of a rank's equal share of the tokens. The parts of a cut family recompute their
+shared tokens, so the best size is often above 1."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixForest:
-    """The sequences of a stream as paths in trees. A node is a run of tokens in consecutive cells. Nodes are
-    concatenated, each after its parent."""
+    """The sequences of a stream as paths in trees. A cell is the place of one computed token. A node is a run of tokens
+    in consecutive cells. Nodes are concatenated, each after its parent."""
 
     cell_T: IntArray
-    """[T] cell of each token of the stream. Tokens with the same cell have the same prefix."""
+    """[T] cell of each token of the stream. Tokens with the same cell are equal and have the same prefix."""
     length_M: IntArray
     """[M] number of tokens of each node, at least 1."""
     parent_M: IntArray
-    """[M] parent of each node, whose last token precedes the node's first; −1 for a root."""
+    """[M] parent of each node; −1 for a root. The parent's last token precedes the node's first token."""
     order_N: IntArray
-    """[N] the sequences, ordered so that those that share the most are neighbours."""
+    """[N] the sequences, ordered so that sequences with long common prefixes are neighbours."""
     new_N: IntArray
-    """[N] for each sequence in the order of `order_N`, the number of tokens that it shares with no earlier one."""
+    """[N] for each sequence in the order of `order_N`, the number of its tokens that no earlier sequence shares."""
 
     @property
     def num_cells(self) -> int:
@@ -68,8 +67,8 @@ def prefix_forest(
 
     Args:
         offsets: offsets of the stream, int64 [N+1].
-        columns: each [T, …]; two tokens are equal if all columns are. Token ids, and everything else that a model reads
-            per token, such as its experts.
+        columns: token ids, and everything else that a model reads per token, such as its experts; each [T, …]. Two
+            tokens are equal if they are equal in all columns.
         least_saved: a prefix is shared if this saves at least so many tokens, compared with sharing only the next
             shorter common prefix.
 
@@ -81,7 +80,7 @@ def prefix_forest(
     start_N, length_N = offsets[order_N], np.diff(offsets)[order_N]
     common = _common_lengths(columns, start_N[:-1], start_N[1:], np.minimum(length_N[:-1], length_N[1:]))
     shared = _shared_nodes(common.tolist(), least_saved)
-    # A node's sequences are neighbours, and the last node that contains a sequence is its innermost one.
+    # A node's sequences are neighbours. Of the nodes that contain a sequence, the last one is the innermost.
     inner_N = np.full(len(order_N), -1)
     np.maximum.at(
         inner_N, index_runs(shared.first_M, shared.count_M), np.repeat(np.arange(len(shared)), shared.count_M)
@@ -107,10 +106,10 @@ def families(
     max_sequences: int | None = None,
     num_data_ranks: int = 1,
 ) -> tuple[list[IntArray], IntArray]:
-    """Families of sequences to keep in one micro-batch because they share enough, within the micro-batch's limits.
+    """Families of sequences that share enough tokens to be kept in one micro-batch, within the micro-batch's limits.
 
-    With several ranks, a large family is cut if this balances the ranks' numbers of tokens. Its shared tokens are then
-    computed once per part.
+    With several ranks, large families are cut if this improves the balance of tokens over ranks. Shared tokens are then
+    computed once per part of a family.
 
     Returns:
         The sequences of each family, ascending, and the number of tokens computed for each family, [families].
@@ -130,7 +129,7 @@ def families(
 
 
 def _cut(length_N: IntArray, new_N: IntArray, budget: int, max_sequences: int | None) -> tuple[list[int], list[int]]:
-    """The starts of families among sequences in the forest's order, and the number of tokens of each family."""
+    """Index of the first sequence of each family, in the forest's order, and the number of tokens of each family."""
     starts, tokens = [0], [int(length_N[0])]
     for i, (length, new) in enumerate(zip(length_N.tolist(), new_N.tolist(), strict=True)):
         is_full = tokens[-1] + new > budget or i - starts[-1] == max_sequences
@@ -149,22 +148,22 @@ def _largest_load(tokens: list[int], num_ranks: int) -> float:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InputCells:
     """The model's input for predicting every token of a stream: each sequence without its last token, which predicts
-    nothing. Nodes are as in `PrefixForest`."""
+    nothing. Nodes have the same meaning as in `PrefixForest`."""
 
     index_C: IntArray
-    """[C] stream index of a token in each cell; −1 for padding."""
+    """[C] stream index of one of the tokens in each cell; −1 for padding."""
     position_C: IntArray
     """[C] position of this token in its sequence, from 0."""
     cell_T: IntArray
-    """[T] cell of each token; −1 if it is not part of the input."""
+    """[T] cell of each token; −1 if the token is not part of the input."""
     given_N: IntArray
-    """[N] number of tokens, from the start of each sequence, that are part of the input."""
+    """[N] number of tokens at the start of each sequence that are part of the input."""
     length_M: IntArray
     parent_M: IntArray
 
 
 def input_cells(forest: PrefixForest, offsets: npt.ArrayLike, *, total_multiple: int = 1) -> InputCells:
-    """Leaves out tokens that predict nothing, and pads the total to a multiple with a node of padding.
+    """Leaves out tokens that predict nothing, and pads the number of cells to a multiple with a node of padding.
 
     At least one cell remains, because a rank without predictions must still run its collectives.
     """
@@ -200,13 +199,14 @@ def input_cells(forest: PrefixForest, offsets: npt.ArrayLike, *, total_multiple:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixBlocks:
     """Attention of nodes to their ancestors. There is one block per node with children: its queries are the tokens of
-    the children, its keys are the tokens of the node and its ancestors."""
+    the children, its keys are the tokens of the node and of the node's ancestors."""
 
     query_Q: IntArray
-    """Cells, block after block. Every cell of a node with a parent is in exactly one block."""
+    """Cells of the queries, block after block. Every cell of a node with a parent is in exactly one block."""
     query_length_B: IntArray
     key_K: IntArray
-    """Cells, block after block. A cell is in the block of its node and in those of all descendants with children."""
+    """Cells of the keys, block after block. A node's cells are in its own block and in the blocks of all its
+    descendants with children."""
     key_length_B: IntArray
 
 
@@ -243,9 +243,9 @@ def _sorted_sequences(offsets: IntArray, columns: tuple[npt.NDArray[np.generic],
 def _common_lengths(
     columns: tuple[npt.NDArray[np.generic], ...], one_P: IntArray, other_P: IntArray, most_P: IntArray
 ) -> IntArray:
-    """For each pair of stream positions, the number of equal tokens from there on, at most `most_P`.
+    """For each pair of stream positions, the number of equal tokens from these positions on, at most `most_P`.
 
-    Compares a few tokens of each pair first, then twice as many of the pairs that are still equal, and so on.
+    Compares a few tokens of each pair first, then twice as many for pairs without a difference so far, and so on.
     """
     common_P, at_once = np.zeros_like(most_P), 32
     pairs = np.arange(len(most_P))
@@ -273,12 +273,12 @@ def _common_at_once(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Nodes:
-    """Runs of neighbours among sorted sequences, and the tokens that they share. Parents come before children."""
+    """Nodes: runs of neighbouring sorted sequences, and the tokens that they share. Parents precede their children."""
 
     first_M: IntArray
     count_M: IntArray
     start_M: IntArray
-    """Position in the sequences of each node's first token."""
+    """Position of each node's first token, counted from the start of a sequence."""
     end_M: IntArray
     """Position after each node's last token."""
     parent_M: IntArray
@@ -287,7 +287,7 @@ class _Nodes:
         return len(self.first_M)
 
     def with_one(self, first: IntArray, start: IntArray, end: IntArray, parent: IntArray) -> _Nodes:
-        """Adds nodes of one sequence each, with the tokens that it shares with no other."""
+        """Adds nodes for single sequences, with the tokens that the sequence shares with no other."""
         firsts, starts = np.append(self.first_M, first), np.append(self.start_M, start)
         order = np.lexsort((starts, firsts))
         number = np.append(np.argsort(order), -1)
@@ -303,7 +303,7 @@ class _Nodes:
 def _cells(nodes: _Nodes, start_N: IntArray, length_M: IntArray) -> IntArray:
     """[T] cell of each token of the sorted sequences, which start at `start_N`."""
     first_cell_M = np.cumsum(length_M) - length_M
-    # Each pair of a node and a sequence that contains it is a run of the stream.
+    # Each pair of a node and a sequence that contains the node is a run of tokens of the stream.
     token = start_N[index_runs(nodes.first_M, nodes.count_M)] + np.repeat(nodes.start_M, nodes.count_M)
     cell, length = (np.repeat(values_M, nodes.count_M) for values_M in (first_cell_M, length_M))
     order = np.argsort(token)
@@ -313,7 +313,7 @@ def _cells(nodes: _Nodes, start_N: IntArray, length_M: IntArray) -> IntArray:
 def _shared_nodes(common: list[int], least_saved: int) -> _Nodes:
     """The nodes that several sequences share, from the prefix length that each sequence shares with the next."""
     nodes: list[tuple[int, int, int, int, int]] = []
-    path: list[tuple[int, int, int]] = []  # (end of run, tokens, node) of the nodes that may contain the next run
+    path: list[tuple[int, int, int]] = []  # (end of run, shared tokens, node): the nodes that may contain the next run
     for first, shared, end in sorted(_shared_runs(common, least_saved)):
         while path and path[-1][0] <= first:
             path.pop()
@@ -325,10 +325,10 @@ def _shared_nodes(common: list[int], least_saved: int) -> _Nodes:
 
 
 def _shared_runs(common: list[int], least_saved: int) -> list[tuple[int, int, int]]:
-    """Maximal runs (first, shared, end) of neighbours that share `shared` tokens, if sharing them is worthwhile: it
-    saves at least `least_saved` tokens compared with the next larger run."""
+    """Maximal runs (first, shared, end) of neighbours that share `shared` tokens, without those for which sharing saves
+    fewer than `least_saved` tokens compared with the next larger run."""
     runs: list[tuple[int, int, int]] = []
-    begun: list[tuple[int, int, int]] = []  # (first, shared, paths so far), each nested in the previous one
+    begun: list[tuple[int, int, int]] = []  # (first, shared, paths so far), each run within the previous one
     for i, shared in enumerate([*common, 0]):
         first, paths = i, 1
         while begun and begun[-1][1] > shared:

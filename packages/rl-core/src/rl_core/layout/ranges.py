@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 
 def ranges(numbers: Iterable[int], *, dash: str = "-", separator: str = " ") -> str:
-    """For example `0-3 8-11`: first and last of each run of consecutive numbers; `-` if there are none."""
+    """For example `0-3 8-11`: the first and last number of each run of consecutive numbers; `-` if there are no
+    numbers."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

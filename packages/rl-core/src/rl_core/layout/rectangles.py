@@ -1,6 +1,6 @@
-"""Sequences of similar length as right-padded rows of a rectangle, for kernels that only take rectangles.
+"""Sequences of similar length as right-padded rows of a rectangle, for kernels that accept only rectangles.
 
-Under a causal mask, no real token sees padding on its right.
+With a causal mask, no token attends to the padding on its right.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ IntArray = NDArray[np.int64]
 _SHORT = 32
 """All sequences up to this length share a rectangle, because another kernel call would cost more than the padding."""
 _GROWTH = 1.25
-"""Longer sequences share a rectangle within this ratio of lengths, so padding adds at most 25 % to their tokens."""
+"""Longer sequences share a rectangle if the ratio of their lengths is at most about this, so that padding adds at most
+25 % to their tokens."""
 
 
 def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tuple[IntArray, IntArray]:
@@ -20,10 +21,11 @@ def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tupl
 
     Args:
         lengths_N: tokens of each sequence.
-        alike_N: sequences share a rectangle only if this number is equal; None: it is equal for all.
+        alike_N: sequences share a rectangle only if their numbers here are equal; None: all are equal.
 
     Returns:
-        int64 [N] twice: each sequence's rectangle, counted from the one with the shortest sequences, and its row there.
+        Two arrays, int64 [N]: the number of each sequence's rectangle, in ascending order of the sequences' lengths,
+        and the sequence's row in its rectangle.
     """
     class_N = np.ceil(np.log(np.maximum(lengths_N, _SHORT) / _SHORT) / np.log(_GROWTH) - 1e-9).astype(np.int64)
     if alike_N is not None:
@@ -38,7 +40,7 @@ def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tupl
 def rectangle_cells(
     lengths_N: IntArray, rectangle_N: IntArray, row_N: IntArray
 ) -> tuple[tuple[tuple[int, int], ...], IntArray]:
-    """The cells of the tokens of sequences whose rows are known. Cells are numbered through all rectangles.
+    """The cell of each token, from the rows of the sequences. Cells are numbered consecutively over all rectangles.
 
     Args:
         lengths_N: tokens of each sequence; may differ from the lengths for which the rows were computed.

@@ -27,9 +27,9 @@ class Layout:
     index: IntArray
     """[S] stream index of the input token; −1 for padding."""
     target_index: IntArray
-    """[S] stream index of the next token of the same sequence; −1 at its last token and for padding."""
+    """[S] stream index of the next token of the same sequence; −1 at a sequence's last token and for padding."""
     position: IntArray
-    """[S] position in the sequence, from 0; continues through its padding."""
+    """[S] position in the sequence, from 0; counting continues in the sequence's padding."""
     boundaries: IntArray
     """[segments + 1] the start of each padded sequence, then S. Attention never crosses a boundary (`cu_seqlens`)."""
 
@@ -37,17 +37,18 @@ class Layout:
 def packed_layout(
     offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, sequence_multiple: int = 1, total_multiple: int = 1
 ) -> Layout:
-    """Concatenated sequences, for models that take boundaries.
+    """The layout of concatenated sequences, for models that accept boundaries (`cu_seqlens`).
 
     Args:
         offsets: offsets of the stream, int64 [N+1].
         sequences: indices of the micro-batch's sequences, in the desired order.
         sequence_multiple: each sequence is padded to a multiple of this; `Mesh.sequence_multiple`.
-        total_multiple: the total is padded to a multiple of this by a further segment that is only padding;
+        total_multiple: the total length is padded to a multiple of this by an additional segment of padding;
             `Mesh.micro_batch_tokens_multiple`.
 
     Returns:
-        The layout. Without sequences it is one segment of padding, because an idle rank still runs its collectives.
+        The layout. Without sequences, it is one segment of padding, because a rank without sequences must still run its
+        collectives.
     """
     starts, lengths = _starts_and_lengths(offsets, sequences)
     widths = padded_lengths(lengths, sequence_multiple)
@@ -60,8 +61,8 @@ def packed_layout(
 
 
 def padded_layout(offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, width_multiple: int = 1) -> Layout:
-    """One row per sequence, all of the same width, padded on the right; `index.reshape(len(boundaries) - 1, -1)` is the
-    rectangle.
+    """The layout with one row per sequence, all of the same width, padded on the right. The rectangle is
+    `index.reshape(len(boundaries) - 1, -1)`.
 
     Args:
         offsets: offsets of the stream, int64 [N+1].
@@ -69,7 +70,7 @@ def padded_layout(offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, width_mul
         width_multiple: the width is the longest length rounded up to a multiple of this; `Mesh.sequence_multiple`.
 
     Returns:
-        The layout. Without sequences it is one row of padding.
+        The layout. Without sequences, it is one row of padding.
     """
     starts, lengths = _starts_and_lengths(offsets, sequences)
     if not len(lengths):
@@ -79,9 +80,9 @@ def padded_layout(offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, width_mul
 
 
 def context_positions(boundaries: IntArray, rank: int, size: int) -> IntArray:
-    """Positions of a layout that context-parallel rank r of `size` holds: chunks r and 2·size−1−r of EVERY segment.
+    """Positions of a layout that context-parallel rank r of `size` holds: chunks r and 2·size−1−r of every segment.
 
-    The early chunk sees few keys and the late one many, so all ranks do the same work under a causal mask.
+    The early chunk attends to few keys and the late chunk to many, so with a causal mask all ranks do equal work.
 
     Raises:
         ShapeError: a segment's length is not a multiple of 2·size (checked only for size > 1).
@@ -95,14 +96,15 @@ def context_positions(boundaries: IntArray, rank: int, size: int) -> IntArray:
         wrong = np.flatnonzero(rest)[0]
         raise ShapeError(
             f"segment {wrong} has {lengths[wrong]} tokens, not a multiple of 2 · {size} context-parallel ranks: "
-            "lay the micro-batch out with sequence_multiple=mesh.sequence_multiple"
+            "create the layout with sequence_multiple=mesh.sequence_multiple"
         )
     first, second = boundaries[:-1] + rank * chunks, boundaries[:-1] + (2 * size - 1 - rank) * chunks
     return index_runs(np.stack([first, second], 1).ravel(), np.repeat(chunks, 2))
 
 
 def even_slice(num_positions: int, rank: int, size: int) -> slice:
-    """The contiguous part that rank `rank` of `size` holds: Ulysses ranks, or tensor ranks under sequence parallelism.
+    """The contiguous part that rank `rank` of `size` holds. For Ulysses ranks, and for tensor ranks with sequence
+    parallelism.
 
     Raises:
         ShapeError: `num_positions` is not a multiple of `size`.
@@ -111,17 +113,18 @@ def even_slice(num_positions: int, rank: int, size: int) -> slice:
     if num_positions % size:
         raise ShapeError(
             f"{num_positions} positions cannot be split evenly over {size} ranks: "
-            "lay the micro-batch out with total_multiple=mesh.micro_batch_tokens_multiple()"
+            "create the layout with total_multiple=mesh.micro_batch_tokens_multiple()"
         )
     width = num_positions // size
     return slice(rank * width, (rank + 1) * width)
 
 
 def rank_positions(boundaries: IntArray, mesh: Mesh, rank: int) -> IntArray:
-    """Positions of a packed layout that are the model's input on `rank`: its Ulysses slice of its context chunks.
+    """Positions of a packed layout that are the model's input on `rank`: the rank's Ulysses slice of its context
+    chunks.
 
-    Tensor ranks have the same input; inside the model, with sequence parallelism, each holds
-    `positions[even_slice(len(positions), tensor_rank, mesh.tensor)]`.
+    Tensor ranks have the same input. With sequence parallelism, each of them holds
+    `positions[even_slice(len(positions), tensor_rank, mesh.tensor)]` inside the model.
     """
     place = mesh.coordinates(rank)
     positions = context_positions(boundaries, place.context, mesh.context)
@@ -131,15 +134,16 @@ def rank_positions(boundaries: IntArray, mesh: Mesh, rank: int) -> IntArray:
 def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
     """For each token of the stream, its position in the concatenation of the results computed at `indices`.
 
-    `stream_values = np.concatenate(values)[inverse]`, taking 0 where inverse is −1. Pass `index` arrays for results
-    about input tokens, `target_index` arrays for results about predicted tokens (first tokens then have −1).
+    `stream_values = np.concatenate(values)[inverse]`, with 0 where `inverse` is −1. Pass `index` arrays for results
+    about input tokens, and `target_index` arrays for results about predicted tokens (the first token of a sequence then
+    has −1).
 
     Args:
         indices: arrays of stream indices (−1 for none), in the order in which their results are concatenated.
         num_tokens: T of the stream.
 
     Returns:
-        int64 [T], −1 where no array holds the token.
+        int64 [T], −1 for tokens that are in no array.
 
     Raises:
         ShapeError: a token occurs twice or is outside the stream.
@@ -151,7 +155,7 @@ def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
         raise ShapeError(f"stream index {tokens.max()} is outside a stream of {num_tokens} tokens")
     counts = np.bincount(tokens, minlength=num_tokens)
     if (counts > 1).any():
-        raise ShapeError(f"token {np.argmax(counts > 1)} of the stream is held {counts.max()} times, expected once")
+        raise ShapeError(f"token {np.argmax(counts > 1)} of the stream occurs {counts.max()} times, expected once")
     inverse = np.full(num_tokens, -1, np.int64)
     inverse[tokens] = places
     return inverse
@@ -167,7 +171,7 @@ def _starts_and_lengths(offsets: npt.ArrayLike, sequences: npt.ArrayLike) -> tup
     offsets, sequences = np.asarray(offsets, np.int64), np.asarray(sequences, np.int64)
     if offsets.ndim != 1 or not len(offsets) or offsets[0] != 0 or (np.diff(offsets) < 1).any():
         raise ShapeError(
-            f"offsets: got {_first_few(offsets)}; expected 0 and then the running sum of the lengths, such as "
+            f"offsets: got {_first_few(offsets)}; expected 0, followed by the cumulative sums of the lengths, such as "
             "[0, 3, 4, 6] for lengths 3, 1 and 2"
         )
     wrong = np.flatnonzero((sequences < 0) | (sequences >= len(offsets) - 1))

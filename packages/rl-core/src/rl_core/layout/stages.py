@@ -29,24 +29,25 @@ def pipeline_chunks(
 ) -> list[LayerRange]:
     """The layers of every model chunk, in the order in which data flows through them.
 
-    Chunk c is on stage c % pipeline, so `chunks[stage::pipeline]` are a stage's chunks; without virtual stages there
-    is one chunk per stage. Same rules as Megatron-Core 0.16.
+    Chunk c is on stage c % pipeline, so `chunks[stage::pipeline]` are a stage's chunks. Without virtual stages, there
+    is one chunk per stage. The rules are those of Megatron-Core 0.16.
 
     Args:
         num_layers: number of transformer layers.
         pipeline: number of stages.
         virtual_pipeline: chunks per stage.
-        num_first: number of layers on the first stage, over all its chunks; None: like the middle stages.
+        num_first: number of layers on the first stage, in all its chunks; None: as many as on the middle stages.
         num_last: the same for the last stage.
-        count_embedding: the embedding takes the place of a layer in the first chunk.
-        count_loss: the output layer and loss take the place of a layer in the last chunk.
+        count_embedding: the embedding counts as a layer of the first chunk.
+        count_loss: output layer and loss together count as a layer of the last chunk.
 
     Raises:
-        ConfigError: the layers cannot be split this way; the message suggests a count that works.
+        ConfigError: the layers cannot be split this way. If another number for the first or last stage would work, the
+            message suggests it.
     """
     if (num_first is not None or num_last is not None) and (count_embedding or count_loss):
         raise ConfigError(
-            "pipeline: got layer counts for the first or last stage and embedding or loss counted as layers; "
+            "pipeline: got numbers of layers for the first or last stage, and embedding or loss counted as layers; "
             "expected only one of the two"
         )
     for name, value in (("num_layers", num_layers), ("pipeline", pipeline), ("virtual_pipeline", virtual_pipeline)):
@@ -54,8 +55,8 @@ def pipeline_chunks(
             raise ConfigError(f"pipeline: got {name}={value}; expected at least 1")
     if pipeline == 1 and (virtual_pipeline > 1 or num_first is not None or num_last is not None):
         raise ConfigError(
-            "pipeline: got 1 stage, with virtual stages or a layer count for the first or last stage; these need at "
-            "least 2 stages"
+            "pipeline: got 1 stage, with virtual stages or a number of layers for the first or last stage; these need "
+            "at least 2 stages"
         )
     slots = num_layers + count_embedding + count_loss
     per_stage = _slots_of_stages(slots, pipeline, num_first, num_last)
@@ -69,7 +70,7 @@ def pipeline_chunks(
     counts[0] -= count_embedding
     counts[-1] -= count_loss
     if min(counts) < 0:
-        raise ConfigError(f"pipeline: {num_layers} layers are too few for embedding and loss to take a layer's place")
+        raise ConfigError(f"pipeline: {num_layers} layers are too few if embedding or loss count as layers")
     starts = np.cumsum([0, *counts]).tolist()
     return [LayerRange(start, count) for start, count in zip(starts, counts, strict=False)]
 
@@ -95,7 +96,8 @@ def _slots_of_stages(slots: int, pipeline: int, num_first: int | None, num_last:
 
 
 def _counts_that_fit(slots: int, pipeline: int, num_first: int | None, num_last: int | None) -> str:
-    """Suggests a count nearest to an even split: for the last stage if only the first is set, else for the first."""
+    """Suggests the number of layers that is nearest to an even split: for the last stage if only the first stage's
+    number is set, else for the first stage."""
     name, other = ("num_last", num_first) if num_last is None and num_first is not None else ("num_first", num_last)
     rest, middle = slots - (other or 0), pipeline - 1 - (other is not None)
     fitting = [n for n in range(rest + 1) if (rest - n == 0 if middle == 0 else (rest - n) % middle == 0)]
@@ -106,18 +108,18 @@ def _counts_that_fit(slots: int, pipeline: int, num_first: int | None, num_last:
 
 
 def moe_layers(num_layers: int, *, num_dense_first: int = 0, frequency: int = 1) -> IntArray:
-    """The transformer layers with experts, in ascending order: those at or above `num_dense_first` whose index is a
+    """The transformer layers with experts, in ascending order: those whose index is at least `num_dense_first` and a
     multiple of `frequency`.
 
     Args:
         num_layers: number of transformer layers.
         num_dense_first: number of leading layers without experts.
-        frequency: every how many layers have experts.
+        frequency: every n-th layer has experts.
     """
     layers = np.arange(num_layers)
     return layers[(layers >= num_dense_first) & (layers % frequency == 0)]
 
 
 def layers_in(chunk: LayerRange, layers: IntArray) -> IntArray:
-    """The members of `layers` in `chunk`. For router replay: `routed_experts[index][:, layers_in(chunk, layers)]`."""
+    """Those of `layers` that are in `chunk`. In router replay: `routed_experts[index][:, layers_in(chunk, layers)]`."""
     return layers[(layers >= chunk.start) & (layers < chunk.start + chunk.num_layers)]

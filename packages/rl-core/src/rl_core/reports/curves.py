@@ -1,7 +1,7 @@
 """Curves as small inline SVG that adapts to its page: fluid width, constant text size, colours from the page's style.
 
-A chart is an SVG without a view box, in which text and grid lines are placed in per cent. It contains a nested SVG that
-stretches (`preserveAspectRatio="none"`) and holds the curves, with strokes that do not scale. Output is deterministic.
+A chart is an SVG without a view box, in which text and grid lines have positions in per cent. A nested SVG, which
+stretches (`preserveAspectRatio="none"`), contains the curves; their strokes do not scale. The output is deterministic.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class Series:
     color: int
     """Class `s<color>` of the page's style."""
     is_sparse: bool = False
-    """Measured only at some steps. Drawn with a dot at each, unless there are very many."""
+    """Whether the curve has values only at some steps. It is then drawn with a dot at each, unless there are very many
+    steps."""
 
 
 @attrs.frozen(kw_only=True)
 class Axis:
-    """A value axis from `low` to `high` with labelled ticks."""
+    """A value axis from `low` to `high`, with labelled ticks."""
 
     low: float
     high: float
@@ -49,7 +50,7 @@ class Axis:
     is_log: bool = False
 
     def height(self, value: float) -> float:
-        """0 at `low`, 1 at `high`; values outside are clipped."""
+        """Relative position of a value: 0 at `low`, 1 at `high`; values outside are clipped."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log10(low), math.log10(high), math.log10(max(value, low))
@@ -62,8 +63,8 @@ def line_chart(title: str, series: Sequence[Series], *, is_log: bool = False, is
     Args:
         title: the chart's accessible name.
         series: at least one, each with at least one finite value.
-        is_log: a logarithmic value axis; zeros are drawn on its lower edge.
-        is_fraction: the value axis runs from 0 to 1, in per cent.
+        is_log: use a logarithmic value axis; zeros are drawn on the lower edge.
+        is_fraction: use a value axis from 0 to 100 %.
     """
     drawn = [attrs.evolve(one, points=thinned(one.points, _MAX_POINTS)) for one in series]
     values = [value for one in drawn for _, value in one.points if value is not None]
@@ -80,8 +81,8 @@ def line_chart(title: str, series: Sequence[Series], *, is_log: bool = False, is
 
 
 def stacked_chart(title: str, layers: Sequence[Series]) -> str:
-    """An SVG of stacked bars, one per step or, if there are many steps, one for the mean of several neighbouring steps.
-    All layers must have the same steps."""
+    """An SVG of stacked bars, one per step. If there are many steps, each bar is the mean of several neighbouring
+    steps. All layers must have the same steps."""
     steps = [step for step, _ in layers[0].points]
     bars = _bars(steps)
     means = [[statistics.fmean([one.points[i][1] or 0.0 for i in bar]) for bar in bars] for one in layers]
@@ -114,7 +115,7 @@ def stacked_chart(title: str, layers: Sequence[Series]) -> str:
 
 
 def linear_axis(values: Sequence[float]) -> Axis:
-    """An axis from a round number below the values to one above; from 0 if 0 is near."""
+    """An axis from a round number below the values to a round number above them; from 0 if 0 is near."""
     low, high = min(values), max(values)
     if low > 0 and low < 0.5 * high:
         low = 0.0
@@ -177,7 +178,8 @@ def _tick(value: float, spacing: float, largest: float) -> str:
 
 
 def thinned(points: Sequence[Point], limit: int) -> list[Point]:
-    """About `limit` points: the ends, and the lowest and highest of each bucket of neighbours, so that peaks remain."""
+    """About `limit` of the points: the ends, and the lowest and highest point of each group of neighbours, so that
+    peaks remain visible."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / (limit // 2))
@@ -189,7 +191,7 @@ def thinned(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Moving mean of the moving median, over about a fifteenth of the points. Single spikes have no effect."""
+    """The moving mean of the moving median, each over about a fifteenth of the points. Single spikes have no effect."""
     half = max(len(points) // 30, 1)
     return _moving(statistics.fmean, _moving(statistics.median, points, half), half)
 

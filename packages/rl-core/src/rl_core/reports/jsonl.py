@@ -1,4 +1,5 @@
-"""JSON-lines files whose rows have a step. A run may be killed at any byte; its next process continues the file."""
+"""JSON-lines files whose rows have a step. A run may be killed while it writes a row; a resumed run continues the
+file."""
 
 from __future__ import annotations
 
@@ -17,24 +18,23 @@ logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Appends rows to a file. On opening, it drops the rows of steps that will be run again.
+    """Appends rows to a file. When it opens the file, it drops the rows of steps that will be run again.
 
-    If the process is killed between two rows, the file is complete. If it is killed within a row, the last line is
-    truncated, and the next `StepLog` on the file (like `read_rows`) skips it. Written rows are flushed to disk, so a
-    crash of the machine loses none. If the disk is full, rows stay in memory and are written with later ones when there
-    is space.
+    If the process is killed while it writes a row, the last line is truncated, and the next `StepLog` on the file (like
+    `read_rows`) skips this line. Written rows are flushed to disk, so a crash of the machine loses none. If the disk is
+    full, rows are kept in memory and written with later rows when there is space.
     """
 
     def __init__(
         self, path: Path, *, first_step: int, is_written_again: Callable[[Mapping[str, Any]], bool] | None = None
     ) -> None:
-        """Opens `path`, keeping only its rows with step < `first_step`.
+        """Opens `path`, and keeps only the rows with step < `first_step`.
 
         Args:
-            is_written_again: tells which rows of earlier steps to drop too; None: none.
+            is_written_again: whether to drop a row of an earlier step too; None: drop none.
 
         Raises:
-            DataError: a line is not a row and is not a truncated last line. The file is not changed.
+            DataError: a line is neither a row nor a truncated last line. The file is not changed.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -44,11 +44,11 @@ class StepLog:
         sync(path.parent)
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends rows, each with its `step`. They are on disk when this returns, unless the disk is full. Numbers that
-        are not finite are written as null."""
+        """Appends rows, each with a `step`. The rows are on disk when this returns, unless the disk is full. Numbers
+        that are not finite are written as null."""
         lines = [json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
         was_waiting = bool(self._waiting)
-        # A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape.
+        # UTF-8 cannot encode lone surrogates, so they are written as JSON escapes.
         self._waiting += "".join(lines).encode("utf-8", errors="backslashreplace")
         self._write_waiting()
         if self._waiting and not was_waiting:
@@ -86,10 +86,10 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a step log in order, read lazily. A truncated last line is skipped.
 
     Raises:
-        DataError: the file does not exist, or a line is not a row and is not a truncated last line.
+        DataError: the file does not exist, or a line is neither a row nor a truncated last line.
     """
     if not path.exists():
-        raise DataError(f"{path} does not exist; a run writes it into its directory")
+        raise DataError(f"{path} does not exist; a run writes this file to its directory")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -105,7 +105,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _keep_rows(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Writes a new file next to the old one and renames it, so that a kill leaves either the old or the new file."""
+    """Replaces the file by one with only these rows. The new file is written next to the old one and renamed, so that a
+    kill leaves either the old or the new file."""
     rewritten = path.with_name(path.name + ".rewriting")
     with rewritten.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for row in read_rows(path):

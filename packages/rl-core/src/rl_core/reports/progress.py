@@ -1,4 +1,4 @@
-"""Progress of long work: a live display on a terminal, readable plain lines if the output is piped."""
+"""Progress of long work: a live display on a terminal, plain lines if the output is piped."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rich.table import Table
 from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 2.0
-"""Piped output: least time between two lines, except the first and the last."""
+"""Piped output: shortest time between two lines, except before the last line."""
 _PACE_UPDATES = 20
-"""The remaining time is estimated from the pace of this many last updates."""
+"""The remaining time is estimated from the pace of the last updates, this many of them."""
 
 
 class Progress:
-    """Shows how much of `total` is done, the latest numbers, the current phase and the time left.
+    """Shows how much of `total` is done, the latest numbers, the current phase and the remaining time.
 
         with Progress("warm start", total=500, unit="steps") as progress:
             for step in range(500):
                 ...
                 progress.update(step + 1, loss=loss)
 
-    By default it writes to stderr, so that stdout remains free for results. A number is shown until it is updated, so
-    the result of an evaluation every tenth step stays visible. If an exception passes through, the last line says so.
+    By default, it writes to stderr, so that stdout remains free for results. A number is shown until it is updated, so
+    the result of an evaluation every tenth step stays visible. If an exception ends the block, the last line names it.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Progress:
         """
         Args:
             title: name of the work, in a word or two.
-            total: how much there is to do; None: unknown.
-            unit: plural name of what is counted.
-            done: how much a resumed run has already done.
+            total: number of units to do; None: unknown.
+            unit: name of the unit, in the plural.
+            done: number of units that a resumed run has already done.
             stream: where to write; stderr by default.
-            clock: seconds, for the pace.
+            clock: returns the time in seconds.
         """
         self._title, self._total, self._unit = title, total, unit
         self._done = done
@@ -70,8 +70,8 @@ class Progress:
             self._live.start()
 
     def update(self, done: int, **numbers: float) -> None:
-        """Sets how much is done, and the numbers to show. Names are shown with blanks for underscores, `…_per_second`
-        as `…/s`."""
+        """Sets how many units are done, and the numbers to show. In names, underscores are shown as blanks, and
+        `…_per_second` as `…/s`."""
         # A new dictionary, because the live display reads the old one from its own thread.
         self._numbers = {**self._numbers, **numbers}
         if done > self._done:
@@ -82,11 +82,12 @@ class Progress:
             self._print_line(self._time_left())
 
     def phase(self, name: str) -> None:
-        """Sets the current phase, e.g. `generate`. Only for the live display; a piped line is about a finished step."""
+        """Sets the current phase, e.g. `generate`. Only the live display shows it; a plain line is about a finished
+        step."""
         self._phase = name
 
     def close(self, failure: str | None = None) -> None:
-        """Shows the last state, with the time taken and, if given, the failure; a second call does nothing."""
+        """Shows the last state, with the time taken and the failure, if there is one. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -147,7 +148,7 @@ def duration(seconds: float) -> str:
 
 
 def readable(value: float) -> str:
-    """A number in few characters: `12,431`, `0.913`, `0.0078`, `2.1e-05`."""
+    """A number as short text: `12,431`, `0.913`, `0.0078`, `2.1e-05`."""
     size = abs(value)
     if isinstance(value, int) or size >= 100:
         return f"{value:,.0f}"

@@ -1,4 +1,4 @@
-"""The charts of a run's report: which metrics share a chart, how they are drawn, and their names."""
+"""The charts of a run's report: which metrics share a chart, how they are drawn, and how they are labelled."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunCharts:
     """All charts of a run, in the order of the page."""
 
     learning: Sequence[Chart]
-    """Reward and held-out accuracy: one chart if all values are fractions, else one for each. For a run that logs a
+    """Reward and held-out accuracy: one chart if all values are fractions, else one chart each. If the run logs a
     held-out loss: one chart of losses."""
     others: Sequence[Chart]
     time: Chart | None
@@ -56,22 +56,22 @@ class _Plan:
 _PLANS = (
     _Plan(
         title="KL to the reference",
-        about="How far the policy has moved, per token, in nats.",
+        about="How far the policy has moved from the reference, per token, in nats.",
         curves={"policy/kl": "KL"},
     ),
     _Plan(
         title="Entropy",
-        about="How undecided the policy is, per token, in nats.",
+        about="Entropy of the policy's distribution, per token, in nats.",
         curves={"policy/entropy": "entropy"},
     ),
     _Plan(
         title="Gradient norm",
-        about="Before clipping. A gap is a skipped step.",
+        about="L2 norm before clipping. A gap is a skipped step.",
         curves={"policy/grad_norm": "norm"},
     ),
     _Plan(
         title="Engine against trainer",
-        about="Log-prob difference for the same tokens and weights: rounding, if all is well.",
+        about="Difference of log-probs of the same tokens under the same weights. Only rounding should remain.",
         curves={"rollout/logprob_diff_max": "largest", "rollout/logprob_diff_mean": "mean"},
         is_log=True,
     ),
@@ -87,14 +87,14 @@ _PLANS = (
     ),
     _Plan(
         title="Critic",
-        about="Fraction of the returns' variance that the critic explains; 0: no better than predicting their mean.",
+        about="Fraction of the returns' variance that the critic explains. 0: no better than predicting their mean.",
         curves={"critic/explained_variance": "explained"},
     ),
 )
 
 
 def run_charts(rows: Sequence[Row]) -> RunCharts:
-    """The charts for which these rows of `metrics.jsonl` have metrics."""
+    """The charts whose metrics these rows of `metrics.jsonl` contain."""
     learning = _learning_charts(rows)
     time = _time_chart(rows)
     planned = {plan.title: _planned_chart(rows, plan) for plan in _PLANS}
@@ -108,7 +108,7 @@ def run_charts(rows: Sequence[Row]) -> RunCharts:
 
 
 def points_of(rows: Sequence[Row], metric: str) -> list[Point]:
-    """(step, value) for all rows with the metric; empty if it was never finite."""
+    """(step, value) for all rows with the metric; empty if no value is finite."""
     points = [(row["step"], row[metric]) for row in rows if metric in row]
     return points if any(value is not None for _, value in points) else []
 
@@ -141,22 +141,23 @@ def _learning_charts(rows: Sequence[Row]) -> list[Chart]:
         held_out = []
     if points_of(rows, "eval/loss"):
         losses = _series(rows, {"policy/loss": "training", "eval/loss": "held out"})
-        return [_line_chart("Loss", "What is minimised, on training rows and on held-out ones.", losses)]
+        return [_line_chart("Loss", "The loss on training rows and on held-out rows.", losses)]
     together = [*accuracy, *reward, *held_out]
     if accuracy and is_fraction([value for one in together for value in values_of(one.points)]):
         title = "Reward and held-out accuracy" if reward else "Held-out accuracy"
-        about = "Reward of the training samples, and evaluation on problems that are never trained on."
+        about = "Reward of the training samples, and accuracy on held-out problems."
         return [_line_chart(title, about, together, in_percent=True)]
     charts = []
     if reward or held_out:
         charts.append(_line_chart("Reward", "Mean over samples.", [*reward, *held_out]))
     if accuracy:
-        charts.append(_line_chart("Held-out accuracy", "On problems that are never trained on.", accuracy))
+        charts.append(_line_chart("Held-out accuracy", "Accuracy on held-out problems.", accuracy))
     return charts
 
 
 def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
-    """The environment's metrics in training and on held-out problems; of a run on stored responses, the loss's."""
+    """The environment's metrics in training and on held-out problems. For a run on stored responses, the metrics of the
+    loss."""
     names = {name.partition("/")[2] for row in rows for name in row if name.startswith(("environment/", "eval/"))}
     charts = []
     for name in sorted(names - {"reward", "accuracy", "response_length", "failed", "loss", "entropy"}):
@@ -173,11 +174,11 @@ def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
-    """The age of samples, if some were not from the trained version; and the waiting times of trainer and engines."""
+    """The age of samples, if older weights sampled some of them; and how long training and generation were idle."""
     charts = []
     staleness = {"rollout/staleness_max": "oldest", "rollout/staleness_mean": "mean"}
     if any(values_of(points_of(rows, "rollout/staleness_max"))):
-        about = "Number of weight versions between the start of a group and the version that it trains."
+        about = "Number of weight versions between the start of a group and its training."
         charts.append(_line_chart("Staleness", about, _series(rows, staleness)))
     waits = {"time/generate": "training", "time/generation_idle": "generation"}
     timed = [row for row in rows if row.get("time/step") and all(row.get(name) is not None for name in waits)]
@@ -186,7 +187,7 @@ def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
             Series(label=label, points=[(row["step"], row[name] / row["time/step"]) for row in timed], color=color)
             for color, (name, label) in enumerate(waits.items(), start=1)
         ]
-        about = "Fraction of a step in which training waited for groups, and in which no group was played."
+        about = "Fraction of a step in which training waited for groups, and in which no group was generated."
         charts.append(_line_chart("Idle", about, series, in_percent=True))
     return charts
 
@@ -205,14 +206,14 @@ def _time_chart(rows: Sequence[Row]) -> Chart | None:
     title = "Time per phase"
     return Chart(
         title=title,
-        about="Seconds per step; the legend has each phase's share.",
+        about="Seconds per step. The legend shows each phase's share.",
         legend=[(one.color, one.label, percent(total / whole)) for one, total in zip(layers, totals, strict=True)],
         svg=Markup(stacked_chart(title, layers)),
     )
 
 
 def _series(rows: Sequence[Row], curves: Mapping[str, str], first_color: int = 1) -> list[Series]:
-    """The curves that were logged. A curve logged at half of the steps or fewer is marked as sparse."""
+    """The curves whose metrics were logged. A curve with values at half of the steps or fewer is marked as sparse."""
     found = [(label, points) for metric, label in curves.items() if (points := points_of(rows, metric))]
     return [
         Series(label=label, points=points, color=color, is_sparse=2 * len(points) <= len(rows))
@@ -228,7 +229,7 @@ def _line_chart(
     missing = [len(one.points) - len(values) for one, values in zip(series, finite, strict=True)]
     notes = [f"{one.label}: {count} not finite" for one, count in zip(series, missing, strict=True) if count]
     if is_log and any(value <= 0 for values in finite for value in values):
-        notes.append("zero lies on the lower edge")
+        notes.append("zeros are drawn on the lower edge")
     return Chart(
         title=title,
         about=about,

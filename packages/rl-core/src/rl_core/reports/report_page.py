@@ -1,6 +1,6 @@
-"""`report.html`: one page about a run, made only from the files in its directory.
+"""`report.html`: one page about a run, generated only from the files in the run's directory.
 
-It loads no external resources, so it still opens years later. It supports light and dark mode, phones and printing.
+The page loads no external resources. It supports light and dark mode, phones and printing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FAILURES_SHOWN = 3
 def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into the directory of a run, finished or not, and returns the page's path.
 
-    Reads `metrics.jsonl` and, if they exist, `samples.jsonl`, `config.yaml` and `summary.json`. The page lists charts
-    whose metrics were not logged.
+    Reads `metrics.jsonl` and, if they exist, `samples.jsonl`, `config.yaml` and `summary.json`. The page also lists the
+    charts whose metrics were not logged.
 
     Raises:
-        DataError: there is no `metrics.jsonl`, or one of the JSON files is broken.
+        DataError: there is no `metrics.jsonl`, or a JSON file is broken.
     """
     rows = list(read_rows(run_dir / METRICS_FILE_NAME))
     config_text = _text(run_dir / "config.yaml")
@@ -66,7 +66,7 @@ def _num_steps(rows: Sequence[Row]) -> int:
 
 
 def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of the headline numbers."""
+    """(label, value, remark) of the numbers at the top of the page."""
     values = {name: values_of(points_of(rows, name)) for name in {name for row in rows for name in row}}
     held_out = next((name for name in _HELD_OUT if name in values), "eval/reward")
     tiles = [
@@ -88,7 +88,7 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
 
 
 _HELD_OUT = ("eval/accuracy", "eval/reward", "eval/pair_accuracy", "eval/loss")
-"""Held-out metrics, of which the first that was measured is shown."""
+"""Held-out metrics in order of preference. The page shows the first one that was measured."""
 
 
 def _has_speed(row: Row) -> bool:
@@ -140,7 +140,7 @@ def _large(value: float) -> str:
 @attrs.frozen(kw_only=True)
 class _ShownSamples:
     stages: Sequence[Mapping[str, Any]] = ()
-    """Samples from start, middle and end of the run."""
+    """Samples from the start, the middle and the end of the run."""
     failures: Sequence[Mapping[str, Any]] = ()
     """The first failed samples."""
     num_failures: int = 0
@@ -148,7 +148,8 @@ class _ShownSamples:
 
 
 def _shown_samples(run_dir: Path) -> _ShownSamples:
-    """Reads the file twice instead of keeping it in memory: first for steps and failures, then for the shown steps."""
+    """The samples to show. Reads the file twice instead of keeping it in memory: first for the numbers of steps and the
+    failures, then for the samples of the steps to show."""
     if not (run_dir / SAMPLES_FILE_NAME).exists():
         return _ShownSamples()
     steps: dict[str, set[int]] = {"eval": set(), "train": set()}
@@ -184,8 +185,9 @@ def _start_middle_end(steps: set[int]) -> list[int]:
 
 
 def _stages(wanted: Mapping[str, Sequence[int]]) -> list[tuple[str, dict[str, int]]]:
-    """(name, purpose → step) of start, middle and end. If one purpose has fewer steps than the other, each of these
-    steps goes to the stage with the nearest step of the other: of two evaluations, the second belongs to the end."""
+    """(name, purpose → step) of start, middle and end. If one purpose has fewer steps than the other, each of its steps
+    belongs to the stage in which the other purpose's step is nearest. So the second of two evaluations belongs to the
+    end."""
     longest = max(wanted.values(), key=len)
     names = {0: (), 1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[len(longest)]
     stages: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names]
@@ -212,8 +214,8 @@ def _first_prompts(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def _best_and_worst(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """The samples with the highest and the lowest reward of the step; only the first sample if all rewards are equal.
-    Failures have a separate section."""
+    """The samples with the highest and the lowest reward of the step; only one sample if all rewards are equal. Failed
+    samples have a separate section."""
     rewarded = [sample for sample in samples if sample.reward is not None]
     if not rewarded:
         return []
@@ -248,7 +250,7 @@ def _prompt_of(sample: Sample) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """The text of a message and its tool calls. If it has tool calls, its text may be null or left out."""
+    """The text of a message and its tool calls. A message with tool calls may have no text."""
     said = [message.get("content"), message.get("tool_calls")]
     return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in said if part)
 
@@ -257,7 +259,7 @@ _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 
 def _shortened(text: str) -> str:
-    """The text with limited length and visible control characters."""
+    """The text, cut to a maximum length, with visible control characters."""
     left_out = len(text) - _MAX_TEXT
     text = text[:_MAX_TEXT].translate(_VISIBLE)
     return f"{text}\n… {left_out:,} more characters" if left_out > 0 else text
@@ -267,7 +269,7 @@ def _shortened(text: str) -> str:
 
 
 def _facts(config_text: str) -> list[str]:
-    """Model, algorithm, backend and seed, as far as the configuration names them."""
+    """Model, estimator, training backend, engine and seed, without those that the configuration does not contain."""
     try:
         config = yaml.safe_load(config_text)
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""Writes what the loop reports into the run directory and to the trackers."""
+"""Writes the metrics and samples of a run to its directory and to the trackers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class RunReporter:
         """
         Args:
             steps_done: number of steps that a resumed run has done; None for a new run.
-            writes_last_row_again: step `steps_done` is evaluated again and its row replaced. Its training samples are
-                kept.
-            train_row: group number → data row in training; None: not known.
-            eval_row: group number → data row in evaluation; None: not known.
+            writes_last_row_again: whether step `steps_done` is evaluated again and its row replaced. Its training
+                samples are kept.
+            train_row: returns the training data row of a group number; None: rows are not known.
+            eval_row: returns the evaluation data row of a group number; None: rows are not known.
         """
         first_step = 0 if steps_done is None else steps_done + 1
         self._row_of = {"train": train_row, "eval": eval_row}
@@ -52,7 +52,7 @@ class RunReporter:
         self._samples = SamplesWriter(run_dir / FILE_NAME, first_step=first_step, evaluates_again=writes_last_row_again)
 
     def phase(self, name: str) -> None:
-        """Shows the current phase of the run."""
+        """Passes the current phase of the run to the trackers that show it."""
         for tracker in self._trackers:
             if isinstance(tracker, PhaseAware):
                 with code_of(f"the tracker {type(tracker).__name__}"):
@@ -65,8 +65,8 @@ class RunReporter:
                 tracker.log(step, metrics)
 
     def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:
-        """Writes a few of a step's samples, evenly spread. `batch` has their sequences, with `old_logprobs`; its
-        `trajectory_id` is the index in `trajectories`."""
+        """Writes a few of a step's samples, evenly spread over all. `batch` has the sequences of `trajectories`, with
+        `old_logprobs`; its `trajectory_id` is the index in `trajectories`."""
         chosen = _evenly_spread(len(trajectories), self._num_samples)
         samples = [self._sample(trajectories[index], step, "train") for index in chosen]
         if self._with_logprobs:
@@ -78,12 +78,12 @@ class RunReporter:
     def failed_samples(
         self, step: int, trajectories: Sequence[Trajectory], *, purpose: Literal["train", "eval"] = "train"
     ) -> None:
-        """Writes all failed samples that count in a step, which did not train on them; or the failed samples of an
-        evaluation that ended with an error."""
+        """Writes all failed samples that a step counts but did not train on, or the failed samples of an evaluation
+        that ended with an error."""
         self._samples.write([self._sample(trajectory, step, purpose) for trajectory in trajectories])
 
     def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Writes a few of an evaluation's samples, evenly spread, and all failed ones."""
+        """Writes a few of an evaluation's samples, evenly spread over all, and all failed ones."""
         failed = {index for index, trajectory in enumerate(trajectories) if trajectory.failure is not None}
         chosen = sorted(failed.union(_evenly_spread(len(trajectories), self._num_samples)))
         self._samples.write([self._sample(trajectories[index], step, "eval") for index in chosen])

@@ -32,7 +32,7 @@ class Sample:
     """The prompt as the policy saw it, including the chat template."""
     response: str
     reward: float | None
-    """None for a failed rollout: it received no reward, which is not a reward of zero."""
+    """None for a failed rollout, which has no reward; this differs from a reward of 0."""
     stop_reason: str | None
     """Stop reason of the last turn; None for a failed rollout."""
     end: str = "done"
@@ -43,15 +43,16 @@ class Sample:
     ground_truth: str | None = None
     """The row's correct answer; None if the row has none under a known name (`answer_of`)."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """The row's prompt, if it is a chat."""
+    """The row's prompt, if it consists of chat messages."""
     turns: Sequence[Mapping[str, Any]] | None = None
     """For an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each turn."""
     tokens: Sequence[Sequence[int]] | None = None
-    """On request: one list for each sequence that was trained on, including prompts and observations."""
+    """Only with `trainer.log_sample_logprobs`, like the next two fields: one list for each sequence that was trained
+    on, including prompts and observations."""
     rollout_logprobs: Sequence[Sequence[float]] | None = None
-    """On request, aligned with `tokens`: log-probs of the engine, 0.0 for tokens that the policy did not sample."""
+    """Aligned with `tokens`: log-probs of the engine, 0.0 for tokens that the policy did not sample."""
     trainer_logprobs: Sequence[Sequence[float]] | None = None
-    """On request, aligned with `tokens`: log-probs of the trainer under the same weights."""
+    """Aligned with `tokens`: the trainer's log-probs at the start of the update (`old_logprobs`)."""
 
 
 def answer_of(row: Row) -> str | None:
@@ -66,7 +67,7 @@ def answer_of(row: Row) -> str | None:
 def sample_of(
     trajectory: Trajectory, *, step: int, purpose: Literal["train", "eval"], row: Row | None = None
 ) -> Sample:
-    """The sample of a trajectory, without its tokens. `row`: the data row that was played."""
+    """The sample of a trajectory, without its tokens. `row` is the trajectory's data row."""
     prompt = None if row is None else row.get("prompt")
     failed = trajectory.failure is not None
     return Sample(
@@ -88,7 +89,8 @@ def sample_of(
 
 
 def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
-    """The sample with tokens and the log-probs of both sides. `sequences`: the trajectory's, with `old_logprobs`."""
+    """The sample with tokens and the log-probs of engine and trainer. `sequences` are the trajectory's sequences, with
+    `old_logprobs`."""
 
     def lists(column: str) -> list[list[Any]]:
         return [values.tolist() for values in sequences[column].split(sequences.lengths.tolist())]
@@ -102,12 +104,13 @@ def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
 
 
 class SamplesWriter:
-    """Appends to a file of samples. Drops the rows that earlier processes wrote for `first_step` and later steps."""
+    """Appends samples to a file. Drops the rows that earlier processes wrote for `first_step` and later steps."""
 
     def __init__(self, path: Path, *, first_step: int, evaluates_again: bool = False) -> None:
         """
         Args:
-            evaluates_again: the step before `first_step` is evaluated again, so its evaluation samples are dropped too.
+            evaluates_again: whether the step before `first_step` is evaluated again, so that its evaluation samples are
+                dropped too.
         """
         evaluated = first_step - 1 if evaluates_again else None
         self._log = StepLog(

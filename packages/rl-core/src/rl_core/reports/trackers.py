@@ -1,9 +1,9 @@
 """The built-in trackers, which receive metrics. Each is a callable `(config, run_dir, *, total_steps, first_step) →
 Tracker`.
 
-`first_step` is the first step that this process will log: 0 for a new run; for a resumed one, the checkpoint's step + 1
-or, if the row of the checkpoint's step is to be written again, that step. Rows that an earlier process logged for the
-first step and later ones are dropped, so that no step appears twice.
+`first_step` is the first step that this process will log: 0 for a new run; for a resumed run, the checkpoint's step + 1
+or, if the row of the checkpoint's step will be written again, the checkpoint's step. Rows that an earlier process
+logged for this step and later ones are dropped, so that no step appears twice.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _SHOWN_OF_DATA = {
     "eval/pair_accuracy": "held-out pair accuracy",
     "tokens_per_second": "tokens_per_second",
 }
-"""Metrics shown for runs on data: nothing is sampled, so there is no reward."""
+"""Metrics shown for runs that train on stored responses, which have no sampled reward."""
 
 
 class ConsoleTracker:
-    """The run's progress on stderr: live on a terminal, plain lines if piped."""
+    """Shows the run's progress on stderr: live on a terminal, as plain lines if the output is piped."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
         self._progress = Progress(run_dir.resolve().name, total_steps, "steps", done=max(first_step - 1, 0))
@@ -63,7 +63,7 @@ class ConsoleTracker:
 
 
 class JsonlTracker:
-    """`metrics.jsonl`: one row per step, on disk before the step's checkpoint begins."""
+    """Writes `metrics.jsonl`: one row per step. A row is on disk before the step's checkpoint is begun."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
         self._log = StepLog(run_dir / METRICS_FILE_NAME, first_step=first_step)
@@ -76,7 +76,7 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """Event files in `tensorboard/` of the run directory. TensorBoard itself purges steps that are run again."""
+    """Writes event files to `tensorboard/` in the run directory. TensorBoard itself purges steps that are run again."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
         try:
@@ -95,10 +95,11 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, as `trainer.run_name` of `trainer.project_name`; `WANDB_MODE=offline` needs no network.
+    """Logs to Weights & Biases, as run `trainer.run_name` of project `trainer.project_name`. `WANDB_MODE=offline` needs
+    no network.
 
-    A resumed run continues the run whose id is in `wandb_run_id.txt`. Weights & Biases accepts no step twice: repeated
-    steps, which have the same values, are ignored there with a warning.
+    A resumed run continues the run whose id is in `wandb_run_id.txt`. Weights & Biases does not accept a step twice: it
+    ignores repeated steps with a warning.
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
