@@ -60,7 +60,7 @@ def test_bfloat16_has_a_table_of_its_own_with_multiples_of_the_plain_error():
         measured("1 rank", "bf16 logprobs", 1.117, 1.5, unit=6.1e-3),
     ]
     text = page([*ROWS, *rows])
-    assert "The limit of every cell is 1.5; the worst is 1.12." in " ".join(text.split())
+    assert "The limit of every cell is 1.5; the largest multiple is 1.12." in " ".join(text.split())
     assert text.endswith(
         """
 | backend or engine | mesh | bf16 logprobs | bf16 weights |
