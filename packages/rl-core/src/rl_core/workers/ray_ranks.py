@@ -199,7 +199,7 @@ class RayRanks:
 
         Args:
             phase: for messages.
-            refs: the answers to come, by rank.
+            refs: futures of the answers, by rank.
             only_reads: whether the call leaves the training state unchanged, so that ranks can go on after some failed.
         """
         self._unanswered_calls += 1
@@ -337,7 +337,7 @@ class RayRanks:
 
     def _require_alive(self, method: str) -> None:
         if self._ended is not None:
-            raise WorkerError(f"{self._role}: asked to {method}, but the ranks have ended: {self._ended}")
+            raise WorkerError(f"{self._role}: cannot run {method}, because the ranks have ended: {self._ended}")
 
     def _end(self, reason: str) -> None:
         """Kills every rank and releases the devices; a second call does nothing."""
@@ -396,7 +396,8 @@ def _environment(info: RankInfo, spec: WorkerSpec, gpus: Sequence[str | None]) -
     """Environment variables as torchrun sets them. All GPUs of the group's ranks on the node are visible; a rank's own
     GPU has the index of its local rank.
 
-    CPU threads: `spec.num_threads`, else the controller's OMP_NUM_THREADS, else cores of the node / its ranks.
+    CPU threads: `spec.num_threads`, else the controller's OMP_NUM_THREADS, else the number of cores of the controller's
+    machine divided by the ranks per node.
     """
     threads = (
         spec.num_threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, (os.cpu_count() or 1) // len(gpus))
