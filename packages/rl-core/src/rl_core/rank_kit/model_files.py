@@ -121,7 +121,7 @@ def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dict[str, Tensor] | None:
-    """The head that `write_head` wrote, on the CPU. None if the file is absent, because the model was no critic.
+    """The head that `write_head` wrote, on the CPU. None if there is no such file, because the model was not a critic.
 
     Args:
         directory: the model's directory.

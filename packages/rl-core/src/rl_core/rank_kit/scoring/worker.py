@@ -62,7 +62,7 @@ class ScoringWorker:
     or one of several.
 
     All ranks run the same number of micro-batches, because every layer's parameters are gathered from all ranks. A rank
-    that has no sequences left computes a shortest one of its batch again and discards the result. Nothing here is
+    that has no sequences left recomputes the shortest sequence of its batch and discards the result. Nothing here is
     random (the model runs without dropout), so `spec.seed` is not needed.
 
     Args:
