@@ -43,7 +43,7 @@ class RunState:
     restart_groups: tuple[int, ...]
     """Groups that were started but neither trained on nor stored; a resumed run plays them again."""
     kl_coef: float
-    """Current KL coefficient (adaptive control moves it)."""
+    """Current KL coefficient (adaptive control changes it)."""
     nonfinite_steps: int
     """How many optimizer steps of the policy were skipped in a row so far."""
     critic_nonfinite_steps: int = 0

@@ -127,7 +127,7 @@ def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, 
     # Last, and only if everything else is right, because it takes seconds.
     left = _prove_models(config)
     if _is_elsewhere(config.policy_model_path):
-        left += (f"prompts are measured at the start ({config.policy_model_path} is not here yet)",)
+        left += (f"prompt lengths are checked at the start ({config.policy_model_path} is not downloaded yet)",)
     return left
 
 
@@ -242,7 +242,7 @@ def _fetch_models(config: Config, roles: Sequence[Role], made: Container[str]) -
 def _require_playing(config: Config) -> None:
     if not needs_engine(config):
         raise ConfigError(
-            f"generator.type: {config.generator.type!r} plays no prompts, it reads responses from the rows; set "
+            f"generator.type: {config.generator.type!r} plays no prompts but reads responses from the rows; set "
             "generator.type=environment and an environment to see what the model answers"
         )
 
@@ -275,16 +275,16 @@ def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
     if not others:
         return
     message = (
-        f"{key}: {chosen!r} is for all rows, and {len(others)} of {len(rows)} rows name another one, the first "
+        f"{key}: {chosen!r} applies to all rows, but {len(others)} of {len(rows)} rows name another environment, first "
         f"{others[0].row['env_class']!r} ({others[0].place})"
     )
     is_users = key in loaded.chosen_keys or loaded.config.environment.reward_functions
     if loaded.recipe is not None and not is_users:
         raise ConfigError(
-            f"{message}. The recipe set it: write {key}=null to play each row's own environment, or {key}={chosen} to "
-            "play it for all rows"
+            f"{message}. The recipe set the key: write {key}=null to play each row's own environment, or "
+            f"{key}={chosen} to play this one for all rows"
         )
-    logger.warning("%s; those are not played. With %s=null, each row's own environment is played", message, key)
+    logger.warning("%s; those are ignored. With %s=null, each row's own environment is played", message, key)
 
 
 def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
