@@ -191,7 +191,9 @@ def _read_state(path: Path) -> RunState:
         groups = {name: tuple(raw.get(name, ())) for name in ("restart_groups", "finished_groups")}
         return RunState(**{**raw, **groups})
     except (TypeError, KeyError) as error:
-        raise CheckpointError(f"{path}: not a run state that this version can read ({error})") from error
+        raise CheckpointError(
+            f"{path}: this version cannot read the run state ({error}); resume from an earlier checkpoint"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

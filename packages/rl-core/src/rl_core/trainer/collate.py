@@ -89,7 +89,7 @@ def _require_whole(trajectory: Trajectory) -> None:
                 f"{len(step.tokens)}"
             )
         if True not in step.sampled:
-            raise GenerationError(f"{where}, step {index}: no token was sampled")
+            raise GenerationError(f"{where}, step {index}: got no sampled token, expected at least one")
 
 
 def _rewards(steps: Sequence[TrajectoryStep], sampled: Tensor, offsets: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ _PLAYING = (
     "trainer.algorithm.dynamic_sampling.",
 )
 """Prefixes of the keys that determine how a group is played, and whether it is kept."""
-_REMEDY = "or start a new run with trainer.resume_mode=none, which keeps the files of this one"
+_REMEDY = "or start a new run with trainer.resume_mode=none, which keeps the files of the earlier run"
 
 
 def fingerprint(config: Config, rows: Sequence[DataRow], held_out: Sequence[DataRow] | None = None) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Serving:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of the longest length that can be decoded at a time; more wait."""
+        """Number of sequences of the longest length that can be decoded at a time; others wait."""
         return self.tokens // self.context
 
 

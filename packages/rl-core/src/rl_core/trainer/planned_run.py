@@ -23,7 +23,7 @@ class ArrangedModel:
 
     backend: Backend
     spec: WorkerSpec
-    """If the model is not on this machine, its path is that of a model configuration that this package ships."""
+    """If the model is not on this machine, its path is that of a configuration that an installed package ships."""
     mesh: Mesh
     ranks_per_node: int
 

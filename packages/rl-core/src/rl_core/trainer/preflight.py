@@ -160,7 +160,7 @@ def say_changes(config: Config, now: Mapping[str, Any]) -> None:
 
 def prepare(run: Config | Loaded) -> None:
     """Downloads models given by name, lets the recipe create missing data and models, and checks what it created.
-    Called while the run holds its directories.
+    Called while the run has locked its directories.
 
     Raises:
         ConfigError, DataError, PluginError: the run cannot train on what was created; ConfigErrors: several reasons.
@@ -429,14 +429,14 @@ def _prove_models(config: Config) -> tuple[str, ...]:
         backend, spec = worker_spec(config, role, num_training_steps=None)
         with mistakes.gathered():
             if (reason := require_proof(backend, spec)) is not None:
-                left.append(f"{SECTIONS[role]}.model.path: proved at the start ({reason})")
+                left.append(f"{SECTIONS[role]}.model.path: will be proved at the start ({reason})")
     mistakes.raise_found()
     return tuple(left)
 
 
 @contextmanager
 def _keys_of(role: Role, section: str) -> Iterator[None]:
-    """Completes the keys in a backend's errors: the backend knows its section, but not to which model this belongs."""
+    """Completes the keys in a backend's errors, which begin with the backend's section but do not name the model."""
     try:
         yield
     except ConfigError as error:

@@ -99,7 +99,7 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
 
     Args:
         config: a resolved configuration (see `rl_core.config.resolve`), or the result of `rl_core.config.load`. With
-            the latter, the recipe creates missing files once the run holds its directories.
+            the latter, the recipe creates missing files once the run has locked its directories.
         started: `time.perf_counter()` when the process began its work; default: now.
 
     Raises:

@@ -173,7 +173,7 @@ def _start_state() -> RunState:
 
 def checkpoint_to_resume(config: Config) -> Path | None:
     """The checkpoint that a run would continue from: `resume_path`, or the newest complete one, whatever the state of
-    the metrics. None: the run begins anew.
+    the metrics. None: the run starts from the model.
 
     Raises CheckpointError if `resume_path` is not a directory."""
     trainer = config.trainer
