@@ -139,5 +139,5 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
     for name in sorted(expected.keys() | head.keys()):
         found, wanted = (list(weights[name].shape) if name in weights else "absent" for weights in (head, expected))
         if found != wanted:
-            raise ConfigError(f"{where}.model.path: {name} in {file} is {found}, this model's is {wanted}")
+            raise ConfigError(f"{where}.model.path: {name} in {file} is {found}, but this model's is {wanted}")
     return head

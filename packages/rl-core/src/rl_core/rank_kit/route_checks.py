@@ -28,7 +28,7 @@ class RouteShape:
     """Indices of the layers on this rank whose experts follow routes."""
     num_experts: int
     experts_per_token: int
-    """K"""
+    """K: number of experts that the router chooses for a token."""
 
 
 def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:

@@ -24,7 +24,7 @@ def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: 
 
     Args:
         named_tensors: full tensors, drained lazily: at most one bucket exists at a time. A tensor must not change until
-            the caller has drawn the next bucket after the one with this tensor.
+            the caller has drawn the bucket after the one that contains it.
         max_bucket_bytes: largest size of a bucket's data.
     """
     pending: list[tuple[str, Tensor]] = []

@@ -45,7 +45,7 @@ _PULSE_S, _DOING_S = 2.0, 5.0
 """Seconds that a rank has to send its pulse, and to say what it is doing."""
 _NO_ANSWER = "did not answer when asked what it was doing"
 _BEAT_S = 10.0
-"""Most seconds between requests for the pulse of ranks in a call."""
+"""Longest time in seconds between two requests for the pulses of ranks during a call."""
 _OBSERVER_S = 60.0
 """Seconds for an observer process to start on the node of a rank that does not answer, and to read its pulse."""
 _Reader = tuple[int, tuple[int, ...] | None]
@@ -115,7 +115,7 @@ class RayRanks:
             ranks._route_layers = await ranks.call(RankHost.route_layers)
             ranks._timeout_s, ranks._timeout_key = timeout_s, "trainer.worker_timeout_s"
         except BaseException:
-            ranks._end("it did not start")
+            ranks._end("their start failed")
             raise
         return ranks
 
@@ -164,7 +164,7 @@ class RayRanks:
             if self._unanswered_calls == 0:
                 await self.call(Worker.close)
         finally:
-            self._end("it was closed")
+            self._end("they were closed")
 
     def _create_actors(self, *, takes_devices: bool) -> None:
         for rank in range(self._mesh.world_size):

@@ -45,7 +45,7 @@ def recompute_layers(model: PreTrainedModel, which: Literal[True, "selective"], 
     transformers' own switch works in training mode only, which would also switch dropout on.
 
     Args:
-        model: whose layers are computed again in backward.
+        model: the model whose layers are computed again in backward.
         which: see the module's docstring.
         where: section of the model, for messages.
 

@@ -179,9 +179,7 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
             f"{where}.model.path: {name} caps its logits (final_logit_softcapping), which is not supported"
         )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ConfigError(
-            f"{where}.model.path: the output layer of {name} is not a single linear layer, as log-probs need it"
-        )
+        raise ConfigError(f"{where}.model.path: the output layer of {name} is not a single linear layer, as required")
 
 
 def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:

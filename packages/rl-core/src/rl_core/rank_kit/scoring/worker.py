@@ -165,7 +165,7 @@ class ScoringWorker:
         return pack_on_first(self.shards.exported(), max_bucket_bytes, is_first=self._is_first)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Like `export_weights`, but only the adapter, in the same dtype, which is also the engine's."""
+        """Like `export_weights`, but only the adapter, in the same dtype."""
         tensors = self.shards.adapters(self.scorer.compute_dtype)
         return pack_on_first(tensors, max_bucket_bytes, is_first=self._is_first)
 
