@@ -321,7 +321,7 @@ class BackendConformance:
         for rank, part in enumerate(group.ranks.last_results):
             if group.mesh.returns_results(rank):
                 weight = part["loss"][1]
-                assert weight == 1.0, f"loss of rank {rank} has weight {weight}; expected 1 for any micro-batches"
+                assert weight == 1.0, f"loss of rank {rank} has weight {weight}; expected 1, however it is split"
         assert all(weight >= 0 for _, weight in metrics.values())
         expected = backward(case.reference, case.batch, LOSS)
         self.require_same_loss(case, "loss", metrics["loss"][0], expected)
@@ -340,7 +340,9 @@ class BackendConformance:
         ratio_T = (scores["logprobs"] - case.batch["old_logprobs"])[mask_T].exp()
         for name, values_T in {"entropy": scores["entropies"][mask_T], "ratio": ratio_T}.items():
             total, weight = metrics[name]
-            assert weight == int(mask_T.sum()), f"{name} has weight {weight}, with {int(mask_T.sum())} trained tokens"
+            assert weight == int(mask_T.sum()), (
+                f"{name} has weight {weight}; there are {int(mask_T.sum())} trained tokens"
+            )
             require_close(torch.tensor(total / weight), values_T.mean(), 10 * self.tolerances.logprob, name)
 
     def test_a_training_pass_returns_the_scores_that_it_is_asked_for(self, case: Case) -> None:

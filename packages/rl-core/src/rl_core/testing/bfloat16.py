@@ -1,8 +1,8 @@
 """Measures a worker's bfloat16 error, as a multiple of the error of plain transformers in bfloat16.
 
-bfloat16 has eight bits, so no two correct implementations agree, and no absolute limit separates wrong from correct
-ones. But the error of plain transformers shows how much rounding is due to the model itself. A worker with a 50 %
-larger error rounds where it should not (log-probs, trained weights).
+bfloat16 has eight significant bits, so no two correct implementations agree, and no absolute limit separates wrong from
+correct ones. But the error of plain transformers shows how much rounding is due to the model itself. A worker with a
+50 % larger error rounds where it should not (log-probs, trained weights).
 
 The checkpoint is stored in bfloat16, so that the float32 computation starts from the same weights. Errors are means
 over many numbers, because the errors of two correct implementations at single tokens differ by factors of ten and more.

@@ -297,7 +297,9 @@ def _require_pickles(parts: Mapping[str, object]) -> None:
             pickle.dumps(part)
         except Exception as error:
             # An object's own pickling code may raise anything.
-            raise AssertionError(f"its {name} cannot be sent to a process: {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"the {name} cannot be sent to another process: {type(error).__name__}: {error}"
+            ) from error
 
 
 async def _value(value: T) -> T:

@@ -159,7 +159,7 @@ class ProcessRanks:
                 self.abilities: Abilities = self._exchange(SuiteHost.start, [((), {})] * mesh.world_size)[0]
                 self._route_layers = self._exchange(RankHost.route_layers, [((), {})] * mesh.world_size)
             except BaseException:
-                self._end("it did not start")
+                self._end("their start failed")
                 raise
 
     @property
@@ -194,7 +194,7 @@ class ProcessRanks:
                 await self.call(Worker.close)
                 await self.call(Worker.close)
         finally:
-            self._end("it was closed")
+            self._end("they were closed")
 
     def _exchange(self, method: Callable[..., Any], arguments: Sequence[tuple[Any, Any]]) -> list[Any]:
         if self._ended is not None:
