@@ -87,7 +87,7 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path, monkeypatch: 
 
 
 def test_an_unknown_quantity_and_an_empty_directory_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="none of"):
+    with pytest.raises(ValueError, match="expected one of"):
         measured("1 rank", "colour", 0.0)
     with pytest.raises(SystemExit, match="no measurements"):
         main([str(tmp_path)])

@@ -91,7 +91,7 @@ class Ranks(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R | None]:
-        """Like `call`, but each rank gets its own part of `batch`. Ranks that return no result have None in the list."""
+        """Like `call`, but each rank gets its own part of `batch`. Ranks without a result have None in the list."""
         ...
 
     async def close(self) -> None:
