@@ -68,7 +68,7 @@ async def test_a_state_of_another_version_is_refused(tmp_path: Path):
     path = await save_checkpoint(tmp_path, state(3))
     run = (path / "run.json").read_text()
     (path / "run.json").write_text(run.replace('"next_group"', '"nxet_group"'))
-    with pytest.raises(CheckpointError, match=r"run\.json: not a run state that this version can read"):
+    with pytest.raises(CheckpointError, match=r"run\.json: this version cannot read the run state"):
         load_state(path)
 
 

@@ -493,7 +493,7 @@ def test_samples_go_into_a_directory_that_is_made(rl: Run, monkeypatch: pytest.M
     assert "--limit" in rl("generate", "small", "--output", "samples.jsonl", "--limit", "0")[2]
     code, _, err = rl("generate", "small", "--output", "train.jsonl/samples.jsonl")
     assert code == 2
-    assert "error: --output: the directory train.jsonl cannot be made" in err
+    assert "error: --output: the directory train.jsonl cannot be created" in err
 
 
 def test_the_bars_of_transformers_are_off_unless_the_user_asks_for_them(rl: Run, monkeypatch: pytest.MonkeyPatch):

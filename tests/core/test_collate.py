@@ -67,7 +67,7 @@ def test_expert_numbers_above_255_survive_beside_routes_of_bytes():
         (trajectory(5, attrs.evolve(step([1, 2], 1), policy_version=[-1, 3, 3])), "'policy_version': 3"),
         (trajectory(5, attrs.evolve(step([1, 2], 1), token_rewards=[1.0])), "'token_rewards': 1"),
         (trajectory(5, attrs.evolve(step([1, 2], 1), loss_mask=[True])), "'loss_mask': 1"),
-        (trajectory(5, step([1, 2], 2)), "no token was sampled"),
+        (trajectory(5, step([1, 2], 2)), "got no sampled token"),
     ],
 )
 def test_an_incomplete_trajectory_is_refused_by_name(broken: Trajectory, message: str):

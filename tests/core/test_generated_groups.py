@@ -60,7 +60,7 @@ async def test_samples_in_order_with_steps_or_a_failure_are_accepted():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (GOOD[:1], r"asked for 2 samples of group 3 and answered with \(group, sample\) \[\(3, 0\)\]"),
+        (GOOD[:1], r"must return 2 samples of group 3, in order; got \(group, sample\) \[\(3, 0\)\]"),
         (GOOD[::-1], r"\[\(3, 1\), \(3, 0\)\]"),
         ((GOOD[0], GOOD[0]), r"\[\(3, 0\), \(3, 0\)\]"),
         ((attrs.evolve(GOOD[0], group_id=4), GOOD[1]), r"\[\(4, 0\), \(3, 1\)\]"),

@@ -141,9 +141,11 @@ def test_keys_and_values_get_what_the_share_leaves():
 def test_what_does_not_fit_is_named_with_what_to_do():
     found = peaks(config_of(), [policy()], None, context=10)
     require_room(found, device_bytes=2**40, host_bytes=2**40)
-    with pytest.raises(ConfigError, match=r"save policy \(policy\) takes 4\.0 GiB .* 1\.0 GiB, most of it buckets"):
+    with pytest.raises(
+        ConfigError, match=r"save policy \(policy\) needs 4\.0 GiB, .* 1\.0 GiB, and the largest part is buckets"
+    ):
         require_room(found, device_bytes=2**30, host_bytes=None)
-    with pytest.raises(ConfigError, match=r"of a machine's 1\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"a machine has 1\.0 GiB"):
         require_room(found, device_bytes=None, host_bytes=2**30)
-    with pytest.raises(ConfigError, match="room for the keys and values of 25 tokens, and a sequence may have 100"):
+    with pytest.raises(ConfigError, match="room for the keys and values of 25 tokens, but a sequence may have 100"):
         require_room(found, device_bytes=None, host_bytes=None, served=serving(ENGINE, config_of(), 100, 600))

@@ -60,7 +60,7 @@ def test_bfloat16_has_a_table_of_its_own_with_multiples_of_the_plain_error():
         measured("1 rank", "bf16 logprobs", 1.117, 1.5, unit=6.1e-3),
     ]
     text = page([*ROWS, *rows])
-    assert "The limit of every cell is 1.5; the worst is 1.12." in " ".join(text.split())
+    assert "The limit of every cell is 1.5; the largest multiple is 1.12." in " ".join(text.split())
     assert text.endswith(
         """
 | backend or engine | mesh | bf16 logprobs | bf16 weights |
@@ -87,7 +87,7 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path, monkeypatch: 
 
 
 def test_an_unknown_quantity_and_an_empty_directory_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="none of"):
+    with pytest.raises(ValueError, match="expected one of"):
         measured("1 rank", "colour", 0.0)
     with pytest.raises(SystemExit, match="no measurements"):
         main([str(tmp_path)])

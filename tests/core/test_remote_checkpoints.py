@@ -110,7 +110,7 @@ async def test_a_store_that_fails_ends_no_run_before_its_end(tmp_path: Path, cap
     await saving.save(state_of(1))
     assert "the next checkpoint tries again" in caplog.text
     assert len(complete_checkpoints(tmp_path / "here")) == 1
-    with pytest.raises(CheckpointError, match="they are whole in the run's directory"):
+    with pytest.raises(CheckpointError, match="the run's directory has all"):
         await saving.finish()
 
 
@@ -133,7 +133,7 @@ async def test_a_store_that_never_answers_stops_neither_a_run_nor_its_end(
     for step in (1, 2):
         await saving.save(state_of(step))
     assert len(complete_checkpoints(tmp_path / "here")) == 2
-    assert caplog.text.count("silent://bucket: not copied, the store does not answer") == 2
+    assert caplog.text.count("silent://bucket: checkpoints not copied, the store does not answer") == 2
     with pytest.raises(CheckpointError, match=r"no answer within 0\.2 s \(trainer\.worker_timeout_s\)"):
         await saving.finish()
     config = from_mapping(

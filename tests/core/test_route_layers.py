@@ -91,5 +91,5 @@ def test_a_wrong_expert_is_reported_with_its_layer_in_the_whole_model():
 def test_routes_and_their_layers_must_be_equally_many():
     part = with_routes_of(batch_of([2, 1]), [1, 4])
     wrong = part.with_columns(routed_experts=part["routed_experts"][:, :1])
-    with pytest.raises(ShapeError, match=r"routed_experts: 1 layers, and route_layers names 2: \[1, 4\]"):
+    with pytest.raises(ShapeError, match=r"routed_experts: 1 layers, but route_layers names 2: \[1, 4\]"):
         require_routes(wrong, shape_of([1]), key="replay")

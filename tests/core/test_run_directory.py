@@ -200,7 +200,7 @@ async def test_what_a_save_left_that_did_not_end_is_removed(tmp_path: Path, capl
     (tmp_path / "run" / "checkpoints" / "step_000004.partial" / "policy").mkdir(parents=True)
     open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
-    assert "step_000004.partial was left by a run that ended while it saved" in caplog.text
+    assert "step_000004.partial was left by a run that ended while saving" in caplog.text
 
 
 async def test_latest_takes_the_newest_checkpoint_where_the_rows_are_lost(tmp_path: Path):

@@ -38,7 +38,7 @@ def test_auto_shares_where_the_backend_can_and_micro_batches_are_packed(role: Ro
         (
             "megatron",
             {},
-            r"the backend 'megatron' computes every sequence separately; choose another, or leave it at",
+            r"the backend 'megatron' computes .*; choose another backend, or trainer\.share_prefixes=auto",
         ),
         ("fsdp", {"use_sample_packing": False}, r"the rows of a padded .*set trainer\.use_sample_packing=true"),
     ],

@@ -147,7 +147,7 @@ def test_as_many_experts_of_as_many_groups_are_chosen():
 
 
 def test_what_is_no_language_model_alone_cannot_be_made_small():
-    with pytest.raises(ConfigError, match=r"here: .* a model of several"):
+    with pytest.raises(ConfigError, match=r"here: .* combines several models"):
         small(text_config={}, vision_config={})
     with pytest.raises(ConfigError, match="here: its configuration has no hidden_size"):
         small(hidden_size=None)

@@ -102,7 +102,9 @@ def test_no_groups_leave_no_file_and_a_cut_file_is_refused(tmp_path: Path):
     described = json.loads((tmp_path / "finished_groups.json").read_text())
     described[0]["trajectories"][0]["steps"][0]["num_tokens"] = 5
     (tmp_path / "finished_groups.json").write_text(json.dumps(described))
-    with pytest.raises(CheckpointError, match=r"finished_groups\.json: not the groups .* too few tokens.*resume_path"):
+    with pytest.raises(
+        CheckpointError, match=r"finished_groups\.json: this version cannot read the stored groups .* too few tokens.*resume_path"
+    ):
         read_groups(tmp_path)
 
 

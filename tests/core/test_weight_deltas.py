@@ -162,7 +162,7 @@ def test_an_engine_that_missed_a_version_refuses_the_changes_after_it(sides):
     missed = after(WHOLE, "2 (b)")
     rendezvous = MemoryTransport().open(num_ranks=1, num_engines=1)
     sides.send(first, missed, rendezvous)
-    with pytest.raises(WeightSyncError, match=r"got changes of the weights 2 \(b\), but this engine holds 1 \(a"):
+    with pytest.raises(WeightSyncError, match=r"got changes relative to weights 2 \(b\), but this engine holds 1 \(a"):
         sides.sync(second, after(missed, "3"))
     require_healed(sides, second)
 
@@ -225,9 +225,9 @@ def without_its_table(buckets: list[WeightBucket]) -> list[WeightBucket]:
 
 TORN = {
     without_the_last: r"changes of \d tensors did not arrive",
-    without_the_changes: "weight/changes did not come",
-    with_a_flipped_bit: "with its changes is TensorRecord.*and the rank's is TensorRecord",
-    without_its_table: "not with a table",
+    without_the_changes: "weight/changes is named in a table but did not arrive",
+    with_a_flipped_bit: "got TensorRecord.* after its changes, but the rank has TensorRecord",
+    without_its_table: "expected its table first",
 }
 
 
@@ -266,7 +266,7 @@ def test_an_engine_that_wrote_into_what_it_received_refuses_the_changes(sides):
     first = trained(sample_tensors())
     _, arrived, _ = sides.sync(first, after(WHOLE, "2"))
     arrived["second.weight"].fill_(3.0)
-    with pytest.raises(WeightSyncError, match=r"second.weight with its changes is"):
+    with pytest.raises(WeightSyncError, match=r"second.weight: got .* after its changes"):
         sides.sync(first, after(after(WHOLE, "2"), "3"))
     require_healed(sides, first)
 

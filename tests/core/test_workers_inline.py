@@ -199,14 +199,14 @@ async def test_no_call_waits_for_a_rank_that_missed_its_deadline():
     with pytest.raises(DeadlineError):
         await group.forward(BATCH, LIMITS, temperature=1.0)
     for _ in range(2):
-        with pytest.raises(WorkerError, match="policy rank 0 was asked to optim_step, but is still busy with forward"):
+        with pytest.raises(WorkerError, match="policy rank 0 cannot run optim_step: it is still busy with forward"):
             await group.optim_step()
 
 
 async def test_a_closed_rank_says_so():
     group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), SPEC)
     await group.close()
-    with pytest.raises(WorkerError, match="policy rank 0 was asked to optim_step but is closed"):
+    with pytest.raises(WorkerError, match="policy rank 0 cannot run optim_step: it is closed"):
         await group.optim_step()
 
 

@@ -111,6 +111,6 @@ def test_a_run_killed_while_it_saves_in_the_background_goes_on_exactly(
     assert checkpoints(run_dir) == ["step_000002", "step_000004.partial"]
     with caplog.at_level("WARNING"):
         run_training(small_run(run_dir, trainer__async_save=True))
-    assert "step_000004.partial was left by a run that ended while it saved" in caplog.text
-    assert "it is not used; continuing from step_000002" in caplog.text
+    assert "step_000004.partial was left by a run that ended while saving" in caplog.text
+    assert "is removed; continuing from step_000002" in caplog.text
     require_same_run(run_dir, tmp_path / "expected")

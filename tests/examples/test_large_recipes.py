@@ -50,7 +50,7 @@ def test_the_real_form_passes_all_checks_of_a_start(
     result = run("train", name, "--dry-run", *data, *SMALL_BATCH, *overrides)
     assert result.exit_code == 0, result.exception
     assert "nothing was started" in result.output
-    assert "prompts are measured at the start" in result.output
+    assert "prompt lengths are checked at the start" in result.output
     assert not list(tmp_path.iterdir())
 
 
@@ -80,7 +80,7 @@ def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path,
     assert run("plan", "qwen3_30b_a3b", *limit, "trainer.max_prompt_length=4096").exit_code == 0
     per_machine = run("plan", "qwen3_30b_a3b", *limit, *as_fsdp, "trainer.policy.fsdp_config.fsdp_size=8")
     assert isinstance(per_machine.exception, ConfigError)
-    assert "train policy (policy + engine) takes" in str(per_machine.exception)
+    assert "train policy (policy + engine) needs" in str(per_machine.exception)
     assert run("plan", "qwen3_30b_a3b", *limit, *as_fsdp).exit_code == 0
     unchunked = ("trainer.logprobs_chunk_size=32768", "trainer.algorithm.use_kl_loss=true")
     as_there = run("plan", "qwen3_30b_a3b", *limit, *as_fsdp, *unchunked)

@@ -111,11 +111,13 @@ def test_a_rows_own_environment_is_not_overridden_by_a_recipe_without_a_word(
     file = rows_of(tmp_path / "rows.jsonl", reward_spec={"ground_truth": "3"}, env_class="arithmetic", answer="3")
     data = [f"data.train_data=[{file}]", "data.val_data=[]"]
     said = refused(lambda: preflight(load("gsm8k", data, tiny=True)))
-    assert said.startswith("environment.env_class: 'gsm8k' is for all rows, and 8 of 8 rows name another one")
+    assert said.startswith(
+        "environment.env_class: 'gsm8k' applies to all rows, but 8 of 8 rows name another environment"
+    )
     assert "write environment.env_class=null to play each row's own environment, or environment.env_class=gsm8k" in said
     assert not caplog.records
     preflight(load("gsm8k", [*data, "environment.env_class=gsm8k"], tiny=True))
-    assert "8 of 8 rows name another one" in caplog.text
+    assert "8 of 8 rows name another environment" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -86,5 +86,5 @@ def test_a_term_that_is_not_implemented_is_refused(others):
 
 def test_a_model_that_does_not_hand_the_bounds_on_is_refused():
     tensor = torch.zeros(1, 1, 3, 8)
-    with pytest.raises(ConfigError, match="does not hand the sequences' bounds on"):
+    with pytest.raises(ConfigError, match="does not pass on the bounds of the sequences"):
         packed_attention(nn.Module(), tensor, tensor, tensor, None)

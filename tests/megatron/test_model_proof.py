@@ -371,7 +371,7 @@ def test_what_cannot_be_proved_here_is_left_to_the_start(kept, model, monkeypatc
     monkeypatch.setattr("rl_megatron.backend.find_spec", lambda name: name)
     monkeypatch.setattr("rl_megatron.backend._has_accelerator", lambda: False)
     assert "has no GPU" in (require_proof(megatron, model) or "")
-    assert "is not here yet" in (require_proof(megatron, spec_of("some/model-that-nobody-fetched")) or "")
+    assert "is not on this machine yet" in (require_proof(megatron, spec_of("some/model-that-nobody-fetched")) or "")
 
 
 def test_a_process_that_dies_is_a_mistake_of_the_configuration(kept, model, monkeypatch):

@@ -273,7 +273,7 @@ def test_wherever_replay_is_switched_on_the_engine_must_return_routes(key: str):
 def test_ranks_name_the_switch_where_it_stands(switch, key, open_forced):
     with open_forced(1, options_of(switch), {}, QWEN, forced_routes=True) as case:
         without = case.batch.without_columns("routed_experts", "routed")
-        with pytest.raises(ConfigError, match=f"^{key}: router replay is on, and the batch carries no routes.*{key}=f"):
+        with pytest.raises(ConfigError, match=f"^{key}: router replay is on, but the batch carries no routes.*{key}=f"):
             case.start().forward(without, LIMITS, temperature=TEMPERATURE)
         with pytest.raises(
             ConfigError, match=r"^trainer\.policy\.megatron_config\.moe_enable_routing_replay: .* is off"

@@ -143,7 +143,7 @@ async def test_a_group_whose_ranks_have_ended_says_so_and_closes(tmp_path):
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"policy rank 1 of 2 .* died in optim_step"):
         await group.optim_step()
-    with pytest.raises(WorkerError, match="asked to save_state, but the ranks have ended: policy rank 1 of 2"):
+    with pytest.raises(WorkerError, match="cannot run save_state, because the ranks have ended: policy rank 1 of 2"):
         await group.save_state(tmp_path)
     await group.close()
     await group.close()

@@ -99,4 +99,4 @@ def test_a_temporary_directory_that_is_too_deep_for_rays_sockets_is_named(tmp_pa
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode != 0
     assert "ConfigError: Ray cannot start: the path of its temporary directory is too long for sockets" in ran.stderr
-    assert ran.stderr.rstrip().endswith("Set RAY_TMPDIR to a short one")
+    assert ran.stderr.rstrip().endswith("Set RAY_TMPDIR to a shorter path")

@@ -43,7 +43,7 @@ class BackgroundWriter:
             RuntimeError: another rank was lost while the previous state was being written.
         """
         if not self._found_no_room and not self.is_done():
-            raise WorkerError(f"{directory}: {self._directory} is still being written, and one state is at a time")
+            raise WorkerError(f"{directory}: cannot be written while {self._directory} is still being written")
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._writing, self._directory, self._finish = write(), directory, finish

@@ -76,7 +76,7 @@ class ExpertChoices:
         """[C, L, K], int64: the routes of the latest forward pass; 0 in layers without experts."""
         taken = {layer: block.taken_CK for layer, block in self._blocks.items()}
         first_CK = next(iter(taken.values()))
-        assert first_CK is not None, "there was no forward"
+        assert first_CK is not None, "no forward pass has run"
         return torch.stack([taken.get(i, torch.zeros_like(first_CK)) for i in range(self.shape.num_layers)], 1)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 

@@ -29,8 +29,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -
 
     Warm-up over W steps: lr · (step + 1) / W, so the first step already has a rate above 0 and step W − 1 has the full
     rate. Afterwards, with x = (step − W) / (total − W): constant lr; linear lr · (1 − x); cosine lr · (1 + cos πx) / 2.
-    Linear and cosine reach 0 right after the last step. A run that is no longer than its warm-up has no further
-    phase.
+    Linear and cosine reach 0 right after the last step. A run of W steps or fewer ends during warm-up.
 
     Args:
         step: >= 0; skipped steps do not count.

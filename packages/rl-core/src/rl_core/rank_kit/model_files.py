@@ -121,7 +121,7 @@ def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dict[str, Tensor] | None:
-    """The head that `write_head` wrote, on the CPU. None if the file is absent, because the model was no critic.
+    """The head that `write_head` wrote, on the CPU. None if there is no such file, because the model was not a critic.
 
     Args:
         directory: the model's directory.
@@ -139,5 +139,5 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
     for name in sorted(expected.keys() | head.keys()):
         found, wanted = (list(weights[name].shape) if name in weights else "absent" for weights in (head, expected))
         if found != wanted:
-            raise ConfigError(f"{where}.model.path: {name} in {file} is {found}, this model's is {wanted}")
+            raise ConfigError(f"{where}.model.path: {name} in {file} is {found}, but this model's is {wanted}")
     return head

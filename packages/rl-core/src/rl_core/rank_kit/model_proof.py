@@ -39,7 +39,7 @@ CACHE_VARIABLE = "RL_CACHE_DIR"
 """Environment variable with the directory of cached proofs; default `~/.cache/rl`."""
 _DEADLINE_S = 600.0
 _proved_here: set[Path] = set()
-"""Results of this process, including those that could not be written to the cache."""
+"""Cache files of what this process has proved, including those that could not be written."""
 _LIBRARIES = ("torch", "transformers", "rl-core")
 REMEDY = "Set trainer.strategy=fsdp, which trains transformers' own model"
 
@@ -64,7 +64,7 @@ def require_proof(backend: Backend, spec: WorkerSpec) -> str | None:
     where = f"{SECTIONS[spec.role]}.model.path"
     config = config_at_hand(spec.model.path, where)
     if config is None:
-        return f"{spec.model.path} is not here yet"
+        return f"{spec.model.path} is not on this machine yet"
     fields = config.to_dict()
     small = shrunken(fields, where)
     file = _cache_directory() / f"{_digest([small, _basis(backend, spec)])}.json"
@@ -123,7 +123,7 @@ def config_at_hand(path: str, where: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses transformers' warnings about fields."""
+    """Suppresses transformers' warnings, such as those about unknown fields."""
     from transformers import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
@@ -187,7 +187,12 @@ def _note(file: Path) -> None:
             part.write(json.dumps({"proved": file.stem}))
         Path(part.name).replace(file)
     except OSError as error:
-        logger.warning("%s cannot be written (%s): the next start compares again; set %s", file, error, CACHE_VARIABLE)
+        logger.warning(
+            "%s cannot be written (%s), so the next start compares again; set %s to a writable directory",
+            file,
+            error,
+            CACHE_VARIABLE,
+        )
 
 
 # --- the comparison -------------------------------------------------------------------------------------------------
@@ -212,12 +217,14 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
                 env=_environment(),
             )
         except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"{where}: a small copy of the model took over {_DEADLINE_S:g} s. {REMEDY}") from error
+            raise ConfigError(
+                f"{where}: running a small copy of the model took over {_DEADLINE_S:g} s. {REMEDY}"
+            ) from error
         if not result_file.is_file():
             last = run.stderr.strip().splitlines()[-8:]
             raise ConfigError(
                 f"{where}: the process that ran a small copy of the model ended with exit code {run.returncode}. "
-                f"{REMEDY}. Its last words:\n" + "\n".join(last)
+                f"{REMEDY}. The end of its error output:\n" + "\n".join(last)
             )
         result = json.loads(result_file.read_text(encoding="utf-8"))
     if "error" in result:
@@ -240,6 +247,6 @@ def _lifeline() -> Iterator[int]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with the variables of a single rank in place of any that this process has."""
+    """This process's environment, but with the variables of a process group set for a single rank."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return {**os.environ, **alone, "OMP_NUM_THREADS": "1"}

@@ -151,7 +151,7 @@ def read_config(path: str | None) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as a model's configuration ({error})") from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{file}: cannot be read as a model's configuration (it holds {fields!r:.80}, no object)")
+        raise ConfigError(f"{file}: cannot be read as a model's configuration (got {fields!r:.80}, not an object)")
     return fields
 
 

@@ -76,7 +76,7 @@ def total_metrics(parts: Iterable[Any]) -> Metrics:
 
 
 def require_scores(returns: Sequence[str], score_names: Sequence[str], role: str) -> None:
-    """Raises ConfigError if `returns` of `Worker.forward_backward` names a score that the model does not have."""
+    """Raises ConfigError if `returns` of a worker's call names a score that the model does not have."""
     for name in returns:
         if name not in score_names:
-            raise ConfigError(f"{role}: returns={name!r} is no score of this model; it has {', '.join(score_names)}")
+            raise ConfigError(f"{role}: returns: got {name!r}; this model has only {', '.join(score_names)}")

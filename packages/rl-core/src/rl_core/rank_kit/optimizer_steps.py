@@ -36,7 +36,7 @@ def step_settings(config: OptimizerConfig, update: OptimizerUpdate | None, *, sc
 
     Args:
         config: settings of all steps.
-        update: settings of this step that differ; None: none do.
+        update: settings of this step that differ from `config`; None: no setting differs.
         scheduled_rate: the schedule's learning rate for this step (`learning_rates.learning_rate`).
     """
     update = update or OptimizerUpdate()

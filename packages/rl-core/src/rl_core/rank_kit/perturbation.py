@@ -1,4 +1,4 @@
-"""Temporary noise on the trained parameters, removed bit for bit. It proves that every tensor reaches the engines.
+"""Temporary noise on the trained parameters, removed bit for bit, to prove that every tensor reaches the engines.
 
 The noise of an element is computed from the seed, the parameter's name in the whole model, and the element's index in
 the parameter (`noise.py`). So the noise does not depend on the mesh, each rank computes its own part, and ranks that

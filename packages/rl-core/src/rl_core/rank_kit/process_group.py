@@ -43,13 +43,13 @@ def join_process_group(rank: RankInfo, device: torch.device) -> None:
     """Creates the default process group; returns when all ranks have joined.
 
     Raises:
-        WorkerError: the process has one already, of another model.
+        WorkerError: the process already has one, which belongs to another model.
     """
     if dist.is_initialized():
         raise WorkerError(
-            f"rank {rank.rank} of {rank.world_size}: this process already has a process group. The models of a run "
-            "that have a single rank share the controller's process: return True from the backend's needs_own_process, "
-            "or let a rank alone use the group that is there (torch.distributed.is_initialized) or none"
+            f"rank {rank.rank} of {rank.world_size}: this process already has a process group. All single-rank "
+            "models of a run share the controller's process: return True from the backend's needs_own_process, or let "
+            "a single rank use the existing group (torch.distributed.is_initialized) or none"
         )
     is_alone = rank.world_size == 1
     dist.init_process_group(

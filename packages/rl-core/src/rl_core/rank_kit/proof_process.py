@@ -50,7 +50,7 @@ class ProofJob:
 
     backend: ModelProving
     spec: WorkerSpec
-    """The run's spec; the comparison uses its own model and one rank."""
+    """The run's spec. The comparison uses the small model instead of its model, and one rank."""
     config: Mapping[str, Any]
     """All fields of transformers' configuration."""
     where: str
@@ -88,8 +88,8 @@ def compare(job: ProofJob) -> Differences:
     """Creates the small model, runs it with transformers and the backend, and compares the results.
 
     Raises:
-        ConfigError: the model cannot be shrunken, transformers cannot build it, or the backend's worker is not
-            `Inspectable`.
+        ConfigError: the configuration cannot be shrunk, transformers cannot build the model, or the backend's worker is
+            not `Inspectable`.
         Exception: whatever the backend raises.
     """
     config = shrunken(job.config, job.where)

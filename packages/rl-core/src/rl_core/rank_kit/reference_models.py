@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rl_core.errors import ConfigError
 
 _MOST_PARAMETERS = 50_000_000
-"""Limit for a small model. A larger one has a size that `shrunken` does not know."""
+"""Limit for a small model. A model above it has a size that `shrunken` does not reduce."""
 _SHARPNESS = 1.2
 """Standard deviation of the elements of queries, keys and router scores."""
 _LOGITS = 1.0
@@ -29,7 +29,7 @@ _LOGITS = 1.0
 _WRITERS = ("o_proj", "out_proj", "dense", "wo", "c_proj", "down_proj", "w2", "embed_tokens", "wte", "word_embeddings")
 """Layers whose outputs are added to the residual stream, which only norms read."""
 _NORMALISED = {"q_proj": "q_norm", "k_proj": "k_norm", "q_a_proj": "q_a_layernorm"}
-"""Layer → the norm beside it, which, if the model has one, is the only reader of the layer's output."""
+"""Layer → the norm that, if the model has it, is the only reader of the layer's output."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -135,8 +135,8 @@ def _kept_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_in_a_checkpoint(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their checkpoint names. transformers holds all experts of a layer in one tensor; a checkpoint has one
-    per expert."""
+    """Tensors by their checkpoint names. transformers stores all experts of a layer in one tensor; a checkpoint has a
+    tensor per expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)

@@ -28,7 +28,7 @@ class RouteShape:
     """Indices of the layers on this rank whose experts follow routes."""
     num_experts: int
     experts_per_token: int
-    """K"""
+    """K: number of experts that the router chooses for a token."""
 
 
 def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
@@ -53,14 +53,14 @@ def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
     if shape is None:
         if arrived:
             raise ConfigError(
-                f"{key}: the batch carries {' and '.join(arrived)}, and router replay is off; set {key}=true, or "
+                f"{key}: the batch carries {' and '.join(arrived)}, but router replay is off; set {key}=true, or "
                 "generator.inference_engine.enable_return_routed_experts=false"
             )
         return
     if len(arrived) < 2:
         raise ConfigError(
-            f"{key}: router replay is on, and the batch carries {arrived[0] if arrived else 'no routes'}, expected "
-            "routed_experts and routed; set generator.inference_engine.enable_return_routed_experts=true, or "
+            f"{key}: router replay is on, but the batch carries {arrived[0] if arrived else 'no routes'}; expected "
+            "routed_experts and routed. Set generator.inference_engine.enable_return_routed_experts=true, or "
             f"{key}=false"
         )
     _require_fitting(batch, shape)
@@ -78,7 +78,7 @@ def _require_fitting(batch: Batch, shape: RouteShape) -> None:
     found = layers_of_routes(batch)
     if len(found) != batch["routed_experts"].shape[1]:
         raise ShapeError(
-            f"routed_experts: {batch['routed_experts'].shape[1]} layers, and route_layers names {len(found)}: {found}"
+            f"routed_experts: {batch['routed_experts'].shape[1]} layers, but route_layers names {len(found)}: {found}"
         )
     missing = [layer for layer in shape.layers if layer not in found]
     if missing:

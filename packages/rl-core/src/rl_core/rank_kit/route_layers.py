@@ -16,7 +16,7 @@ from rl_core.batch import Batch
 
 def with_routes_of(batch: Batch, layers: Sequence[int] | None) -> Batch:
     """The batch with the routes of only these layers of the model; None: of all. Layers that the routes do not have are
-    left out: `require_routes` reports them on the rank. A batch with `route_layers` is returned as it is."""
+    left out: `require_routes` reports them on the rank. A batch with `route_layers` is returned unchanged."""
     if layers is None or "routed_experts" not in batch or "route_layers" in batch:
         return batch
     num_layers = batch["routed_experts"].shape[1]
@@ -29,7 +29,7 @@ def with_routes_of(batch: Batch, layers: Sequence[int] | None) -> Batch:
 
 
 def routes_of(batch: Batch, layers: Sequence[int]) -> Tensor:
-    """`routed_experts` of these layers of the model, [T, M, K]; a view if they are neighbours in the batch."""
+    """`routed_experts` of these layers of the model, [T, M, K]; a view if they are adjacent in the batch."""
     place_of = {layer: place for place, layer in enumerate(layers_of_routes(batch))}
     return _at(batch["routed_experts"], [place_of[layer] for layer in layers])
 

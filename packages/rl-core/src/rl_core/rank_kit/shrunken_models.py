@@ -30,7 +30,7 @@ sizes is detected."""
 _HIDDEN_PER_HEAD = 20
 _WINDOWS = {"sliding_window": 24, "attention_chunk_size": 24}
 _FIRST_LAYERS = ("first_k_dense_replace", "max_window_layers")
-"""Fields with a number of first layers that are of another kind."""
+"""Fields with the number of layers at the start that are of another kind."""
 _SOME_LAYERS = ("mlp_only_layers",)
 """Fields with a list of the layers that are of another kind."""
 _EVERY_NTH_LAYER = (
@@ -59,7 +59,9 @@ def shrunken(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         ConfigError: the configuration is not that of a plain language model, or lacks a size.
     """
     if any(isinstance(config.get(name), Mapping) for name in ("text_config", "vision_config", "encoder", "decoder")):
-        raise ConfigError(f"{where}: {config.get('model_type')} is a model of several; expected a language model alone")
+        raise ConfigError(
+            f"{where}: {config.get('model_type')} combines several models; expected a plain language model"
+        )
     missing = [
         n for n in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not config.get(n)
     ]

@@ -1,5 +1,5 @@
-"""`state.json`, written last, lists the files of a worker's state with sizes and checksums. Without it there is no
-state.
+"""`state.json`, written last, lists the files of a worker's state with sizes and checksums. A directory without it
+contains no complete state.
 
 Each rank computes the checksums of its own files (`FileSystemWriter`). Before any rank loads the state, the ranks share
 the work of checking all files (`require_complete_state`).

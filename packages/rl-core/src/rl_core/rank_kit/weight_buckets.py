@@ -20,11 +20,11 @@ separate passes; chunks of 1 MiB have 0.9 times."""
 
 
 def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Puts tensors into buckets of at most `max_bucket_bytes` (a larger tensor is a bucket of its own).
+    """Puts tensors into buckets of at most `max_bucket_bytes` (a larger tensor gets a separate bucket).
 
     Args:
         named_tensors: full tensors, drained lazily: at most one bucket exists at a time. A tensor must not change until
-            the bucket after its own is drawn.
+            the caller has drawn the bucket after the one that contains it.
         max_bucket_bytes: largest size of a bucket's data.
     """
     pending: list[tuple[str, Tensor]] = []

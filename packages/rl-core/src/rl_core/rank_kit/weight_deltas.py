@@ -2,9 +2,9 @@
 
 It works with any transport, because it sends buckets. A rank keeps the weights that it sent last. An engine keeps the
 weights that it received, each tensor in separate host memory, applies the changes to copies, and loads the whole result
-like any version. The manifests of both sides describe the result. Before it loads a bucket, an engine refuses any
-tensor in it whose checksum differs from the rank's. Held weights are identified by the unique id of their sync, because
-the same version number may be sent twice with different weights.
+like any version. The manifests of both sides describe the result. Before an engine loads a bucket, it compares the
+checksum of every tensor in it with the rank's, and ends the sync with an error if one differs. Held weights are
+identified by the unique id of their sync, because the same version number may be sent twice with different weights.
 
 Layout: a bucket begins with a JSON table with one row per tensor. A row says how its tensor is sent: whole, as
 `Changes`, or not at all if it is unchanged. The data follows in the order of the rows.
@@ -47,7 +47,7 @@ class HeldWeights:
     def require(self, base: str, who: str) -> None:
         """Raises WeightSyncError unless these are the weights of sync `base`."""
         if self.id != base:
-            raise WeightSyncError(f"got changes of the weights {base}, but {who} holds {self.id or 'none'}")
+            raise WeightSyncError(f"got changes relative to weights {base}, but {who} holds {self.id or 'none'}")
 
 
 class DeltaSender:
@@ -93,7 +93,7 @@ class DeltaSender:
             yield bucket
 
     def _kept(self, buckets: Iterator[WeightBucket], records: dict[str, TensorRecord]) -> Iterator[WeightBucket]:
-        """Yields the buckets unchanged, and keeps their tensors."""
+        """Yields the buckets unchanged, and keeps copies of their tensors."""
         for bucket in buckets:
             for name, tensor in unpack_bucket(bucket):
                 self._held.tensors[name] = _copied(tensor)
@@ -131,7 +131,7 @@ def received(
     receiver: WeightReceiver, version: int, delta: Mapping[str, Any] | None, held: HeldWeights
 ) -> Generator[WeightBucket, None, None]:
     """An engine's end: yields the buckets of `receiver.receive`, with every tensor whole. If changes are received, each
-    tensor is compared with the rank's checksum, and its memory is not written again afterwards.
+    resulting tensor is compared with the rank's checksum, and its memory is not modified afterwards.
 
     Args:
         receiver: the receiver of any transport.
@@ -141,8 +141,8 @@ def received(
             without `delta` and after an error.
 
     Raises:
-        WeightSyncError: `receiver` raised it; or the engine does not hold the base; or a tensor with its changes
-            differs from the rank's; or tables and data are incomplete or do not fit each other.
+        WeightSyncError: `receiver` raised it; or the engine does not hold the base; or a tensor differs from the rank's
+            after its changes; or tables and data are incomplete or do not fit each other.
     """
     arriving = receiver.receive(version)
     base, held.tensors = dict(held.tensors), {}
@@ -186,7 +186,7 @@ def _with_changes(bucket: WeightBucket, base: dict[str, Tensor]) -> WeightBucket
     sent = dict(unpack_bucket(bucket))
     tables = [name for name in bucket.names if name.startswith(_TABLE)]
     if len(tables) != 1 or bucket.names[0] != tables[0]:
-        raise WeightSyncError(f"changes were announced, and a bucket begins with {bucket.names[:1]}, not with a table")
+        raise WeightSyncError(f"got a bucket of changes that begins with {bucket.names[:1]}; expected its table first")
     rows = [_Row(*row) for row in json.loads(bytes(sent.pop(tables[0]).numpy()))]
     whole, records = [], []
     for row in rows:
@@ -194,22 +194,22 @@ def _with_changes(bucket: WeightBucket, base: dict[str, Tensor]) -> WeightBucket
         tensor = _made(row, before, sent)
         record = tensor_record(tensor)
         if record != row.record:
-            raise WeightSyncError(f"{row.name} with its changes is {record}, and the rank's is {row.record}")
+            raise WeightSyncError(f"{row.name}: got {record} after its changes, but the rank has {row.record}")
         whole.append((row.name, tensor))
         records.append(record)
     if sent:
-        raise WeightSyncError(f"{len(sent)} tensors came that no table names: {sorted(sent)[:3]}")
+        raise WeightSyncError(f"got {len(sent)} tensors that no table names: {sorted(sent)[:3]}")
     return attrs.evolve(bucket_of(whole), checksums=tuple(record.checksum for record in records))
 
 
 def _made(row: _Row, before: Tensor | None, sent: dict[str, Tensor]) -> Tensor:
     name = row.name if row.width == _WHOLE else f"{row.name}/changes"
     if (row.width == _WHOLE or row.count) and name not in sent:
-        raise WeightSyncError(f"{name} did not come")
+        raise WeightSyncError(f"{name} is named in a table but did not arrive")
     if row.width == _WHOLE:
         return _copied(sent.pop(name))
     if before is None:
-        raise WeightSyncError(f"{row.name} is to be changed, and was not among the weights that the changes are of")
+        raise WeightSyncError(f"got changes of {row.name}, which the weights of the previous sync do not contain")
     if not row.count:
         return before
     tensor = _copied(before)

@@ -44,14 +44,14 @@ def _require_lora(lora: LoraConfig, where: str) -> None:
     if lora.init_method not in LORA_INIT_METHODS:
         raise ConfigError(
             f"{where}.init_method: got {lora.init_method!r}; expected {' or '.join(LORA_INIT_METHODS)}, which "
-            "leave the model's own weights as they are"
+            "leave the model's own weights unchanged"
         )
     if lora.alpha <= 0:
-        raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}: adapters would have no effect")
+        raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}; with 0, adapters have no effect")
 
 
 def require_optimizer(optimizer: T | None, spec: WorkerSpec, call: str) -> T:
     """The optimizer of a trained model. Raises WorkerError if `call` was made on a model that is not trained."""
     if optimizer is None:
-        raise WorkerError(f"{spec.role}: {call} needs an optimizer, and this model was started without one")
+        raise WorkerError(f"{spec.role}: {call} needs an optimizer, but this model was started without one")
     return optimizer

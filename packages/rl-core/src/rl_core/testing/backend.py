@@ -110,8 +110,9 @@ OTHER_STEP = OptimizerUpdate(
 )
 """Settings that all differ from the configuration's."""
 MOVED = 1e-3
-"""Least change that three steps, and half the batch, must make to the weights, and other routes to the log-probs. With
-smaller changes, agreement within the tolerances would prove nothing."""
+"""Smallest change that the controls must show: of the weights after three steps, compared with none and with steps on
+half the batch; of the log-probs with other routes. With smaller changes, agreement within the tolerances would prove
+nothing."""
 
 
 ROUTE_CHECKS = (
@@ -127,7 +128,8 @@ PARITY_CHECKS = (
     "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets",
     "test_bfloat16_errs_by_little_more_than_plain_transformers",
 )
-"""Checks that run on variants with `parity_only`. Offloading is checked in one step, after the three."""
+"""Checks that run on variants with `parity_only`. On these variants, offloading is checked in one further step after
+`test_three_optimizer_steps`."""
 
 
 class BackendConformance:
@@ -146,7 +148,8 @@ class BackendConformance:
     """Modules that a worker imports. Rank processes start faster if these are imported once."""
     tolerances: ClassVar[Tolerances] = Tolerances()
     timeout_s: ClassVar[float] = 240.0
-    """Longest wait for the ranks to answer one call. A call takes seconds, but shared machines pause for a minute."""
+    """Longest wait for the ranks to answer one call. A call takes seconds, but a shared machine may stall for a
+    minute."""
 
     def __init_subclass__(cls) -> None:
         for name, reason in cls.left_out.items():
@@ -177,7 +180,7 @@ class BackendConformance:
     def _require_version(self, version: int) -> None:
         stated = self.backend.contract_version
         if stated < version:
-            pytest.skip(f"of version {version} of the contract; this backend was written for {stated}")
+            pytest.skip(f"this check needs version {version} of the contract; the backend follows version {stated}")
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -221,7 +224,7 @@ class BackendConformance:
         assert self.backend.mesh(case.spec.options, case.world_size).world_size == case.world_size
         group = case.start()
         for rank, abilities in enumerate(group.call(SuiteHost.fulfilled)):
-            assert {"Worker", "Inspectable"} <= abilities, f"rank {rank} is only {sorted(abilities)}"
+            assert {"Worker", "Inspectable"} <= abilities, f"rank {rank} implements only {sorted(abilities)}"
         group.close()
 
     def test_a_missing_model_is_a_configuration_error(self, case: Case) -> None:
@@ -246,8 +249,8 @@ class BackendConformance:
         assert published.manifest.version == 3, f"version 3 was published as {published.manifest.version}"
         largest = max(weight.nbytes for weight in expected.values())
         sizes = [size for of_rank in published.bucket_bytes for size in of_rank]
-        assert max(sizes) <= max(10_000, largest), f"a bucket of {max(sizes)} bytes, allowed were 10000 or one tensor"
-        assert len(sizes) > 1, "everything came in one bucket"
+        assert max(sizes) <= max(10_000, largest), f"a bucket has {max(sizes)} bytes; allowed are 10000 or one tensor"
+        assert len(sizes) > 1, "all weights came in one bucket; expected several"
         require_equal(group.weights(), expected, "exported again")
         case.keep(group)
 
@@ -280,7 +283,7 @@ class BackendConformance:
     # --- routes ---
 
     def test_routes_of_another_token_or_layer_give_other_logprobs(self, case: Case) -> None:
-        """A control: otherwise a backend that mixes up routes would pass."""
+        """A control, without which a backend that mixes up routes would pass."""
         group, expected = case.start(), expected_scores(case.reference, case.batch)["logprobs"]
         others = other_routes(case)
         for batch in others:
@@ -318,7 +321,7 @@ class BackendConformance:
         for rank, part in enumerate(group.ranks.last_results):
             if group.mesh.returns_results(rank):
                 weight = part["loss"][1]
-                assert weight == 1.0, f"loss of rank {rank} weighs {weight}; a call weighs 1, whatever it was cut into"
+                assert weight == 1.0, f"loss of rank {rank} has weight {weight}; expected 1, however it is split"
         assert all(weight >= 0 for _, weight in metrics.values())
         expected = backward(case.reference, case.batch, LOSS)
         self.require_same_loss(case, "loss", metrics["loss"][0], expected)
@@ -337,7 +340,9 @@ class BackendConformance:
         ratio_T = (scores["logprobs"] - case.batch["old_logprobs"])[mask_T].exp()
         for name, values_T in {"entropy": scores["entropies"][mask_T], "ratio": ratio_T}.items():
             total, weight = metrics[name]
-            assert weight == int(mask_T.sum()), f"{name} weighs {weight}, trained are {int(mask_T.sum())} tokens"
+            assert weight == int(mask_T.sum()), (
+                f"{name} has weight {weight}; there are {int(mask_T.sum())} trained tokens"
+            )
             require_close(torch.tensor(total / weight), values_T.mean(), 10 * self.tolerances.logprob, name)
 
     def test_a_training_pass_returns_the_scores_that_it_is_asked_for(self, case: Case) -> None:
@@ -369,13 +374,13 @@ class BackendConformance:
         # Adding a number to itself is exact: only another summation order could make a difference.
         difference = largest_difference(group.gradients(), twice)
         limit = 1e-6 * max(float(gradient.abs().max()) for gradient in twice.values())
-        assert difference <= limit, f"with the same log-probs given the gradient differs by {difference:.1e}"
+        assert difference <= limit, f"with these log-probs as old_logprobs the gradient differs by {difference:.1e}"
 
     def test_scoring_gives_the_scores_that_it_is_asked_for(self, case: Case) -> None:
         self._require_version(3)
         group = case.start()
         found = group.forward(case.batch, LIMITS, temperature=TEMPERATURE, returns=("logprobs",))
-        assert set(found) == {"logprobs"}, f"asked for log-probs, forward returned {sorted(found)}"
+        assert set(found) == {"logprobs"}, f"expected only logprobs, forward returned {sorted(found)}"
         expected = expected_scores(case.reference, case.batch)["logprobs"]
         require_close(found["logprobs"], expected, self.tolerances.logprob, "log-probs alone")
         case.keep(group)
@@ -400,16 +405,16 @@ class BackendConformance:
         before = group.weights()
         group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
         first = group.gradients()
-        require_equal(group.gradients(), first, "looked at twice")
-        require_equal(group.weights(), before, "after a look at the gradients")
+        require_equal(group.gradients(), first, "gradients read twice")
+        require_equal(group.weights(), before, "after reading the gradients")
         group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
         twice = {name: 2 * gradient for name, gradient in first.items()}
-        # The same numbers are added to themselves. Sums that are kept in bfloat16 are rounded to 8 bits.
+        # The same numbers are added to themselves. Sums stored in bfloat16 are rounded to 8 bits.
         difference = largest_difference(group.gradients(), twice)
         largest = max(float(gradient.abs().max()) for gradient in twice.values())
-        assert difference <= 0.02 * largest, f"a second pass after a look adds another gradient, off by {difference:g}"
+        assert difference <= 0.02 * largest, f"a second pass after reading gradients is off by {difference:g}"
         group.optim_step()
-        assert largest_difference(group.weights(), before) > 0, "a step after a look moves no weight"
+        assert largest_difference(group.weights(), before) > 0, "a step after reading the gradients changes no weight"
 
     def test_what_stands_outside_the_loss_mask_does_not_matter(self, case: Case) -> None:
         group = case.start()
@@ -439,13 +444,13 @@ class BackendConformance:
                 scaled = update.gradient_scale * without.grad_norm
                 assert step.grad_norm == pytest.approx(scaled, rel=self.tolerances.gradient_norm)
         moved = largest_difference(weights(case.reference), weights(plain))
-        assert moved >= MOVED, f"the other step moved the weights by {moved:.1e} only: this test would see nothing"
+        assert moved >= MOVED, f"the other settings change the weights by only {moved:.1e}, too little for this test"
         difference, limit = largest_difference(group.weights(), weights(case.reference)), self._weight_tolerance(case)
-        assert difference <= limit, f"weights after another step differ by {difference:.1e}, allowed {limit:g}"
+        assert difference <= limit, f"weights after these steps differ by {difference:.1e}, allowed {limit:g}"
 
     def test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch(self, case: Case) -> None:
-        """Loss weights are undivided, and the step divides (`trainer.stream_groups`). Between the parts the model
-        scores, exports and saves, which must neither contain nor change pending gradients. A state saved in the middle
+        """Loss weights are undivided, and the step divides (`trainer.stream_groups`). Between the parts, the worker
+        scores, exports and saves; this must neither include nor change pending gradients. A state saved in the middle
         of the second step equals that after the first step."""
         self._require_version(2)
         group = case.start()
@@ -477,7 +482,7 @@ class BackendConformance:
         assert expected is not None
         assert again.grad_norm == pytest.approx(expected.grad_norm, rel=self.tolerances.gradient_norm)
         difference = largest_difference(group.weights(), weights(case.reference))
-        assert difference <= limit, f"the second step, taken again from its middle, differs by {difference:.1e}"
+        assert difference <= limit, f"the second step, repeated from the saved state, differs by {difference:.1e}"
 
     def test_three_optimizer_steps(self, case: Case) -> None:
         group, before = case.start(), weights(case.reference)
@@ -487,14 +492,14 @@ class BackendConformance:
             backward(case.reference, batch, LOSS)
             step, expected_step = group.optim_step(), case.reference.optim_step()
             assert step.learning_rate == pytest.approx(rate), (
-                "num_warmup_steps=2: the steps are at 1/2, 2/2, 2/2 of the rate"
+                "with num_warmup_steps=2, the three steps have 1/2, 2/2 and 2/2 of the rate"
             )
             assert not step.skipped
             norms.append(abs(step.grad_norm / expected_step.grad_norm - 1.0))
         self.measure(case, "gradient norm", max(norms), self.tolerances.gradient_norm, "gradient norms differ")
         expected = weights(case.reference)
         moved = largest_difference(expected, before)
-        assert moved >= MOVED, f"the weights moved by {moved:.1e} only: this test would see nothing"
+        assert moved >= MOVED, f"the steps change the weights by only {moved:.1e}, too little for this test"
         self.require_close(case, "weights", group.weights(), expected, self._weight_tolerance(case))
         halved = case.new_reference()
         for batch in steps_of(case.batch):
@@ -538,9 +543,9 @@ class BackendConformance:
         unmoved = [name for name, weight in noisy.items() if torch.equal(weight, before[name])]
         assert not unmoved or (case.spec.model.lora.rank and len(unmoved) < len(noisy)), f"no noise on {unmoved[:3]}"
         logprobs_T = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
-        assert logprobs_T.isfinite().all(), "with noise the model still computes"
+        assert logprobs_T.isfinite().all(), "log-probs of the model with noise are not finite"
         group.call(Perturbable.restore)
-        require_equal(group.weights(), before, "noise put on and taken away")
+        require_equal(group.weights(), before, "noise added and removed")
 
     def test_the_gradient_is_clipped_by_its_global_norm(self, case: Case) -> None:
         large = case.batch.with_columns(loss_weights=case.batch["loss_weights"] * 100)
@@ -549,7 +554,9 @@ class BackendConformance:
         backward(case.reference, large, LOSS)
         norm, expected = group.optim_step().grad_norm, case.reference.optim_step().grad_norm
         assert expected > 10 * OPTIMIZER.max_grad_norm
-        assert norm == pytest.approx(expected, rel=self.tolerances.gradient_norm), "it is the norm before clipping"
+        assert norm == pytest.approx(expected, rel=self.tolerances.gradient_norm), (
+            "grad_norm must be the norm before clipping"
+        )
 
     def test_a_gradient_that_is_not_finite_skips_step_and_schedule(self, case: Case) -> None:
         group = case.start()
@@ -559,12 +566,12 @@ class BackendConformance:
         broken = case.batch.with_columns(loss_weights=broken_T)
         group.forward_backward(broken, LIMITS, LOSS, temperature=TEMPERATURE)
         step = group.optim_step()
-        assert step.skipped, "a gradient is nan, and the step was taken"
-        assert not step.grad_norm < float("inf"), f"a gradient is nan, and the norm is {step.grad_norm}"
+        assert step.skipped, "a gradient is NaN, but the step was taken"
+        assert not step.grad_norm < float("inf"), f"a gradient is NaN, but the norm is {step.grad_norm}"
         require_equal(group.weights(), before, "after a skipped step")
         group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
         backward(case.reference, case.batch, LOSS)
-        assert group.optim_step().learning_rate == pytest.approx(0.5e-3), "a skipped step advances no schedule"
+        assert group.optim_step().learning_rate == pytest.approx(0.5e-3), "a skipped step must not advance the schedule"
         case.reference.optim_step()
         after, tolerance = group.weights(), self.tolerances.tied_weight
         for name, weight in weights(case.reference).items():
@@ -585,7 +592,7 @@ class BackendConformance:
         except ConfigError as error:
             if "trainer.bf16" not in str(error):
                 raise
-            pytest.skip(f"the backend computes in float32 alone, and says so: {error}")
+            pytest.skip(f"the backend refuses bfloat16: {error}")
         variant = case.variant
         batches = {"forced_routes": variant.forced_routes, "shared_beginnings": variant.shares_prefixes}
         key = repr((sorted(variant.checkpoint.items()), batches))
@@ -595,7 +602,7 @@ class BackendConformance:
         found = course(group, baseline.batches, LIMITS, group.weights)
         own, plain = map(attrs.asdict, baseline.errors(found))
         for name, unit in plain.items():
-            message = f"off float32 by {own[name]:.1e}, plain transformers in bfloat16 by {unit:.1e}"
+            message = f"differs from float32 by {own[name]:.1e}, plain transformers in bfloat16 by {unit:.1e}"
             self.measure(case, f"bf16 {name}", own[name] / unit, self.tolerances.bfloat16, message, unit=unit)
 
     # --- weights and state ---
@@ -608,7 +615,7 @@ class BackendConformance:
         second.call(Worker.load_state, case.directory / "state")
         require_equal(second.weights(), first.weights(), "loaded")
         steps = [train_step(first, case), train_step(second, case)]
-        assert steps[0] == steps[1], f"the step after loading is {steps[1]}, without saving and loading {steps[0]}"
+        assert steps[0] == steps[1], f"the step after loading is {steps[1]}, without loading it is {steps[0]}"
         after = second.weights()
         for name, weight in first.weights().items():
             require_close(after[name], weight, self.tolerances.weight, f"{name}, a step after loading")
@@ -698,7 +705,9 @@ class BackendConformance:
         require_equal(weights(saved), group.weights(), "saved model")
         text = "3+4=7"
         tokenizers = [AutoTokenizer.from_pretrained(path) for path in (case.directory / "model", case.spec.model.path)]
-        assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids, "the tokenizer is another one"
+        assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids, (
+            "the saved tokenizer encodes text differently"
+        )
 
     # --- how differences are judged ---
 
@@ -733,7 +742,7 @@ class BackendConformance:
     def require_same_loss(
         self, case: Case, quantity: str, found: float, expected: float, *, loaded_at: str | None = None
     ) -> None:
-        """Measures the relative difference of a loss."""
+        """Measures the relative difference of a loss, and raises AssertionError if it is above the tolerance."""
         error = abs(found - expected) / abs(expected)
         message = f"loss {found}, expected {expected}"
         self.measure(case, quantity, error, self.tolerances.loss, message, loaded_at=loaded_at)
@@ -748,7 +757,8 @@ class BackendConformance:
         *,
         loaded_at: str | None = None,
     ) -> None:
-        """Measures the largest absolute difference of tensors by name."""
+        """Measures the largest absolute difference of tensors by name, and raises AssertionError if it is above
+        `limit`."""
         require_same_names(actual, expected, quantity)
         for name, tensor in expected.items():
             assert actual[name].shape == tensor.shape, f"{name}: {actual[name].shape}, expected {tensor.shape}"
@@ -797,7 +807,7 @@ def other_routes(case: Case) -> list[Batch]:
     by_token_TLK, by_layer_TLK = case.batch["routed_experts"].roll(1, 0), case.batch["routed_experts"].clone()
     by_layer_TLK[:, layers] = by_layer_TLK[:, layers[1:] + layers[:1]]
     late_T = case.batch["routed"] & case.batch["routed"].roll(1)
-    assert len(layers) > 1, "with one layer of experts there is no other one to take routes from"
+    assert len(layers) > 1, "the model needs at least two layers with experts"
     return [
         case.batch.with_columns(routed_experts=by_token_TLK, routed=late_T),
         case.batch.with_columns(routed_experts=by_layer_TLK),
@@ -848,7 +858,7 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
 
 
 def require_close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    """Raises AssertionError, with the largest difference and its position, if that is above `tolerance`."""
+    """Raises AssertionError, with the largest difference and its position, if the difference is above `tolerance`."""
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     difference = (actual - expected).abs().reshape(-1)
     worst = int(difference.argmax())

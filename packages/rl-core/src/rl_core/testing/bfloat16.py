@@ -1,11 +1,11 @@
 """Measures a worker's bfloat16 error, as a multiple of the error of plain transformers in bfloat16.
 
-bfloat16 has eight bits, so no two correct implementations agree, and no absolute limit separates wrong from correct
-ones. But the error of plain transformers shows how much rounding is due to the model itself. A worker with a 50 %
-larger error rounds where it should not (log-probs, trained weights).
+bfloat16 has eight significant bits, so no two correct implementations agree, and no absolute limit separates wrong from
+correct ones. But the error of plain transformers shows how much rounding is due to the model itself. A worker with a
+50 % larger error rounds where it should not (log-probs, trained weights).
 
-The checkpoint is stored in bfloat16, so that the course in float32 starts from the same weights. Errors are means over
-many numbers, because the errors of two correct implementations at single tokens differ by factors of ten and more.
+The checkpoint is stored in bfloat16, so that the float32 computation starts from the same weights. Errors are means
+over many numbers, because the errors of two correct implementations at single tokens differ by factors of ten and more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rl_core.testing.forced_routes import routers
 from rl_core.testing.reference_worker import ReferenceWorker
 
 NUM_BATCHES = 4
-"""836 tokens in total. With other seeds, the multiples of a mesh change by at most 0.1."""
+"""836 tokens in total. With other seeds, the multiple that is measured for a mesh changes by at most 0.1."""
 NUM_BATCHES_OF_ROUTERS = 16
 """For models whose own routers choose the experts. Rounding flips about one choice in a hundred, and the flips cause
 most of the error. Measured multiples: 1 to 3.9 with 4 batches, 0.98 to 1.06 with 32."""
@@ -96,7 +96,7 @@ class Errors:
 
 
 def make_batches(reference: ReferenceWorker, *, forced_routes: bool, shared_beginnings: bool = False) -> list[Batch]:
-    """The batches for courses, made so that means are stable.
+    """The batches for courses, chosen so that the means are stable.
 
     Old log-probs are the reference's own, and all tokens have the same weight. Otherwise rounding near a clipping bound
     could switch off the gradient of a token with a large weight, which may be most of the batch's gradient. Forced

@@ -50,7 +50,7 @@ class Variant:
     parity_only: bool = False
     """Run only the checks of the parity table: for further combinations of what other variants check separately."""
     marks: tuple[str, ...] = attrs.field(default=(), eq=False)
-    """Names of pytest markers for its checks, with which they can be deselected."""
+    """Names of pytest markers for the variant's checks, with which they can be deselected."""
 
     def __str__(self) -> str:
         changes = {**_changed(self.options), **self.spec, **self.checkpoint}
@@ -175,11 +175,11 @@ def open_case(
     Args:
         backend: the backend under test.
         options: the suite's options.
-        variant: replaces some of them.
+        variant: the variant; it may replace the options.
         directory: an existing directory, only for this case.
         checkpoint: the checkpoint that `variant.checkpoint` describes, if it exists already; it is only read.
         timeout_s: longest wait for the ranks.
-        kept: kept ranks, shared with other cases; None: the case has its own, which end with it.
+        kept: kept ranks, shared with other cases; None: kept only within this case.
     """
     if checkpoint is None:
         checkpoint = make_checkpoint(directory / "model", **variant.checkpoint)
@@ -226,7 +226,7 @@ def make_batch(
     """Eight sequences of 1 to 61 tokens, with prompts and observations. One has a single token, one is not trained on.
 
     Old log-probs are close to the current ones, so that some ratios are clipped and most are not. Values outside the
-    loss mask must not matter and are large.
+    loss mask are large, so that a worker that reads them fails.
 
     Args:
         reference: scores the tokens.
@@ -273,7 +273,7 @@ def make_routes(
     """`routed_experts` and `routed` of one sequence: random experts, not the router's, in all layers with experts.
 
     As with an engine, the last token has no route; with `has_gaps`, some other tokens have none either. Entries that
-    must not be read (of these tokens, and of dense layers) are 255, which is no expert of a tiny model.
+    must not be read (of these tokens, and of dense layers) are 255, which is not an expert id of the tiny models.
     """
     config = reference.model.config.get_text_config()
     generator = torch.Generator().manual_seed(seed)

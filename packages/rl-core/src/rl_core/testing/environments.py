@@ -8,7 +8,7 @@ A plug-in's author writes
         rewards = {"4": 1.0, "5": 0.0}
 
 and runs pytest. `rewards` maps a response, which is repeated in every turn, to the total reward of the episode. A tuple
-has one response per turn; its last one is repeated.
+contains one response per turn, and its last response is repeated.
 
 Checks of optional Protocols (`Tools`, `Placement`, `Snapshotable`) are skipped if the environment does not implement
 them.
@@ -51,7 +51,7 @@ Responses = str | tuple[str, ...]
 _MAX_TURNS = 100
 _WAIT_S = 60.0
 _LONGEST_PAUSE_S = 2.0
-"""Much longer than scoring takes, and than the pauses of a busy machine."""
+"""Much longer than scoring takes, and longer than the pauses of a busy machine."""
 
 
 class EnvironmentConformance:
@@ -80,7 +80,7 @@ class EnvironmentConformance:
         _require_prompt(_run(reset()))
 
     def test_responses_get_the_rewards_they_deserve(self) -> None:
-        assert len(set(self.rewards.values())) > 1, "`rewards` needs a good and a bad response to prove anything"
+        assert len(set(self.rewards.values())) > 1, "`rewards` must contain responses with different rewards"
         for response, reward in self.rewards.items():
             results = _run(self._play(response))
             assert math.isclose(sum(r.reward for r in results), reward, abs_tol=1e-9), (response, results)
@@ -94,12 +94,12 @@ class EnvironmentConformance:
                 assert math.isfinite(result.reward), result
                 assert all(math.isfinite(value) for value in result.metrics.values()), result
                 if result.done:
-                    assert result.observation is None, "an episode that is done has nothing more to show"
+                    assert result.observation is None, "the last result of an episode must have no observation"
                 else:
-                    assert result.observation is not None, "an episode that goes on must say what the policy sees"
+                    assert result.observation is not None, "a result without `done` must have an observation"
                     _require_prompt(result.observation)
             names.add(frozenset(results[-1].metrics))
-        assert len(names) == 1, f"every episode reports the same metrics, or their means are wrong: {names}"
+        assert len(names) == 1, f"all episodes must report the same metrics, so that their means are right: {names}"
 
     def test_observations_go_on_as_the_episode_began(self) -> None:
         async def reset() -> Prompt:
@@ -110,9 +110,9 @@ class EnvironmentConformance:
             shown = [result.observation for result in _run(self._play(response)) if result.observation is not None]
             for observation in shown:
                 if not isinstance(observation, str):
-                    assert not is_text, "an episode that began with text goes on with text"
+                    assert not is_text, "an episode that begins with text must continue with text"
                     roles = [message["role"] for message in observation]
-                    assert "assistant" not in roles, "the assistant is the policy: an observation does not speak for it"
+                    assert "assistant" not in roles, "an observation must not contain messages of the assistant"
 
     def test_a_response_that_is_empty_or_cut_off_is_judged(self) -> None:
         for response in ("", *self.rewards):
@@ -157,14 +157,16 @@ class EnvironmentConformance:
             raise AssertionError(str(error)) from error
         for tool in offered[0]:
             parameters = tool["function"].get("parameters", {"type": "object"})
-            assert parameters.get("type") == "object", f"a function's parameters are the schema of an object: {tool}"
+            assert parameters.get("type") == "object", (
+                f"a function's parameters must be the JSON schema of an object: {tool}"
+            )
             unknown = set(parameters.get("required", ())) - set(parameters.get("properties", ()))
             assert not unknown, f"required parameters that are not among the properties: {unknown}"
 
     def test_an_episode_with_tools_begins_with_messages(self) -> None:
         if self._offered_tools():
             assert not isinstance(_run(self._opened(lambda environment, prompt: _value(prompt))), str), (
-                "tools are shown by the chat template: text is shown without one"
+                "an environment with tools must begin with messages, because only the chat template shows tools"
             )
 
     def test_it_runs_where_its_placement_says(self) -> None:
@@ -182,14 +184,14 @@ class EnvironmentConformance:
     def test_it_does_not_hold_up_other_episodes(self) -> None:
         factory = type(self).factory
         if _placement_of(factory) != "in_process":
-            pytest.skip("it has a thread or process of its own")
+            pytest.skip("the environment runs in a separate thread or process")
         for response in self.rewards:
             # The first run may import modules. Of three more runs, a busy machine is unlikely to stall all.
             _run(self._play(response))
             pause_s = min(_run(_longest_pause(self._play(response))) for _ in range(3))
             assert pause_s < _LONGEST_PAUSE_S, (
-                f"all episodes stood still for {pause_s:.1f} s: await what takes time, or leave out placement = "
-                "'in_process'"
+                f"the environment blocked all episodes for {pause_s:.1f} s: await slow operations, or remove "
+                "placement = 'in_process'"
             )
 
     def test_an_episode_goes_on_from_a_snapshot(self) -> None:
@@ -200,23 +202,23 @@ class EnvironmentConformance:
         for response in self.rewards:
             whole = _run(self._play(response))
             snapshots: list[bytes] = []
-            assert _run(self._play(response, snapshots=snapshots)) == whole, "a snapshot changed the episode"
-            # The environment that gave the snapshots is closed by now.
+            assert _run(self._play(response, snapshots=snapshots)) == whole, "taking snapshots changed the episode"
+            # The environment from which the snapshots were taken is closed by now.
             for turn, state in enumerate(snapshots):
-                assert isinstance(state, bytes), f"a snapshot is bytes, got {type(state).__name__}"
+                assert isinstance(state, bytes), f"a snapshot must be bytes, got {type(state).__name__}"
                 continued = _run(self._play(response, restored=(turn, state)))
                 assert continued == whole[turn:], (
-                    f"{response}: restored after {turn} turns, the episode goes on otherwise"
+                    f"{response}: restored after {turn} turns, the episode continues differently"
                 )
 
     def _offered_tools(self) -> Sequence[ToolSchema]:
         if not isinstance(self._make(), Tools):
-            pytest.skip("the environment has no Tools, which one may offer or not")
+            pytest.skip("the environment does not implement the optional Protocol Tools")
 
         async def tools(environment: Environment, _: Prompt) -> Sequence[ToolSchema]:
             assert isinstance(environment, Tools)
             offered = environment.tools()
-            assert isinstance(offered, Awaitable), "`tools` is an async method"
+            assert isinstance(offered, Awaitable), "`tools` must be an async method"
             return json.loads(json.dumps(await offered, default=repr))
 
         return _run(self._opened(tools))
@@ -247,7 +249,7 @@ class EnvironmentConformance:
         """The results of an episode.
 
         Args:
-            snapshots: receives a snapshot from before each turn; None: takes none.
+            snapshots: list to which a snapshot is appended before each turn; None: no snapshots are taken.
             restored: (turn, snapshot from before this turn) with which the episode begins.
         """
         environment = self._make()
@@ -267,7 +269,7 @@ class EnvironmentConformance:
                     assert isinstance(environment, Snapshotable)
                     snapshots.append(await environment.snapshot())
                 response = said[min(first + len(results), len(said) - 1)]
-                # One token per character: environments that read tokens see their number.
+                # One token per character, because environments may read the number of tokens.
                 action = Action(text=response, tokens=tuple(map(ord, response)), stop_reason=stop_reason)
                 # Yields to the event loop in each turn, so that concurrent episodes interleave.
                 await asyncio.sleep(0)
@@ -295,7 +297,9 @@ def _require_pickles(parts: Mapping[str, object]) -> None:
             pickle.dumps(part)
         except Exception as error:
             # An object's own pickling code may raise anything.
-            raise AssertionError(f"its {name} cannot be sent to a process: {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"the {name} cannot be sent to another process: {type(error).__name__}: {error}"
+            ) from error
 
 
 async def _value(value: T) -> T:

@@ -76,7 +76,9 @@ class GeneratorConformance:
         trajectories = self._play(client)
         assert any(exchange.completion.stop_reason == "abort" for exchange in client.exchanges)
         for trajectory in trajectories:
-            assert all(step.stop_reason != "abort" for step in trajectory.steps), "a part was taken for the whole"
+            assert all(step.stop_reason != "abort" for step in trajectory.steps), (
+                "a sample that the engine aborted was not continued"
+            )
         _require_the_engines_tokens(trajectories, client.exchanges)
 
     def test_every_request_has_an_id_of_its_own(self) -> None:
@@ -110,8 +112,8 @@ class GeneratorConformance:
         failed = [trajectory for trajectory in trajectories if trajectory.failure is not None]
         assert 0 < len(failed) < len(trajectories)
         for trajectory in failed:
-            assert "the engine is gone" in (trajectory.failure or ""), "a failure says why"
-            assert "file:12" in (trajectory.failure or ""), "a failure names the row"
+            assert "the engine is gone" in (trajectory.failure or ""), "a failure must contain the engine's error"
+            assert "file:12" in (trajectory.failure or ""), "a failure must name the row"
 
     # --- what the tests share -----------------------------------------------------------------------------------------
 
@@ -188,7 +190,7 @@ def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: S
         tokens = _tokens_of(exchange)
         # A generator may discard an answer, unless a step contains its tokens.
         if any(tokens == tuple(step.tokens[: len(tokens)]) for step in steps):
-            assert num_trained[number] == len(exchange.completion.tokens), "each sampled token is trained on once"
+            assert num_trained[number] == len(exchange.completion.tokens), "each sampled token must be trained on once"
 
 
 def _trained_tokens(
@@ -196,23 +198,27 @@ def _trained_tokens(
 ) -> Counter[int]:
     """Index of an exchange → number of its tokens that the step trains on."""
     num_trained: Counter[int] = Counter()
-    assert step.sampled[-1], "a step ends with a sampled token"
+    assert step.sampled[-1], "a step must end with a sampled token"
     for position, is_sampled in enumerate(step.sampled):
         logprob, version = step.rollout_logprobs[position], step.policy_version[position]
         if not is_sampled:
-            assert (logprob, version) == (0.0, -1), "a token that was not sampled has a log-prob or a version"
+            assert (logprob, version) == (0.0, -1), "a token that was not sampled must have log-prob 0 and version -1"
             continue
         assert logprob in origins, "the log-prob of a sampled token is not the engine's"
         number, offset = origins[logprob]
         exchange = exchanges[number]
-        assert position == len(exchange.request.prompt_tokens) + offset, "the log-prob is another token's"
-        assert version == exchange.completion.policy_versions[offset], "the version is another token's"
+        assert position == len(exchange.request.prompt_tokens) + offset, "the log-prob belongs to another token"
+        assert version == exchange.completion.policy_versions[offset], "the version belongs to another token"
         num_trained[number] += 1
     for number in num_trained:
         tokens = _tokens_of(exchanges[number])
-        assert tokens == tuple(step.tokens[: len(tokens)]), "the tokens are not the request's and its answer's"
+        assert tokens == tuple(step.tokens[: len(tokens)]), (
+            "the step does not begin with the tokens of the request and its answer"
+        )
     last = exchanges[origins[step.rollout_logprobs[-1]][0]]
-    assert tuple(step.tokens) == _tokens_of(last), "a step's tokens are those of its last request and its answer"
+    assert tuple(step.tokens) == _tokens_of(last), (
+        "a step must consist of the tokens of its last request and the answer"
+    )
     return num_trained
 
 

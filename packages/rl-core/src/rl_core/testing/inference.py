@@ -1,7 +1,7 @@
 """Conformance suite of inference engines. It checks that log-probs are the model's, that no request is lost, and that
 answers name their weight versions.
 
-Plug-in authors write
+A plug-in's author writes
 
     class TestMyEngine(InferenceClientConformance):
         transport = my_transport
@@ -381,7 +381,7 @@ class InferenceClientConformance:
     def test_a_prepared_version_is_served_when_its_own_sync_says_so(self, bench: Bench) -> None:
         client = bench.client
         if not (isinstance(client, WeightPreparing) and bench.transport.is_staged):
-            pytest.skip("the client is not WeightPreparing, or the transport not staged")
+            pytest.skip("the client is not WeightPreparing, or the transport is not staged")
         version, given_up, tensors = bench.version + 1, bench.perturbed(31), bench.perturbed(32)
 
         async def prepare(tensors: dict[str, Tensor]) -> Rendezvous:
@@ -443,7 +443,7 @@ class InferenceClientConformance:
         for request, completion, old_R in zip(requests, completions, old, strict=True):
             versions_R = torch.tensor(completion.policy_versions)
             assert set(completion.policy_versions) <= {before, version}
-            assert versions_R.diff().ge(0).all(), "once under new weights, a request stays there"
+            assert versions_R.diff().ge(0).all(), "a request must not return to old weights after an update"
             own_R = torch.where(versions_R == version, bench.own_logprobs_R(request, completion), old_R)
             self._require_close(completion.logprobs, own_R)
         return [completion.policy_versions[-1] == version for completion in completions]

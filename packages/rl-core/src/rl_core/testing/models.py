@@ -14,7 +14,7 @@ FAMILIES: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
 MOE_FAMILIES: tuple[Family, ...] = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3")
 """Families with eight experts, two per token. DeepSeek's first layer is dense, and its attention is latent (MLA)."""
 ALPHABET = "0123456789+-*=?., abcdefghijklmnopqrstuvwxyz\n"
-"""Characters that the tokenizer knows, one token each."""
+"""Characters in the tokenizer's vocabulary, one token each."""
 
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -77,7 +77,7 @@ def make_checkpoint(
         tie_word_embeddings: whether the output layer shares the input embedding.
         dtype: dtype of the stored weights.
         seed: the same seed writes the same weights.
-        config: fields of the family's configuration class that differ from the tiny ones.
+        config: fields of the family's configuration class that replace those of the tiny model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

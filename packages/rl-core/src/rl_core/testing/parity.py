@@ -23,23 +23,23 @@ QUANTITIES: dict[str, str] = {
     "gradients": "L2 of the difference of all parameters over L2 of the gradient",
     "gradient norm": "relative, worst of three steps",
     "weights": "absolute, any weight, after three AdamW steps of 0.5e-3, 1e-3 and 1e-3",
-    "weights, offloaded": "the same, moved off the device and back around every phase; in rows that run only these "
-    "checks, after one more step so moved",
-    "exported": "absolute, any weight, as they were loaded",
-    "other routes": "the control: log-probs of the reference with every route one token late, or one layer off",
-    "half the batch": "the control: `weights` of a reference that saw half of each step's sequences",
-    "loaded weights": "absolute, any weight, at once",
-    "next loss": "relative, after loading, against the ranks that saved",
-    "next step": "absolute, any weight, one step after loading, against the ranks that saved",
+    "weights, offloaded": "the same, with weights moved off the device and back around every phase; in rows that run "
+    "only the checks of this table, after one further step of this kind",
+    "exported": "absolute, any weight, before training",
+    "other routes": "control: change of the reference's log-probs if all routes are shifted by one token or one layer",
+    "half the batch": "control: `weights`, for a reference that trains on half of each step's sequences",
+    "loaded weights": "absolute, any weight, right after loading",
+    "next loss": "relative, after loading, compared with the ranks that saved",
+    "next step": "absolute, any weight, one step after loading, compared with the ranks that saved",
 }
 """Quantities measured in float32, in the table's order → how they are measured."""
 BFLOAT16_QUANTITIES: dict[str, str] = {
     "bf16 logprobs": "mean absolute difference in nats",
     "bf16 direction": "1 − the cosine of the angle between the gradients of all parameters",
-    "bf16 weights": "after three AdamW steps, RMS difference over the RMS of what the steps changed",
-    "bf16 engine and trainer": "mean absolute difference in nats between the log-probs of engine and trainer, each in "
-    "bfloat16, in multiples of √2 plain errors of log-probs, since both err",
-    "bf16 engine and replaying trainer": "the same, of a trainer that follows the engine's routes",
+    "bf16 weights": "after three AdamW steps, RMS difference over the RMS of the steps' changes",
+    "bf16 engine and trainer": "mean absolute difference in nats between the log-probs of engine and trainer, both in "
+    "bfloat16, in multiples of √2 times the plain error of log-probs, because both have an error",
+    "bf16 engine and replaying trainer": "the same, for a trainer that follows the engine's routes",
 }
 """Quantities measured in bfloat16 → how they are measured."""
 
@@ -57,14 +57,14 @@ class Measurement:
     at_least: bool = False
     """The difference must be at least the limit (a control) instead of at most."""
     loaded_at: str | None = None
-    """The mesh that loaded a state which `mesh` saved."""
+    """The mesh that loaded the state saved by `mesh`; None: no state was loaded."""
     unit: float | None = None
     """For a bfloat16 quantity: `difference` is a multiple of this."""
 
     def __attrs_post_init__(self) -> None:
         if self.quantity not in QUANTITIES | BFLOAT16_QUANTITIES:
             known = ", ".join(QUANTITIES | BFLOAT16_QUANTITIES)
-            raise ValueError(f"Measurement: {self.quantity!r} is none of {known}")
+            raise ValueError(f"Measurement: quantity: got {self.quantity!r}, expected one of {known}")
 
     def __str__(self) -> str:
         if self.unit is not None:
@@ -85,7 +85,7 @@ def write_down(measurement: Measurement) -> None:
 
 
 def read_measurements(directory: Path) -> list[Measurement]:
-    """The measurements in all files; of several of the same quantity, the worst."""
+    """The measurements in all files. If a quantity was measured several times for a row, only the worst."""
     worst: dict[tuple[str, str, str, str], Measurement] = {}
     for path in sorted(directory.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -125,11 +125,11 @@ def _bfloat16_section(measurements: Sequence[Measurement]) -> str:
 _BFLOAT16_HEADER = """\
 ## bfloat16
 
-How far each is from float32 when it computes in bfloat16, in multiples of what plain transformers in bfloat16 (float32
-sums of gradients and master weights; one process, one sequence at a time) is off on the same model and batches. `0.90
-of 6.1e-03` is an error of 0.9 times 6.1e-03. The limit of every cell is {limit}; the worst is {worst}. Checkpoints are
-stored in bfloat16, so that float32 starts from the same weights; all numbers are over many tokens
-(`rl_core.testing.bfloat16`).
+The error of each computation in bfloat16, compared with float32, in multiples of the error of plain transformers in
+bfloat16 (with float32 gradient sums and master weights; one process, one sequence at a time) on the same model and
+batches. `0.90 of 6.1e-03` is an error of 0.9 times 6.1e-03. The limit of every cell is {limit}; the largest multiple is
+{worst}. Checkpoints are stored in bfloat16, so that the float32 computation starts from the same weights; all numbers
+cover many tokens (`rl_core.testing.bfloat16`).
 """
 
 
@@ -138,12 +138,12 @@ _HEADER = """\
 
 Written by `make parity`. Do not edit.
 
-Every backend, on every mesh, against plain transformers on one process (`rl_core.testing.reference_worker`), in
-float32, on a Qwen3 of two layers and a batch of eight sequences; rows that name a `family` have a Mixture of Experts
-instead, of eight with two for each token, chosen by its router or given with the batch (`forced routes`); rows that
-name a pretrained model have that one, and text that people wrote. Each cell is the measured difference and its limit;
-the reasons of the limits stand at `rl_core.testing.backend.Tolerances`. `n ranks` alone has the backend's default
-options, packed, with tied embeddings.
+Every backend, on every mesh, is compared with plain transformers in one process (`rl_core.testing.reference_worker`),
+in float32, on a Qwen3 model of two layers and a batch of eight sequences. Rows that name a `family` use a
+Mixture-of-Experts model instead, with eight experts, of which each token uses two, chosen by the model's router or
+given with the batch (`forced routes`). Rows that name a pretrained model use that model and human-written text. Each
+cell is the measured difference and its limit; `rl_core.testing.backend.Tolerances` gives the reasons for the limits.
+Rows that name no options use the backend's defaults, sample packing and tied embeddings.
 """
 
 
@@ -172,7 +172,7 @@ def _table(
 def main(arguments: Sequence[str]) -> None:
     """Writes the page to the standard output."""
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        raise SystemExit(f"usage: python -m rl_core.testing.parity DIRECTORY, which {DIRECTORY_VARIABLE} named")
+        raise SystemExit(f"usage: python -m rl_core.testing.parity DIRECTORY (that of {DIRECTORY_VARIABLE})")
     measurements = read_measurements(Path(arguments[0]))
     if not measurements:
         raise SystemExit(f"{arguments[0]}: no measurements; run a suite with {DIRECTORY_VARIABLE}={arguments[0]}")

@@ -103,7 +103,7 @@ class LocalRank:
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """See `Ranks.call`. Errors are not converted."""
         if self._host is None:
-            raise WorkerError(f"rank 0 was asked to {method.__name__} but is closed")
+            raise WorkerError(f"rank 0 cannot run {method.__name__}: it is closed")
         result = self._host.bound(method)(*args, **kwargs)
         self.last_results = [result]
         return [result]
@@ -158,7 +158,7 @@ class ProcessRanks:
             self.abilities: Abilities = self._exchange(SuiteHost.start, [((), {})] * mesh.world_size)[0]
             self._route_layers = self._exchange(RankHost.route_layers, [((), {})] * mesh.world_size)
         except BaseException:
-            self._end("it did not start")
+            self._end("their start failed")
             raise
 
     @property
@@ -193,11 +193,11 @@ class ProcessRanks:
                 await self.call(Worker.close)
                 await self.call(Worker.close)
         finally:
-            self._end("it was closed")
+            self._end("they were closed")
 
     def _exchange(self, method: Callable[..., Any], arguments: Sequence[tuple[Any, Any]]) -> list[Any]:
         if self._ended is not None:
-            raise WorkerError(f"asked to {method.__name__}, but the ranks have ended: {self._ended}")
+            raise WorkerError(f"cannot run {method.__name__}, because the ranks have ended: {self._ended}")
         answers: dict[int, Any] = {}
         for rank, (args, kwargs) in enumerate(arguments):
             try:
@@ -254,7 +254,7 @@ class ProcessRanks:
 
     def _stack_of(self, rank: int) -> str:
         stack = self._setting.stack_file(rank).read_text()
-        return f"; it is at\n{stack}" if stack else ""
+        return f"; its stack:\n{stack}" if stack else ""
 
     def _end(self, reason: str) -> None:
         if self._ended is not None:
@@ -381,11 +381,11 @@ class RankGroup:
             for name, gradient in gradients.items():
                 known = merged.setdefault(name, gradient)
                 error = (gradient - known).norm()
-                assert not error > 1e-6 * known.norm(), f"rank {rank} has another gradient of {name} ({error:.1e})"
+                assert not error > 1e-6 * known.norm(), f"rank {rank} has a different gradient of {name} ({error:.1e})"
         return merged
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Calls every rank's worker; results by rank."""
+        """Calls every rank's worker, and returns the results by rank."""
         return asyncio.run(self.ranks.call(method, *args, **kwargs))
 
     def close(self) -> None:

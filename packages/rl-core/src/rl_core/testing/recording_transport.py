@@ -15,7 +15,7 @@ from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 @attrs.frozen
 class RecordingTransport:
-    """WeightTransport without receivers: each rank writes its buckets into the rendezvous' directory."""
+    """WeightTransport without receivers: each rank writes its buckets into the directory of the rendezvous."""
 
     directory: Path | None = None
     """Directory in which one sync is recorded. Not needed on ranks, which open no sync."""

@@ -69,7 +69,7 @@ class ReferenceEngine:
         if self._is_closed:
             raise GenerationError("the engine was closed")
         if self._lacks_weights:
-            raise GenerationError("the engine slept and has had no weights since")
+            raise GenerationError("the engine has received no weights since it slept")
         self._require_possible(request)
         running = self._running.get(request.sample_id)
         if running is None:
@@ -105,7 +105,7 @@ class ReferenceEngine:
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
         if self._is_asleep:
-            raise WeightSyncError(f"version {version} was sent to an engine that sleeps")
+            raise WeightSyncError(f"version {version} was sent to an engine that is asleep")
         buckets = await asyncio.to_thread(lambda: list(receiver.receive(version)))
         tensors = dict(pair for bucket in buckets for pair in unpack_bucket(bucket))
         parameters = dict(self.model.named_parameters())
@@ -127,7 +127,7 @@ class ReferenceEngine:
     async def sleep(self) -> None:
         """See `Sleepable`."""
         if self._running:
-            raise GenerationError(f"the engine was to sleep with {len(self._running)} requests under way")
+            raise GenerationError(f"the engine cannot sleep while {len(self._running)} requests are running")
         if not self._is_asleep:
             self._is_asleep = self._lacks_weights = True
             self._shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
@@ -135,7 +135,8 @@ class ReferenceEngine:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """See `Sleepable`. Only weights are woken: the only cache is that of the last input, which `load` clears."""
+        """See `Sleepable`. Restores only the weights' memory: the only cache is that of the last input, which `load`
+        clears."""
         if self._is_asleep and (tags is None or "weights" in tags):
             self._is_asleep = False
             for name, parameter in self.model.named_parameters():
@@ -157,7 +158,7 @@ class ReferenceEngine:
         limit: int = self.model.config.max_position_embeddings
         if not request.prompt_tokens or length > limit:
             raise GenerationError(
-                f"{len(request.prompt_tokens)} prompt tokens, {length} with the response, limit {limit}"
+                f"got {len(request.prompt_tokens)} prompt tokens, {length} with the response; the limit is {limit}"
             )
 
     async def _samples(self, running: _Running) -> tuple[Completion, ...]:

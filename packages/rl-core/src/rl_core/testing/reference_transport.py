@@ -89,7 +89,7 @@ class MemoryReceiver:
         with sync.changed:
             if not sync.changed.wait_for(lambda: sync.is_closed or len(sync.sent) == sync.num_ranks, self._timeout_s):
                 raise DeadlineError(
-                    f"waited {self._timeout_s:g} s for {sync.num_ranks} ranks, {len(sync.sent)} have sent"
+                    f"waited {self._timeout_s:g} s for {sync.num_ranks} ranks, of which {len(sync.sent)} have sent"
                 )
         if sync.is_closed:
             raise WeightSyncError("the sync was closed before all ranks had sent")

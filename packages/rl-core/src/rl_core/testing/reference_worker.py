@@ -1,7 +1,7 @@
 """The simplest implementation of the `Worker` contract: transformers, one sequence at a time, whole logits.
 
-`BackendConformance` compares backends with it. It is also an example of the smallest correct worker. Too slow and
-too large in memory for anything but tiny models.
+`BackendConformance` compares backends with it. It is also an example of the smallest correct worker. It is too slow and
+needs too much memory for anything but tiny models.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ReferenceWorker:
             spec.model.path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         self.computing = self.model
-        """The model that computes scores. A subclass may use another one, in other precision, with copies of the
+        """The model that computes scores. A subclass may use another one, in another precision, with copies of the
         weights."""
         self.steps_done = 0
         self.optimizer = None
@@ -194,7 +194,7 @@ def token_loss(loss: LossSpec, logprobs_T: Tensor, entropies_T: Tensor, columns:
     is_known = loss.kl_estimator == "k3" and loss.off_policy_sequence_mask is None
     if loss.params or not is_known or loss.name not in ("ppo_clip", "cross_entropy"):
         raise ConfigError(
-            f"the reference worker knows ppo_clip and cross_entropy with default settings and KL k3, not {loss}"
+            f"the reference worker supports only ppo_clip and cross_entropy with default settings and KL k3; got {loss}"
         )
     if loss.name == "cross_entropy":
         loss_T = -logprobs_T

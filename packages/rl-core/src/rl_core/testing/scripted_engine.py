@@ -27,7 +27,7 @@ class ScriptedClient:
     """Sampler without a model.
 
     A response ends where its script ends, or after the first of `end_tokens` in it. All log-probs differ. The version
-    of an answer is `version` at that moment. Routes depend only on position, token and version.
+    of an answer is `version` when it is sampled. Routes depend only on position, token and version.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ScriptedClient:
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """See `Sampler.generate`."""
         if request.sample_id in {exchange.request.sample_id for exchange in self.exchanges[-1000:]}:
-            raise GenerationError(f"sample_id {request.sample_id!r} came twice")
+            raise GenerationError(f"sample_id {request.sample_id!r} was sent twice")
         await asyncio.sleep(0)
         completions = tuple(self._completion(request) for _ in range(request.num_samples))
         self.exchanges += [Exchange(request, completion) for completion in completions]

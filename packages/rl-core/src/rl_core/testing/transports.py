@@ -120,7 +120,7 @@ class WeightTransportConformance:
     """A call that takes longer counts as one that never ends."""
 
     def damage(self, rendezvous: Rendezvous) -> bool:
-        """Corrupts the data that was sent; False if there is nothing to corrupt."""
+        """Corrupts the data that was sent. Returns False if there is nothing to corrupt."""
         return False
 
     def test_it_follows_this_version_of_the_contract(self) -> None:
@@ -220,7 +220,7 @@ class WeightTransportConformance:
             self._close(ranks.rendezvous)
             error = start("a rank's `send`", ranks.send, 0, 0).exception()
         assert isinstance(error, RLError | None)
-        assert not ranks.undrained, "the other ranks would wait for this one"
+        assert not ranks.undrained, "the rank did not drain its weights, so the other ranks would wait for it"
 
     def test_a_sync_that_is_closed_ends_an_engine_that_waits_for_a_missing_rank(self) -> None:
         with self._sync(_dealt(sample_tensors(), 2)) as (ranks, start):

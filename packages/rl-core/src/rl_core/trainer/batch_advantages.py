@@ -85,13 +85,14 @@ def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple
 
 
 def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> Batch:
-    """Adds `loss_weights`: the chosen reduction over the whole mini-batch, 0 for untrained tokens."""
+    """Adds `loss_weights`: each token's weight in the chosen reduction of the whole mini-batch; 0 if it is not trained
+    on."""
     return batch.with_columns(loss_weights=REDUCTIONS[reduction](*_reduction_columns(batch, reduction), **params))
 
 
 def with_summed_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> tuple[Batch, float]:
-    """Adds `loss_weights`, not divided yet, to a part of a mini-batch. The part consists of whole groups. Also returns
-    the part's divisor: the weights must be divided by the sum of the divisors of all parts."""
+    """Adds undivided `loss_weights` to a part of a mini-batch that consists of whole groups. Also returns the part's
+    divisor: the weights of all parts must later be divided by the sum of their divisors."""
     weights_T, divisor = REDUCTIONS[reduction].summed(*_reduction_columns(batch, reduction), **params)
     return batch.with_columns(loss_weights=weights_T.float()), float(divisor)
 
@@ -106,7 +107,7 @@ def _reduction_columns(batch: Batch, reduction: str) -> list[Tensor]:
 
 
 def _require_steps_in_order(batch: Batch) -> None:
-    """Needed by estimators that accumulate over all steps of a trajectory."""
+    """Requires each trajectory's steps together and in order, as estimators need that accumulate over all steps."""
     trajectory, step = batch["trajectory_id"], batch["step_index"]
     wrong = (trajectory.diff() < 0) | ((trajectory.diff() == 0) & (step.diff() <= 0))
     if bool(wrong.any()):

@@ -2,7 +2,7 @@
 
 Two numbers define synchronous, one-step-off and asynchronous training. `pipeline_depth` d is the number of steps that
 generation runs ahead. With `max_staleness` k ≥ d, a group that started at policy version v is trained on at version
-v + k at the latest. Two rules make this bound hard, and no group is ever discarded for its age:
+v + k at the latest. Two rules guarantee this bound, and no group is ever discarded for its age:
 
 - a group starts at version v only if the steps trained at versions up to v + d have room for it besides all
   outstanding groups;
@@ -123,7 +123,7 @@ class GroupBuffer:
 
     @property
     def num_under_way(self) -> int:
-        """Number of groups that have started and not finished."""
+        """Number of groups that have started but not finished."""
         return len(self._outstanding) - len(self._finished)
 
     async def permission(self, group_id: int) -> int | None:
@@ -159,7 +159,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def published(self, version: int) -> None:
-        """The engines serve `version` from now on."""
+        """Called when the engines serve `version`. From then on, groups start with this version."""
         async with self._changed:
             self._version = version
             self._changed.notify_all()

@@ -43,7 +43,7 @@ class RunState:
     restart_groups: tuple[int, ...]
     """Groups that were started but neither trained on nor stored; a resumed run plays them again."""
     kl_coef: float
-    """Current KL coefficient (adaptive control moves it)."""
+    """Current KL coefficient (adaptive control changes it)."""
     nonfinite_steps: int
     """How many optimizer steps of the policy were skipped in a row so far."""
     critic_nonfinite_steps: int = 0
@@ -191,7 +191,9 @@ def _read_state(path: Path) -> RunState:
         groups = {name: tuple(raw.get(name, ())) for name in ("restart_groups", "finished_groups")}
         return RunState(**{**raw, **groups})
     except (TypeError, KeyError) as error:
-        raise CheckpointError(f"{path}: not a run state that this version can read ({error})") from error
+        raise CheckpointError(
+            f"{path}: this version cannot read the run state ({error}); resume from an earlier checkpoint"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

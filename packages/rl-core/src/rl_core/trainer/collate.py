@@ -25,9 +25,9 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
     returned routes, routed_experts and `routed` (whether a token's routes are known).
 
     Raises:
-        GenerationError: a trajectory has no steps; a step samples nothing, has fields of different lengths, or has more
+        GenerationError: a trajectory has no steps; a step has no sampled token, fields of different lengths, or more
             routes than tokens; the shapes of routes differ between steps; or only some trajectories have a
-            greedy_reward. The message names the trajectory, except for shapes.
+            greedy_reward. The message names the trajectory, unless shapes differ.
     """
     for trajectory in trajectories:
         _require_whole(trajectory)
@@ -92,7 +92,7 @@ def _require_whole(trajectory: Trajectory) -> None:
                 f"{len(step.tokens)}"
             )
         if True not in step.sampled:
-            raise GenerationError(f"{where}, step {index}: no token was sampled")
+            raise GenerationError(f"{where}, step {index}: got no sampled token, expected at least one")
 
 
 def _rewards(steps: Sequence[TrajectoryStep], sampled: Tensor, offsets: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _greedy_scores(trajectories: Sequence[Trajectory], trajectory_id: Tensor) ->
     if len(known) < len(scores):
         lacking = trajectories[scores.index(None)]
         where = f"group {lacking.group_id}, sample {lacking.sample_index}"
-        raise GenerationError(f"{where}: no greedy_reward, which {len(known)} other trajectories of the batch have")
+        raise GenerationError(f"{where}: has no greedy_reward, but {len(known)} other trajectories of the batch do")
     return {"greedy_score": torch.tensor(known, dtype=torch.float32)[trajectory_id]}
 
 
@@ -123,14 +123,14 @@ def _last_sampled(sampled: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _routes(steps: Sequence[TrajectoryStep], offsets: Tensor) -> dict[str, Tensor]:
-    """Routes cover the first tokens of a sequence, but not a last token that was never an input. The routes of all
-    other tokens are marked unknown."""
+    """Columns `routed_experts` and `routed`. A step's routes cover its first tokens; a last token that was never an
+    input of the model has none. Where routes are missing, `routed` is false."""
     known = [step.routed_experts for step in steps if step.routed_experts is not None]
     if not known:
         return {}
     num_tokens = int(offsets[-1])
     if len(shapes := {routes_TLK.shape[1:] for routes_TLK in known}) > 1:
-        raise GenerationError(f"routed_experts: steps differ in layers and experts per token: {sorted(shapes)}")
+        raise GenerationError(f"routed_experts: steps differ in layers or experts per token: {sorted(shapes)}")
     routes = np.zeros((num_tokens, *known[0].shape[1:]), np.result_type(*known))
     routed = np.zeros(num_tokens, np.bool_)
     for start, step in zip(offsets.tolist(), steps, strict=False):

@@ -25,9 +25,9 @@ async def begin_with_models(client: InferenceClient, *, colocate_all: bool, pipe
 class EngineTurns:
     """Moves engine and models on and off the devices that they share.
 
-    Models leave with `WorkerGroup.offload` and come back with their next call. Models also take turns among themselves
-    (`rl_core.workers.devices`). An engine that sleeps loses its weights, which must then be published again. If
-    the devices are not shared, nothing moves.
+    `WorkerGroup.offload` moves a model off the devices; the model's next call moves it back. Models also take turns
+    among themselves (`rl_core.workers.devices`). An engine that sleeps loses its weights, which must then be published
+    again. If the devices are not shared, nothing moves.
     """
 
     def __init__(self, client: InferenceClient, policy: WorkerGroup, *, are_shared: bool):

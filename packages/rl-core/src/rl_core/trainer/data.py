@@ -53,8 +53,8 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
         prompt_key: the column that holds the prompt.
 
     Raises:
-        DataError: a file is missing, unreadable or empty, or a row has no usable prompt; or no file is given. The
-            message names the file and, if there is one, the row.
+        DataError: a file is missing, unreadable or empty; a row has no usable prompt; or `paths` is empty. The message
+            names the file and, if there is one, the row.
         ConfigError: a package needed to read the data is not installed, or the source does not exist or cannot be
             reached.
     """
@@ -196,7 +196,9 @@ def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(row["chosen"], row["rejected"], strict=False))
         prompt = [message for message, _ in alike]
         if not prompt:
-            raise DataError(f"{place}: 'chosen' and 'rejected' begin with different messages; a prompt is needed")
+            raise DataError(
+                f"{place}: 'chosen' and 'rejected' begin with different messages; begin both with the same prompt"
+            )
         return {"prompt": prompt, **row}
     if row.get("input_ids") is not None:
         return {"prompt": f"{len(row['input_ids'])} token ids", **row}
@@ -215,12 +217,13 @@ def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     is_answered = plain[-1]["role"] == "assistant"
     prompt = plain[:-1] if is_answered else plain
     if not prompt:
-        raise DataError(f"{place}: 'messages' has no message before the assistant's; a prompt is needed")
+        raise DataError(f"{place}: 'messages' has no message before the assistant's; add the prompt before it")
     return {"prompt": prompt, **({"completion": plain[-1:]} if is_answered else {}), **row}
 
 
 class PromptSource:
-    """Group number → row, epoch after epoch. Each epoch has its own order, which depends only on the seed."""
+    """Maps group numbers to rows, epoch after epoch. If rows are shuffled, each epoch has its own order, which depends
+    only on the seed and the epoch."""
 
     def __init__(self, rows: Sequence[DataRow], *, seed: int, shuffle: bool):
         self._rows = rows
@@ -233,7 +236,7 @@ class PromptSource:
         return len(self._rows)
 
     def row(self, group_id: int) -> DataRow:
-        """The row that group `group_id` plays. Group numbers run through all epochs."""
+        """The row that group `group_id` plays. Group numbers continue from one epoch to the next."""
         epoch, position = divmod(group_id, len(self._rows))
         if self._shuffle and epoch != self._epoch:
             self._order = generator_of(self._seed, epoch).permutation(len(self._rows))

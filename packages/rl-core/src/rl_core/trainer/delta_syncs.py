@@ -20,7 +20,7 @@ class DeltaSyncs:
     """
 
     def __init__(self, interval: int) -> None:
-        """`interval`: one of this many syncs sends whole weights."""
+        """`interval`: every `interval`-th sync sends whole weights; 1: every sync."""
         self._interval = interval
         self._base: str | None = None
         self._num_since_whole = 0
@@ -39,7 +39,7 @@ class DeltaSyncs:
 
 
 def sent_share(sent: Manifest) -> dict[str, float]:
-    """`weight_sync/sent_share`: bytes sent / bytes of the weights. Empty if the run never sends changes only."""
+    """`weight_sync/sent_share`: bytes sent / bytes of the weights. Empty without delta syncs."""
     if sent.num_sent_bytes is None:
         return {}
     num_bytes = sum(prod(t.shape) * getattr(torch, t.dtype).itemsize for t in sent.tensors.values())

@@ -25,7 +25,7 @@ class Evaluation:
     `eval/failed`, and failures by kind."""
     trajectories: tuple[Trajectory, ...]
     rows: tuple[Row, ...] = ()
-    """The data rows that were played; a trajectory's `group_id` is the index here."""
+    """The data rows that were played; a trajectory's `group_id` is the index of its row."""
 
 
 async def evaluate(

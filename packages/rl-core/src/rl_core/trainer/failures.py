@@ -16,7 +16,7 @@ class FailureAccount:
     """Failed samples of a step or of an evaluation.
 
     The first failure of each kind causes a warning at once. It is an error if more than a fraction `max_rate` of the
-    samples fails. The fraction is of the samples that ended since the last `lap`, or of `num_expected` if that is more.
+    samples fails: of those that ended since the last `lap`, or of `num_expected` if that is more.
     """
 
     def __init__(self, name: str, *, max_rate: float, num_expected: int):
@@ -43,8 +43,8 @@ class FailureAccount:
             if trajectory.failure_kind not in self._warned:
                 self._warned.add(trajectory.failure_kind)
                 logger.warning(
-                    "a sample failed and is not used: %s (the first %s; all are in samples.jsonl, and counted in "
-                    "%s/failed)",
+                    "a sample failed and is not used: %s (the first failure of kind %s; samples.jsonl lists all, "
+                    "%s/failed counts them)",
                     trajectory.failure,
                     trajectory.failure_kind,
                     self._name,

@@ -52,7 +52,7 @@ _PLAYING = (
     "trainer.algorithm.dynamic_sampling.",
 )
 """Prefixes of the keys that determine how a group is played, and whether it is kept."""
-_REMEDY = "or start a new run with trainer.resume_mode=none, which keeps the files of this one"
+_REMEDY = "or start a new run with trainer.resume_mode=none, which keeps the files of the earlier run"
 
 
 def fingerprint(config: Config, rows: Sequence[DataRow], held_out: Sequence[DataRow] | None = None) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def warn_of_changes(checkpoint: Path, now: Mapping[str, Any]) -> None:
 
 def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[ConfigError]:
     if was["sha256"] != given["sha256"]:
-        other = f"{was['num_rows']} rows" if was["num_rows"] != given["num_rows"] else "as many rows of other content"
+        other = f"{was['num_rows']} rows" if was["num_rows"] != given["num_rows"] else "the same number of other rows"
         yield ConfigError(
             f"data.train_data: has {given['num_rows']} rows, but {checkpoint} was made with {other}: its group numbers "
             f"would mean other prompts. Use the same rows in the same order, {_REMEDY}"

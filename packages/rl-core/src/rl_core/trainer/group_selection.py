@@ -61,7 +61,7 @@ class Selection:
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        """Creates it from `trainer.algorithm` and `generator`."""
+        """Creates the selection from the configuration's `trainer.algorithm` and `generator`."""
         algorithm = config.trainer.algorithm
         dynamic = algorithm.dynamic_sampling
         return cls(
@@ -108,7 +108,7 @@ class Selection:
         """Clears `loss_mask` of a batch, or of a part of it, as the run's rules require. Does not change `sampled`.
 
         Args:
-            trajectories: the trajectories of `batch`; `trajectory_id` is the index here.
+            trajectories: the trajectories of `batch`, which its column `trajectory_id` indexes.
         """
         trajectory_N, sequence_T = batch["trajectory_id"], batch.sequence_index
         if self._mask_overlong:
@@ -132,9 +132,9 @@ class Selection:
         self._rejected_in_a_row += 1
         if self._rejected_in_a_row >= self._max_rejected_batches:
             raise GenerationError(
-                f"{self._rejected_in_a_row} batches of {num_groups} groups in a row had fewer than "
-                f"{self._min_replace_ratio:.0%} groups with different rewards (trainer.algorithm.dynamic_sampling): "
-                "the prompts are too easy, too hard, or the reward is constant"
+                f"{self._rejected_in_a_row} batches of {num_groups} groups in a row: rewards differ in fewer than "
+                f"{self._min_replace_ratio:.0%} of the groups (trainer.algorithm.dynamic_sampling). The prompts are "
+                "too easy or too hard, or the reward is constant: change them, or lower min_replace_ratio"
             )
 
 

@@ -48,9 +48,10 @@ class Interrupts:
         """Runs `work()` in a new event loop and returns its result.
 
         Raises:
-            KeyboardInterrupt: a signal ended it; everything is closed.
-            ForeignCodeError: code in it raised SystemExit, CancelledError or similar.
-            RuntimeError: this thread has a running event loop already.
+            KeyboardInterrupt: a signal cancelled the work, which has closed everything; or a signal interrupted a
+                clean-up that took more than 10 s.
+            ForeignCodeError: code that the work calls raised SystemExit, CancelledError or similar.
+            RuntimeError: this thread already has a running event loop.
         """
         _require_no_loop()
 
@@ -112,7 +113,7 @@ def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
             except SystemExit as error:
                 if task.done():
                     raise
-                logger.warning("code that the run calls raised %r in a task of its own", error)
+                logger.warning("code that the run calls raised %r in a separate task", error)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class LoopSettings:
     worker_timeout_s: float
     saves_in_background: bool
     merge_steps: bool
-    """Train steps that continue each other as one sequence."""
+    """Merge trajectory steps that continue each other into one sequence."""
     stream_groups: bool = False
     """Train on groups as they finish."""
     fingerprint: Mapping[str, Any] | None = None
@@ -80,7 +80,8 @@ class LoopSettings:
 
 
 class TrainingLoop:
-    """Trains from `first_step` to `last_step`. Step numbers count from 1; step s produces policy version s."""
+    """Trains the steps after `steps_done`, up to `last_step`. Step numbers count from 1; step s produces policy
+    version s."""
 
     def __init__(
         self,

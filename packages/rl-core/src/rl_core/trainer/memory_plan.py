@@ -1,8 +1,8 @@
 """Peak memory of a run, phase by phase, from the plans of backends and engine (`rl plan`). Starts nothing.
 
-This module repeats the rules of the loop (`trainer/colocation.py`, `workers/devices.py`) for which of the models and
-the engine are on the devices in a phase. The plug-ins' plans (`RankPlan`, `EnginePlan`) say what each of them holds
-there.
+Which models are on the devices in a phase, and whether the engine is, follows from the rules of the loop
+(`trainer/colocation.py`, `workers/devices.py`), which this module repeats. How much memory each of them takes comes
+from the plug-ins' plans (`RankPlan`, `EnginePlan`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS: tuple[HeldKind, ...] = ("parameters", "gradients", "optimizer")
 
 @attrs.frozen(kw_only=True)
 class ModelOnRanks:
-    """One model of the run, as its backend plans it."""
+    """The backend's memory plan of one model of the run."""
 
     role: Role
     ranks: tuple[RankPlan, ...]
@@ -52,7 +52,7 @@ class Peak:
 
 @attrs.frozen(kw_only=True)
 class Serving:
-    """What an engine can do with its part of a device."""
+    """How much an engine can serve with its share of a device."""
 
     tokens: int
     """Number of tokens whose keys and values fit into the cache."""
@@ -61,13 +61,13 @@ class Serving:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of the longest length that can be decoded at a time; more wait."""
+        """Number of sequences of the longest length that can be decoded at a time; others wait."""
         return self.tokens // self.context
 
 
 def serving(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> Serving:
-    """What the engine can serve. If the device's size is unknown, this is the largest number of tokens that its cache
-    may ever need to hold."""
+    """How much the engine can serve. If the device's size is unknown, assumes room for `max_num_seqs` sequences of the
+    longest length."""
     wanted = config.generator.inference_engine.max_num_seqs * context
     if device_bytes is None:
         return Serving(tokens=wanted, context=context)
@@ -117,21 +117,23 @@ def require_room(
         if device_bytes is not None and peak.device_bytes > device_bytes:
             most = max(peak.parts, key=lambda part: peak.parts[part])
             complaints.append(
-                f"{peak.phase} ({peak.devices}) takes {_gib(peak.device_bytes)} of a device's {_gib(device_bytes)}, "
-                f"most of it {most} ({_gib(peak.parts[most])})"
+                f"{peak.phase} ({peak.devices}) needs {_gib(peak.device_bytes)}, a device has {_gib(device_bytes)}, "
+                f"and the largest part is {most} ({_gib(peak.parts[most])})"
             )
         if host_bytes is not None and peak.host_bytes > host_bytes:
             complaints.append(
-                f"{peak.phase} ({peak.devices}) takes {_gib(peak.host_bytes)} of a machine's {_gib(host_bytes)}"
+                f"{peak.phase} ({peak.devices}) needs {_gib(peak.host_bytes)}, a machine has {_gib(host_bytes)}"
             )
     if served is not None and served.sequences < 1:
         complaints.append(
-            f"the engine has room for the keys and values of {served.tokens} tokens, and a sequence may have "
+            f"the engine has room for the keys and values of {served.tokens} tokens, but a sequence may have "
             f"{served.context}"
         )
     if complaints:
         raise ConfigError(
-            "it does not fit: " + "; ".join(complaints) + ". Split the model over more ranks, offload it "
+            "the run does not fit into memory: "
+            + "; ".join(complaints)
+            + ". Split the model over more ranks, offload it "
             "(fsdp_config.cpu_offload), lower trainer.max_tokens_per_microbatch or the length of sequences, or give "
             "the engine another share (gpu_memory_utilization, tensor_parallel_size)"
         )
@@ -183,7 +185,7 @@ def _of_devices(
         synced = _fullest(model, _held_between(model, optimizer=keeps), ("exported",))
         synced["buckets"] = 2 * config.generator.inference_engine.weight_bucket_bytes
         if turns and engine is not None:
-            synced["engine's weights"] = engine.weight_bytes  # the weights are awake, the cache is not
+            synced["engine's weights"] = engine.weight_bytes  # the engine's weights are on the device, its cache is not
         add("sync", synced, others + (0 if keeps else away["policy"].optimizer))
         if turns and engine is not None:
             kept = _fullest(model, ("optimizer",)) if model.keeps_optimizer else {}

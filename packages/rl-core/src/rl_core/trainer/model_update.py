@@ -42,8 +42,8 @@ class ModelUpdateSettings:
 
 
 class ModelUpdate:
-    """Turns batches into optimizer steps of one model. Its state between steps is the number of skipped steps in a
-    row."""
+    """Turns batches into optimizer steps of one model. Between training steps, its only state is the number of
+    optimizer steps skipped in a row."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ModelUpdate:
             settings: how the model is trained.
             group: the model's ranks.
             first_is_own, keeps_first: see `ScoringPass`.
-            nonfinite_steps: number of skipped steps in a row so far.
+            nonfinite_steps: number of optimizer steps skipped in a row so far.
         """
         self._settings = settings
         self._group = group
@@ -99,7 +99,7 @@ class ModelUpdate:
         return batch
 
     async def finish(self, step: int) -> Metrics:
-        """Takes the optimizer step over all added parts. Gradient and loss equal those of the whole batch at once."""
+        """Takes the optimizer step over all added parts. Gradient and loss equal those of the undivided batch."""
         scale, added = 1.0 / max(self._divisor, 1.0), add_metrics(self._added)
         self._added, self._divisor = [], 0.0
         loss = {"loss": (added["loss"][0] * scale, 1.0)}
@@ -171,11 +171,11 @@ class ModelUpdate:
 
 
 _SCORE_OF = {"logprobs": "old_logprobs", "entropies": "old_entropies", "predicted_values": "values"}
-"""Score of the current model that a loss reads → the column that holds it if the batch was scored by this model."""
+"""Score of the current model that a loss reads → column of this score in a batch that the same model scored."""
 
 
 def mini_batch_sequences(batch: Batch, groups_per_mini_batch: int) -> list[Tensor]:
-    """Indices [M] of the sequences of each mini-batch. Each takes whole groups, in the batch's order of groups."""
+    """Indices [M] of the sequences of each mini-batch. A mini-batch consists of whole groups, in the batch's order."""
     groups = list(dict.fromkeys(batch["group_id"].tolist()))
     number = {group: index // groups_per_mini_batch for index, group in enumerate(groups)}
     mini_batch_N = torch.tensor([number[group] for group in batch["group_id"].tolist()])

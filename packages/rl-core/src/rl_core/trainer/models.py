@@ -34,7 +34,8 @@ class Models:
             await self.critic.start_saving(checkpoint / "critic")
 
     async def has_saved(self) -> bool:
-        """Whether the save begun by `start_saving` is complete. Raises its error, once nothing is being written."""
+        """Whether the save begun by `start_saving` is complete. If it failed, raises its error, but only after all
+        models have stopped writing."""
         answers: list[bool] = []
         errors: list[CheckpointError] = []
         for group in (self.policy, self.critic):

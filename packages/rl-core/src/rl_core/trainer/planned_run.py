@@ -19,18 +19,18 @@ from rl_core.trainer.settings import model_shapes, worker_spec
 
 @attrs.frozen(kw_only=True)
 class ArrangedModel:
-    """One model of a run, on its ranks."""
+    """One model of a run, with its backend and the mesh of its ranks."""
 
     backend: Backend
     spec: WorkerSpec
-    """If the model is not on this machine, its path is that of a model configuration that this package ships."""
+    """If the model is not on this machine, its path is that of a configuration that an installed package ships."""
     mesh: Mesh
     ranks_per_node: int
 
 
 def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
-    """All models of a resolved configuration. Raises ConfigError if a backend cannot plan, or refuses a model's
-    ranks."""
+    """All models of a resolved configuration. Raises ConfigError if a backend cannot plan memory, or cannot arrange
+    the configured number of ranks."""
     models: dict[Role, ArrangedModel] = {}
     for role, (nodes, per_node) in model_shapes(config).items():
         # Only the schedule depends on the number of steps, and a plan does not need it.
@@ -73,8 +73,8 @@ def longest_sequence(config: Config) -> int:
 
 
 def micro_batch_size(config: Config, role: Role, mesh: Mesh, longest: int | None = None) -> tuple[int, int]:
-    """Tokens of the largest micro-batch, if every sequence has the largest length and is padded; and the number of
-    micro-batches per rank and mini-batch.
+    """Tokens of a full micro-batch, and the number of micro-batches per rank and mini-batch. Assumes that every
+    sequence has the largest length, padded.
 
     Args:
         longest: tokens of a sequence; None: `longest_sequence`. A smaller `trainer.max_tokens_per_microbatch` is raised

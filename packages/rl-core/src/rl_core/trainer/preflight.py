@@ -127,7 +127,7 @@ def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, 
     # Last, and only if everything else is right, because it takes seconds.
     left = _prove_models(config)
     if _is_elsewhere(config.policy_model_path):
-        left += (f"prompts are measured at the start ({config.policy_model_path} is not here yet)",)
+        left += (f"prompt lengths are checked at the start ({config.policy_model_path} is not downloaded yet)",)
     return left
 
 
@@ -160,7 +160,7 @@ def say_changes(config: Config, now: Mapping[str, Any]) -> None:
 
 def prepare(run: Config | Loaded) -> None:
     """Downloads models given by name, lets the recipe create missing data and models, and checks what it created.
-    Called while the run holds its directories.
+    Called while the run has locked its directories.
 
     Raises:
         ConfigError, DataError, PluginError: the run cannot train on what was created; ConfigErrors: several reasons.
@@ -242,7 +242,7 @@ def _fetch_models(config: Config, roles: Sequence[Role], made: Container[str]) -
 def _require_playing(config: Config) -> None:
     if not needs_engine(config):
         raise ConfigError(
-            f"generator.type: {config.generator.type!r} plays no prompts, it reads responses from the rows; set "
+            f"generator.type: {config.generator.type!r} plays no prompts but reads responses from the rows; set "
             "generator.type=environment and an environment to see what the model answers"
         )
 
@@ -276,16 +276,16 @@ def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
     if not others:
         return
     message = (
-        f"{key}: {chosen!r} is for all rows, and {len(others)} of {len(rows)} rows name another one, the first "
+        f"{key}: {chosen!r} applies to all rows, but {len(others)} of {len(rows)} rows name another environment, first "
         f"{others[0].row['env_class']!r} ({others[0].place})"
     )
     is_users = key in loaded.chosen_keys or loaded.config.environment.reward_functions
     if loaded.recipe is not None and not is_users:
         raise ConfigError(
-            f"{message}. The recipe set it: write {key}=null to play each row's own environment, or {key}={chosen} to "
-            "play it for all rows"
+            f"{message}. The recipe set the key: write {key}=null to play each row's own environment, or "
+            f"{key}={chosen} to play this one for all rows"
         )
-    logger.warning("%s; those are not played. With %s=null, each row's own environment is played", message, key)
+    logger.warning("%s; those are ignored. With %s=null, each row's own environment is played", message, key)
 
 
 def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
@@ -453,14 +453,14 @@ def _prove_models(config: Config) -> tuple[str, ...]:
         backend, spec = worker_spec(config, role, num_training_steps=None)
         with mistakes.gathered():
             if (reason := require_proof(backend, spec)) is not None:
-                left.append(f"{SECTIONS[role]}.model.path: proved at the start ({reason})")
+                left.append(f"{SECTIONS[role]}.model.path: will be proved at the start ({reason})")
     mistakes.raise_found()
     return tuple(left)
 
 
 @contextmanager
 def _keys_of(role: Role, section: str) -> Iterator[None]:
-    """Completes the keys in a backend's errors: the backend knows its section, but not to which model this belongs."""
+    """Completes the keys in a backend's errors, which begin with the backend's section but do not name the model."""
     try:
         yield
     except ConfigError as error:

@@ -24,7 +24,7 @@ memory."""
 
 @attrs.frozen(kw_only=True)
 class RehearsedModel:
-    """What was rehearsed of one model: a step of its first rank."""
+    """The rehearsed step of a model's first rank."""
 
     phases: tuple[RehearsedPhase, ...]
     num_micro_batches: int
@@ -34,7 +34,7 @@ class RehearsedModel:
 
 
 def rehearsed_model(config: Config, role: Role, model: ArrangedModel) -> RehearsedModel:
-    """Runs the step of the model's first rank.
+    """Rehearses a step of the model's first rank.
 
     Raises:
         ConfigError: the backend cannot rehearse, or cannot rehearse this configuration.

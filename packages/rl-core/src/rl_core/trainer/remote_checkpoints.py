@@ -47,7 +47,7 @@ class CheckpointCopies:
             self._failure = None
         except (OSError, ConfigError) as error:
             self._failure = error
-            logger.warning("%s: not copied, the next checkpoint tries again: %s", self._address, error)
+            logger.warning("%s: checkpoints not copied (the next checkpoint tries again): %s", self._address, error)
 
     async def send_within(self, root: Path, timeout_s: float) -> None:
         """Runs `send` outside the event loop. If the store does not answer within `timeout_s`, the copy counts as
@@ -59,14 +59,14 @@ class CheckpointCopies:
                 return
             except TimeoutError:
                 self._failure = DeadlineError(f"no answer within {timeout_s:g} s (trainer.worker_timeout_s)")
-        logger.warning("%s: not copied, the store does not answer; the run continues", self._address)
+        logger.warning("%s: checkpoints not copied, the store does not answer; the run continues", self._address)
 
     def require_sent(self) -> None:
         """Raises CheckpointError if the last copy failed."""
         if self._failure is not None:
             raise CheckpointError(
-                f"trainer.ckpt_path: {self._address} has not all checkpoints ({self._failure}); they are whole in the "
-                "run's directory. Copy them, or resume the run when the store can be reached"
+                f"trainer.ckpt_path: {self._address} lacks checkpoints ({self._failure}); the run's directory has all. "
+                "Copy them, or resume the run when the store can be reached"
             ) from self._failure
 
     def fetch_newest(self, root: Path) -> None:

@@ -31,7 +31,7 @@ class RolloutSettings:
     max_dropped_groups: int
     """The run stops if more than this many groups in a row are dropped."""
     limit_rule: str = "one batch"
-    """The rule that gave `max_dropped_groups`, for the error message."""
+    """How `max_dropped_groups` was determined, for the error message."""
     plays_greedy: bool = False
     """Also play a greedy answer to each prompt, as a baseline. It is not trained on."""
     max_failure_rate: float = 1.0
@@ -203,13 +203,13 @@ async def generate_group(generator: Generator, request: GroupRequest) -> tuple[T
     answered = [(trajectory.group_id, trajectory.sample_index) for trajectory in trajectories]
     if answered != asked:
         raise GenerationError(
-            f"{request.row_place}: the generator {type(generator).__name__} was asked for {request.num_samples} "
-            f"samples of group {request.group_id} and answered with (group, sample) {answered}"
+            f"{request.row_place}: the generator {type(generator).__name__} must return {request.num_samples} "
+            f"samples of group {request.group_id}, in order; got (group, sample) {answered}"
         )
     for trajectory in trajectories:
         if bool(trajectory.steps) == (trajectory.failure is not None):
             raise GenerationError(
-                f"{request.row_place}: the generator {type(generator).__name__} answered sample "
+                f"{request.row_place}: the generator {type(generator).__name__} returned sample "
                 f"{trajectory.sample_index} with {len(trajectory.steps)} steps and failure {trajectory.failure!r}; "
                 "expected either steps or a failure"
             )

@@ -94,14 +94,13 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
 
     In the main thread, once the loop runs, the first SIGINT or SIGTERM stops the run at the next step boundary, with a
     checkpoint; a second one, or one before the loop, ends the run at once. In a notebook, whose event loop occupies the
-    main thread, use
-    `await asyncio.to_thread(run_training, config)`.
+    main thread, use `await asyncio.to_thread(run_training, config)`.
 
     Until this function returns, no other run can use the run's directories (`trainer.run_lock`).
 
     Args:
         config: a resolved configuration (see `rl_core.config.resolve`), or the result of `rl_core.config.load`. With
-            the latter, the recipe creates missing files once the run holds its directories.
+            the latter, the recipe creates missing files once the run has locked its directories.
         started: `time.perf_counter()` when the process began its work; default: now.
 
     Raises:
@@ -174,7 +173,7 @@ def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"--output: the directory {directory} cannot be made: {error}") from error
+        raise DataError(f"--output: the directory {directory} cannot be created: {error}") from error
 
 
 async def _train(config: Config, started: float, interrupts: Interrupts) -> RunSummary:
@@ -341,7 +340,7 @@ async def _engine(config: Config) -> AsyncIterator[InferenceClient]:
     try:
         if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
             raise ConfigError(
-                f"trainer.policy.model.lora.merge_lora: got false, and the engine {engine.name!r} takes whole "
+                f"trainer.policy.model.lora.merge_lora: got false, but the engine {engine.name!r} takes whole "
                 "weights only; set it to true, or choose generator.inference_engine.backend=vllm"
             )
         yield client
@@ -380,8 +379,8 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
             closing.push_async_callback(_closed, group.close, f"the {role} model")
             if config.trainer.async_save and role != "reference" and not group.can_save_in_background:
                 raise ConfigError(
-                    f"trainer.async_save: trainer.strategy={config.trainer.strategy} cannot save while training goes "
-                    "on; set trainer.async_save=false"
+                    f"trainer.async_save: trainer.strategy={config.trainer.strategy} cannot save in the background; "
+                    "set trainer.async_save=false"
                 )
             return group
 
@@ -406,7 +405,7 @@ async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
         if scoring is None:
             raise ConfigError(
                 f"trainer.ref.inference_backend: got {engine.name!r}, whose engines cannot score tokens; choose one "
-                "that can, or leave it out: then ranks compute the reference's log-probs"
+                "that can, or leave the key out, so that ranks compute the reference's log-probs"
             )
         yield ServedReference(scoring, timeout_s=config.trainer.worker_timeout_s)
     finally:

@@ -1,4 +1,4 @@
-"""A run's directory: new, continued or resumed from an earlier step, without losing any file; and the run's summary."""
+"""Prepares a run's directory, for a new, continued or resumed run, without losing a file; writes the run's summary."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _start_state() -> RunState:
 
 def checkpoint_to_resume(config: Config) -> Path | None:
     """The checkpoint that a run would continue from: `resume_path`, or the newest complete one, whatever the state of
-    the metrics. None: the run begins anew.
+    the metrics. None: the run starts from the model.
 
     Raises CheckpointError if `resume_path` is not a directory."""
     trainer = config.trainer
@@ -194,7 +194,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
     source = f"from {checkpoint.name}" if checkpoint else "without a checkpoint"
     for path in list_unfinished(config.ckpt_dir):
-        logger.warning("%s was left by a run that ended while it saved; it is not used; continuing %s", path, source)
+        logger.warning("%s was left by a run that ended while saving and is removed; continuing %s", path, source)
         remove_unfinished(path)
     for path in list_unfinished(config.export_dir):
         remove_unfinished(path)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _KEYS = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path")
 _SUFFIX = ".rl-lock"
 _PATIENCE_S = 2.0
-"""Seconds to retry a lock whose holder has not written its identity yet, or holds it only to look."""
+"""Seconds for which a lock is retried: its holder may not have written its identity yet, or may only be checking."""
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 _BEAT_S, _WATCH_S = 4.0, 10.0
 """Seconds between touches of a run's lock files; and seconds without a touch after which a run counts as dead."""
@@ -168,7 +168,7 @@ def _taken(config: Config, key: str, path: Path) -> int:
                 raise
             if not has_lock:
                 message = (
-                    "%s: the file system of %s has no locks, so only heartbeat files tell whether another run is alive"
+                    "%s: the file system of %s has no locks; only the timestamps of lock files show other live runs"
                 )
                 logger.warning(message, key, _directory_of(path))
             if _is_at(path, descriptor):
@@ -223,7 +223,8 @@ def _require_dead(config: Config, key: str, path: Path, descriptor: int, *, has_
 
 
 def _is_touched(path: Path) -> bool:
-    """Watches whether a process touches the file. Compares only the file's times, not the clocks of two hosts."""
+    """Whether a process touches the file within `_WATCH_S`. Compares only the file's times, not the clocks of two
+    hosts."""
     first, deadline = _touched_at(path), time.monotonic() + _WATCH_S
     while first is not None and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -38,8 +38,8 @@ class CheckpointSaver:
     """Writes checkpoints, one at a time. A background save is completed at the first step boundary at which all ranks
     have written their files. Until then it is a partial directory from which no run resumes.
 
-    A full disk does not end the run: the partial files are removed, and `is_behind` asks for another try at the next
-    step boundary.
+    A full disk does not end the run: the partial files are removed, and `is_behind` tells the loop to save again at the
+    next step boundary.
 
     consumes     states of the run (`save`)
     produces     complete checkpoints, each reported to `on_complete`
@@ -120,7 +120,8 @@ class CheckpointSaver:
             return False
 
     async def poll(self) -> None:
-        """Completes the background checkpoint if all ranks have written their files. Raises its error."""
+        """Completes the background checkpoint if all ranks have written their files. Raises the error of this save,
+        unless the disk was full."""
         if self._partial is None:
             return
         partial = self._partial
@@ -132,8 +133,13 @@ class CheckpointSaver:
                 await self._copy()
 
     async def finish(self) -> None:
-        """Waits for the background checkpoint. Raises its error, DeadlineError, DiskFullError if the disk was too full
-        for the last checkpoint, or CheckpointError if the last copy to a remote store failed."""
+        """Waits for the background checkpoint.
+
+        Raises:
+            DeadlineError: the ranks did not write it in time.
+            DiskFullError: the disk had no room for the last checkpoint.
+            CheckpointError, OSError: writing it failed, or the last copy to a remote store did.
+        """
         await self._wait()
         if self._full is not None:
             raise DiskFullError(

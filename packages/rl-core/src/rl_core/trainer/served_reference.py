@@ -17,7 +17,7 @@ from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import Scoring
 
 TOKENS_PER_REQUEST = 65_536
-"""Most tokens in one request: enough to keep an engine busy for seconds, and less than 1 MB to send to a server."""
+"""Largest number of tokens in one request: keeps an engine busy for seconds, and is less than 1 MB to send."""
 
 
 class ServedReference:

@@ -36,8 +36,8 @@ _ROOM_S, _ROOM_POLL_S = 600.0, 5.0
 """Seconds that a weight sync waits for space on a full disk, and seconds between tries."""
 _MAKE_ROOM = "Make room there, or start the run with TMPDIR set to a directory that has more space"
 _MOST_LOST = 3
-"""Largest number of tries to publish a version if an engine is lost in each. Limited because the sync itself
-may be what ends the engines."""
+"""Largest number of tries to publish a version if an engine is lost in each. Limited because the sync itself may
+crash the engines."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +48,7 @@ class ServingSettings:
     num_engines: int
     pause_mode: PauseMode
     delta_interval: int | None = None
-    """One of this many syncs sends whole weights, the others only changes. None: all send whole weights."""
+    """Every `delta_interval`-th sync sends whole weights, the others only changes. None: all send whole weights."""
     verification: VerificationSettings
 
 

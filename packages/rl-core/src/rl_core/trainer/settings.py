@@ -99,9 +99,9 @@ def _shares_prefixes(config: Config, backend: Backend, options: Any) -> bool:
     if not config.trainer.use_sample_packing:
         reason = "the rows of a padded micro-batch are computed separately; set trainer.use_sample_packing=true"
     elif not (isinstance(backend, PrefixSharing) and backend.shares_prefixes(options)):
-        reason = f"the backend {backend.name!r} computes every sequence separately; choose another"
+        reason = f"the backend {backend.name!r} computes every sequence separately; choose another backend"
     if asked is True and reason is not None:
-        raise ConfigError(f"trainer.share_prefixes: {reason}, or leave it at auto")
+        raise ConfigError(f"trainer.share_prefixes: {reason}, or trainer.share_prefixes=auto")
     return reason is None
 
 

@@ -18,7 +18,7 @@ def merge_steps(batch: Batch) -> tuple[Batch, PrefixMerge]:
 
     Every sampled token keeps its log-probs, reward, mask, advantage and weight, at the position where it was sampled.
     So the gradient of a per-token loss does not change, if advantages and loss weights are already computed. A mean per
-    sequence that is computed afterwards, or a ratio per sequence (GSPO), is over the merged sequences. `step_index` is
+    sequence that is computed afterwards, or a ratio per sequence (GSPO), covers a merged sequence. `step_index` is
     renumbered.
 
     Args:

@@ -2,8 +2,8 @@
 
 When streaming, a part consists of the groups that were finished when the trainer became free. Each part is collated
 and scored, gets its advantages and loss weights from its own groups only, and adds its gradient, while the step's other
-groups are still being sampled. The last part ends with the optimizer step. `trainer.streaming` decides for which
-configurations this gives the same step as training on all groups at once.
+groups are still being sampled. After the last part, each model takes its optimizer step. `trainer.streaming` decides
+for which configurations this gives the same step as training on all groups at once.
 
 Parts grow with load, because groups accumulate while a part is trained. A trainer slower than the engines trains few
 large parts; a faster one trains many small ones.
@@ -41,7 +41,7 @@ class TrainedStep:
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Trajectories of all groups; `trajectory_id` in the batch is the index in this tuple."""
+        """Trajectories of all groups; the batch's column `trajectory_id` indexes this tuple."""
         return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
 
 
@@ -63,7 +63,7 @@ class StepTraining:
         """
         Args:
             tell_phase: called with the name of each phase that begins, for display.
-            merges_steps: train steps that continue each other as one sequence.
+            merges_steps: merge trajectory steps that continue each other into one sequence.
             in_parts: whether steps are streamed.
         """
         self._update = update

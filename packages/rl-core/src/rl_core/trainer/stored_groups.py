@@ -64,7 +64,7 @@ def read_groups(checkpoint: Path) -> tuple[StoredGroup, ...]:
         return tuple(_group(entry, tokens) for entry in entries)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{checkpoint / _GROUPS}: not the groups of a run of this version ({error}); resume from an earlier "
+            f"{checkpoint / _GROUPS}: this version cannot read the stored groups ({error}); resume from an earlier "
             "checkpoint: trainer.resume_mode=from_path trainer.resume_path=…"
         ) from error
 

@@ -92,7 +92,7 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
         yield ConfigError(
             f"trainer.algorithm.policy_loss_type: {algorithm.policy_loss_type!r} needs statistics of the whole "
             f"mini-batch before its gradient, but {_KEY}=true computes gradients before all groups have finished. "
-            f"Choose e.g. regular, or {_KEY}=false"
+            f"Choose another loss, e.g. regular, or set {_KEY}=false"
         )
 
 

@@ -52,8 +52,8 @@ class UpdateSettings:
 
 
 class BatchUpdate:
-    """Turns batches into optimizer steps. Its state between steps is the KL coefficient and, per model, the number of
-    skipped steps in a row."""
+    """Turns batches into optimizer steps. Between training steps, its only state is the KL coefficient and, per model,
+    the number of optimizer steps skipped in a row."""
 
     def __init__(
         self,
@@ -149,7 +149,8 @@ class BatchUpdate:
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """Takes all optimizer steps of the batch: policy and critic concurrently, or in turn if they share devices.
-        Returns the batch with the `old_logprobs` that its first optimizer step computed, and metrics."""
+        Returns the batch and metrics. If the first optimizer step returns log-probs (`ScoringPass.keeps_first`), the
+        batch has them as `old_logprobs`."""
         policy, critic = self._models.policy, self._models.critic
         if self._critic is None or critic is None:
             return await self._policy.train(batch, step)
@@ -171,7 +172,7 @@ class BatchUpdate:
         return batch
 
     async def finish(self, step: int) -> Metrics:
-        """Takes the optimizer step over all added parts."""
+        """Takes the optimizer step of each model over all added parts."""
         of_models = await all_of([model.finish(step) for model in (self._policy, self._critic) if model is not None])
         return {name: value for metrics in of_models for name, value in metrics.items()}
 

@@ -40,7 +40,7 @@ _LARGEST_FACTOR = 8192
 """Largest multiple of `LEAST_NOISE` that is tried. A rank-1 adapter on a tiny model needs 32 or 64."""
 _WANTED_EFFECT = 1.5
 """Change of the trainer's log-probs, in nats, that the noise should cause. Random Qwen3 models of 4 and 12 layers,
-dense and MoE, need noise of scale 1 for it. A single stale tensor then changes the mean by at least 0.04 (the weakest
+dense and MoE, need noise of scale 1 for this. A single stale tensor then changes the mean by at least 0.04 (the weakest
 are the norms of queries and keys); with half the noise, by 0.01. SmolLM2-135M needs 1/8: with scale 1 its output would
 be only noise, and two correct bfloat16 implementations would differ by 3.7."""
 _GROWTH = 1.25
@@ -63,7 +63,7 @@ class VerificationSettings:
     prove_at_start: bool
     """Before the first step: add noise, sync, probe; restore, sync, probe."""
     interval: int
-    """Number of syncs between probes; 0: never."""
+    """Probes follow the first sync of a process and every version divisible by this; 0: none."""
     num_tokens: int
     """Least number of tokens to score."""
     limit: float
@@ -102,7 +102,9 @@ class WeightVerification:
                 no noise changes the trainer's log-probs enough; or no engine is in service.
         """
         if not await self._policy.is_perturbable():
-            logger.warning("the training backend cannot perturb its weights: it is not proved that each tensor arrives")
+            logger.warning(
+                "the training backend cannot perturb its weights, so nothing proves that each tensor arrives"
+            )
             return
         try:
             moved = await self._perturb()
@@ -144,8 +146,8 @@ class WeightVerification:
         if not is_enough:
             raise WeightSyncError(
                 f"noise on every trained weight, {factor * LEAST_NOISE:g} times its size, moved the trainer's own "
-                f"log-probs by {moved:.3g} on average: too little to prove that weights arrive. Do they take part in "
-                "the forward pass? Switch the proof off with "
+                f"log-probs by {moved:.3g} on average: too little to prove that weights arrive. Do these weights "
+                "take part in the forward pass? Switch the proof off with "
                 "generator.inference_engine.weight_verification.prove_at_start=false"
             )
         return moved

@@ -113,7 +113,8 @@ class WorkerGroup:
         """
         world_size = num_nodes * ranks_per_node
         backend.validate(spec, world_size)
-        # In a run, the checks before the start have already proved the model. If this machine cannot, rank 0 does.
+        # In a run, the checks before the start have already proved the model, unless this machine cannot: then rank 0
+        # proves it.
         spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(require_proof, backend, spec) is None)
         mesh = backend.mesh(spec.options, world_size)
         shape = (num_nodes, ranks_per_node)
@@ -158,7 +159,7 @@ class WorkerGroup:
         returns: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
         """Scores of the whole stream, float32 [T]: `logprobs` and `entropies` (a critic: `values`), and the chosen
-        routes if the backend records them. `returns` names the scores that are needed; there may be more."""
+        routes if the backend records them. `returns` names the scores that are needed; the result may contain more."""
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         parts = self._parts(batch, limits)
         # A worker of an earlier contract version always returns all scores.
@@ -177,7 +178,7 @@ class WorkerGroup:
         returns: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Adds the gradient of `loss` over the whole batch. Returns the metrics summed over all ranks, and the scores
-        named in `returns`, [T] of the stream. See `Worker.forward_backward`."""
+        named in `returns`, [T] in stream order. See `Worker.forward_backward`."""
         parts = self._parts(batch, limits)
         if returns:
             self._require_version(2, "forward_backward(returns=…)")
@@ -246,7 +247,8 @@ class WorkerGroup:
             await self._ranks.call(BackgroundSaver.start_saving, directory)
 
     async def has_saved(self) -> bool:
-        """Whether the save that `start_saving` began is complete. Raises its error once it is over on all ranks."""
+        """Whether the save that `start_saving` began is complete. If it failed on a rank, raises the error as soon as
+        no rank is writing any more."""
         outcomes = await self._ranks.call(RankHost.save_outcome)
         if not all(outcome.is_over for outcome in outcomes):
             return False
@@ -300,7 +302,8 @@ class WorkerGroup:
     def _of_results(
         self, call: str, parts: Sequence[Part], results: Sequence[Any], *, names: Sequence[str]
     ) -> Iterator[tuple[Part, Mapping[str, Any]]]:
-        """The answers of ranks that hold results. Raises WorkerError unless each is a dict with these names."""
+        """The part and the answer of each rank that returns results. Raises WorkerError unless each answer is a dict
+        with these names."""
         for rank, result in enumerate(results):
             if not self.mesh.returns_results(rank):
                 continue

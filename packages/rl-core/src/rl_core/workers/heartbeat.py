@@ -109,5 +109,5 @@ class Heartbeats:
             if alive_at <= limit
         }
         if not frozen and max(self._worked_at) <= limit:
-            return dict.fromkeys(range(len(self._alive_at)), "waits, as all others do")
+            return dict.fromkeys(range(len(self._alive_at)), "is waiting, like all other ranks")
         return frozen

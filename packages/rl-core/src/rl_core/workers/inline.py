@@ -78,7 +78,7 @@ class InlineRank:
         """See `Ranks.call`. A thread cannot be killed: after a DeadlineError it keeps running, and all later
         calls raise WorkerError."""
         if self._host is None:
-            raise WorkerError(f"{self._role} rank 0 was asked to {method.__name__} but is closed: start a new group")
+            raise WorkerError(f"{self._role} rank 0 cannot run {method.__name__}: it is closed; start a new group")
         host = self._host
         return [await self._run(method.__name__, lambda: host.bound(method)(*args, **kwargs))]
 
@@ -106,7 +106,7 @@ class InlineRank:
 
     async def _run(self, phase: str, function: Callable[[], Any]) -> Any:
         if self._stuck_in is not None:
-            raise WorkerError(f"{self._role} rank 0 was asked to {phase}, but is still busy with {self._stuck_in}")
+            raise WorkerError(f"{self._role} rank 0 cannot run {phase}: it is still busy with {self._stuck_in}")
         future = asyncio.wrap_future(self._thread.submit(lambda: self._answer(phase, function)))
         try:
             return await asyncio.wait_for(asyncio.shield(future), self._timeout_s)
@@ -123,7 +123,7 @@ class InlineRank:
             raise WorkerError(f"{self._role} rank 0 failed in {phase}: {type(error).__name__}: {error}") from error
 
     def _answer(self, phase: str, function: Callable[[], Any]) -> Any:
-        """Runs in the rank's thread. Converts a BaseException, such as that of a loss that calls `sys.exit()`: this
-        would otherwise end the run as if the run had finished."""
+        """Runs in the rank's thread. Converts a BaseException: the SystemExit of a loss that calls `sys.exit()`, for
+        example, would otherwise end the run as if it had finished."""
         with code_of(f"{self._role} rank 0 in {phase}"):
             return function()

@@ -18,10 +18,10 @@ def keep_freed_memory() -> None:
     computing thread starts.
 
     By default each large tensor is newly mapped, and a page fault zeroes each of its pages: 17,000 to 28,000 faults in
-    a step of the quick start. With this there are 0 to 560, at the same peak memory. All threads share one arena,
-    because a thread's own arena has at most 64 MiB contiguous, and larger tensors would be mapped again. Transparent
-    huge pages (THP_MEM_ALLOC_ENABLE=1) alone left 6,000 to 10,000 faults; added to this, they only used a fifth more
-    memory.
+    a step of the quick start. With these settings there are 0 to 560, at the same peak memory. All threads share one
+    arena, because a thread's own arena has at most 64 MiB contiguous, and larger tensors would be mapped again.
+    Transparent huge pages (THP_MEM_ALLOC_ENABLE=1) alone left 6,000 to 10,000 faults; together with these settings,
+    they only used a fifth more memory.
 
     Does nothing with another allocator or C library, if glibc's own environment variables are set, and in processes
     with an accelerator, because their tensors are on the device.

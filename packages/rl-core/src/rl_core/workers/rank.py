@@ -59,7 +59,7 @@ class Abilities:
 
 @attrs.frozen(kw_only=True)
 class SaveOutcome:
-    """What has become of a save in the background on one rank."""
+    """The state of a background save on one rank."""
 
     is_over: bool
     """It is complete, or has failed."""
@@ -91,7 +91,7 @@ class Ranks(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R | None]:
-        """Like `call`, but each rank gets its own part of `batch`. None for ranks that hold no result."""
+        """Like `call`, but each rank gets its own part of `batch`. Ranks without a result have None in the list."""
         ...
 
     async def close(self) -> None:
@@ -129,7 +129,7 @@ class RankHost:
         return tuple(self._worker.route_layers()) if isinstance(self._worker, RouteReader) else None
 
     def save_outcome(self) -> SaveOutcome:
-        """The state of the save of a `BackgroundSaver`. Does not raise the save's error: ranks detect it at different
+        """The state of the worker's background save. Does not raise the save's error: ranks detect it at different
         times, and can continue together only when all have detected it."""
         assert isinstance(self._worker, BackgroundSaver)
         try:

@@ -32,7 +32,7 @@ try:
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 except ModuleNotFoundError as error:
     raise ConfigError(
-        "several ranks, or a backend that needs a process of its own, run on Ray, which is not installed: "
+        "several ranks, or a backend that needs a separate process, run on Ray, which is not installed: "
         f"{install('rl-core[ray]')}"
     ) from error
 
@@ -84,7 +84,7 @@ class RaySession:
                 if "AF_UNIX path length" in str(error):
                     raise ConfigError(
                         f"Ray cannot start: the path of its temporary directory is too long for sockets ({error}). "
-                        "Set RAY_TMPDIR to a short one"
+                        "Set RAY_TMPDIR to a shorter path"
                     ) from error
                 if "timed out during startup" not in str(error):
                     raise
@@ -177,7 +177,7 @@ class Reservation:
             raise DeadlineError(
                 f"{role}: waited {timeout_s:g} s (trainer.worker_start_timeout_s) for {num_nodes} nodes with "
                 f"{_described(bundle)} each; free in Ray's cluster: {_described(ray.available_resources())}. Other "
-                "groups or jobs hold the rest"
+                "groups or jobs use the rest"
             )
         return cls(group, shape, has_gpus)
 

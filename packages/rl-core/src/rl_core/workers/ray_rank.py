@@ -68,15 +68,15 @@ class Failure:
 
 @attrs.frozen(kw_only=True)
 class RankCall:
-    """A call of a rank."""
+    """A call to a rank."""
 
     method: Callable[..., Any]
     """A method of `Worker`, of one of its optional protocols, or of `RankHost`."""
     args: Sequence[Any]
-    """Arguments, without the batch: it is sent separately, one copy for all ranks that read it."""
+    """Arguments, except the batch, which is sent separately: one copy for all ranks that read it."""
     kwargs: Mapping[str, Any]
     returns_result: bool = True
-    """False: the rank need not send its result, because the controller does not read it."""
+    """False: the rank sends no result, because the controller does not read it."""
 
 
 class RayRank:

@@ -46,7 +46,7 @@ _PULSE_S, _DOING_S = 2.0, 5.0
 """Seconds that a rank has to send its pulse, and to say what it is doing."""
 _NO_ANSWER = "did not answer when asked what it was doing"
 _BEAT_S = 10.0
-"""Most seconds between requests for the pulse of ranks in a call."""
+"""Longest time in seconds between two requests for the pulses of ranks during a call."""
 _OBSERVER_S = 60.0
 """Seconds for an observer process to start on the node of a rank that does not answer, and to read its pulse."""
 _Reader = tuple[int, tuple[int, ...] | None]
@@ -116,7 +116,7 @@ class RayRanks:
             ranks._route_layers = await ranks.call(RankHost.route_layers)
             ranks._timeout_s, ranks._timeout_key = timeout_s, "trainer.worker_timeout_s"
         except BaseException:
-            ranks._end("it did not start")
+            ranks._end("their start failed")
             raise
         return ranks
 
@@ -165,7 +165,7 @@ class RayRanks:
             if self._unanswered_calls == 0:
                 await self.call(Worker.close)
         finally:
-            self._end("it was closed")
+            self._end("they were closed")
 
     def _create_actors(self, *, takes_devices: bool) -> None:
         for rank in range(self._mesh.world_size):
@@ -200,7 +200,7 @@ class RayRanks:
 
         Args:
             phase: for messages.
-            refs: the answers to come, by rank.
+            refs: futures of the answers, by rank.
             only_reads: whether the call leaves the training state unchanged, so that ranks can go on after some failed.
         """
         self._unanswered_calls += 1
@@ -338,7 +338,7 @@ class RayRanks:
 
     def _require_alive(self, method: str) -> None:
         if self._ended is not None:
-            raise WorkerError(f"{self._role}: asked to {method}, but the ranks have ended: {self._ended}")
+            raise WorkerError(f"{self._role}: cannot run {method}, because the ranks have ended: {self._ended}")
 
     def _end(self, reason: str) -> None:
         """Kills every rank and releases the devices; a second call does nothing."""
@@ -397,7 +397,8 @@ def _environment(info: RankInfo, spec: WorkerSpec, gpus: Sequence[str | None]) -
     """Environment variables as torchrun sets them. All GPUs of the group's ranks on the node are visible; a rank's own
     GPU has the index of its local rank.
 
-    CPU threads: `spec.num_threads`, else the controller's OMP_NUM_THREADS, else cores of the node / its ranks.
+    CPU threads: `spec.num_threads`, else the controller's OMP_NUM_THREADS, else the number of cores of the controller's
+    machine divided by the ranks per node.
     """
     threads = (
         spec.num_threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, (os.cpu_count() or 1) // len(gpus))

@@ -1,8 +1,8 @@
 """Causal attention inside a packed stream: every sequence attends only to itself, and no T×T mask is ever built.
 
-The kernel, which models do not choose, is torch's variable-length flash attention on CUDA in half precision, otherwise
-SDPA over rectangles; for sequences that share prefixes, `shared_attention.py` has others. A rectangle holds sequences
-of similar length as right-padded rows. Under a causal mask no real token sees padding on its right, so `is_causal` is
+Models do not choose the kernel. It is torch's variable-length flash attention on CUDA in half precision, otherwise SDPA
+over rectangles; `shared_attention.py` has the kernels for sequences that share prefixes. A rectangle holds sequences of
+similar length as right-padded rows. Under a causal mask no real token sees padding on its right, so `is_causal` is
 exact and needs no mask tensor. With Ulysses, all ranks first exchange their tokens for heads of whole sequences
 (`ulysses.py`).
 """
@@ -59,7 +59,7 @@ def packed_attention(
     """
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if packed_sequences is None or attention_mask is not None or unsupported:
-        fault = f"uses {', '.join(unsupported)}" if unsupported else "does not hand the sequences' bounds on"
+        fault = f"uses {', '.join(unsupported)}" if unsupported else "does not pass on the bounds of the sequences"
         raise ConfigError(
             f"{type(module).__name__} {fault}, so its sequences cannot be packed: set trainer.use_sample_packing=false"
         )

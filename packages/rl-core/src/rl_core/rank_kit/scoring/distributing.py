@@ -60,7 +60,7 @@ def require_same_structure(scorer: nn.Module) -> None:
         differing = [f"{a} and {b}" for a, b in zip(loaded, describe(), strict=False) if a != b]
         if differing or len(loaded) != len(describe()):
             raise ConfigError(
-                f"the model as it was loaded is not the one its configuration describes: {'; '.join(differing[:3])}"
+                f"the loaded model differs from the one that its configuration describes: {'; '.join(differing[:3])}"
             )
         _require_separate_units(scorer)
 

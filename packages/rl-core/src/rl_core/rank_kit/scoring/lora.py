@@ -72,8 +72,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
     _require_linear_layers(model, where)
     if output is not model.get_output_embeddings():
         raise ConfigError(
-            f"{where}.model.lora.target_modules: the output layer cannot have adapters, log-probs are computed from "
-            "its weight; name other layers, or leave it out with exclude_modules"
+            f"{where}.model.lora.target_modules: the output layer cannot have adapters, because log-probs are "
+            "computed from its weight; name other layers, or leave it out with exclude_modules"
         )
     for _, weight in adapter_weights(model):
         weight.data = weight.data.to(torch.promote_types(torch.float32, weight.dtype))

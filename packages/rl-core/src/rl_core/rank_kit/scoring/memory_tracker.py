@@ -80,7 +80,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._set_size(self._alive[storage._cdata][0], size)
             return resized
 
-        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]  names of parameters
+        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]  parameter names differ
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -89,7 +89,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then dispatches operations on the rank's local part, which come here
+            return NotImplemented  # DTensor then dispatches the operation on the rank's local part to this method
         result = func(*args, **(kwargs or {}))
         made = [self._followed(leaf) for leaf in tree_leaves(result)]
         if any(storage is not None for storage in made):

@@ -22,7 +22,7 @@ class PackedSequences:
     """int32 [N+1] on the stream's device."""
     max_length: int
     rectangles: tuple[tuple[int, int], ...]
-    """(rows, width) of each rectangle; cells are numbered through all rectangles."""
+    """(rows, width) of each rectangle; cells are numbered consecutively across all rectangles."""
     num_cells: int
     cell_T: Tensor | None
     """int64 [T], the cell of each token; None: token t is in cell t."""
@@ -35,7 +35,7 @@ class PackedSequences:
     def of_lengths(
         cls, lengths_N: IntArray, device: torch.device, *, ulysses: UlyssesGroup | None = None
     ) -> PackedSequences:
-        """From the lengths of the sequences (at least 1). Groups sequences of similar length into rectangles."""
+        """From the lengths of the sequences (each at least 1). Groups sequences of similar length into rectangles."""
         rectangles, cell_T = rectangle_cells(lengths_N, *rectangle_rows(lengths_N))
         num_cells = sum(rows * width for rows, width in rectangles)
         is_identity = num_cells == len(cell_T) and bool((cell_T == np.arange(len(cell_T))).all())

@@ -2,8 +2,8 @@
 
 `True` keeps only a layer's input and computes the layer again. `"selective"` keeps the results of matrix products and
 attention, which cost nearly all of the time, and computes again what lies between them: norms, rotary embedding,
-activation functions. (Korthikanti et al. 2022, arXiv 2205.05198, recompute attention instead, because it kept its
-scores then; flash attention keeps none.)
+activation functions. (Korthikanti et al. 2022, arXiv 2205.05198, recompute attention instead, because attention without
+flash kernels keeps its scores for backward.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def recompute_layers(model: PreTrainedModel, which: Literal[True, "selective"], 
     transformers' own switch works in training mode only, which would also switch dropout on.
 
     Args:
-        model: whose layers are computed again in backward.
+        model: the model whose layers are computed again in backward.
         which: see the module's docstring.
         where: section of the model, for messages.
 

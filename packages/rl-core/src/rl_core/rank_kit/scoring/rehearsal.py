@@ -64,7 +64,7 @@ def rehearse(
     Raises:
         ConfigError: the model cannot be built or sharded, or this process has already joined a process group.
     """
-    # The batch stands for the largest one, in which no two sequences share a prefix.
+    # The batch represents the largest one, in which no two sequences share a prefix.
     spec = attrs.evolve(spec, share_prefixes=False)
     fake_mode = _FakeDevice(allow_non_fake_inputs=True)
     with _rank_alone(mesh.world_size):
@@ -175,7 +175,8 @@ class _FakeShards:
         return self._shards.has_gradients()
 
     def step(self, settings: StepSettings) -> float:
-        # Outside the mode: DTensor infers shapes with its own whole fake tensors, which must not count as memory.
+        # Outside the mode: DTensor infers shapes with its own fake tensors of whole parameters, which must not count as
+        # memory.
         return self._shards.step(settings)
 
 
@@ -192,7 +193,7 @@ def _on_device(value: Any, fake_mode: FakeTensorMode) -> Any:
 @contextmanager
 def _rank_alone(world_size: int) -> Iterator[None]:
     if dist.is_initialized():
-        raise ConfigError("a rehearsal needs a process without ranks: this one has joined a process group")
+        raise ConfigError("a rehearsal needs a separate process: this one has already joined a process group")
     dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world_size)
     try:
         yield

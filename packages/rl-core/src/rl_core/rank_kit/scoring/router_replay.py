@@ -54,7 +54,7 @@ def require_followed_routes(
     for layer, arguments in zip(shape.layers, given, strict=True):
         if not _is_followed(arguments, sent_CLK[:, layer]):
             raise ConfigError(
-                f"{key}: the experts of layer {layer} of {type(model).__name__} are not used as the routes say; set "
+                f"{key}: layer {layer} of {type(model).__name__} does not use the experts that the routes name; set "
                 f"{key}=false and generator.inference_engine.enable_return_routed_experts=false"
             )
 

@@ -1,6 +1,6 @@
 """Attention over a prefix forest: a token sees its own node up to itself and all ancestor nodes, each computed once.
 
-It consists of two calls of a flash attention kernel: (own queries, own keys) with a causal mask, and (queries of a
+It takes two calls of a flash attention kernel: (own queries, own keys) with a causal mask, and (queries of a
 node's children, keys of the node and its ancestors) without one. The kernel also returns the logarithm of the softmax's
 denominator, with which the two outputs are merged. The kernel's backward needs only output and log-denominator of the
 whole softmax, so it gives the exact gradient of each part. Ring attention does the same over devices (Liu et al. 2023,

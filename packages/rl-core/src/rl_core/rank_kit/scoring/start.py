@@ -1,4 +1,4 @@
-"""From a model on disk to the shards of every rank, and the check that they compute what the model does."""
+"""Loads a model into the shards of every rank, and checks that the shards compute the same as the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def start_shards(
     routes_key: str | None,
     keeps_float32: bool = True,
 ) -> Shards:
-    """Rank 0 loads and checks the model; the others build its structure without memory and receive their shards.
+    """Rank 0 loads and checks the model; the others build its structure without allocating memory and receive their
+    shards.
 
     Args:
         spec: the model to load.
@@ -59,8 +60,8 @@ def start_shards(
         found_S,
         expected_S,
         scorer.compute_dtype,
-        f"{where}.model.path: what {type(scorer.model).__name__} computes on {ranks.mesh.world_size} ranks differs "
-        "from what it computes on one",
+        f"{where}.model.path: the scores of {type(scorer.model).__name__} on {ranks.mesh.world_size} ranks differ from "
+        "those on one rank",
         "set sequence_parallel_size=1" if ranks.ulysses else "this backend cannot shard it",
     )
     return shards

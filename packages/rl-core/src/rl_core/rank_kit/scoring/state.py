@@ -61,7 +61,8 @@ def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: i
 def start_writing(
     writer: BackgroundWriter, directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None
 ) -> None:
-    """Like `write_state`, but returns when the tensors are copied; `writer.is_done` tells when all is written."""
+    """Like `write_state`, but returns when the tensors are copied; `writer.is_done` returns True when the state is
+    complete on this rank."""
 
     def write() -> Future[Metadata]:
         _expect_one_rank()
@@ -91,8 +92,8 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMes
         ranks: the ranks, which read collectively; None for a single rank.
 
     Raises:
-        CheckpointError: a file is missing, truncated or changed, or the tensors are not those of this model; `tensors`
-            are then unchanged. Or reading failed after these checks.
+        CheckpointError: a file is missing, truncated or changed, or the saved tensors are not those of this model:
+            then `tensors` are unchanged. Or reading failed after these checks.
     """
 
     def check() -> int:
@@ -131,15 +132,15 @@ def _require_same_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> Non
         have, want = saved.get(name, "absent"), wanted.get(name, "absent")
         if have != want and name.partition("/")[0] in kinds:
             raise CheckpointError(
-                f"{directory}: {name} is {have}, this model's is {want}; the checkpoint belongs to another model, or "
-                "another backend wrote it"
+                f"{directory}: {name} is {have}, but this model's is {want}; the checkpoint belongs to another model, "
+                "or another backend wrote it"
             )
 
 
 def _described(entry: object) -> str:
     """Describes an entry of a state; another backend's state may have entries that are not tensors."""
     is_tensor = isinstance(entry, TensorStorageMetadata)
-    return _in_words(entry.properties.dtype, entry.size) if is_tensor else "no tensor"
+    return _in_words(entry.properties.dtype, entry.size) if is_tensor else "not a tensor"
 
 
 def _in_words(dtype: torch.dtype, shape: torch.Size) -> str:

@@ -159,9 +159,11 @@ def _load_config(path: str, where: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = (
-            "it has no config.json" if Path(path).is_dir() else "no directory here, nor a model that can be fetched"
+            "it has no config.json"
+            if Path(path).is_dir()
+            else "neither a local directory nor a model that can be downloaded"
         )
-        raise ConfigError(f"{where}.model.path: {path!r} is no Hugging Face model ({reason}): {error}") from error
+        raise ConfigError(f"{where}.model.path: {path!r} is not a Hugging Face model ({reason}): {error}") from error
 
 
 def _hidden_scale(config: PretrainedConfig) -> float:
@@ -174,12 +176,10 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
     name = type(model).__name__
     if getattr(model.config, "final_logit_softcapping", None) is not None:
         raise ConfigError(
-            f"{where}.model.path: {name} caps its logits (final_logit_softcapping), which chunked log-probs lack"
+            f"{where}.model.path: {name} caps its logits (final_logit_softcapping), which is not supported"
         )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ConfigError(
-            f"{where}.model.path: the output layer of {name} is not one linear layer, which log-probs are computed from"
-        )
+        raise ConfigError(f"{where}.model.path: the output layer of {name} is not a single linear layer, as required")
 
 
 def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:
@@ -228,7 +228,7 @@ def _require_agreement(
     remedy = "this backend cannot train it"
     if spec.use_sample_packing:
         remedy = "set trainer.use_sample_packing=false" + (
-            ", or trainer.share_prefixes=false where it differs because of shared prompts"
+            ", or trainer.share_prefixes=false if only shared prompts cause the difference"
             if spec.share_prefixes
             else ""
         )
@@ -239,8 +239,10 @@ def _require_agreement(
         try:
             found = as_trained(inputs)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where}.model.path: {name} does not run as in training ({error}); {remedy}") from error
-    message = f"{where}.model.path: what {name} computes in training differs from its own scores"
+            raise ConfigError(
+                f"{where}.model.path: {name} cannot run with the inputs of training ({error}); {remedy}"
+            ) from error
+    message = f"{where}.model.path: the results of {name} in training differ from those of its own code"
     require_close(found, expected, compute_dtype, message, remedy)
 
 

@@ -62,7 +62,7 @@ class ScoringWorker:
     or one of several.
 
     All ranks run the same number of micro-batches, because every layer's parameters are gathered from all ranks. A rank
-    that has no sequences left computes a shortest one of its batch again and discards the result. Nothing here is
+    that has no sequences left recomputes the shortest sequence of its batch and discards the result. Nothing here is
     random (the model runs without dropout), so `spec.seed` is not needed.
 
     Args:
@@ -165,7 +165,7 @@ class ScoringWorker:
         return pack_on_first(self.shards.exported(), max_bucket_bytes, is_first=self._is_first)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Like `export_weights`, but only the adapter, in the same dtype, which is also the engine's."""
+        """Like `export_weights`, but only the adapter, in the same dtype."""
         tensors = self.shards.adapters(self.scorer.compute_dtype)
         return pack_on_first(tensors, max_bucket_bytes, is_first=self._is_first)
 
