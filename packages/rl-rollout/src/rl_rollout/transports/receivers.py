@@ -1,7 +1,8 @@
-"""Which classes an engine's server may load as receivers: those of installed transports, and that of its own run.
+"""Which classes an engine's server may load as receivers: those of installed transports, and the one of its own run.
 
-A rendezvous names its receiver and comes over the network. So a server has a list, made from the installed transports
-and from the run that starts the server, and refuses a request that names any other class before it imports anything.
+A rendezvous names its receiver class and arrives over the network. So a server has a list of allowed classes, made from
+the installed transports and from the run that starts the server, and refuses a request that names any other class,
+before importing anything.
 """
 
 from __future__ import annotations
