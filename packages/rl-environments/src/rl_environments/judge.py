@@ -4,8 +4,9 @@ works.
 Row:       `prompt`, and `reference` (text) if the judge should compare with one
 Reward:    the number after the judge's last `Score:`, divided by `highest_score`; from 0 to 1
 Options:   `url` (of the API: `http://host:port/v1`), `model`, `timeout_s` (60, of each try), `tries` (2), `max_tokens`
-           (512), `temperature` (0), `highest_score` (10), `instructions` (replaces the text below; may hold {question},
-           {answer}, {reference}, {mark}, {highest}), `key_variable` (the environment variable that has the API key)
+           (512), `temperature` (0), `highest_score` (10), `instructions` (replaces the text below; may contain
+           {question}, {answer}, {reference}, {mark}, {highest}), `key_variable` (the environment variable that has the
+           API key)
 Metrics:   `accuracy` (the reward), `judge_tries`
 
 If the judge does not answer, refuses, or gives no score, the sample fails and has no reward at all

@@ -108,7 +108,7 @@ async def _in_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any
     if len(_left_threads) >= MOST_LEFT_THREADS:
         raise GenerationError(
             f"{len(_left_threads)} calls of tools hang past their deadline, the last one before {name!r}: give the "
-            "function a deadline of its own, or run the environment with environment.placement=process"
+            "function its own deadline, or run the environment with environment.placement=process"
         )
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[Any] = loop.create_future()

@@ -31,8 +31,8 @@ class WeightExport:
         self._plan: list[Any] = []
 
     def weights(self, *, with_buffers: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole tensors, one at a time, on every rank, with adapters merged; a tied weight comes once. All ranks
-        must drain the iterator together.
+        """Yields whole tensors, one at a time, on every rank, with adapters merged; a tied weight is yielded once. All
+        ranks must drain the iterator together.
 
         `with_buffers` adds buffers: the expert bias that some routers use to choose experts.
         """

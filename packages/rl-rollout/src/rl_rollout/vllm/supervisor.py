@@ -74,7 +74,7 @@ class Supervisor:
         members = list(zip(self._pool.members, self._servers, strict=True))
         try:
             await all_of(self._start(member, server) for member, server in members)
-        except BaseException:  # also where the run is ended meanwhile
+        except BaseException:  # also if the run is ended meanwhile
             await self.close()
             raise
         self._watching = [asyncio.create_task(self._watch(member, server)) for member, server in members]
