@@ -28,7 +28,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     loaded."""
     if not has_tokenizer(path):
         raise ConfigError(
-            f"{_MODEL_PATH}: {path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
+            f"{_MODEL_PATH}: {path} contains no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
             "model's tokenizer there with tokenizer.save_pretrained"
         )
     _require_in_reach(path)

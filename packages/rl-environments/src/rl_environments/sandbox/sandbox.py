@@ -239,4 +239,4 @@ class Session:
                 code = await self.process.wait()
                 ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
                 return f"{ended}; it said {said[-1000:]!r}"
-        return "it still holds its stderr"
+        return "its stderr is still open"

@@ -103,8 +103,8 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise ConfigError(
-            f"sandbox: got the processor {machine!r}; expected one whose system calls the sandbox knows "
-            f"({', '.join(ARCHITECTURES)}). Use such a machine or, if you trust what the policy writes, sandbox=none"
+            f"sandbox: got the processor {machine!r}; expected one of {', '.join(ARCHITECTURES)}, whose system "
+            "calls the sandbox can filter. Use such a machine or, if you trust what the policy writes, sandbox=none"
         )
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in _instructions(ARCHITECTURES[machine]))
 

@@ -234,7 +234,7 @@ def _tensor_ranks_divide(setup: Setup) -> str | None:
     groups = shape.num_heads if shape.latent else shape.num_kv_heads
     sizes = {
         "attention heads": shape.num_heads,
-        "key/value heads (each rank needs one of its own)": groups,
+        "key/value heads (each rank needs at least one)": groups,
         "feed-forward units": shape.ffn_hidden_size,
         "units of the shared experts": shape.shared_ffn_hidden_size,
     }

@@ -157,8 +157,8 @@ def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
 
 
 def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-    """Converts a checkpoint's names to the model's, as transformers does on loading; until the copy, this takes the
-    memory of a second model."""
+    """Converts a checkpoint's names to the model's, as transformers does on loading; until they are copied, the weights
+    take the memory of a second model."""
     try:
         with no_progress_bars():
             loaded = type(model).from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=model.dtype)

@@ -101,7 +101,7 @@ class SharedMemorySender:
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Packs each bucket into shared memory as it comes. Raises WeightSyncError."""
+        """Packs each bucket into shared memory as it arrives. Raises WeightSyncError."""
         from rl_core.rank_kit.weight_buckets import bucket_records, draining
 
         tensors: dict[str, TensorRecord] = {}

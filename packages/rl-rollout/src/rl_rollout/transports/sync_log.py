@@ -24,8 +24,8 @@ CPU = "cpu"
 
 @contextlib.contextmanager
 def sending(rendezvous: Rendezvous, rank: int, buckets: Iterator[WeightBucket]) -> Iterator[Channel]:
-    """Opens the log for a rank that sends within the context; if that raises, receivers are told and `buckets` are
-    drained."""
+    """Opens the log for a rank that sends within the context. If the context raises, the log gets a message about the
+    failure, the sync is broken off, and `buckets` are drained."""
     with draining(buckets):
         channel = Channel(rendezvous.data)
         try:

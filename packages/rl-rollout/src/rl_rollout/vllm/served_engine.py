@@ -364,7 +364,7 @@ class ServedEngine:
         try:
             by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
         except Exception as error:
-            # A worker returns data if it knows the state it is in; here at least one raised instead.
+            # A worker that knows its state returns data instead of raising; here at least one raised.
             await self._enter_quarantine(f"an update broke off: {_described(error)}")
             raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
         answers = {self._worker(i, j): answer for i, those in enumerate(by_engine) for j, answer in enumerate(those)}
