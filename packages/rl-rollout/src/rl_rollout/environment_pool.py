@@ -113,8 +113,8 @@ class EnvironmentPool:
         async with self._threads:
             if (count := self._left.count()) >= MOST_LEFT_THREADS:
                 raise HangingThreads(
-                    f"{count} threads of environments hang in calls that timed out, and a thread cannot be ended: "
-                    "set environment.placement=process, or give the environment's own waits a timeout"
+                    f"{count} threads of environments hang in calls that timed out or were cancelled, and a thread "
+                    "cannot be ended: set environment.placement=process, or give the environment's own waits a timeout"
                 )
             _allow_files(_FILES_PER_THREAD * (self._max_threads + count) + _OTHER_FILES)
             yield ThreadedEnvironment(lambda: factory(row, options), self._left)

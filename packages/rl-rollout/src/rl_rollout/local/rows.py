@@ -123,7 +123,8 @@ class Rows:
         tokens_B, logprobs_B = tokens.cpu().numpy(), logprobs.cpu().numpy()
         if not np.isfinite(logprobs_B).all():
             raise GenerationError(
-                f"weight version {version}: the model's logits are not finite; its weights are broken"
+                f"weight version {version}: the model's logits are not finite, so its weights are damaged; use "
+                "an earlier checkpoint, and a lower learning rate if this happens again"
             )
         self._ensure_columns(int(num_sampled_B.max()) + 1)
         arrays["tokens"][rows_B, num_sampled_B] = tokens_B

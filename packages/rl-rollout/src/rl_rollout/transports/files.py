@@ -58,7 +58,7 @@ class FilesTransport:
                 "generator.inference_engine.weight_sync_backend: files uses folders of this machine, but the policy "
                 f"trains on {num_nodes} machines (trainer.placement.policy_num_nodes): choose broadcast, or define a "
                 'transport with a folder that all machines see, shared = FilesTransport(directory="/shared/tmp"), in '
-                "a module of yours, and set generator.inference_engine.weight_sync_backend=my_module:shared"
+                "your own module, and set generator.inference_engine.weight_sync_backend=my_module:shared"
             )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:

@@ -59,7 +59,7 @@ def require_allowed(receiver: str, allowed: AbstractSet[str]) -> None:
     if receiver not in allowed:
         raise WeightSyncError(
             f"{receiver!r} is not the receiver of an installed weight transport ({', '.join(sorted(allowed))}). If "
-            "it belongs to a transport of your own, start the server with the run's "
+            "it belongs to your own transport, start the server with the run's "
             "generator.inference_engine.weight_sync_backend, or give the transport the attribute `receiver` and an "
             f"entry point of {_GROUP} on the server's machine"
         )

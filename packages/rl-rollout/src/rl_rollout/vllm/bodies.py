@@ -114,7 +114,7 @@ class UpdateBody(Body):
 
 
 class SleepBody(Body):
-    """1 keeps the weights in host memory, 2 drops them."""
+    """Level 1 keeps the weights in host memory, level 2 drops them."""
 
     level: Literal[1, 2]
 

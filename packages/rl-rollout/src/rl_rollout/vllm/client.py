@@ -42,7 +42,7 @@ _PROBE = (0, 1, 2, 3)
 
 
 class RemoteInferenceClient:
-    """InferenceClient over the servers of a pool. All methods belong to one event loop."""
+    """InferenceClient over the servers of a pool. Call all methods on the same event loop."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class Heartbeat:
 
 
 class Supervisor:
-    """Keeps the members of a pool alive. All methods belong to one event loop."""
+    """Keeps the members of a pool alive. Call all methods on the same event loop."""
 
     def __init__(self, pool: Pool, servers: Sequence[Startable], heartbeat: Heartbeat, *, control_token: str) -> None:
         self._pool = pool
