@@ -190,7 +190,7 @@ async def test_the_checks_notice_a_conversation_that_is_encoded_anew(monkeypatch
     rng = random.Random(0)
     playing = play("chatml", random_row("chatml", rng, 3), random_script(tokenizer, rng), step_wise=step_wise)
     if not step_wise:
-        with pytest.raises(AssertionError, match="begins with what was before"):
+        with pytest.raises(AssertionError, match="must begin with the tokens before it"):
             await playing
         return
     played = await playing
