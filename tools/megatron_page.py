@@ -138,13 +138,13 @@ features that run without an error but compute wrong results. This package does 
 - 12 (layers' names in Megatron-FSDP's checkpoints): Megatron-FSDP is not used. A state has each layer's number in the
   whole model, and the conformance suite reads states on other pipeline meshes
 
-Findings 7 and 13 and the issue's appendix could not be read when this was written, so whether they reach what is used
-here is not known.
+Findings 7 and 13 and the issue's appendix could not be read when this was written, so it is not known whether they
+affect this package.
 
-The proof of a model at the start runs a small copy of it on one rank, so it sees no fault of a composition. Against
-those there are the refusals ([what is refused](#what-is-refused)) and meshes that are compared with transformers on one
-process: those of the conformance suite ([parity.md](parity.md)) and random ones (`make soak`). A mesh that is neither
-refused nor among them is not proved.
+The check of a model before a run uses a small copy of the model on one rank, so it cannot detect errors that only a
+combination of parallelism kinds causes. Known errors of this kind are refused ([what is refused](#what-is-refused)),
+and tests compare meshes with transformers in one process: the meshes of the conformance suite ([parity.md](parity.md))
+and random ones (`make soak`). A mesh that is neither refused nor compared is not verified.
 
 Pull request 5916 fixes another bug, in versions newer than the pinned one: with Transformer Engine, the gradient norm
 omits experts that tensor ranks hold unsharded and counts the down-projections of latent attention once per tensor rank.

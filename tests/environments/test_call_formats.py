@@ -65,7 +65,7 @@ def test_several_calls_of_a_turn_are_read_in_order_and_a_broken_one_does_not_hid
         ('<tool_call>{"name": "f"}</tool_call>', 'has the keys name; expected {"name": "…", "arguments"'),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "has the keys name, arguments"),
         ("<tool_call>[1]</tool_call>", "expected an object"),
-        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON"),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
         ("<tool_call>" + "[" * 100_000, "not JSON"),
         ("<tool_call>" + "1" * 10_000, "not JSON"),
         ("<tool_call>", "not JSON"),

@@ -171,7 +171,7 @@ def test_a_corpus_that_was_indexed_before_finds_the_same(corpus: Path, tmp_path:
         ("calculator", {"answer": 1}, "needs `prompt`"),
         ("gsm8k_turns", {"prompt": ASKED, "reward_spec": {}}, "a row of gsm8k_turns needs `answer`"),
         ("gsm8k_turns", {"prompt": "x", "answer": float("inf")}, "a number; got inf"),
-        ("search", {"prompt": "x", "answer": []}, "text or texts; got"),
+        ("search", {"prompt": "x", "answer": []}, "text or a list of texts; got"),
         ("search", {"prompt": "", "answer": "x"}, "needs `prompt`"),
     ],
 )

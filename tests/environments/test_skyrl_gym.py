@@ -78,7 +78,7 @@ def test_an_environment_of_ones_own_gets_its_configuration_and_its_row():
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ({"reward": [0.0, 1.0]}, "gave the reward .*; expected one number"),
+        ({"reward": [0.0, 1.0]}, "returned the reward .*; expected one number"),
         ({"postprocessed_action": "x"}, "postprocessed_action"),
         ({"done": False}, "done=False and no observation"),
     ],

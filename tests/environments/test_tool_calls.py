@@ -135,7 +135,7 @@ def test_many_functions_that_hang_are_an_error_and_those_that_came_back_are_forg
     hanging: list[Call | BrokenCall] = [Call(name="hang", arguments={})] * 2
     try:
         run(hanging, hang, timeout_s=0.1)
-        with pytest.raises(GenerationError, match=r"2 calls of tools hang past their deadline.*'add'"):
+        with pytest.raises(GenerationError, match=r"2 tool calls hang past their deadline.*'add'"):
             run([Call(name="add", arguments={"a": 1})], add)
     finally:
         released.set()

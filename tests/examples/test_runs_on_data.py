@@ -105,11 +105,11 @@ def test_a_reward_model_learns_and_is_saved_with_its_head(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({**SUPERVISED, "generator__n_samples_per_prompt": 4}, "generator.n_samples_per_prompt: got 4; a row has 1"),
+        ({**SUPERVISED, "generator__n_samples_per_prompt": 4}, "generator.n_samples_per_prompt: got 4, expected 1"),
         ({**PAIRS, "generator__n_samples_per_prompt": 1}, "generator.n_samples_per_prompt: got 1"),
         (
             {**PAIRS, "generator__eval_n_samples_per_prompt": 1},
-            "generator.eval_n_samples_per_prompt: got 1; a row has 2",
+            "generator.eval_n_samples_per_prompt: got 1, expected 2",
         ),
         ({**PAIRS, "trainer__algorithm__loss_reduction": "token_mean"}, "set it to prompt_token_sum"),
         ({**PAIRS, "trainer__policy_mini_batch_size": 4}, "correct for a single optimizer step"),

@@ -231,5 +231,5 @@ def test_both_switches_are_one_decision(changes: dict[str, bool], message: str):
 
 
 def test_a_critic_follows_no_routes():
-    with pytest.raises(ConfigError, match=r"trainer\.critic\.fsdp_config.*a critic chooses experts by itself"):
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.fsdp_config.*a critic cannot follow the policy's routes"):
         fsdp.validate(spec_of("model", role="critic", options=FOLLOWING), 1)

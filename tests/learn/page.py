@@ -20,10 +20,10 @@ _HEAD = """\
 Made by `make learn` (`tests/learn/`) from `docs/learning.jsonl`. Do not edit.
 
 Each row is the quick start (`rl train quickstart`) with the named settings, run once on two CPU cores: greedy accuracy
-on 1,000 held-out problems before and after, and the time of all steps and evaluations. Times are those of the machine
-and of whoever else used it. Accuracies of one seed repeat exactly on one machine; on another processor the warm start
-ends elsewhere, so seed 0 begins at 0.177 in some rows and at 0.234 in others. `one_file` is
-`python -m rl_examples.one_file`: the same task, start and settings in a loop of its own. The backend of
+on 1,000 held-out problems before and after, and the time of all steps and evaluations. Times depend on the machine and
+on its other load. Accuracies of one seed repeat exactly on one machine; on another processor the warm start ends at
+another accuracy, so seed 0 begins between 0.177 and 0.251 in these rows. `one_file` is `python -m
+rl_examples.one_file`: the same task, start model and settings with the loop written out. The backend of
 `third_party_2_ranks` is installed for its run from `tests/third_party_backend`. `smollm2` is another recipe, with a
 pretrained model: the mean reward of sampled replies to held-out questions. `guess_moe_…` are the recipe `guess`, a game
 of several turns: which of the ten numbers are found greedily, all of them trained on, so a tenth is one number.
@@ -42,9 +42,10 @@ names on the quick start's problems.
 _AHEAD = """
 ## How far generation runs ahead
 
-Accuracy after the quick start by `trainer.pipeline_depth` (rows) and `trainer.max_staleness` (columns), seeds 0, 1, …
-as far as they were run; depth 0 under bound 0 is training in step. Importance weights correct for age, as by default.
-No group takes long here: under depth 1, 99 % of the groups are one version old, with bound 4 as with bound 1.
+Accuracy after the quick start by `trainer.pipeline_depth` (rows) and `trainer.max_staleness` (columns), for those of
+the seeds 0, 1, 2 that were run; depth 0 with bound 0 is synchronous training. Importance weights correct for age, which
+is the default. No group takes long here: with depth 1, 99 % of the groups are one version old, with bound 4 as with
+bound 1.
 
 """
 

@@ -190,7 +190,7 @@ async def test_the_checks_notice_a_conversation_that_is_encoded_anew(monkeypatch
     rng = random.Random(0)
     playing = play("chatml", random_row("chatml", rng, 3), random_script(tokenizer, rng), step_wise=step_wise)
     if not step_wise:
-        with pytest.raises(AssertionError, match="begins with what was before"):
+        with pytest.raises(AssertionError, match="must begin with the tokens before it"):
             await playing
         return
     played = await playing
@@ -309,8 +309,8 @@ async def test_dropped_thinking_is_not_in_later_prompts_and_what_is_kept_merges(
     ("name", "settings", "reason"),
     [
         ("thinking_chatml", {}, "drops the thinking of earlier turns"),
-        ("thinking_chatml", {"enable_thinking": False}, "renders earlier turns differently from how it started them"),
-        ("reasoning", {}, "renders earlier turns differently from how it started them"),
+        ("thinking_chatml", {"enable_thinking": False}, "renders earlier turns differently once later turns follow"),
+        ("reasoning", {}, "renders earlier turns differently once later turns follow"),
     ],
 )
 async def test_one_sequence_of_a_template_that_changes_turns_is_refused(name: str, settings: Any, reason: str):

@@ -281,7 +281,7 @@ def test_the_length_of_a_prompt_is_counted_in_tokens(tokenizer):
 
 def test_a_model_directory_without_a_tokenizer_is_a_config_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ConfigError, match="holds no tokenizer"):
+    with pytest.raises(ConfigError, match="contains no tokenizer"):
         load_tokenizer(str(tmp_path))
 
 

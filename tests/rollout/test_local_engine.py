@@ -303,7 +303,7 @@ async def test_another_request_under_a_running_id_is_refused(model):
     engine = await start(model)
     task = asyncio.ensure_future(engine.generate(request_of("same", LONG)))
     await asyncio.sleep(0)
-    with pytest.raises(GenerationError, match="'same' is under way with another request"):
+    with pytest.raises(GenerationError, match="'same' is running with a different request"):
         await engine.generate(request_of("same"))
     await engine.abort()
     await task

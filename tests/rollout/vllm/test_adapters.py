@@ -318,7 +318,7 @@ async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_se
             await client.load_lora_from_disk("kept", tmp_path / path)
     assert await scores_of(client, "kept") == pytest.approx(expected, abs=LIMIT)
     assert client._pool.wanted.adapters == {"kept": str(tmp_path / "good")}
-    with pytest.raises(GenerationError, match="'policy', which is the policy's"):
+    with pytest.raises(GenerationError, match="'policy': it is empty, the policy's or the model's"):
         await client.load_lora_from_disk("policy", tmp_path / "good")
     with pytest.raises(GenerationError, match="'rl-base', which is the base model's"):
         await client.load_lora_from_disk("rl-base", tmp_path / "good")

@@ -114,11 +114,11 @@ def test_the_only_server_that_hangs_in_a_sync_is_given_up_seconds_after_the_rank
     class Unjoined(Closable):
         async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
             await asyncio.sleep(30.0)
-            raise WeightSyncError("waited 30 s for 1 receivers, of which 0 have joined")
+            raise WeightSyncError("waited 30 s for 1 receivers to join the sync; 0 have joined")
 
     async def work() -> None:
         message, took_s, failed = await broken(Unjoined(), never_answers)
-        assert "of which 0 have joined" in message
+        assert "; 0 have joined" in message
         assert took_s == 40.0
         assert [member.hung is not None for member in failed] == [True]
 

@@ -115,7 +115,7 @@ def test_what_vllms_cpu_build_cannot_do_is_refused_there(engine: dict[str, objec
 def test_experts_are_not_split_over_data_parallel_engines_on_cpus(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
     spec = make_spec(tmp_path, tmp_path, data_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"data_parallel_size: 2, but on CPUs .* has experts: set it to 1"):
+    with pytest.raises(ConfigError, match=r"data_parallel_size: got 2, but on CPUs .* has experts: set it to 1"):
         engine_arguments(spec, has_gpus=False)
     assert engine_arguments(spec, has_gpus=True)["data_parallel_size"] == 2
 

@@ -132,7 +132,7 @@ async def test_a_body_that_does_not_come_in_time_is_refused():
     try:
         answer = await asyncio.wait_for(reader.read(), 10)
         assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"did not come within 0.3 s" in answer
+        assert b"did not arrive within 0.3 s" in answer
     finally:
         writer.close()
         server.should_exit = True

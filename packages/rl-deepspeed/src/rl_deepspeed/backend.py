@@ -1,4 +1,4 @@
-"""The entry point of this package. Imports no torch: it is loaded to check a configuration."""
+"""The entry point of this package. Imports no torch, because it is imported to check a configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class DeepSpeedBackend:
-    """Trains any Hugging Face causal language model, whole or by adapters, and a critic made of one, with ZeRO."""
+    """Trains any Hugging Face causal language model, all weights or only adapters, and critics built from such models,
+    with ZeRO."""
 
     name: str = "deepspeed"
     contract_version: int = 3
@@ -38,7 +39,7 @@ class DeepSpeedBackend:
         require_training_settings(spec)
         _require_zero(spec, f"{SECTIONS[spec.role]}.deepspeed_config", world_size)
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
-            raise ConfigError(f"{replay_key('critic')}: routes are the policy's; a critic chooses experts by itself")
+            raise ConfigError(f"{replay_key('critic')}: a critic cannot follow the policy's routes; set it to false")
 
     def shares_prefixes(self, options: DeepSpeedOptions) -> bool:
         """See `PrefixSharing`."""

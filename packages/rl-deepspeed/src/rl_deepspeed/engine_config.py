@@ -13,13 +13,13 @@ from rl_core.interfaces import WorkerSpec
 _DECIDED = {
     "train_batch_size": "trainer.train_batch_size and the mini-batch sizes decide",
     "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_microbatch decides",
-    "gradient_accumulation_steps": "a mini-batch has as many micro-batches as it takes",
-    "managed_gradient_accumulation": "a mini-batch has as many micro-batches as it takes",
+    "gradient_accumulation_steps": "the data decide how many micro-batches a mini-batch has",
+    "managed_gradient_accumulation": "the data decide how many micro-batches a mini-batch has",
     "gradient_clipping": "optimizer_config.max_grad_norm decides",
     "optimizer": "optimizer_config decides",
     "scheduler": "optimizer_config.scheduler decides",
     "bf16": "trainer.bf16 decides",
-    "fp16": "trainer.bf16 decides; float16 is not trained in",
+    "fp16": "trainer.bf16 decides; training in float16 is not supported",
     "torch_autocast": "trainer.bf16 decides",
     "data_types": "gradients are summed in float32",
     "activation_checkpointing": "trainer.gradient_checkpointing decides",
@@ -32,7 +32,7 @@ def engine_config(spec: WorkerSpec) -> dict[str, Any]:
     """DeepSpeed's configuration for one model."""
     zero = spec.options.zero_optimization
     config: dict[str, Any] = {
-        # DeepSpeed does not know the batch size: the worker decides when it steps.
+        # DeepSpeed does not know the batch size: the worker decides when to step.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -46,8 +46,8 @@ def engine_config(spec: WorkerSpec) -> dict[str, Any]:
         config["bf16"] = {"enabled": True}
         if spec.optimizer is not None:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
-            # With stage 1 and float32 sums DeepSpeed uses another optimizer class, which cannot offload. Stage 2 gives
-            # the same numbers and holds less.
+            # With stage 1 and float32 sums DeepSpeed uses another optimizer class, which cannot offload. Stage 2
+            # computes the same numbers with less memory.
             config["zero_optimization"]["stage"] = max(2, zero.stage)
     return _merged(config, spec.options.extra)
 

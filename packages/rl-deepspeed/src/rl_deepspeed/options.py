@@ -1,4 +1,4 @@
-"""The classes of `deepspeed_config`, and keys that messages name. Imports no torch: it is loaded to check a
+"""The classes of `deepspeed_config`, and keys that messages name. Imports no torch, because it is imported to check a
 configuration."""
 
 from __future__ import annotations

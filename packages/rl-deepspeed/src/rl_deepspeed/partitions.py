@@ -1,6 +1,6 @@
 """This rank's part of each parameter, its float32 copy, its moments and its gradient.
 
-Most of this is not public API of DeepSpeed; the attributes are those of 0.19.8.
+Most of what this module uses is not public API of DeepSpeed; the attributes are those of version 0.19.8.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class FlatPartitions:
 
 
 class EvenPartitions:
-    """Stage 3: each parameter is cut into one even part for each rank, the last ones padded."""
+    """Stage 3: each parameter is cut into equal parts, one per rank; the last parts are padded."""
 
     def __init__(self, engine: Any):
         self._module: nn.Module = engine.module

@@ -17,8 +17,8 @@ from rl_deepspeed.starting import start_engine
 
 
 class DeepSpeedWorker(ScoringWorker):
-    """A `ScoringWorker` whose parameters are in a DeepSpeed engine; even those of a single rank, because it may
-    offload them."""
+    """A `ScoringWorker` whose parameters DeepSpeed manages, even on a single rank, because DeepSpeed may offload
+    them."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         if spec.num_threads is not None:

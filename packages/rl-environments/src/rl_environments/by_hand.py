@@ -59,7 +59,8 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
 
 
 def options_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """The options that words such as `environment.options.NAME=VALUE` give, with values in YAML. Raises ConfigError."""
+    """The options that arguments such as `environment.options.NAME=VALUE` set, with values in YAML. Raises
+    ConfigError."""
     options: dict[str, Any] = {}
     for word in overrides:
         key, equals, value = word.partition("=")

@@ -65,14 +65,15 @@ def computed(expression: str) -> str:
     """The exact value if it is an integer, else 12 digits of it.
 
     Raises:
-        ValueError: it is not an arithmetic expression, or too large. ZeroDivisionError.
+        ValueError: it is not an arithmetic expression, or too large.
+        ZeroDivisionError: it divides by zero.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"the expression has {len(expression)} characters; expected at most {_LONGEST_EXPRESSION}")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError(f"{expression!r:.100} is no arithmetic expression") from None
+        raise ValueError(f"{expression!r:.100} is not an arithmetic expression") from None
     value = _value(tree.body)
     return str(value.numerator) if value.denominator == 1 else f"{Decimal(value.numerator) / value.denominator:.12g}"
 

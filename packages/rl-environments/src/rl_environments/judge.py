@@ -6,7 +6,7 @@ Reward:    the number after the judge's last `Score:`, divided by `highest_score
 Options:   `url` (of the API: `http://host:port/v1`; `inference_engine`: the run's servers), `model` (its name; at the
            run's servers `base` or the directory of an adapter), `timeout_s` (60, of each try), `tries` (2),
            `max_tokens` (512), `temperature` (0), `highest_score` (10), `instructions` (replaces the text below; may
-           hold {question}, {answer}, {reference}, {mark}, {highest}), `key_variable` (the environment variable that
+           contain {question}, {answer}, {reference}, {mark}, {highest}), `key_variable` (the environment variable that
            has the API key)
 Metrics:   `accuracy` (the reward), `judge_tries`
 

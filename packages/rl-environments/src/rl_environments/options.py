@@ -93,5 +93,5 @@ def text(options: Mapping[str, Any], name: str, default: str | None = None) -> s
     """An option that is text and not empty. Raises ConfigError."""
     value = options.get(name, default)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"environment.options.{name}: got {value!r}; expected text")
+        raise ConfigError(f"environment.options.{name}: got {value!r}; expected text that is not empty")
     return value

@@ -12,7 +12,7 @@ Options:   `corpus` (a .jsonl file of `title` and `text`, or an index folder: `r
 Metrics:   `accuracy`, `searches`, `has_answer`
 
 Set `generator.sampling_params.stop=["</search>","</answer>"]` and `generator.max_turns` to one more than
-`max_searches`. With `generator.step_wise_trajectories` each turn may be a sequence of its own.
+`max_searches`. With `generator.step_wise_trajectories` each turn may be a separate sequence.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SearchEnvironment:
             return self._done(reward=0.0, has_answer=False)
         self._searches += 1
         shown = self.information(self._corpus.search(said[2], self._top_k)) if said else self.neither()
-        # In a text episode, what is shown is appended as it is.
+        # In a text episode, the observation is appended unchanged.
         observation = shown if isinstance(self._prompt, str) else [{"role": self._observer, "content": shown.strip()}]
         return StepResult(reward=0.0, done=False, observation=observation, metrics=self._metrics(0.0, False))
 
@@ -101,7 +101,7 @@ def _accepted(row: Row) -> list[str]:
     if not accepted or not all(isinstance(each, str) and each for each in accepted):
         columns = ", ".join(map(str, row))
         raise DataError(
-            f"a row of search needs `answer` or `reward_spec.ground_truth`, text or texts; got {answer!r:.80} "
-            f"(the row has {columns})"
+            f"a row of search needs `answer` or `reward_spec.ground_truth`, text or a list of texts; got "
+            f"{answer!r:.80} (the row has {columns})"
         )
     return accepted

@@ -2,7 +2,7 @@
 
 Row:       as in SkyRL: `prompt` (messages) and the columns that the environment reads, such as `reward_spec`; the whole
            row becomes the environment's `extras`, with an empty `extra_info` if it has none, and the option `max_turns`
-Options:   `env` (the id under which skyrl-gym has the environment, e.g. `gsm8k_multi_turn`, or `package.module:Class`
+Options:   `env` (the environment's id in skyrl-gym, e.g. `gsm8k_multi_turn`, or `package.module:Class`
            of your own), `config` (its `env_config`: a mapping, passed as an object with attributes), `max_turns`
 Reward:    the environment's reward of each turn
 Metrics:   the numbers in its `get_metrics()`, and `accuracy`: the reward of the last turn
@@ -45,14 +45,20 @@ class SkyrlGymEnvironment:
         """See `Environment.step`. Raises DataError for an output that has no counterpart here."""
         output = self._environment.step(action.text)
         if output.get("postprocessed_action") is not None:
-            raise DataError("its step gave a postprocessed_action; here responses stay as they were sampled")
+            raise DataError(
+                "the environment's `step` returned a postprocessed_action, but here responses stay as they were sampled"
+            )
         reward = output["reward"]
         if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise DataError(f"its step gave the reward {reward!r:.80}; expected one number for the turn")
+            raise DataError(
+                f"the environment's `step` returned the reward {reward!r:.80}; expected one number for the turn"
+            )
         done = bool(output["done"])
         observation = list(output["observations"] or [])
         if not done and not observation:
-            raise DataError("its step returned done=False and no observation; expected a message for the next turn")
+            raise DataError(
+                "the environment's `step` returned done=False and no observation; expected a message for the next turn"
+            )
         metrics = {name: float(value) for name, value in self._environment.get_metrics().items() if _is_number(value)}
         return StepResult(
             reward=float(reward),

@@ -13,7 +13,7 @@ import click
 @click.option("--row", "row_text", help="The row to play, as JSON.")
 @click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file of rows.")
 @click.option("--number", type=click.IntRange(min=1), default=1, show_default=True, help="Which row of the file.")
-@click.option("--with", "recipe", metavar="RECIPE", help="Its model plays rows of its data; rl plugins lists recipes.")
+@click.option("--with", "recipe", metavar="RECIPE", help="The recipe's model plays rows of the recipe's data.")
 @click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True)
 def try_environment(
     environment: str,
@@ -26,8 +26,8 @@ def try_environment(
 ) -> int:
     """Play ENVIRONMENT, the name of an installed one or package.module:Class.
 
-    By hand, you are the policy: a line of input is a response (end it with \\ to go on in the next line); Ctrl-D ends.
-    environment.options.NAME=VALUE words give it options. With --with, words change any key of the recipe.
+    By hand, you are the policy: a line of input is a response (end a line with \\ to continue it); Ctrl-D ends.
+    environment.options.NAME=VALUE sets an option. With --with, KEY.PATH=VALUE changes any key of the recipe.
     """
     if recipe is not None:
         if row_text is not None or data is not None:

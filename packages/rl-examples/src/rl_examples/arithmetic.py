@@ -93,11 +93,11 @@ def write_model(
     default characters.
 
     Args:
-        directory: created by this.
+        directory: is created.
         seed: seed of the weights.
         characters: the vocabulary besides the end token; includes `?`, which stands for unknown characters. Tags such
             as `<search>` are one token each.
-        token_pattern: regular expression of a token; what stands between two matches is a token too.
+        token_pattern: regular expression of a token; the text between two matches is also a token.
         max_positions: maximum number of tokens of a conversation.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -2,14 +2,14 @@
 
 Asked for a person's number, `kro?`, it either says `<answer>417</answer>` directly, or searches `<search>kro</search>`,
 is shown `<information>kro 417</information>`, and then answers; a tag such as `<search>` is one token. The numbers are
-in documents that the environment `search` finds by BM25, as for a model that writes sentences. Held-out names have
-documents, but occur in no demonstration or training problem, so their numbers can only be found by searching. The model
-is warm-started on demonstrations; one in four of their searches is for another person, and half of their answers are
+in documents that the environment `search` finds by BM25, as it does for large models. Held-out names have documents,
+but occur in no demonstration or training problem, so their numbers can only be found by searching. The model is
+warm-started on demonstrations; one in four of their searches is for another person, and half of their answers are
 guesses.
 Deliberately omitted: a reference model and a KL term, a reward for searching.
 
 Run:      rl train look_up       (see what it plays: rl generate look_up --output episodes.jsonl)
-Control:  rl train look_up environment.env_class=mixed_up_look_up      (each search finds somebody else)
+Control:  rl train look_up environment.env_class=mixed_up_look_up      (each search shows another person's number)
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 What it does: a step samples 16 answers to each of 64 problems, rewards those that are right, compares each with the
 others of its problem, takes two optimizer steps on the batch, and sends the new weights to the engine. Every ten steps
 it measures the greedy accuracy on held-out problems. Task, start model and settings are those of `rl train quickstart`.
-Deliberately omitted, because the quick start's loop has it: checkpoints, failing samples, dying engines, sampling while
-other prompts are trained on, mini-batches, several ranks, conversations, metrics and reports.
+Deliberately omitted, because the quick start's loop has them: checkpoints, failing samples, dying engines, sampling
+while other prompts are trained on, mini-batches, several ranks, conversations, metrics and reports.
 
 Run:  python -m rl_examples.one_file      (two cores, a few minutes; the first time a minute more, for the start model)
 """
@@ -131,7 +131,8 @@ async def play(
 
 
 async def send_weights(policy: WorkerGroup, engine: LocalEngine, *, version: int) -> None:
-    """Both ends work at the same time; each reports what it sent or received: names, shapes, dtypes and checksums."""
+    """Sends the policy's weights to the engine. Both ends work concurrently and report names, shapes, dtypes and
+    checksums."""
     transport = FilesTransport()
     rendezvous = transport.open(num_ranks=1, num_engines=1)
     try:

@@ -3,9 +3,9 @@
 What it does: the quick start's problems and model, with one answer to each of 512 problems per step instead of sixteen
 to each of 64. There is no group to compare with: advantages come from generalised advantage estimation (Schulman et al.
 2016, arXiv 1506.02438) with the values of a critic. The critic is a copy of the start model with a value head, and is
-trained beside the policy by a clipped loss of its own. Advantages are whitened over the batch.
-Deliberately omitted: a reference model and a KL in the reward (the start is too weak to stay close to), a warm-up of
-the critic before the policy moves.
+trained alongside the policy with its own clipped loss. Advantages are whitened over the batch.
+Deliberately omitted: a reference model and a KL in the reward (the start model is too weak to stay close to), a warm-up
+of the critic before the policy moves.
 
 Run:      rl train ppo
 Grouped:  rl train ppo trainer.train_batch_size=64 trainer.policy_mini_batch_size=64 \\

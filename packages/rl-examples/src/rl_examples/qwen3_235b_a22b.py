@@ -2,7 +2,8 @@
 
 The 128 GPUs are pipeline 8 × tensor 4 × data 4 outside of the experts, and pipeline 8 × expert 16 inside. Of the 94
 layers, the first and last stages have 11 each, besides embedding and output layer; the other stages have 12. Memory is
-tightest during the weight sync, when a GPU holds an eighth of an engine's weights besides its rank's: see `rl plan`.
+tightest during the weight sync, when a GPU holds an eighth of an engine's weights in addition to its rank's weights:
+see `rl plan`.
 Deliberately omitted: running on eight machines (66 GiB of weights, gradients and moments per GPU, besides an engine),
 and an optimizer in host memory, which the Megatron backend here does not support.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k

@@ -7,8 +7,8 @@ Deliberately omitted: a chat template (rows with `messages` are masked by role),
 
 Run:    rl train sft
 Play:   rl eval quickstart trainer.policy.model.path=runs/sft/model
-Go on:  rl train quickstart trainer.policy.model.path=runs/sft/model        (GRPO from there: stop this one early, at
-        trainer.max_training_steps=150, to leave it something to learn)
+Go on:  rl train quickstart trainer.policy.model.path=runs/sft/model        (GRPO from there; end the first run early,
+        by trainer.max_training_steps=150, so that something is left to learn)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def make_fine_tuned(directory: Path, write_untrained: Callable[..., None], *, st
     seed.
 
     Args:
-        directory: the model's; the run is kept next to it, as `<directory>.run`.
+        directory: the model's directory; the run is kept next to it, as `<directory>.run`.
         write_untrained: writes the start model, `(directory, *, seed)`.
         steps: number of steps, of 128 problems each.
 

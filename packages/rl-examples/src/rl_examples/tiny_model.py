@@ -60,7 +60,7 @@ def write_tiny_copy(directory: Path, fields: Mapping[str, Any], *, seed: int) ->
     """Writes a small copy of a model, of the same type and with random weights, and a byte tokenizer.
 
     Args:
-        directory: created by this.
+        directory: is created.
         fields: the content of the large model's `config.json`.
         seed: seed of the weights.
     """
@@ -109,7 +109,7 @@ def _write(config: Any, tokenizer: Any, directory: Path, *, seed: int) -> None:
 
 def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
     """Writes both in Hugging Face format. `save_pretrained` imports DeepSpeed where it is installed. If there is no
-    GPU, DeepSpeed is told so; else it would guess, with a warning on the user's screen."""
+    GPU, DS_ACCELERATOR tells DeepSpeed so; else it would guess and print a warning."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The entry point of this package. Imports no torch: it is loaded to check a configuration."""
+"""The entry point of this package. Imports no torch, because it is imported to check a configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class FsdpBackend:
-    """Trains any Hugging Face causal language model, whole or by adapters, and a critic made of one."""
+    """Trains any Hugging Face causal language model, all weights or only adapters, and critics built from such
+    models."""
 
     name: str = "fsdp"
     contract_version: int = 3
@@ -50,7 +51,7 @@ class FsdpBackend:
         if self.is_fsdp1:
             _validate_fsdp1(spec, section)
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
-            raise ConfigError(f"{replay_key('critic')}: routes are the policy's; a critic chooses experts by itself")
+            raise ConfigError(f"{replay_key('critic')}: a critic cannot follow the policy's routes; set it to false")
 
     def shares_prefixes(self, options: FsdpOptions) -> bool:
         """See `PrefixSharing`."""

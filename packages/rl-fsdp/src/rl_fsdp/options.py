@@ -1,4 +1,5 @@
-"""The class of `fsdp_config`, and keys that messages name. Imports no torch: it is loaded to check a configuration."""
+"""The class of `fsdp_config`, and keys that messages name. Imports no torch, because it is imported to check a
+configuration."""
 
 from __future__ import annotations
 

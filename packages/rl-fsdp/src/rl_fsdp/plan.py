@@ -2,8 +2,8 @@
 
 What a rank holds from step to step is counted exactly. Temporary memory (activations and gathered parameters) is
 estimated at the points of a step where it can peak: the gradient of the output layer; a decoder layer's backward (its
-activations recomputed, the next layer gathered, the previous layer's gradients being reduced), the second one's or,
-under hybrid sharding, the last one's; and the end, when the gradients of parameters outside the layers are summed.
+activations recomputed, the next layer gathered, the previous layer's gradients being reduced), that of the second layer
+or, under hybrid sharding, of the last one; and the end, when the gradients of parameters outside the layers are summed.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def _fullest_moment(
 ) -> _Moment:
     """The moment of a step with the most temporary memory; which one it is depends on the tokens and the vocabulary.
 
-    The candidates were found by rehearsals (`rl rehearse`), which run FSDP2 and the model's code and report what exists
-    when.
+    The candidates were found by rehearsals (`rl rehearse`), which run FSDP2 and the model's code and report which
+    memory is in use at each point.
     """
     sizes = _Sizes.of(spec, scorer)
     whole, buffer = _whole_parameters(spec, scorer, sizes, num_ranks)

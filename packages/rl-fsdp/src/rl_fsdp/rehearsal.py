@@ -1,4 +1,4 @@
-"""One rank's step without data, over FSDP2's own sharding."""
+"""Rehearses one rank's step without data, with FSDP2's own sharding."""
 
 from __future__ import annotations
 

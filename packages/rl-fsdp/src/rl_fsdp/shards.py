@@ -1,4 +1,4 @@
-"""A rank's parameters as tensors of their own: whole on one rank, DTensors under FSDP2."""
+"""A rank's parameters as separate tensors: whole on a single rank, DTensors under FSDP2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TensorShards:
-    """Parameters are tensors of their own: whole on one rank, DTensors under FSDP2."""
+    """Parameters are separate tensors: whole on a single rank, DTensors under FSDP2."""
 
     def __init__(self, scorer: Scorer, spec: WorkerSpec):
         self.scorer = scorer

@@ -1,4 +1,4 @@
-"""The entry point of this package. Imports no torch: it is loaded to check a configuration."""
+"""The entry point of this package. Imports no torch, because it is imported to check a configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class MegatronBackend:
-    """Trains the causal language models that Megatron-Bridge converts, and a critic made of one."""
+    """Trains the causal language models that Megatron-Bridge converts, and critics built from them."""
 
     name: str = "megatron"
     contract_version: int = 3
@@ -92,7 +92,7 @@ class MegatronBackend:
         }
 
     def proof_obstacle(self) -> str | None:
-        """Why a model cannot be checked here, or None: Transformer Engine has no kernels for CPUs."""
+        """Why a model cannot be checked on this machine; None if it can. Transformer Engine has no kernels for CPUs."""
         if find_spec("transformer_engine") is not None and not _has_accelerator():
             return "Transformer Engine is installed, but this machine has no GPU to run it on"
         return None
@@ -108,7 +108,7 @@ class MegatronBackend:
 
 
 def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
-    """The check that rank 0 runs, whose machine has the model. Raises ConfigError if it fails or cannot run."""
+    """The check that rank 0 runs, because its machine has the model. Raises ConfigError if it fails or cannot run."""
     if (reason := require_proof(backend, spec)) is not None:
         raise ConfigError(
             f"{SECTIONS[spec.role]}.model.path: it is not proved that Megatron computes this model correctly: {reason}"

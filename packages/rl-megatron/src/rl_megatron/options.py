@@ -31,7 +31,8 @@ class LoraOptions:
     """`lora_config`: how the adapters of `model.lora` are made."""
 
     lora_type: Literal["lora", "canonical_lora"] = "lora"
-    """`lora`: one adapter per fused matrix (query-key-value, gate-up); `canonical_lora`: one per part of it."""
+    """`lora`: one adapter per fused matrix (query-key-value, gate-up); `canonical_lora`: one adapter per part of such a
+    matrix."""
 
 
 @attrs.frozen(kw_only=True)
@@ -124,15 +125,15 @@ def transformer_fields(options: MegatronOptions, where: str = "megatron_config")
     for name, value in passed.items():
         if name in fields and fields[name] not in (getattr(plain, name), value):
             raise ConfigError(
-                f"{where}.transformer_config_kwargs.{name}: {value!r}, but {where}.{name} is {fields[name]!r}; "
-                f"set {where}.{name} alone"
+                f"{where}.transformer_config_kwargs.{name}: got {value!r}, but {where}.{name} is {fields[name]!r}; "
+                f"set only {where}.{name}"
             )
     return {**fields, **passed}
 
 
 def field_key(name: str, passed: Container[str], where: str = "megatron_config") -> str:
-    """Key path under which the user finds a field of `TransformerConfig`; `passed`: fields that
-    `transformer_config_kwargs` set."""
+    """Key path where the user sets a field of `TransformerConfig`; `passed`: fields that `transformer_config_kwargs`
+    set."""
     return f"{where}.transformer_config_kwargs.{name}" if name in passed else f"{where}.{name}"
 
 

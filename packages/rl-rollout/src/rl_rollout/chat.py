@@ -1,8 +1,8 @@
 """Prompts as token ids, token ids as text.
 
-Chat messages go through the tokenizer's chat template, which writes the special tokens that the model expects and the
-tools that the environment offers. Text is encoded as it is, without even a beginning-of-sequence token: the text of a
-row may be the middle of a document, and a rendered template already contains its special tokens.
+The tokenizer's chat template renders chat messages, with the special tokens that the model expects and the tools that
+the environment offers. Text is encoded without adding any special token, not even a beginning-of-sequence token: the
+text of a row may be the middle of a document, and a rendered template already contains its special tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     loaded."""
     if not has_tokenizer(path):
         raise ConfigError(
-            f"{_MODEL_PATH}: {path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
+            f"{_MODEL_PATH}: {path} contains no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
             "model's tokenizer there with tokenizer.save_pretrained"
         )
     _require_in_reach(path)
@@ -72,7 +72,7 @@ class TokenCodec:
         """A copy of this codec for conversations in which the model sees these functions.
 
         Raises:
-            ConfigError: the configuration's `chat_template_kwargs` have tools too.
+            ConfigError: the configuration's `chat_template_kwargs` also contain `tools`.
         """
         if tools and "tools" in self._chat_template_kwargs:
             raise ConfigError(
@@ -87,8 +87,8 @@ class TokenCodec:
         """Token ids of a prompt. After chat messages, the template opens the assistant's turn.
 
         Raises:
-            DataError: the prompt is neither text nor messages, is empty, or is text although there are tools to show;
-                or the tokenizer has no template for messages, or the template refuses them.
+            DataError: the prompt is neither text nor messages, is empty, or is text although the environment offers
+                tools; or the tokenizer has no template for messages, or the template refuses them.
             ConfigError: the template does not show tools.
         """
         tokens = self.encode_text(self.prompt_text(prompt))
@@ -122,7 +122,7 @@ class TokenCodec:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Token ids of text as it is; special tokens in the text are recognised, none are added."""
+        """Token ids of text; special tokens in the text are recognised, none are added."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:

@@ -4,7 +4,7 @@
 unchanged, so a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns (most
 templates of thinking models drop the thinking): it appends if the template leaves everything unchanged; else the next
 prompt is a new rendering of the conversation and begins a new sequence. In every case training uses the tokens that the
-engine sampled; rendered tokens are only ever prompt.
+engine sampled; rendered tokens are used only as prompt.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> Hist
     """Starts the conversation that `prompt` opens.
 
     Args:
-        turns: encodes what stands between two responses, with the tools of this conversation.
-        step_wise: a turn may be a sequence of its own, so the template may change earlier turns.
+        turns: encodes the text between two responses, with the tools of this conversation.
+        step_wise: an episode may be several sequences, so the template may change earlier turns.
     """
     if isinstance(prompt, str):
         return TextHistory(turns.codec)
@@ -46,7 +46,7 @@ def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> Hist
 
 
 class TextHistory:
-    """Text without a template: an observation is appended as it is."""
+    """Text without a template: an observation is appended unchanged."""
 
     def __init__(self, codec: TokenCodec) -> None:
         self._codec = codec

@@ -1,4 +1,4 @@
-"""The `dataset` generator: makes trajectories of a row's own responses. Nothing is sampled."""
+"""The `dataset` generator: makes trajectories from the responses stored in the rows. Nothing is sampled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REWARDS = (1.0, 0.0)
 
 
 class DatasetGenerator:
-    """Generator of the responses that rows hold: one trajectory per row, or both of a pair, the preferred one first."""
+    """Returns the responses stored in the rows: one trajectory per row, or two for a pair, the preferred one first."""
 
     def __init__(self, codec: TokenCodec, encoder: RowEncoder, *, of_pairs: bool) -> None:
         self._codec = codec
@@ -21,7 +21,8 @@ class DatasetGenerator:
         self._of_pairs = of_pairs
 
     def prompt_length(self, row: Row) -> int:
-        """Number of tokens before the first trained one. Also raises DataError for a row without a response."""
+        """Number of tokens before the first trained one; of a pair, the larger number. Raises DataError if the row has
+        no response."""
         return max(sequence.prompt_length for sequence in self._sequences(row))
 
     def response_length(self, row: Row) -> int:

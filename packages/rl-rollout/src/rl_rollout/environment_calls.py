@@ -33,7 +33,7 @@ class EnvironmentFailure(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """The failure that describes `error`, with the line that raised it unless the message is one of ours."""
+        """The failure that describes `error`, with the line that raised it unless `error` is an RLError."""
         place = "" if isinstance(error, RLError) else raised_at(error)
         return cls(type(error).__name__, f"{error} {place}".strip())
 
@@ -42,8 +42,8 @@ class EnvironmentFailure(Exception):
 
 
 async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str) -> T:
-    """The environment's answer. A call that returns without awaiting anything sets no deadline: a deadline could not
-    end it, and setting one for each of an episode's four calls would take a quarter of the episode's time.
+    """The environment's answer. No deadline is set for a call that returns without awaiting anything: a deadline could
+    not end it, and setting one for each of an episode's four calls would take a quarter of the episode's time.
 
     Raises:
         EnvironmentFailure: the environment raised. DeadlineError: it did not answer in time.

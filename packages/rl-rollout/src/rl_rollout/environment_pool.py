@@ -2,9 +2,9 @@
 
 | placement    | an episode has                  | a call that misses its deadline                                     |
 |--------------|---------------------------------|---------------------------------------------------------------------|
-| `thread`     | a thread                        | is cancelled; a thread that blocks is left alone, and counted       |
-| `process`    | a process, used again afterwards | ends the process and all that it started                           |
-| `in_process` | the event loop with all others  | is cancelled; one that blocks holds up everything, deadlines too    |
+| `thread`     | a thread                        | is cancelled; a thread that blocks is abandoned and counted         |
+| `process`    | a process, reused afterwards    | kills the process and those of its process group                    |
+| `in_process` | the event loop of all episodes  | is cancelled; a call that blocks stops every episode and deadline   |
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EnvironmentPool:
         self._left = LeftThreads()
 
     def placement_of(self, factory: EnvironmentFactory) -> PlacementKind:
-        """See the function of this name."""
+        """See the function `placement_of`."""
         return placement_of(factory, self._placement)
 
     @contextlib.asynccontextmanager
@@ -89,7 +89,7 @@ class EnvironmentPool:
         Raises:
             ConfigError: the environment cannot run in its placement. HangingThreads: too many threads hang.
             DeadlineError: its process did not import it in time.
-            EnvironmentFailure, DeadlineError: closing it failed after an episode without failure.
+            EnvironmentFailure, DeadlineError: the episode did not fail, but closing the environment did.
         """
         kind = self.placement_of(factory)
         where = {"thread": self._in_thread, "process": self._in_process}.get(kind, _in_place)
@@ -115,8 +115,8 @@ class EnvironmentPool:
         async with self._threads:
             if (count := self._left.count()) >= MOST_LEFT_THREADS:
                 raise HangingThreads(
-                    f"{count} threads of environments hang in calls that timed out, and a thread cannot be ended: "
-                    "set environment.placement=process, or give the environment's own waits a timeout"
+                    f"{count} threads of environments hang in calls that timed out or were cancelled, and a thread "
+                    "cannot be ended: set environment.placement=process, or give the environment's own waits a timeout"
                 )
             _allow_files(_FILES_PER_THREAD * (self._max_threads + count) + _OTHER_FILES)
             yield ThreadedEnvironment(lambda: made(factory, row, options), self._left)
@@ -206,7 +206,7 @@ async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:
         await answered(lambda: process.ask("load", sys.path, factory), _START_S, "import")
     except EnvironmentFailure as error:
         raise ConfigError(
-            f"environment.placement: the environment cannot be imported in a process of its own: {error}"
+            f"environment.placement: the environment cannot be imported in its own process: {error}"
         ) from error
 
 
@@ -225,8 +225,8 @@ def placement_of(
     known = get_args(PlacementKind)
     if placement not in known:
         raise ConfigError(
-            f"{where}{_name(factory)}.placement is {placement!r:.80}; expected one of {', '.join(known)}, as an "
-            "attribute of the class or function itself: it is read before an episode starts"
+            f"{where}{_name(factory)}.placement is {placement!r:.80}; expected one of {', '.join(known)}; set "
+            "it as an attribute of the class or function itself, because it is read before an episode starts"
         )
     placement = configured or placement
     if placement == "process":

@@ -1,8 +1,8 @@
 """The program of an environment process: `python -m rl_rollout.environment_process`.
 
 Consumes requests of the controller (`environment_processes.py`) on standard input, one after another; produces one
-answer to each on standard output, while the environment's own prints go to standard error. Waits for the next request;
-unblocked by it. Ends when the controller ends, whatever the environment is doing.
+answer to each on standard output, while the environment's own prints go to standard error. Waits for the next request.
+Ends when the controller ends, whatever the environment is doing.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Pickle finds classes by their module, and `__main__` would not be the controller's module.
+    # Pickle names a class by its module; the controller does not know the classes of this module as `__main__`'s.
     from rl_rollout import environment_process
 
     environment_process.main()

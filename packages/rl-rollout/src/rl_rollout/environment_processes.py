@@ -21,8 +21,8 @@ from rl_rollout.environment_process import LENGTH, Answer, Request
 
 
 class EnvironmentProcess:
-    """One process in its own session, so that processes started by the environment end with it, and Ctrl-C does not
-    reach it."""
+    """One process in its own session and process group, so that the processes that the environment started are killed
+    with it, and Ctrl-C does not reach it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -33,7 +33,7 @@ class EnvironmentProcess:
 
     @classmethod
     async def start(cls) -> Self:
-        """Starts Python."""
+        """Starts Python with `environment_process`."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -67,14 +67,14 @@ class EnvironmentProcess:
         raise EnvironmentFailure(*answer.failure)
 
     async def end(self) -> None:
-        """Kills it and what it started, and waits for its end."""
+        """Kills the process group, and waits for the process to end."""
         self.is_usable = False
         self.kill()
         self._requests.close()
         await self._process.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the whole session."""
+        """Sends SIGKILL to the process group; a process that has left the group survives."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

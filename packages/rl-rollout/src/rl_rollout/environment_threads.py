@@ -18,7 +18,7 @@ from rl_rollout.environment_calls import EnvironmentFailure, caught, next_struct
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 _GRACE_S = 1.0
-"""After a call was abandoned, how long its thread may take to begin closing the environment; then the thread is
+"""How long a thread may take, after its call was abandoned, to begin closing the environment; after that, the thread is
 abandoned too."""
 
 
@@ -52,7 +52,7 @@ class ThreadedEnvironment:
         self._environment: Environment | None = None
         self._was_given_up = False
         try:
-            # The only selector that needs no file descriptor.
+            # Needs no file descriptor, unlike epoll, and accepts any descriptor, unlike select.
             self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
         except OSError as error:
             raise _no_room(error) from error
@@ -116,7 +116,8 @@ class ThreadedEnvironment:
         self._left.add(self._thread)
         others = self._left.count() - 1
         _LOGGER.warning(
-            "an environment's thread is still busy with a call that timed out; it is abandoned, with %d others",
+            "an environment's thread is still busy with a call that timed out or was cancelled; the thread is "
+            "abandoned (%d others hang too)",
             others,
         )
         closing.add_done_callback(_log_failure)
@@ -171,7 +172,7 @@ class ThreadedEnvironment:
             try:
                 return await caught(call)
             except KeyboardInterrupt as error:
-                return error  # raising it here would silently end this thread's loop
+                return error  # raising it here would end this thread's loop
 
         if self._loop.is_closed():
             raise EnvironmentFailure("EnvironmentEnded", "the environment ended its own thread")

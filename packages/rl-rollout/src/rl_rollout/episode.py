@@ -132,7 +132,7 @@ def _what_follows(
     return following, ("context" if limits.room(following) < 1 else None)
 
 
-# --- what an environment may answer ---------------------------------------------------------------------------------
+# --- checks of an environment's answer ------------------------------------------------------------------------------
 
 
 def _checked(result: object) -> StepResult:
@@ -170,7 +170,7 @@ def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
     rewards: list[float] = []
     routes: np.ndarray | None = None
     for turn in turns:
-        assert list(turn.prompt[: len(tokens)]) == tokens, "an appended prompt begins with what was before"
+        assert list(turn.prompt[: len(tokens)]) == tokens, "a turn's prompt must begin with the tokens before it"
         given, completion = turn.prompt[len(tokens) :], turn.completion
         tokens += given + completion.tokens
         sampled += [False] * len(given) + [True] * len(completion.tokens)

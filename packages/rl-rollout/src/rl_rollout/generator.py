@@ -56,7 +56,7 @@ class Episodes:
     limits: Limits = attrs.field(factory=Limits)
     """Limits of turns, tokens and time."""
     step_wise: bool = False
-    """A trajectory has one sequence per turn; else it is one sequence, and the template must not change earlier
+    """True: a trajectory has one sequence per turn. False: it is one sequence, and the template must not change earlier
     turns."""
     max_concurrency: int = 1024
     """Maximum number of episodes that run at a time."""
@@ -190,7 +190,7 @@ def _transcript(episode: Episode) -> str:
 
 
 def _failed(request: GroupRequest, index: int, kind: str, text: str) -> Trajectory:
-    """One rollout's failure is data; the loop stops when too many fail."""
+    """The record of a failed sample; the loop stops if too many fail."""
     return Trajectory(
         group_id=request.group_id,
         sample_index=index,

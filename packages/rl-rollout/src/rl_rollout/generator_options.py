@@ -19,7 +19,8 @@ class EnvironmentGeneratorOptions:
     chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Passed to the tokenizer's chat template, e.g. `enable_thinking`."""
     zero_reward_on_non_stop: bool = False
-    """A response that did not end by itself gets reward 0."""
+    """An episode gets reward 0 if its last response did not end by itself, or if it had no tokens left for another
+    turn."""
 
 
 def _some(_: object, attribute: attrs.Attribute[Any], names: tuple[str, ...]) -> None:

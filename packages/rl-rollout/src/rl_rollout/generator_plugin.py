@@ -21,8 +21,9 @@ class EnvironmentGeneratorPlugin:
     options_class: type = EnvironmentGeneratorOptions
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Raises PluginError if the environment is unknown, ConfigError if it cannot run in its placement or its reward
-        functions do not fit. An environment that a row names is checked only when the row is played."""
+        """Raises PluginError if the environment is unknown or a reward function cannot be imported, ConfigError if the
+        environment cannot run in its placement or its reward functions are configured wrongly. An environment that a
+        row names is checked only when the row is played."""
         if spec.env_class is not None:
             key = "environment.env_class"
             factory = plugins.load("rl_core.environments", spec.env_class, key=key)
@@ -57,8 +58,8 @@ class DatasetGeneratorPlugin:
         for key, number in asked.items():
             if number != expected:
                 raise ConfigError(
-                    f"generator.{key}: got {number}; a row has {expected} with generator.type=dataset and "
-                    f"generator.responses={responses}; set it to {expected}"
+                    f"generator.{key}: got {number}, expected {expected}: the number of responses in a row with "
+                    f"generator.type=dataset and generator.responses={responses}"
                 )
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:

@@ -1,4 +1,4 @@
-"""Memory estimates that apply to any engine before it is started. Imports no torch."""
+"""Estimates the memory of any engine before it is started. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joins one response, even if the engine returns it in parts.
+"""Requests one response, and joins its parts if the engine returns it in several.
 
 `pause("abort")` returns running requests with the tokens sampled so far: a part of the response. A new request whose
 prompt ends with this part samples the rest; tokens, log-probs and versions of the part stay unchanged. A response that
@@ -30,7 +30,7 @@ async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: P
     Part i > 0 has the id `<sample_id>.<i>` and a seed derived from the request's.
 
     Raises:
-        GenerationError: the engine refuses the request, returns a wrong number of samples, or aborts forever.
+        GenerationError: the engine refuses the request, returns a wrong number of samples, or keeps aborting it.
     """
     parts: list[Completion] = []
     num_empty = 0
@@ -65,7 +65,7 @@ def _rest(request: GenerateRequest, parts: Sequence[Completion]) -> GenerateRequ
         sample_id=f"{request.sample_id}.{len(parts)}",
         prompt_tokens=request.prompt_tokens + done,
         params=attrs.evolve(request.params, max_tokens=request.params.max_tokens - len(done)),
-        # With the same seed, the random numbers would repeat the first part's choices.
+        # With the same seed, the random numbers of the first part would repeat.
         seed=seed_of(request.seed, len(parts)),
     )
 

@@ -58,7 +58,7 @@ def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
 
     Raises:
         ConfigError: no function is named, a path has no colon, or a function does not take `completions`.
-        PluginError: a path cannot be imported, or leads to something else than a function.
+        PluginError: a path cannot be imported, or does not name a function.
     """
     if not paths:
         raise ConfigError(f"{KEY}: got no function; set e.g. {KEY}=[my_module:reward]")

@@ -1,4 +1,4 @@
-"""Encodes a row's own response as tokens, each marked as trained or not.
+"""Encodes the response stored in a row as tokens, each marked as trained or not.
 
 Text is cut where the policy would begin to sample and where its turn ends, and each part is encoded separately: the
 prompt gets the same tokens as when the policy plays the row, and the response begins with a new token, as a sampled one
@@ -19,7 +19,7 @@ from rl_core.interfaces import Message, Row, ToolSchema, require_messages, requi
 from rl_rollout.chat import TokenCodec
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-"""Columns that mark the trained tokens of `input_ids`; `labels` marks the others by −100."""
+"""Columns that mark the trained tokens of `input_ids`; `labels` marks all other tokens with −100."""
 TrainedTurns = Literal["all", "last"]
 
 
@@ -174,7 +174,8 @@ def _tools_of(row: Row) -> Sequence[ToolSchema]:
 
 
 def _without_none(value: Any) -> Any:
-    """Removes keys whose value is None, at any depth: a Parquet file gives all functions the same parameters."""
+    """Removes keys whose value is None, at any depth: in a Parquet file every function has the parameters of all
+    functions, and None for those it lacks."""
     if isinstance(value, Mapping):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value

@@ -27,7 +27,7 @@ _REPLACES_SAID: Message = {"role": "assistant", "content": _SAID}
 
 
 class TurnTokens:
-    """What a tokenizer's chat template writes after a response, in conversations with one set of tools."""
+    """The tokens that a chat template writes after a response, in conversations with one set of tools."""
 
     def __init__(self, codec: TokenCodec) -> None:
         self.codec = codec
@@ -79,12 +79,12 @@ class TurnTokens:
         """Describes how the template changes earlier turns when later ones follow; None if it does not.
 
         Renders two turns after `opening`, once without and once with thinking. The result is kept for all conversations
-        of the same roles.
+        with the same roles.
         """
         roles = (_roles(opening), _roles(observation))
         if roles not in self._changes:
             if not self._keeps(opening, observation, _SAID):
-                self._changes[roles] = "renders earlier turns differently from how it started them"
+                self._changes[roles] = "renders earlier turns differently once later turns follow"
             elif not self._keeps(opening, observation, _WITH_THOUGHT):
                 self._changes[roles] = "drops the thinking of earlier turns"
             else:

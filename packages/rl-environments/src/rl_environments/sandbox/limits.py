@@ -47,7 +47,7 @@ class Limits:
     open_files: int = attrs.field(default=64, validator=at_least(16))
     """Limit per process."""
     output_bytes: int = attrs.field(default=256 * 1024, validator=at_least(0))
-    """Maximum size of stdout and of stderr; exceeding it ends the test, and the output so far is kept."""
+    """Maximum size of stdout, and of stderr; exceeding it ends the test, and the output so far is kept."""
 
 
 @attrs.frozen(kw_only=True)

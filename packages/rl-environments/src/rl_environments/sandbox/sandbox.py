@@ -169,7 +169,7 @@ class Session:
         self.has_disk = True
 
     async def begin(self, told: dict[str, Any]) -> None:
-        """Tells the supervisor about the program."""
+        """Sends the program and its settings to the supervisor."""
         answer = await self._asked({**told, "program": self._program, "token": self._token}, _START_S)
         self.has_disk = answer["work"] is not None
 
@@ -239,4 +239,4 @@ class Session:
                 code = await self.process.wait()
                 ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
                 return f"{ended}; it said {said[-1000:]!r}"
-        return "it still holds its stderr"
+        return "its stderr is still open"

@@ -1,6 +1,6 @@
 """A filter of the system calls that a program in the sandbox may make, in the kernel's language (classic BPF).
 
-Refused are all sockets except socket pairs, access to other processes' memory, memory that no limit counts (memfd,
+It refuses all sockets except socket pairs, access to other processes' memory, memory that no limit counts (memfd,
 SysV), namespaces and mounts, keys, io_uring (whose calls bypass the filter), changes of priority and scheduling,
 administration of the machine, and calls newer than the table. `pyseccomp` could build such a filter too, but needs
 libseccomp on the machine and has had no release since 2021.
@@ -103,8 +103,8 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise ConfigError(
-            f"sandbox: got the processor {machine!r}; expected one whose system calls the sandbox knows "
-            f"({', '.join(ARCHITECTURES)}). Use such a machine or, if you trust what the policy writes, sandbox=none"
+            f"sandbox: got the processor {machine!r}; expected one of {', '.join(ARCHITECTURES)}, whose system "
+            "calls the sandbox can filter. Use such a machine or, if you trust what the policy writes, sandbox=none"
         )
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in _instructions(ARCHITECTURES[machine]))
 

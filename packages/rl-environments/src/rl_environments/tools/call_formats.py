@@ -75,7 +75,7 @@ def format_of_example(example: str) -> CallFormat:
             return known
     raise ConfigError(
         f"the model's chat template writes a call as {example!r:.200}; expected one of the formats "
-        f"{', '.join(_FORMATS)}. Give the environment a `call_format` of its own that reads it"
+        f"{', '.join(_FORMATS)}. Define a `call_format` in the environment that parses it"
     )
 
 
@@ -233,7 +233,7 @@ def _object_or_none(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

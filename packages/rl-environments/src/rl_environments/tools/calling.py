@@ -107,8 +107,8 @@ async def _in_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any
     _left_threads.intersection_update([thread for thread in _left_threads if thread.is_alive()])
     if len(_left_threads) >= MOST_LEFT_THREADS:
         raise GenerationError(
-            f"{len(_left_threads)} calls of tools hang past their deadline, the last one before {name!r}: give the "
-            "function a deadline of its own, or run the environment with environment.placement=process"
+            f"{len(_left_threads)} tool calls hang past their deadline, so {name!r} was not called: give the "
+            "function its own deadline, or run the environment with environment.placement=process"
         )
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[Any] = loop.create_future()

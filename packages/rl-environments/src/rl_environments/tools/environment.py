@@ -1,7 +1,7 @@
 """Base class for environments with tools: methods marked `@tool`, and `judge` for the answer that ends the episode.
 
-    turn: the policy calls ──► its calls run side by side ──► their answers are shown (role `tool`), it goes on
-    turn: it calls nothing ──► `judge(answer)` gives the reward, the episode is done
+    a turn with calls    ──► they run concurrently ──► the policy sees their answers (role `tool`) and continues
+    a turn without calls ──► `judge(answer)` gives the reward ──► the episode is done
 
 docs/environments.md#environments-with-tool-functions has an example of a few lines.
 """
@@ -69,7 +69,7 @@ class ToolEnvironment:
         if type(self).call_format is not None and not callable(getattr(type(self).call_format, "read", None)):
             raise ConfigError(
                 f"{type(self).__name__}.call_format: got {type(self).call_format!r}; expected an object with a method "
-                "`read` (rl_environments.tools.CallFormat). A name goes into environment.options.call_format"
+                "`read` (rl_environments.tools.CallFormat). Put a name into environment.options.call_format"
             )
         self._format = type(self).call_format or (None if name is None else format_of_name(name))
         known = _tool_functions(type(self))

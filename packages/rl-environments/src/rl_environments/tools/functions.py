@@ -144,7 +144,7 @@ def _schema(name: str, description: str, arguments: type[BaseModel]) -> ToolSche
     except Exception as error:
         # pydantic raises various errors for types without a JSON form.
         raise ConfigError(
-            f"tool {name!r}: a parameter's type or default has no JSON form ({error}); use what JSON has: text, "
+            f"tool {name!r}: a parameter's type or default has no JSON form ({error}); use types that JSON has: text, "
             "numbers, booleans, lists, dictionaries, Literal, or pydantic models of these"
         ) from error
     function = {"name": name, "description": description, "parameters": parameters}

@@ -98,7 +98,7 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
 
 
 def _skyrl_gym(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """If no environment of the script's name is installed here, lets skyrl-gym play the one that has this name."""
+    """If no installed environment has the name in the script, selects skyrl-gym's environment of this name."""
     name = given.get(_ENV_CLASS)
     here = [plugin.name for plugin in plugins.installed("rl_core.environments")]
     if not isinstance(name, str) or name in here or ":" in name:

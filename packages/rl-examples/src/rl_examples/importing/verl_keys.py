@@ -199,7 +199,7 @@ NO_EFFECT: dict[str, str] = {
     "data.trust_remote_code": "no code of a data set is run",
     "data.val_batch_size": "trainer.eval_batch_size says how many are in flight",
     "data.reward_fn_key": "a row's env_class names its environment",
-    "data.return_raw_chat": "prompts are messages until they are sampled from",
+    "data.return_raw_chat": "prompts are always kept as messages",
     "data.filter_overlong_prompts_workers": "prompts are counted in one process",
     "reward_model.enable": "environments give rewards, and may ask a model",
     "reward_model.reward_manager": "an environment gives each episode's reward",

@@ -37,7 +37,7 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
         section: section of the configuration, for messages.
 
     Raises:
-        ConfigError: a name is not one of a layer that can have adapters, or no layer is left.
+        ConfigError: a named layer cannot have adapters, or no layer is left.
     """
     names = _names(lora.target_modules, list(_PARTS))
     excluded = _names(lora.exclude_modules or (), [])

@@ -63,7 +63,7 @@ class Setup:
         return default if value is None else value
 
     def key(self, name: str) -> str:
-        """Key path under which the user finds a field."""
+        """Key path where the user sets a field."""
         return field_key(name, self.passed, self.where)
 
     def mesh(self) -> Mesh:
@@ -234,7 +234,7 @@ def _tensor_ranks_divide(setup: Setup) -> str | None:
     groups = shape.num_heads if shape.latent else shape.num_kv_heads
     sizes = {
         "attention heads": shape.num_heads,
-        "key/value heads (each rank needs one of its own)": groups,
+        "key/value heads (each rank needs at least one)": groups,
         "feed-forward units": shape.ffn_hidden_size,
         "units of the shared experts": shape.shared_ffn_hidden_size,
     }
@@ -262,7 +262,7 @@ def _indivisible(setup: Setup, name: str, size: int, sizes: Mapping[str, int]) -
 def _experts_are_there(setup: Setup) -> str | None:
     name = "expert_model_parallel_size"
     if setup.shape is not None and not setup.shape.is_moe and setup.size(name) > 1:
-        return f"{setup.key(name)}: {setup.size(name)}, but the model has no experts"
+        return f"{setup.key(name)}: got {setup.size(name)}, but the model has no experts"
     return None
 
 
@@ -319,14 +319,17 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "hidden_dropout": (0.0, "log-probs would differ from the engine's and depend on the micro-batches"),
     "moe_input_jitter_eps": (None, "the router would see noise that the engine does not have"),
     "moe_router_force_load_balancing": (False, "it routes randomly; meant for benchmarks"),
-    "pipeline_model_parallel_layout": (None, "a free layout is unknown to data and router replay; use the counts"),
+    "pipeline_model_parallel_layout": (None, "data and router replay cannot follow a free layout; use the counts"),
     "mtp_num_layers": (None, "multi-token prediction is not trained here"),
     "fp16": (False, "there is no loss scaling here; use trainer.bf16"),
     "fp8": (None, "log-probs would depend on the micro-batches"),
     "fp4": (None, "log-probs would depend on the micro-batches"),
     "test_mode": (False, "it changes what is computed"),
     "softmax_type": ("vanilla", "models with attention sinks do not run here, and the gradient's norm leaves them out"),
-    "num_microbatches_with_partial_activation_checkpoints": (None, "replay must know what is computed again"),
+    "num_microbatches_with_partial_activation_checkpoints": (
+        None,
+        "router replay must know which layers are computed again",
+    ),
     "num_distributed_optimizer_instances": (1, "copies of the distributed optimizer are not tested"),
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), (False, _NO_CUDA_GRAPHS)),
     "cuda_graph_impl": ("none", _NO_CUDA_GRAPHS),
@@ -539,7 +542,7 @@ def _weights_of_experts(setup: Setup) -> str | None:
     if value is None or value == right:
         return None
     when = "before" if right else "after"
-    return f"{setup.key(name)}: {str(value).lower()}, but the model normalises {when} its choice; leave it out"
+    return f"{setup.key(name)}: got {str(value).lower()}, but the model normalises {when} its choice; leave it out"
 
 
 _CHECKS: tuple[Check, ...] = (

@@ -78,8 +78,8 @@ def taken_config(path: str | None, where: str) -> Any:
         where: key path of the model, for messages.
 
     Returns:
-        The configuration, or None if it is not available yet because a recipe will create the model or a rank download
-        it.
+        The configuration, or None if it is not available yet because a recipe will create the model or a rank will
+        download it.
 
     Raises:
         ConfigError: the configuration cannot be read, or the model is refused.
@@ -114,7 +114,7 @@ def require_not_refused(config: Any, path: str | None, where: str) -> None:
 def _require_type(kind: Any, path: str | None, where: str) -> None:
     if kind is None:
         raise ConfigError(
-            f"{where}: the config.json of {path} has no model_type; expected that of a Hugging Face model"
+            f"{where}: the config.json of {path} has no model_type; use the config.json of a Hugging Face model"
         )
     if kind in REFUSED:
         raise ConfigError(f"{where}: {path} has model_type={as_json(kind)}, which {REFUSED[kind]}. {REMEDY}")

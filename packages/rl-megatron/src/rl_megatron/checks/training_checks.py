@@ -1,4 +1,4 @@
-"""Refuses settings of optimizer, adapters and gradient sums that cannot be trained as asked. Imports no torch."""
+"""Refuses settings of optimizer, adapters and gradient sums that training here does not support. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHOSEN_ELSEWHERE = {
 _FIXED = {
     "optimizer": ("adam", "training here uses AdamW"),
     "decoupled_weight_decay": (True, "training here uses AdamW"),
-    "use_distributed_optimizer": (True, "its state is always split over data-parallel ranks"),
+    "use_distributed_optimizer": (True, "the optimizer's state is always split over data-parallel ranks"),
     "overlap_param_gather": (False, "weights must be whole when they are scored, saved or published"),
     "overlap_param_gather_with_optimizer_step": (False, "weights must be whole when they are scored or published"),
     "fp16": (False, "there is no loss scaling here; use trainer.bf16"),

@@ -84,7 +84,7 @@ class Segments(PackedSeqParams):
     boundaries: np.ndarray | None = None
     """int64 [segments + 1], boundaries of the whole micro-batch, before context ranks split it."""
     plan: AttentionPlan | None = None
-    """Made by the first layer that attends."""
+    """Created by the first attention layer of a forward pass."""
 
     @classmethod
     def of(cls, boundaries: np.ndarray, device: torch.device) -> Segments:
@@ -120,7 +120,7 @@ class CoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        **_unused: Any,  # head sizes of latent attention; the tensors' shapes say them
+        **_unused: Any,  # head sizes of latent attention, which the tensors' shapes contain
     ):
         super().__init__()
         self.scale = softmax_scale

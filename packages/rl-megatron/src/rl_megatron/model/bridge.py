@@ -133,7 +133,7 @@ def _take_conclusions_back() -> None:
     for path in _CONCLUSIONS:
         matcher, _, name = path.rpartition(".")
         if not hasattr(sys.modules[matcher], name):
-            raise RuntimeError(f"{matcher} has no {name}: another version is installed")
+            raise RuntimeError(f"{matcher} has no {name}: install megatron-bridge==0.3.1")
         setattr(sys.modules[matcher], name, False)
 
 

@@ -55,7 +55,7 @@ def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: {path!r} is not a Hugging Face model: {error}") from error
     if (broken := broken_weights_file(path)) is not None:
-        raise ConfigError(f"{where}: {broken} is cut off or no safetensors file; download or save the model again")
+        raise ConfigError(f"{where}: {broken} is truncated or not a safetensors file; download or save the model again")
     refuse(spec, world_size, config)  # not checked yet if this rank was the first to fetch the model
     bridge = AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
     if config.model_type == "mistral":
@@ -70,7 +70,7 @@ def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
     for name, value in _provider_fields(provider, bridge.hf_pretrained.config, spec, place).items():
         setattr(provider, name, value)
     provider.finalize()
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints the number of parameters
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints the number of parameters
         chunks = provider.provide_distributed_model(
             model_type=ModelType.encoder_or_decoder,
             wrap_with_ddp=False,
@@ -191,7 +191,7 @@ def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool)
     tasks = converter.build_conversion_tasks(source, chunks)
     for task in tasks:
         if task is None and is_critic:
-            continue  # the value head's
+            continue  # the value head, which is loaded separately
         if task is None:
             raise ConfigError(f"{where}.model.path: a weight of the model is not in {source.model_name_or_path}")
         if task.megatron_module is None:

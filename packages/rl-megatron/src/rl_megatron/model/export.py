@@ -31,8 +31,8 @@ class WeightExport:
         self._plan: list[Any] = []
 
     def weights(self, *, with_buffers: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole tensors, one at a time, on every rank, with adapters merged; a tied weight comes once. All ranks
-        must drain the iterator together.
+        """Yields whole tensors, one at a time, on every rank, with adapters merged; a tied weight is yielded once. All
+        ranks must drain the iterator together.
 
         `with_buffers` adds buffers: the expert bias that some routers use to choose experts.
         """
@@ -81,7 +81,7 @@ def gradients_as_weights(chunks: Sequence[Any]):
     """Within the context, stand-ins that hold the main gradients replace the trained parameters, so that code which
     converts weights converts gradients.
 
-    The parameters themselves stay as they are: replacing a parameter's data by data of another dtype gives it a new
+    The parameters themselves are not changed: replacing a parameter's data by data of another dtype gives it a new
     gradient accumulator without Megatron's hooks, and its later gradients would be lost.
     """
     places = [

@@ -30,7 +30,7 @@ def parallel_logprobs(
 
     Args:
         hidden_TH: the same on all ranks.
-        weight_VH: this rank's rows of the output layer, without padding; may be none.
+        weight_VH: this rank's rows of the output layer, without padding; may have no rows.
         targets_T: int64 ids in the whole vocabulary.
         first_row: id of the first of this rank's rows.
         temperature: > 0, divides the logits.

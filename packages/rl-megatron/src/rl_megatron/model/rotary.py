@@ -22,14 +22,14 @@ def rotary_fields(config: Any, *, is_latent: bool) -> dict[str, Any]:
     frequencies.
 
     Args:
-        config: transformers'.
+        config: transformers' configuration of the model.
         is_latent: the model has latent attention, whose softmax scale depends on yarn.
     """
     rope = config.rope_parameters
     scaled = _scaled(config)
     base = {"rotary_base": rope["rope_theta"]}
     if is_latent:
-        # Bridge treats latent attention without scaling like one with Megatron's default scaling.
+        # Without scaling, Bridge treats latent attention as if it had Megatron's default scaling.
         return base | (_unscaled_latent() if scaled is None else _scaled_latent(rope, scaled[1]))
     # Megatron multiplies cosines and sines by 0.1 · mscale · log(factor) + 1 if the factor is above 1.
     factor = 1.0 if scaled is None else scaled[1]

@@ -45,7 +45,7 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Replicated over tensor ranks."""
+        """The head for a checkpoint, replicated over tensor ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
 
@@ -86,7 +86,7 @@ def head_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_head(models: Sequence[Any], directory: str, where: str) -> None:
-    """Loads the head that `save_model` wrote if the base model's directory has one."""
+    """Loads the value head from the base model's directory, if `save_model` wrote one there."""
     if not models[-1].post_process:
         return
     own = {f"value_head.{name}": weight for name, weight in models[-1].output_layer.value_head.named_parameters()}

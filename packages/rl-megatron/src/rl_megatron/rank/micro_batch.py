@@ -21,7 +21,8 @@ from rl_megatron.rank.start import Place
 
 @attrs.frozen(kw_only=True, eq=False)
 class MicroBatch:
-    """B rows (one, when packed) of S positions: this context rank's part, on all its tensor and pipeline ranks."""
+    """B rows (one, when packed) of S positions: this context rank's part, the same on all its tensor and pipeline
+    ranks."""
 
     batch: Batch | None
     """The micro-batch's sequences; None if it is empty and computed only because other ranks wait for this rank."""
@@ -42,7 +43,8 @@ class MicroBatch:
         return 0 if self.batch is None else self.batch.num_tokens
 
     def scored_places(self, mask_T: Tensor | None) -> Tensor:
-        """int64: positions in row-major [B · S] whose prediction is scored: those in the mask, or all if it is None."""
+        """int64: positions in row-major [B · S] whose prediction is scored: those whose target is in the mask, or all
+        if the mask is None."""
         is_scored_P = self.target_index_P >= 0
         if mask_T is not None:
             is_scored_P = is_scored_P & mask_T[self.target_index_P.clamp(min=0)]

@@ -1,5 +1,5 @@
-"""Offloading from the accelerator: frees the storage of Megatron's buffers and optimizer state, and keeps the
-tensors."""
+"""Offloading from the accelerator: frees the storage of Megatron's buffers and optimizer state, and keeps the tensor
+objects."""
 
 from __future__ import annotations
 

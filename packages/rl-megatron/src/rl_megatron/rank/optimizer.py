@@ -126,8 +126,8 @@ class Optimizer:
 
     @contextmanager
     def whole_gradients(self):
-        """Within the context, every rank's main gradients are the sums over all ranks; afterwards they are as
-        before."""
+        """Within the context, every rank's main gradients are the sums over all ranks; afterwards they have their
+        previous values."""
         kept = [buffer.grad_data.clone() for buffer in self.buffers]
         model_config = self.chunks[0].config
         updates_bias = model_config.moe_router_enable_expert_bias

@@ -228,8 +228,8 @@ class MegatronWorker:
     def save_model(self, directory: Path) -> None:
         """Writes model and tokenizer; weights are in the compute dtype, which the written configuration names.
 
-        Adapters are merged, and also written separately to the folder `adapter`; a critic's head gets a file of its
-        own.
+        Adapters are merged, and also written separately to the folder `adapter`; a critic's head is written to a
+        separate file.
         """
         path, is_first = require_model_path(self.spec), self.place.rank == 0
         # All ranks gather the head and the adapters before rank 0 writes, which may fail on rank 0 alone.

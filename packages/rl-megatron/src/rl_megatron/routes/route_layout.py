@@ -48,7 +48,7 @@ def deal_padding(
         ConfigError: a token cannot have K different experts.
     """
     if experts_per_token > num_experts:
-        raise ConfigError(f"{experts_per_token} experts per token, but a layer has {num_experts}")
+        raise ConfigError(f"got {experts_per_token} experts per token, but a layer has {num_experts}")
     numbers = first + np.arange(num_padding)
     slots = (numbers[:, None] * experts_per_token + np.arange(experts_per_token)) % num_experts
     return (slots % expert_ranks) * (num_experts // expert_ranks) + slots // expert_ranks

@@ -1,4 +1,4 @@
-"""Which experts the tokens of one model go to: given ones, the router's own choice or, for padding, round-robin.
+"""Chooses the experts for each token of one model: recorded ones, the router's own choice or, for padding, round-robin.
 
 A mixture-of-experts router picks K of E experts for each token from scores. Rounding can change the choice, so that
 engine and trainer, or two passes of the trainer, use different experts for a token. Replay (R3, arXiv 2510.11370) fixes
@@ -57,7 +57,7 @@ class RouterChoices(RouterReplay):
         self.layer = layer
         """Transformer layer of the whole model, from 0."""
         self.summed_per_group = summed_per_group
-        """How many of a group's best experts have their scores summed to the group's score."""
+        """Number of a group's best experts whose scores are summed to the group's score."""
         self.place = 0
         """Index of the router's layer among the rank's M layers with experts."""
         self.in_schedule = False
@@ -105,7 +105,7 @@ class RouterChoices(RouterReplay):
         return scores.gather(1, chosen_SK), chosen_SK
 
     def _choose(self, routes: TokenRoutes, own_SK: Tensor) -> Tensor:
-        assert len(routes.padding_S) == len(own_SK), f"{len(own_SK)} tokens, routes for {len(routes.padding_S)}"
+        assert len(routes.padding_S) == len(own_SK), f"{len(own_SK)} tokens, but routes for {len(routes.padding_S)}"
         chosen_SK = own_SK
         if routes.known_S is not None and routes.experts_SMK is not None:
             given_SK = routes.experts_SMK[:, self.place].to(own_SK.dtype)
@@ -128,7 +128,7 @@ class RoutedChunks(Around):
         Args:
             chunks: the model's chunks on this rank, as passed to the schedule; none of their routers may be fused.
             place: this rank's place in the mesh.
-            summed_per_group: how many of a group's best experts have their scores summed to the group's score.
+            summed_per_group: number of a group's best experts whose scores are summed to the group's score.
         """
         config = chunks[0].config
         self._place = place

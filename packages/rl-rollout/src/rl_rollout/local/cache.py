@@ -1,4 +1,4 @@
-"""The key-value cache of rows that decode together; its copying grows linearly with the tokens, not quadratically.
+"""The key-value cache of rows that decode together; the cost of copying grows linearly with the number of tokens.
 
 Every row is left-padded and ends at the last column in use, so appending a token appends one column. Spare columns
 follow, and a step writes only its own column. When none is left, the rows move to new tensors, with as many spare

@@ -7,7 +7,7 @@ strings, and no way to change weights while requests run.
 consumes     requests from the event loop; weight versions from a transport's receiver
 produces     completions, returned to the event loop in batches
 waits for    a command or work (no deadline, because the thread is idle then)
-unblocked by `_post`; every caller's own wait has a deadline
+unblocked by `_post` and `close`; every caller's own wait has a deadline
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _Call:
 
 
 class LocalEngine:
-    """InferenceClient over a model in this process. Made by `start`; all methods belong to the loop that started it."""
+    """InferenceClient of a model in this process. Create it with `start`, and call its methods on the event loop that
+    called `start`."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -120,7 +121,7 @@ class LocalEngine:
             self._new_calls.append(call)
         elif call.request != request:
             raise GenerationError(
-                f"sample_id {request.sample_id!r} is under way with another request; a retry must be the same request"
+                f"sample_id {request.sample_id!r} is running with a different request; a retry must repeat the request"
             )
         waiter: asyncio.Future[tuple[Completion, ...]] = self._loop.create_future()
         call.waiters.append(waiter)

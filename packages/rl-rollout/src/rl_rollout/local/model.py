@@ -60,8 +60,9 @@ def _require_servable(path: str, config: Any) -> None:
     layer_types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     if layer_types - _SERVED_LAYERS:
         raise ConfigError(
-            f"{path}: the local engine serves only {' and '.join(sorted(_SERVED_LAYERS))} layers, but this model has "
-            f"{', '.join(sorted(layer_types - _SERVED_LAYERS))}; set generator.inference_engine.backend=vllm"
+            f"trainer.policy.model.path: {path}: the local engine serves only {' and '.join(sorted(_SERVED_LAYERS))} "
+            f"layers, but this model has {', '.join(sorted(layer_types - _SERVED_LAYERS))}; set "
+            "generator.inference_engine.backend=vllm"
         )
 
 
@@ -99,9 +100,9 @@ def stage(rendezvous: Rendezvous, version: int, held: HeldWeights) -> StagedWeig
     """Receives a version into memory without serving it yet. Raises WeightSyncError.
 
     Args:
-        rendezvous: the sync's.
+        rendezvous: the rendezvous of the sync.
         version: expected version.
-        held: what the engine received last, for a sync that sends only what changed since.
+        held: the weights that the engine received last; a sync may send only the changes since then.
     """
     receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
     tensors: dict[str, Tensor] = {}
@@ -116,10 +117,10 @@ def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
     """Checks that the staged tensors are the model's parameters, by name and shape.
 
     Names are those of a checkpoint: each expert has its own tensors, even if the model holds all experts as one tensor.
-    A tied weight may come under any of its names.
+    A tied weight may arrive under any of its names.
 
     Raises:
-        WeightSyncError: names tensors that are missing, unknown, of another shape, or tied but different.
+        WeightSyncError: tensors are missing, unknown, of another shape, or tied but different; the message names some.
     """
     expected = _checkpoint_shapes(model)
     aliases = {name: name for name in expected} | _tied_names(model)
@@ -141,7 +142,7 @@ def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
-    """Copies checked weights into the model, in its own dtype.
+    """Copies checked weights into the model, in the model's dtype.
 
     If a checkpoint's names differ from the model's, all tensors are converted first, so an error leaves the model
     unchanged.
@@ -156,8 +157,8 @@ def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
 
 
 def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-    """Converts a checkpoint's names to the model's, as transformers does on loading; a second model exists
-    meanwhile."""
+    """Converts a checkpoint's names to the model's, as transformers does on loading; until they are copied, the weights
+    take the memory of a second model."""
     try:
         with no_progress_bars():
             loaded = type(model).from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=model.dtype)

@@ -34,7 +34,7 @@ _NO_TOKEN = -1
 
 @attrs.define(kw_only=True, eq=False)
 class Sample:
-    """One sample on its way through the engine."""
+    """A sample that waits or runs."""
 
     owner: Any
     """The requester's handle, which the engine returns with the completion."""
@@ -52,7 +52,7 @@ Ended = list[tuple[Sample, Completion]]
 
 
 class Rows:
-    """Samples that decode together. Synchronous, and touched by one thread only."""
+    """Samples that decode together. Synchronous, and used by one thread only."""
 
     def __init__(self, model: PreTrainedModel, choices: ExpertChoices | None = None) -> None:
         self._model = model
@@ -61,16 +61,15 @@ class Rows:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._choices = choices
         self._routes: list[list[npt.NDArray[Any]]] = []
-        """Routes of each row, as pieces [tokens, L, K]: one for the tokens its cache began with, one for each token
-        since."""
+        """Routes of each row, as pieces [tokens, L, K]: one for the tokens of its prefill, then one per token."""
 
     def __len__(self) -> int:
         return len(self._samples)
 
     @torch.inference_mode()
     def join(self, samples: Sequence[Sample], version: int) -> Ended:
-        """Adds samples and samples the first token of each; returns those that ended. Each distinct prompt is computed
-        once."""
+        """Adds samples and draws the first token of each; returns the samples that ended. Each distinct prompt is
+        computed once."""
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.prompt_tokens for sample in samples))}
         prompt_B = np.array([place[sample.prompt_tokens] for sample in samples])
         logits_PV, routes = self._prefill(list(place), prompt_B)
@@ -124,7 +123,8 @@ class Rows:
         tokens_B, logprobs_B = tokens.cpu().numpy(), logprobs.cpu().numpy()
         if not np.isfinite(logprobs_B).all():
             raise GenerationError(
-                f"weight version {version}: the model's logits are not finite; its weights are broken"
+                f"weight version {version}: the model's logits are not finite, so its weights are damaged; use "
+                "an earlier checkpoint, and a lower learning rate if this happens again"
             )
         self._ensure_columns(int(num_sampled_B.max()) + 1)
         arrays["tokens"][rows_B, num_sampled_B] = tokens_B
@@ -234,7 +234,7 @@ class Rows:
         return output.logits[:, -1], routes_BQLK
 
     def score(self, sequence: Sequence[int]) -> list[float]:
-        """log p of every token of a separate sequence, without a cache."""
+        """Log-probs of the tokens of a sequence outside the batch, computed without a cache."""
         if self._choices is not None:
             self._choices.follow(None, None)
         return token_logprobs(self._model, sequence)

@@ -1,8 +1,8 @@
 """Draws one token per row from filtered logits, with randomness that depends only on (seed, position).
 
 The uniform number of a row comes from a hash of its seed and of the number of tokens it has sampled (counter-based
-generation, Salmon et al. 2011), and the token from the inverse of the cumulative distribution. So a sample is the same
-alone or in any batch, whether or not other rows finish, and after a restart.
+generation, Salmon et al. 2011), and the token from the inverse of the cumulative distribution. So these numbers do not
+depend on the other rows of the batch, and repeat after a restart.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def hashed_seeds(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
 def uniforms(states_B: npt.NDArray[np.uint64], positions_B: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Independent numbers in [0, 1), one per (state, position).
 
-    u = splitmix64(state + (position + 1) · golden) / 2^64, cut to 52 bits: then u · total < total in float64 too,
-    which keeps the inverse of the cumulative distribution inside the vocabulary. Source: Steele et al. 2014, "Fast
+    u = splitmix64(state + (position + 1) · golden) / 2^64, truncated to 52 bits: then u · total < total in float64 too,
+    so the inverse of the cumulative distribution stays inside the vocabulary. Source: Steele et al. 2014, "Fast
     splittable pseudorandom number generators".
     """
     mixed_B = _splitmix64(states_B + (positions_B.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
@@ -61,11 +61,11 @@ def draw(
 
     Args:
         logits_BV: any float dtype; computed in float32.
-        knobs_array_B4: `knob_array`.
-        uniforms_B: `uniforms`.
+        knobs_array_B4: the result of `knob_array`.
+        uniforms_B: the result of `uniforms`.
 
     Returns:
-        Tokens int64 [B] and log-probs float32 [B], on the logits' device. A log-prob is NaN where a logit was.
+        Tokens int64 [B] and log-probs float32 [B], on the logits' device. A log-prob is NaN if a logit of its row is.
     """
     filtered = _is_filtered(knobs_array_B4)
     knobs_B4 = torch.from_numpy(knobs_array_B4).to(logits_BV.device)

@@ -20,8 +20,8 @@ from rl_rollout.local.rows import Ended, Rows, Sample
 PauseMode = Literal["keep", "abort", "wait"]
 
 _JOIN_FRACTION = 8
-"""Waiting samples join when 1/8 of the rows are free, or enough rows for all of them: each join costs a prefill and a
-copy of the cache."""
+"""Waiting samples join when 1/8 of the rows are free, or enough rows for all of them, because each join costs a prefill
+and a copy of the cache."""
 
 
 class Scheduler:
@@ -65,7 +65,7 @@ class Scheduler:
         return ended
 
     def pause(self, mode: PauseMode) -> Ended:
-        """`keep` stops sampling, `abort` ends all samples too. `wait` lets the samples submitted so far finish: call
+        """`keep` stops sampling; `abort` also ends all samples. `wait` lets the samples submitted so far finish: call
         `step` until `has_work` is false."""
         self._pause = mode
         return self.abort(None) if mode == "abort" else []

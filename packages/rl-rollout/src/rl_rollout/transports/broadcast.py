@@ -26,13 +26,13 @@ class BroadcastTransport:
     """WeightTransport over process groups of torch."""
 
     host: str | None = None
-    """Address at which ranks and engines reach the controller. None: the controller's address in Ray's cluster if that
-    has several nodes, else loopback."""
+    """Address at which ranks and engines reach the controller. None: the controller's address in Ray's cluster if the
+    cluster has several nodes, else loopback."""
     timeout_s: float = 600.0
     """How long each side waits for the other's next step."""
     join_timeout_s: float = 30.0
     """How long a rank that is ready waits for every engine to join. Engines are called when the sync begins and join
-    before they do anything else, so one that takes longer is dead or hung."""
+    before they do anything else, so an engine that takes longer is dead or hangs."""
     contract_version: int = 1
     name: str = "broadcast"
     is_staged: bool = False

@@ -44,7 +44,7 @@ _LOOKS_PER_STORE = 100
 
 
 class BroadcastSender:
-    """A rank's end."""
+    """The sending end of a rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._rendezvous = rendezvous
@@ -101,8 +101,8 @@ class Stages:
         self._stages = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
     def packed(self, bucket: WeightBucket) -> WeightBucket:
-        """The packed bucket, valid until the call after next. A bucket that is packed already, or on a GPU, is returned
-        as it is: torch caches GPU memory itself."""
+        """The packed bucket, valid until the call after next. A bucket that is already packed, or on a GPU, is returned
+        unchanged: torch caches GPU memory itself."""
         if bucket.parts is None or any(part.is_cuda for part in bucket.parts):
             return bucket
         self._stages.reverse()
@@ -112,7 +112,7 @@ class Stages:
 
 
 class BroadcastReceiver:
-    """An engine process's end."""
+    """The receiving end of an engine process."""
 
     is_staged = False
 
@@ -123,7 +123,7 @@ class BroadcastReceiver:
         """Yields all ranks' buckets as they arrive, and receives the next one meanwhile. After a rank's last bucket,
         the checksums that the rank sent must match the received data.
 
-        A bucket's memory is never reused, because vLLM keeps parts of it until a layer's last tensor has come.
+        A bucket's memory is never reused, because vLLM keeps parts of it until a layer's last tensor has arrived.
 
         Raises:
             DeadlineError: a rank stopped sending.
@@ -181,16 +181,16 @@ class BroadcastReceiver:
 class Group:
     """One sending rank (member 0) and all receivers.
 
-    Its creator must close it, even after an error: that breaks its connections, which ends the others' waits. Dropping
-    the reference is not enough, because an error's traceback may keep it alive.
+    Its creator must call `close`, even after an error: `close` breaks the connections, which ends the waits of the
+    other members. Dropping the reference is not enough, because an error's traceback may keep it alive.
     """
 
     def __init__(self, process_group: Any, channel: Channel, device: torch.device) -> None:
         """
         Args:
-            process_group: torch's; this object takes ownership.
-            channel: the sync's.
-            device: where the memory of the group's collectives lies.
+            process_group: torch's process group; this object takes ownership.
+            channel: the channel of the sync.
+            device: device of the tensors in the group's collectives.
         """
         self.device = device
         self._group: Any = process_group
@@ -225,7 +225,7 @@ class Group:
         Returns:
             The tensor that is sent or filled, on the group's device.
         """
-        assert self._work is None, "the broadcast before was not waited for"
+        assert self._work is None, "call `wait` before the next broadcast"
         data = data.to(self.device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -252,7 +252,7 @@ class Group:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise WeightSyncError(f"the broadcast broke off: a participant is gone or too late: {error}") from error
+            raise WeightSyncError(f"the broadcast failed: a participant left or was too late: {error}") from error
         self._data = self._work = None
 
     def close(self) -> None:

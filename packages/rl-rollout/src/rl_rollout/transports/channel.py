@@ -1,8 +1,8 @@
 """How the two ends of a streaming sync communicate: a log of messages that every receiver reads in the same order.
 
-A sync has a store of its own (torch's TCPStore, in the controller). A sender appends what it is about to do, then does
-it; receivers follow the log. So nobody has to know in advance which ranks send, how much, or in which layout, and
-nothing is left over from one sync to the next. All messages are signed (`signed_store`). All waits on the store end
+Each sync has its own store (torch's TCPStore, in the controller). A sender appends what it is about to do, then does
+it; receivers follow the log. So no participant has to know in advance which ranks send, how much, or in which layout,
+and nothing is left over from one sync to the next. All messages are signed (`signed_store`). All waits on the store end
 when it is closed, or when a participant breaks off the sync.
 """
 
@@ -129,8 +129,9 @@ class Channel:
         return place
 
     def read(self, place: int) -> dict[str, Any]:
-        """The message at `place`. Raises DeadlineError if it does not come, WeightSyncError if the sync is closed."""
-        what = f"the ranks' next message, after {place}"
+        """The message at `place`. Raises DeadlineError if it does not arrive in time, WeightSyncError if the sync is
+        closed."""
+        what = f"a rank to append message {place} to the sync's log"
         return json.loads(self._get(f"log/{place}", what, timeout_s=self.timeout_s))
 
     def register_receiver(self, description: Mapping[str, Any]) -> int:
@@ -150,7 +151,7 @@ class Channel:
         deadline, joined = time.monotonic() + self.join_timeout_s, []
         while len(joined) < self.num_receivers:
             names = ", ".join(receiver["process"] for receiver in joined) or "none"
-            what = f"{self.num_receivers} receivers, of which {len(joined)} have joined the sync ({names})"
+            what = f"{self.num_receivers} receivers to join the sync; {len(joined)} have joined ({names})"
             key, left_s = f"receiver/{len(joined)}", deadline - time.monotonic()
             joined.append(json.loads(self._get(key, what, timeout_s=left_s, told_s=self.join_timeout_s)))
         return joined

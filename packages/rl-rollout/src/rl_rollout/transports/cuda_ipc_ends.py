@@ -2,7 +2,7 @@
 
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's memory
 produces     (sender) the log with a handle per bucket; (receiver) copies on its own GPU, and acknowledgements
-waits for    receivers to join and to take; the next message (deadline `timeout_s` of the rendezvous)
+waits for    receivers to join and to copy; the next message (deadline `timeout_s` of the rendezvous)
 unblocked by the other side, or by `close` of the transport
 """
 
@@ -35,7 +35,7 @@ _BUCKETS_UNDER_WAY = 2
 
 
 class CudaIpcSender:
-    """A rank's end."""
+    """The sending end of a rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._rendezvous = rendezvous
@@ -74,7 +74,7 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """An engine process's end."""
+    """The receiving end of an engine process."""
 
     is_staged = False
 
@@ -97,8 +97,8 @@ class CudaIpcReceiver:
             number = channel.register_receiver({"version": version})
 
             def take(message: Mapping[str, Any], place: int) -> WeightBucket:
-                # A copy, because vLLM keeps parts of a bucket until a layer's last tensor has come, but the rank keeps
-                # the bucket only until this process acknowledges it.
+                # A copy, because vLLM keeps parts of a bucket until a layer's last tensor has arrived, but the rank
+                # keeps the bucket only until this process acknowledges it.
                 data = opened(message).to(device, copy=True)
                 torch.cuda.current_stream(device).synchronize()
                 channel.acknowledge(place, number)
@@ -108,8 +108,8 @@ class CudaIpcReceiver:
 
 
 def shared(data: Tensor, rank: int) -> dict[str, Any]:
-    """What another process needs to open GPU memory, as plain data. The memory must stay allocated until it is
-    opened."""
+    """What another process needs to open GPU memory, as plain data. The memory must stay allocated until the other
+    process has opened it."""
     if not data.is_cuda:
         raise WeightSyncError(
             f"rank {rank}: the cuda_ipc transport shares GPU memory, but the weights are on the {data.device.type}; "
@@ -125,7 +125,7 @@ def shared(data: Tensor, rank: int) -> dict[str, Any]:
 
 
 def opened(message: Mapping[str, Any]) -> Tensor:
-    """Opens the memory that `shared` describes, on the GPU where it lies."""
+    """Opens the memory that `shared` describes, on the GPU that contains it."""
     if message["num_bytes"] == 0:
         return torch.empty(0, dtype=torch.uint8)
     names = [device_name(torch.empty(0, device=f"cuda:{i}")) for i in range(torch.cuda.device_count())]
@@ -165,5 +165,5 @@ _HANDLE = {
     13: "event",
     14: "event_sync_required",
 }
-"""Fields of what torch's `reduce_tensor` returns for a GPU tensor (torch 2.11 to 2.13): position → name."""
+"""The arguments that torch's `reduce_tensor` (2.11 to 2.13) returns for a GPU tensor: position → name."""
 _BYTES = ("storage", "ref_counter", "event")

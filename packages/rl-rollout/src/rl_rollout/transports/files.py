@@ -1,11 +1,12 @@
 """Sends weights through files: each rank writes its buckets, then a manifest; an engine reads when all manifests exist.
 
 Serves any number of ranks and engines that can access the same directory. A sync is staged: an engine takes the whole
-version or refuses it. By default buckets lie in memory (`/dev/shm`) while they fit, else in the temporary folder; ranks
-and engines on several machines need a `directory` that all of them can access.
+version or refuses it. By default buckets are stored in memory (`/dev/shm`) while they fit, else in the temporary
+folder; ranks and engines on several machines need a `directory` that all of them can access.
 
 Layout of a sync: `<directory>/rank<r>_<i>.bucket` (raw bytes, as in `WeightBucket.data`) and `rank<r>.json` (version
-and, per bucket, its file, size and tensors with checksums), renamed into place when all its buckets are complete.
+and, per bucket, its file, size and tensors with checksums), which is renamed into place when all buckets of the rank
+are complete.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ class FilesTransport:
                 "generator.inference_engine.weight_sync_backend: files uses folders of this machine, but the policy "
                 f"trains on {num_nodes} machines (trainer.placement.policy_num_nodes): choose broadcast, or define a "
                 'transport with a folder that all machines see, shared = FilesTransport(directory="/shared/tmp"), in '
-                "a module of yours, and set generator.inference_engine.weight_sync_backend=my_module:shared"
+                "your own module, and set generator.inference_engine.weight_sync_backend=my_module:shared"
             )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Makes the sync's directory, and a second one in memory if none is configured (readable by this user only)."""
+        """Makes the sync's directory, and a second one in memory if no `directory` is configured (both readable by this
+        user only)."""
         del num_engines  # any number of engines may read
         directories = [make_folder(self.directory, self.run)]
         if self.directory is None and os.access(_SHARED_MEMORY, os.W_OK):
@@ -80,14 +82,14 @@ class FilesTransport:
 
 
 class FilesSender:
-    """A rank's end."""
+    """The sending end of a rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._directories = [Path(directory) for directory in rendezvous.data["directories"]]
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Writes buckets as they come, so only one is in memory at a time. Raises WeightSyncError if a file cannot be
+        """Writes buckets as they arrive, so only one is in memory at a time. Raises WeightSyncError if a file cannot be
         written."""
         from rl_core.rank_kit.weight_buckets import draining
 
@@ -114,7 +116,7 @@ class FilesSender:
 
     def _directory_for(self, num_bytes: int) -> Path:
         *memory, disk = reversed(self._directories)
-        # Files in memory are a second copy of the weights: leaves at least half of the free memory free.
+        # Files in memory are a second copy of the weights, so a bucket may take at most half of the free memory.
         return next((directory for directory in memory if shutil.disk_usage(directory).free > 2 * num_bytes), disk)
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
@@ -125,7 +127,7 @@ class FilesSender:
 
 
 class FilesReceiver:
-    """An engine's end."""
+    """The receiving end of an engine."""
 
     is_staged = True
 
@@ -138,7 +140,7 @@ class FilesReceiver:
         """Yields every rank's buckets, each checked.
 
         Raises:
-            DeadlineError: a rank's manifest did not come.
+            DeadlineError: a rank's manifest did not appear in time.
             WeightSyncError: a wrong version, a missing, truncated or damaged file, a file outside the sync's
                 directories, or a sync that was closed meanwhile.
         """

@@ -1,7 +1,8 @@
-"""Which classes an engine's server may load as receivers: those of installed transports, and that of its own run.
+"""Which classes an engine's server may load as receivers: those of installed transports, and the one of its own run.
 
-A rendezvous names its receiver and comes over the network. So a server has a list, made from the installed transports
-and from the run that starts the server, and refuses a request that names any other class before it imports anything.
+A rendezvous names its receiver class and arrives over the network. So a server has a list of allowed classes, made from
+the installed transports and from the run that starts the server, and refuses a request that names any other class,
+before importing anything.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def require_allowed(receiver: str, allowed: AbstractSet[str]) -> None:
     if receiver not in allowed:
         raise WeightSyncError(
             f"{receiver!r} is not the receiver of an installed weight transport ({', '.join(sorted(allowed))}). If "
-            "it belongs to a transport of your own, start the server with the run's "
+            "it belongs to your own transport, start the server with the run's "
             "generator.inference_engine.weight_sync_backend, or give the transport the attribute `receiver` and an "
             f"entry point of {_GROUP} on the server's machine"
         )

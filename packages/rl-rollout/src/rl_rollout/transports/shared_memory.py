@@ -3,7 +3,8 @@
 Serves any number of ranks and engines on one Linux machine. A sync is staged: an engine takes the whole version or
 refuses it. While an engine checks a bucket, the rank writes the next one.
 
-Tensors are packed directly into the segment, and their checksums are computed while they are in the CPU cache.
+Tensors are packed directly into a segment of shared memory, and their checksums are computed while they are in the CPU
+cache.
 
 A segment is anonymous memory (memfd), which engines open through the rank's `/proc` entry; the kernel frees it when its
 last user ends, for whatever reason. A rank keeps its segments for the next sync, because fresh pages cost several times
@@ -93,14 +94,14 @@ class SharedMemoryTransport:
 
 
 class SharedMemorySender:
-    """A rank's end."""
+    """The sending end of a rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._rendezvous = rendezvous
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Packs each bucket into shared memory as it comes. Raises WeightSyncError."""
+        """Packs each bucket into shared memory as it arrives. Raises WeightSyncError."""
         from rl_core.rank_kit.weight_buckets import bucket_records, draining
 
         tensors: dict[str, TensorRecord] = {}
@@ -116,7 +117,7 @@ class SharedMemorySender:
                     count += 1
                 self._write(f"rank{self._rank}.json", {"version": version, "num_buckets": count})
         except OSError as error:
-            where = f"shared memory, which {self._rendezvous.data['directory']} announces"
+            where = f"shared memory (announced in {self._rendezvous.data['directory']})"
             raise WeightSyncError(
                 f"rank {self._rank} could not write weight version {version} to {where}: {error}"
             ) from error
@@ -139,7 +140,7 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """An engine's end."""
+    """The receiving end of an engine."""
 
     is_staged = True
 
@@ -152,7 +153,7 @@ class SharedMemoryReceiver:
         """Yields every rank's buckets, each checked, as copy-on-write views of the shared memory.
 
         Raises:
-            DeadlineError: a rank's next bucket did not come.
+            DeadlineError: a rank's next bucket did not arrive in time.
             WeightSyncError: a wrong version, damaged memory, a rank that is gone, or a sync that was closed meanwhile.
         """
         _require_same_host(self._rendezvous, "an engine")
@@ -201,7 +202,7 @@ class Segment:
         self.tensor = torch.empty(0, dtype=torch.uint8)
         if num_bytes:
             try:
-                # Raises if memory is short. Without it, touching a missing page later would kill the process.
+                # Raises if memory is short. Without this call, touching a missing page later would kill the process.
                 os.posix_fallocate(self._fd, 0, num_bytes)
                 self.tensor = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
             except BaseException:
@@ -217,7 +218,7 @@ class Segment:
         return packed
 
     def lock(self) -> bool:
-        """Returns whether no engine holds the segment; if True, none can take it until `write` is done."""
+        """Whether no engine reads the segment; if True, no engine can map it until `write` is done."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -19,7 +19,8 @@ _NUM_BYTES = 32
 
 
 class SignedStore(Store):
-    """Implements what a sync and gloo use of a store. Counts (`add`) are not signed: they only say where to look."""
+    """Implements the methods of a store that a sync and gloo use. Counts (`add`) are not signed: they only say which
+    keys to read."""
 
     def __init__(self, plain: Store, secret: str) -> None:
         """`plain`: the store that holds the values. `secret`: from `secrets.token_hex`."""

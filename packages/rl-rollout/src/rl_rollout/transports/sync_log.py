@@ -1,4 +1,4 @@
-"""A rank's messages in the log of a sync: one per bucket, then its checksums; or that it failed.
+"""A rank's messages in the log of a sync: one per bucket, then one with all checksums, or one with an error.
 
 Shared by the transports whose ranks and receivers communicate over a `Channel`; each adds its own kinds of messages.
 """
@@ -24,8 +24,8 @@ CPU = "cpu"
 
 @contextlib.contextmanager
 def sending(rendezvous: Rendezvous, rank: int, buckets: Iterator[WeightBucket]) -> Iterator[Channel]:
-    """Opens the log for a rank that sends within the context; if that raises, receivers are told and `buckets` are
-    drained."""
+    """Opens the log for a rank that sends within the context. If the context raises, the log gets a message about the
+    failure, the sync is broken off, and `buckets` are drained."""
     with draining(buckets):
         channel = Channel(rendezvous.data)
         try:
@@ -40,8 +40,8 @@ def sending(rendezvous: Rendezvous, rank: int, buckets: Iterator[WeightBucket]) 
 
 @contextlib.contextmanager
 def receiving(rendezvous: Rendezvous) -> Iterator[None]:
-    """Context in which a receiver takes a sync: if it does not take all of it, the sync is broken off for everybody.
-    NCCL would not notice, and a rank would wait in a collective for a receiver that is gone."""
+    """Context in which a receiver receives a sync. If it does not receive all weights, the sync is broken off for all
+    participants: NCCL would not notice, and a rank would wait in a collective for a receiver that is gone."""
     try:
         yield
     except BaseException as error:  # also GeneratorExit: the consumer of the buckets raised
@@ -81,10 +81,10 @@ def follow(
     """Reads the log until every rank has sent its last bucket; after a rank's last bucket its checksums must match.
 
     Args:
-        channel: the sync's.
+        channel: the channel of the sync.
         version: expected version.
         take: called with each message that announces neither a failure nor an end, and with its place; returns the
-            bucket that the message brings, or None.
+            bucket that the message announces, or None.
 
     Raises:
         WeightSyncError: another version, damaged or missing tensors, a rank that failed, or a closed sync.
@@ -128,5 +128,5 @@ def _require_checksums(records: Mapping[str, TensorRecord], checksums: Mapping[s
 
 
 def device_name(tensor: Tensor) -> str:
-    """A unique name of the GPU that the tensor lies on; `cpu` if on none."""
+    """A unique name of the GPU that holds the tensor; `cpu` if none does."""
     return f"cuda:{torch.cuda.get_device_properties(tensor.device).uuid}" if tensor.is_cuda else CPU

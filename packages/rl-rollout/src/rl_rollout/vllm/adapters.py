@@ -45,15 +45,18 @@ class NamedAdapters:
         can serve it.
 
         Raises:
-            GenerationError: an engine cannot serve it, and nothing has changed; or an engine failed later, when loading
-                it, and the name is now undefined. The message says which.
+            GenerationError: the name is empty, the policy's or the model's; or an engine cannot serve the adapter, and
+                nothing has changed; or an engine failed later, when loading it, and the name is now undefined. The
+                message says which.
         """
         if name == BASE_MODEL.lora_name:
             raise GenerationError(
                 f"an adapter cannot have the name {name!r}, which is the base model's; choose another"
             )
         if not name or name == POLICY_ADAPTER.lora_name or self._models.is_base_model(name):
-            raise GenerationError(f"an adapter cannot have the name {name!r}, which is the policy's; choose another")
+            raise GenerationError(
+                f"an adapter cannot have the name {name!r}: it is empty, the policy's or the model's; choose another"
+            )
         known = self._models.lora_requests.get(name)
         number = self._models.lora_id_counter.inc(1) if known is None else known.lora_int_id
         by_engine = await answers_of_all(self._engine, "collective_rpc", "rl_check_adapter", None, (name, path), None)
@@ -70,5 +73,5 @@ class NamedAdapters:
                 f"the adapter {name!r} at {path} passed the checks, but could not be loaded: {error}. The name now "
                 "has no adapter: load one again"
             ) from error
-        # Without `load_inplace`, with which vLLM 0.30 would read the file again in every engine step.
+        # Not with `load_inplace`, because vLLM 0.30 would then read the file again in every engine step.
         self._models.lora_requests[name] = LoRARequest(name, number, path)

@@ -1,5 +1,5 @@
 """Bodies of the routes under /rl, field by field: a body with a wrong shape, type or range is refused before it reaches
-the engine, whose input thread would die of some values."""
+the engine, because some values would end the engine's input thread."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class UpdateBody(Body):
 
 
 class SleepBody(Body):
-    """1 keeps the weights in host memory, 2 drops them."""
+    """Level 1 keeps the weights in host memory, level 2 drops them."""
 
     level: Literal[1, 2]
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _SHORT_S = 30.0
-"""Deadline of calls without computation, and of servers to end their part of a failed sync."""
+"""Deadline of calls without computation, and for servers to end their part of a failed sync."""
 _VERDICT_S = 10.0
 """Longest wait for the supervisor to give up a server whose engine has died: the engine's core process outlives a
 worker by seconds."""
@@ -44,7 +44,7 @@ _PROBE = (0, 1, 2, 3)
 
 
 class RemoteInferenceClient:
-    """InferenceClient over the servers of a pool. All methods belong to one event loop."""
+    """InferenceClient over the servers of a pool. Call all methods on the same event loop."""
 
     def __init__(
         self,
@@ -366,7 +366,8 @@ class RemoteInferenceClient:
             return await ask(connection, timeout_s)
 
     async def _on_all(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
-        """The answers of all servers that are up, without those that are gone meanwhile; raises any other error."""
+        """Calls all servers that are up; returns the answers of those that did not leave meanwhile. Raises any error
+        but ServerGone."""
         asked = self._ask_all(method, arguments, timeout_s)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for member, answer in zip(asked.values(), answers, strict=True):

@@ -1,4 +1,5 @@
-"""The client's HTTP connection to one server: deadlines, and errors that distinguish whose fault it was."""
+"""The client's HTTP connection to one server: deadlines, and errors that say whether the server or the request was at
+fault."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _NO_TOKEN, _NO_ROUTE = 401, 404
 
 
 class ServerGone(Exception):
-    """The server did not answer, or answered that it serves nothing now; another server may."""
+    """The server did not answer, or answered that it cannot serve now; another server may be able to."""
 
 
 class LostUnderRequest(ServerGone):
@@ -49,7 +50,7 @@ class Connection:
         """Calls a route under /rl with a MessagePack body.
 
         Raises:
-            ServerGone: the connection failed, or the server serves nothing now.
+            ServerGone: the connection failed, or the server cannot serve now.
             DeadlineError: no answer in time.
             GenerationError, WeightSyncError: the server refused.
         """
@@ -110,7 +111,7 @@ class Connection:
 
 
 def gone(error: aiohttp.ClientError, name: str) -> ServerGone:
-    """The exception that a connection error means for the server."""
+    """The exception for a connection error: ServerGone if no connection was made, else LostUnderRequest."""
     kind = ServerGone if isinstance(error, aiohttp.ClientConnectorError) else LostUnderRequest
     return kind(f"{name}: {type(error).__name__}: {error}")
 

@@ -111,7 +111,7 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.shares_devices
     else:
-        # Otherwise vLLM takes a share of the free memory, and refuses to start if others use the machine too.
+        # Otherwise vLLM takes a share of the free memory, and refuses to start if other processes use the machine too.
         arguments["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     if lora.is_sent_alone:
         if not has_gpus:
@@ -136,13 +136,13 @@ def _require_possible_on_cpus(spec: EngineSpec) -> None:
     for name, reason in _NOT_ON_CPUS.items():
         value = getattr(spec.options, name)
         if value > 1:
-            raise ConfigError(f"{_SECTION}.{name}: {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
+            raise ConfigError(f"{_SECTION}.{name}: got {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
     size, path = spec.options.data_parallel_size, spec.model_path
     if size > 1 and _has_experts(path):
         # vLLM 0.30's communicator for CPUs lacks `all_gatherv`, which experts of several data-parallel engines need.
         raise ConfigError(
-            f"{_SECTION}.data_parallel_size: {size}, but on CPUs vLLM 0.30 cannot share a model's experts between data "
-            f"parallel engines, and stops at the first request; {path} has experts: set it to 1, and multiply "
+            f"{_SECTION}.data_parallel_size: got {size}, but on CPUs vLLM 0.30 cannot share a model's experts between "
+            f"data-parallel engines, and stops at the first request; {path} has experts: set it to 1, and multiply "
             f"num_engines by {size}"
         )
 

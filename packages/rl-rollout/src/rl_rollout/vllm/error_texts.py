@@ -16,7 +16,7 @@ _TAKEN_OUT = "(a path of the server)"
 
 
 def without_other_paths(text: str, body: bytes) -> str:
-    """`text` without absolute paths, except those that a string in the request `body` names, or that lie under one."""
+    """`text` without absolute paths, except those that are a string in the request `body`, or lie below one."""
     try:
         sent = {value.rstrip("/") for value in _strings(wire.decode(body))} - {""}
     except (msgspec.DecodeError, RecursionError):

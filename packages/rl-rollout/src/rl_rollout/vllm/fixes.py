@@ -129,10 +129,10 @@ def rewind_generators_on_cpu() -> None:
 def keep_adapters_off_vocabularies() -> None:
     """vllm 0.30.0, lora/layers/logits_processor.py: an engine with adapters dies if it scores two prompts in one step.
 
-    Its output layer supports adapters too; that code expects one row per sampled token, but for prompt log-probs gets
-    one per prompt token. No trainer here puts adapters on an output layer or an embedding, so the fix disables them
-    there; on GPUs, where nothing breaks, that saves their memory and two matrix products per token. Shown by
-    tests/rollout/vllm/test_adapters.py, whose scores are of several sequences. Can go when that passes without the fix.
+    The output layer's code for adapters expects one row per sampled token, but for prompt log-probs gets one per prompt
+    token. No trainer here puts adapters on an output layer or an embedding, so the fix disables them there; on GPUs,
+    where nothing breaks, that saves their memory and two matrix products per token. Shown by
+    tests/rollout/vllm/test_adapters.py, which scores several sequences. Can go when that passes without the fix.
     """
     from vllm.lora import model_manager
 

@@ -17,8 +17,8 @@ _LEFT_ASLEEP_BYTES = 1 << 29
 
 
 def plan_engine(spec: EngineSpec) -> EnginePlan:
-    """Plans the fullest device of one engine. Raises ConfigError if the model's sizes are unknown, or its heads or
-    experts cannot be split in this way."""
+    """Plans the memory of the fullest device of one engine. Raises ConfigError if the model's sizes are unknown, or its
+    heads or experts cannot be split in this way."""
     options: VLLMOptions = spec.options
     shape = shape_of(spec)
     _require_divisible(options, shape)
@@ -56,6 +56,6 @@ def _require_divisible(options: VLLMOptions, shape: ModelShape) -> None:
         )
     if options.expert_parallel_size > 1 and shape.num_experts == 0:
         raise ConfigError(
-            f"{_SECTION}.expert_parallel_size: {options.expert_parallel_size}, but the model has no experts; set it to "
-            "1"
+            f"{_SECTION}.expert_parallel_size: got {options.expert_parallel_size}, but the model has no experts; "
+            "set it to 1"
         )

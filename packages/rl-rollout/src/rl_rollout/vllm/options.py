@@ -16,7 +16,7 @@ class VLLMOptions:
     tensor_parallel_size: int = attrs.field(default=1, validator=at_least(1))
     """Ranks of an engine that split every layer."""
     pipeline_parallel_size: int = attrs.field(default=1, validator=at_least(1))
-    """Ranks of an engine that hold some of the layers."""
+    """Pipeline stages of an engine; each has a part of the layers."""
     data_parallel_size: int = attrs.field(default=1, validator=at_least(1))
     """Data-parallel copies of the model in one engine."""
     expert_parallel_size: int = attrs.field(default=1, validator=at_least(1))
@@ -24,7 +24,7 @@ class VLLMOptions:
     max_num_batched_tokens: int = attrs.field(default=8192, validator=at_least(1))
     """Maximum number of tokens that an engine computes in one step."""
     enable_prefix_caching: bool = True
-    """Reuse the cache of an earlier prompt's common prefix."""
+    """Reuse the key-value cache of a prefix that an earlier request shares."""
     enable_chunked_prefill: bool = True
     """Compute long prompts in chunks, batched with other requests' tokens."""
     enforce_eager: bool | None = None

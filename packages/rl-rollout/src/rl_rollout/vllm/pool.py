@@ -65,7 +65,8 @@ class Member:
     """Time without such samples."""
     why_down: str = "it has not started"
     hung: str | None = None
-    """Why the server must be restarted although it answers by HTTP, because its engine hangs; None: it need not be."""
+    """Why the server must be restarted although it still answers by HTTP: its engine hangs. None: no restart is
+    needed."""
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
     """Set when its current connection is given up; every connection has its own event."""
 
@@ -131,7 +132,7 @@ class Pool:
             self.version = versions.pop()
 
     async def joined(self, member: Member, connection: Connection, version: int, *, is_quarantined: bool) -> None:
-        """Call when the server answers and has reported what it holds."""
+        """Call when the server answers and has reported its weight version."""
         if member.connection is None:
             member.lost = asyncio.Event()
         member.connection = connection
@@ -139,7 +140,7 @@ class Pool:
         await self._tell()
 
     async def left(self, member: Member, reason: str) -> None:
-        """Gives up the server, with all requests that wait for it."""
+        """Gives up the server; calls that wait for its answer raise LostUnderRequest."""
         self.num_left += 1
         member.connection = member.hung = None
         member.why_down = reason

@@ -1,4 +1,4 @@
-"""The server's side of receiving a version while the workers sample."""
+"""Receives a weight version in the server while the workers sample."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 consumes     HTTP requests under /v1; any other path, however it is written, reaches no server
 produces     the servers' answers: whole or, if an agent requested a stream, event by event as they arrive
-waits for    a server in service, then for its answer, then for the agent to read it; a request's deadline counts from
-             its first byte to the answer's last
+waits for    a server in service, then for its answer, then for the agent to read it; a request's deadline covers the
+             time from its first byte to the answer's last byte
 unblocked by the pool: requests go only to servers that hold the current weights; by an agent that disconnects, which
              also ends its request on the server; by the deadline, which also closes the connection of an agent that
              does not read
@@ -14,7 +14,7 @@ agent. A stream that breaks off later ends with an error event.
 Why not vllm-router: none of its documented policies meets both needs here, sessions and load. `consistent_hash` keeps a
 session on one server whatever its load; `cache_aware` considers load, but matches prompts rather than sessions
 (github.com/vllm-project/router, docs/load_balancing). And it chooses servers by health, not by the weights they hold: a
-restarted server with the first weights would get requests. Read in the documentation, not tried.
+restarted server with the first weights would get requests. This is what its documentation says; it was not tested.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Router:
             async with asyncio.timeout_at(deadline):
                 body = await request.read()
         except TimeoutError:
-            return _error(408, f"the whole request did not come within {self._timeout_s:g} s")
+            return _error(408, f"the whole request did not arrive within {self._timeout_s:g} s")
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         except (web.RequestPayloadError, HttpProcessingError) as error:
@@ -157,7 +157,7 @@ class Router:
     async def _from_server(
         self, request: web.Request, path: str, body: bytes, session_id: str | None, deadline: float
     ) -> web.StreamResponse:
-        """The answer of the first server that survives to give it."""
+        """The answer of the first server that gives one."""
         clock = asyncio.get_running_loop().time
         num_lost = 0
         while num_lost < MAX_LOST:
@@ -185,7 +185,7 @@ class Router:
         """The server's answer; of a stream, all but the end.
 
         Raises:
-            ServerGone, TimeoutError: raised only while nothing was passed on yet.
+            ServerGone, TimeoutError: raised only before anything was passed on.
             CancelledError: the agent left.
         """
         response: web.StreamResponse | None = None

@@ -252,7 +252,7 @@ class CheckBody:
             async with asyncio.timeout(self._timeout_s):
                 body = await _whole_body(scope, receive)
         except TimeoutError:
-            await _closing(f"the whole body did not come within {self._timeout_s:g} s", STATUS_TOO_SLOW)(
+            await _closing(f"the whole body did not arrive within {self._timeout_s:g} s", STATUS_TOO_SLOW)(
                 scope, receive, send
             )
             return

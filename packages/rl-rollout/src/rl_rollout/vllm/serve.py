@@ -89,8 +89,8 @@ def _leave_working_directory_out() -> None:
     modules."""
     here = next((path for path in sys.path if path in ("", str(Path.cwd()))), None)
     if here is not None and not sys.flags.safe_path:
-        # Not `del sys.path[0]`, because Ray has put folders of its own before. Only the first entry is removed, because
-        # PYTHONPATH may name the directory again.
+        # Not `del sys.path[0]`, because Ray has inserted its own folders before it. Only the first entry is removed,
+        # because PYTHONPATH may name the directory again.
         sys.path.remove(here)
 
 

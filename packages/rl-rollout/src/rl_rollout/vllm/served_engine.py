@@ -42,7 +42,7 @@ _MAX_TOLD = 4
 
 
 class Unavailable(Exception):
-    """This server serves nothing now, but another may; not an error of the request."""
+    """This server cannot serve now, but another may be able to; not an error of the request."""
 
 
 class Lost(Exception):
@@ -50,7 +50,7 @@ class Lost(Exception):
 
 
 class ServedEngine:
-    """One engine. All methods belong to the event loop that made it."""
+    """One engine. Call its methods only on the event loop that created it."""
 
     def __init__(
         self, engine: AsyncLLM, named_adapters: NamedAdapters | None = None, *, receivers: AbstractSet[str]
@@ -74,7 +74,7 @@ class ServedEngine:
         """Number of workers that hold weights, of all data-parallel engines together."""
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
         """By request id, for each past version: (number of tokens sampled when the version ended, version). None
-        instead of a number: the version has all remaining tokens."""
+        instead of a number: the version sampled all remaining tokens."""
         self._aborted: set[str] = set()
         """Ids of requests that a caller had aborted. Other requests that end as aborted were lost with a core that shut
         down."""
@@ -119,8 +119,8 @@ class ServedEngine:
         await all_of([*(self._score(_WARM_UP, None, rank) for rank in ranks), *(sample(rank) for rank in ranks)])
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """See `InferenceClient.generate`. Raises GenerationError if the request is impossible; Unavailable, or Lost if
-        the engine ended while it had the request, if another server may take it."""
+        """See `InferenceClient.generate`. Raises GenerationError if the request is impossible. Raises Unavailable, or
+        Lost if the engine ended while it had the request, if another server may be able to answer it."""
         self._require_service()
         self._require_possible(request)
         return tuple(await all_of(self._sample(request, i) for i in range(request.num_samples)))
@@ -337,7 +337,7 @@ class ServedEngine:
             raise GenerationError(f"sample {request.sample_id}: the prompt has no tokens")
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise GenerationError(
-                f"sample {request.sample_id}: token ids {min(prompt)} to {max(prompt)}, but the vocabulary has "
+                f"sample {request.sample_id}: got token ids {min(prompt)} to {max(prompt)}, but the vocabulary has "
                 f"{self.vocab_size}"
             )
         if length + request.params.max_tokens > self._max_model_len:
@@ -368,7 +368,7 @@ class ServedEngine:
         try:
             by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
         except Exception as error:
-            # A worker returns data if it knows the state it is in; here at least one raised instead.
+            # A worker that knows its state returns data instead of raising; here at least one raised.
             await self._enter_quarantine(f"an update broke off: {_described(error)}")
             raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
         answers = {self._worker(i, j): answer for i, those in enumerate(by_engine) for j, answer in enumerate(those)}

@@ -48,7 +48,7 @@ class ServerSettings:
     host: str
     """Address to listen on."""
     port: int = 0
-    """0: a free one."""
+    """Port to listen on; 0: a free one."""
     tokens: Tokens
     """Tokens that requests must carry."""
     receivers: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class VLLMServerActor:
         return await self._attempted(self._server.load())
 
     async def start(self) -> ServerAddress | StartFailure:
-        """Warms up and listens; after `load`."""
+        """Call after `load`: warms up the engine and starts listening."""
         assert self._server is not None
         return await self._attempted(self._server.start())
 
@@ -114,17 +114,17 @@ class VLLMServerActor:
             return StartFailure(
                 summary=f"{type(error).__name__}: {error}",
                 log_lines=log_excerpt(self._log_path),
-                is_death=type(error).__name__ == "EngineDeadError",  # vLLM's, whose import may be what failed
+                is_death=type(error).__name__ == "EngineDeadError",  # by name: importing vLLM may have failed
             )
 
     async def stop(self) -> None:
-        """Ends HTTP and engine."""
+        """Ends the HTTP server and the engine."""
         if self._server is not None:
             await self._server.stop()
 
 
 class HTTPServer:
-    """Engine and HTTP in the running event loop."""
+    """The engine and its HTTP server in the running event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -151,7 +151,7 @@ class HTTPServer:
         self._app = await self._make_app()
 
     async def start(self) -> ServerAddress:
-        """Warms up and listens; after `load`."""
+        """Call after `load`: warms up the engine and starts listening."""
         import uvicorn
 
         await self._served.warm_up()
@@ -167,7 +167,7 @@ class HTTPServer:
         return ServerAddress(url=f"http://{_reachable(host)}:{port}", pid=os.getpid())
 
     async def stop(self) -> None:
-        """Ends HTTP and engine; a second call does nothing."""
+        """Ends the HTTP server and the engine; a second call does nothing."""
         if self._http is not None and self._serving is not None:
             self._http.should_exit = self._http.force_exit = True
             await self._serving
@@ -190,7 +190,7 @@ class HTTPServer:
         from rl_rollout.vllm.served_engine import ServedEngine
 
         args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-        args.allowed_origins = []  # else any web page may read what a server answers
+        args.allowed_origins = []  # else any web page could read a server's answers
         for name, value in self._settings.engine_args.items():
             setattr(args, name, value)
         engine_class = EngineWithAdapter if args.enable_lora else AsyncLLM

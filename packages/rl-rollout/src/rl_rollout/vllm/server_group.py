@@ -98,7 +98,7 @@ class Server:
         return answer
 
     def _log(self, lines: str | None = None) -> str:
-        """`lines`: log lines, if a server on another node has read them."""
+        """`lines`: log lines that the server has read, perhaps on another node; None: reads the file here."""
         lines = log_excerpt(Path(self.settings.log_path)) if lines is None else lines
         return f"from its log ({self.settings.log_path}):\n{lines}"
 

@@ -57,7 +57,7 @@ class Heartbeat:
 
 
 class Supervisor:
-    """Keeps the members of a pool alive. All methods belong to one event loop."""
+    """Keeps the members of a pool alive. Call all methods on the same event loop."""
 
     def __init__(self, pool: Pool, servers: Sequence[Startable], heartbeat: Heartbeat, *, control_token: str) -> None:
         self._pool = pool
@@ -74,7 +74,7 @@ class Supervisor:
         members = list(zip(self._pool.members, self._servers, strict=True))
         try:
             await all_of(self._start(member, server) for member, server in members)
-        except BaseException:  # also where the run is ended meanwhile
+        except BaseException:  # also if the run is ended meanwhile
             await self.close()
             raise
         self._watching = [asyncio.create_task(self._watch(member, server)) for member, server in members]

@@ -23,7 +23,7 @@ from rl_core.interfaces import (
 
 MEDIA_TYPE = "application/x-msgpack"
 MAX_BODY_BYTES = 64 * 2**20
-"""Size limit of a request. The largest carry token ids, four bytes each."""
+"""Size limit of a request. The largest requests consist of token ids, four bytes each."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder().decode

@@ -4,7 +4,7 @@ ends all processes that the test started.
 consumes     a message about the program, then one per test (stdin)
 produces     one message per outcome (stdout)
 waits for    the test's process, at most `wall_s`; the next test (no deadline)
-unblocked by the end of stdin, which also comes if the writer is killed
+unblocked by the end of stdin, which also occurs if the writer is killed
 
 With bubblewrap it is process 1 of its namespace, so no process inside can end it. With Landlock it stays root.
 """

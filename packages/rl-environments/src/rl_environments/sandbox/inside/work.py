@@ -24,7 +24,7 @@ def prepare_work(box: dict[str, Any]) -> None:
 def empty_work(box: dict[str, Any]) -> None:
     """Gives the next test an empty directory. Raises OSError if the old content cannot be removed."""
     if box["is_mounted"]:
-        with contextlib.suppress(OSError):  # the first test's is not mounted yet
+        with contextlib.suppress(OSError):  # nothing is mounted before the first test
             confinement.unmount(box["work"])
         confinement.mount_memory(box["work"], box["uid"], box["limits"]["disk_bytes"], box["limits"]["files"])
     elif box["work"]:

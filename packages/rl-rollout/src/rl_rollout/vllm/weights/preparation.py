@@ -23,10 +23,11 @@ class Preparation:
     ) -> None:
         """
         Args:
-            rendezvous: the sync's.
+            rendezvous: the rendezvous of the sync.
             version: expected version.
             receive: returns all buckets, checked.
-            before: preparation of an earlier sync, which must end first, because both use what the worker holds.
+            before: preparation of an earlier sync, which must end first, because both use the weights that the worker
+                holds.
         """
         self._sync = (rendezvous, version)
         self._received: Future[list[WeightBucket]] = Future()

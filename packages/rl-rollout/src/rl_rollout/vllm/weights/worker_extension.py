@@ -43,8 +43,8 @@ _HELD = "rl_held"
 completely. Missing before the first update."""
 
 _BASE = "rl_base"
-"""Attribute of a worker: what it received last, the base of a sync that sends only changes. Missing before the first
-update."""
+"""Attribute of a worker: the weights that it received last, the base of a sync that sends only changes. Missing before
+the first update."""
 
 _PREPARATION = "rl_preparation"
 """Attribute of a worker: the `Preparation` of the next sync. Missing if none was begun."""
@@ -63,8 +63,8 @@ class Outcome:
 
 
 class WeightReceiverExtension:
-    """Mixed into vLLM's worker class, whose attributes it uses. All names begin with `rl_`, because vLLM refuses
-    conflicts."""
+    """Mixed into vLLM's worker class, whose attributes it uses. All names begin with `rl_`, because vLLM refuses names
+    that its worker already has."""
 
     def rl_start_adapter(self) -> None:
         """Call once, before the first request, in an engine with adapters."""
