@@ -25,7 +25,16 @@ from typing import Any, Self
 import attrs
 
 from rl_core.batch import Batch
-from rl_core.interfaces import GroupRequest, Manifest, Metrics, Rendezvous, SamplingParams, Trajectory, TrajectoryStep
+from rl_core.interfaces import (
+    Generator,
+    GroupRequest,
+    Manifest,
+    Metrics,
+    Rendezvous,
+    SamplingParams,
+    Trajectory,
+    TrajectoryStep,
+)
 from rl_core.layout.mesh import Mesh
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.callbacks import Callback, Control
@@ -38,7 +47,7 @@ from rl_core.trainer.models import Models
 from rl_core.trainer.resumed_groups import within_the_bound
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.serving import ServedEngines, ServingSettings
-from rl_core.trainer.stored_groups import StoredGroup, read_groups
+from rl_core.trainer.stored_groups import StartedGroup, StoredGroup, read_groups, read_started_groups
 from rl_core.trainer.update import rollout_agreement
 from rl_core.trainer.verification import VerificationSettings
 from rl_core.workers import MicroBatchLimits
@@ -169,10 +178,17 @@ class ScriptedEngine:
         self.log(f"serve {self.version}")
         self.serves.set()
 
+    async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
+        raise AssertionError("the scripted generator sends no requests")
+
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         await asyncio.sleep(self._script.send_s)
         self.version = version
         return Manifest(version=version, tensors={})
+
+    def generator(self) -> Generator:
+        """What plays the groups of training with it."""
+        return ScriptedGenerator(self.log, self._script.play, self)
 
 
 class SleepingEngine(ScriptedEngine):
@@ -416,6 +432,7 @@ class ScriptedRun:
         loop_class: type[TrainingLoop] = TrainingLoop,
         clock: Callable[[], float] = time.perf_counter,
         stored: Sequence[StoredGroup] = (),
+        started: Sequence[StartedGroup] = (),
     ) -> None:
         state = state or RunState(step=0, next_group=0, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
         self.script = script
@@ -430,6 +447,7 @@ class ScriptedRun:
             version=state.step,
             last_version=script.steps - 1,
             finished=[one.group for one in stored],
+            started={one.group_id: one.start_version for one in started},
             in_parts=script.streams,
         )
         self.buffer.log = log
@@ -448,13 +466,15 @@ class ScriptedRun:
             "models": Models(policy=ScriptedPolicy(log, script)),  # pyright: ignore[reportArgumentType]
             "update": ScriptedUpdate(log, script),
             "rollouts": Rollouts(
-                ScriptedGenerator(log, script.play, self.engine),
+                self.engine.generator(),
                 PromptSource([DataRow({"prompt": "?"}, "train:1")], seed=0, shuffle=False),
                 self.buffer,
                 rollout_settings,
                 next_group=state.next_group,
                 restart_groups=state.restart_groups,
                 stored=stored,
+                started=started,
+                abort=self.engine.abort,
                 clock=clock,
             ),
             "buffer": self.buffer,
@@ -509,19 +529,27 @@ class ScriptedRun:
     def resumed(self, **changes: Any) -> ScriptedRun:
         """A run that continues from the newest checkpoint, with other fields of the script."""
         checkpoint = list_checkpoints(self.directory / "checkpoints")[-1]
-        state, stored = load_state(checkpoint), read_groups(checkpoint)
+        state, stored, started = load_state(checkpoint), read_groups(checkpoint), read_started_groups(checkpoint)
         assert state.finished_groups == tuple(sorted(one.group.group_id for one in stored))
         script = attrs.evolve(self.script, **changes)
         kept = within_the_bound(
-            stored,
+            {one.group.group_id: one.group.start_version for one in stored}
+            | {one.group_id: one.start_version for one in started},
             version=state.step,
             last_version=script.steps - 1,
             groups_per_step=script.groups_per_step,
             max_staleness=script.max_staleness,
         )
-        again = set(state.finished_groups) - {one.group.group_id for one in kept}
-        state = attrs.evolve(state, restart_groups=tuple(sorted({*state.restart_groups, *again})))
-        return ScriptedRun(self.directory, script, state=state, stored=kept)
+        again = {*state.restart_groups, *state.finished_groups} - kept
+        state = attrs.evolve(state, restart_groups=tuple(sorted(again)))
+        return ScriptedRun(
+            self.directory,
+            script,
+            state=state,
+            engine_class=type(self.engine),
+            stored=[one for one in stored if one.group.group_id in kept],
+            started=[one for one in started if one.group_id in kept],
+        )
 
     @property
     def timeline(self) -> list[str]:

@@ -60,6 +60,21 @@ async def test_one_step_off_runs_one_batch_ahead():
     assert await start_all_possible(buffer, 4) == 6
 
 
+async def test_groups_that_an_earlier_run_started_keep_their_age_and_their_places():
+    """The bound is 2: at version 3 a group of version 1 expires, and a younger one may overtake one of version 2."""
+    for started, first in (({1: 1, 2: 2}, [1]), ({1: 2, 2: 3}, [3])):
+        buffer = GroupBuffer(
+            groups_per_step=1, max_staleness=2, pipeline_depth=2, version=3, last_version=9, started=started
+        )
+        assert buffer.outstanding == (1, 2)
+        assert await start_all_possible(buffer, 3) == 4, "three steps have room for one more group"
+        await buffer.finish(3, ())
+        taking = asyncio.create_task(buffer.take(60))
+        await asyncio.sleep(0.0)
+        await buffer.finish(1, ())
+        assert [group.group_id for group in await taking] == first
+
+
 async def test_depth_one_under_a_wider_bound_starts_one_batch_ahead_and_no_more():
     buffer = make_buffer(groups_per_step=2, max_staleness=4, depth=1, steps=9)
     assert await start_all_possible(buffer, 0) == 4

@@ -12,12 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.config import from_mapping
+from rl_core.config.resolving import as_mapping, leaves
 from rl_core.errors import CheckpointError
-from rl_core.interfaces import Trajectory, TrajectoryStep, Turn
+from rl_core.interfaces import Completion, Trajectory, TrajectoryStep, Turn
 from rl_core.trainer.buffer import FinishedGroup
+from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.fingerprint import plays_alike
-from rl_core.trainer.resumed_groups import within_the_bound
-from rl_core.trainer.stored_groups import StoredGroup, read_groups, write_groups
+from rl_core.trainer.resumed_groups import resumed_groups, within_the_bound
+from rl_core.trainer.stored_groups import (
+    StartedGroup,
+    StoredGroup,
+    read_groups,
+    read_started_groups,
+    write_groups,
+    write_started_groups,
+)
 
 
 def step(num_tokens: int, **changes: Any) -> TrajectoryStep:
@@ -49,6 +59,8 @@ def plain(value: Any) -> Any:
         return (value.dtype.str, value.tolist())
     if attrs.has(type(value)):
         return {name: plain(one) for name, one in attrs.asdict(value, recurse=False).items()}
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     return value
@@ -108,9 +120,39 @@ def test_no_groups_leave_no_file_and_a_cut_file_is_refused(tmp_path: Path):
         read_groups(tmp_path)
 
 
+def test_answers_of_groups_in_progress_come_back_bit_for_bit(tmp_path: Path):
+    def completion(num_tokens: int, **changes: Any) -> Completion:
+        values = {
+            "tokens": tuple(range(num_tokens)),
+            "logprobs": tuple(-(token + 1) / 3 for token in range(num_tokens)),
+            "policy_versions": (3,) * num_tokens,
+            "stop_reason": "abort",
+        }
+        return Completion(**(values | changes))
+
+    routes = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
+    groups = [
+        StartedGroup(group_id=7, start_version=2, answers={"one": (completion(4),), "waits": (completion(0),)}),
+        StartedGroup(
+            group_id=9,
+            start_version=3,
+            answers={"two": (completion(2, routed_experts=routes[:1], stop_reason="stop"), completion(1))}
+            | {"three": (completion(3, routed_experts=routes),)},
+        ),
+    ]
+    write_started_groups(tmp_path, groups)
+    found = read_started_groups(tmp_path)
+    assert [plain(one.answers) for one in found] == [plain(one.answers) for one in groups]
+    assert [(one.group_id, one.start_version) for one in found] == [(7, 2), (9, 3)]
+    assert read_groups(tmp_path) == ()
+    (tmp_path / "started_groups.json").write_text("[{}]")
+    with pytest.raises(CheckpointError, match=r"started_groups\.json: not the groups .*resume_path"):
+        read_started_groups(tmp_path)
+
+
 def kept(groups: list[StoredGroup], **settings: int) -> list[int]:
     values = {"version": 4, "last_version": 9, "groups_per_step": 2, "max_staleness": 2} | settings
-    return [one.group.group_id for one in within_the_bound(groups, **values)]
+    return sorted(within_the_bound({one.group.group_id: one.group.start_version for one in groups}, **values))
 
 
 def test_a_resumed_run_keeps_what_it_can_train_on_within_its_bound():
@@ -141,3 +183,36 @@ def test_groups_are_played_again_where_a_setting_changed_by_which_they_were_play
     (tmp_path / "fingerprint.json").write_text(json.dumps({"settings": settings}))
     assert plays_alike(tmp_path, {"settings": dict(settings)})
     assert plays_alike(tmp_path, {"settings": settings | {key: 2}}) is is_alike
+
+
+@pytest.mark.parametrize(
+    ("overrides", "finished", "started", "again"),
+    [
+        ([], [1], [2, 3], (4,)),
+        (["trainer.max_staleness=1"], [], [3], (1, 2, 4)),
+        (["trainer.pipeline_depth=0"], [1], [], (2, 3, 4)),
+        (["generator.n_samples_per_prompt=9"], [], [], (1, 2, 3, 4)),
+    ],
+)
+def test_a_resumed_run_continues_what_it_can_train_on_within_its_bound(
+    tmp_path: Path, overrides: list[str], finished: list[int], started: list[int], again: tuple[int, ...]
+):
+    """Groups 1 and 2 are two versions old, group 3 one; of group 4 nothing is sampled."""
+    config = from_mapping({"trainer.max_staleness": 2, "trainer.pipeline_depth": 2, "trainer.train_batch_size": 2})
+    now = {"settings": dict(leaves(as_mapping(config)))}
+    (tmp_path / "fingerprint.json").write_text(json.dumps(now, default=str))
+    write_groups(tmp_path, [stored(1, 2)])
+    answer = Completion(tokens=(1,), logprobs=(-1.0,), policy_versions=(2,), stop_reason="abort")
+    write_started_groups(
+        tmp_path,
+        [StartedGroup(group_id=group, start_version=group, answers={"request": (answer,)}) for group in (2, 3)],
+    )
+    state = RunState(
+        step=4, next_group=5, restart_groups=(2, 3, 4), finished_groups=(1,), kl_coef=0.0, nonfinite_steps=0
+    )
+    changed = from_mapping(as_mapping(config), overrides)
+    now = json.loads(json.dumps({"settings": dict(leaves(as_mapping(changed)))}, default=str))
+    found = resumed_groups(changed, tmp_path, state, now, total_steps=9)
+    assert [one.group.group_id for one in found.finished] == finished
+    assert [(one.group_id, one.start_version) for one in found.started] == [(group, group) for group in started]
+    assert found.state.restart_groups == again

@@ -20,7 +20,7 @@ from rl_core.config import Config
 from rl_core.interfaces import TrajectoryStep
 from rl_core.trainer import run
 from rl_core.trainer.checkpoint import RunState
-from rl_core.trainer.resumed_groups import resumed_groups
+from rl_core.trainer.resumed_groups import ResumedGroups, resumed_groups
 from rl_core.trainer.rollouts import Rollouts
 from rl_core.trainer.stored_groups import StoredGroup
 from tests.examples.kept_groups import require_every_group_once, require_listed_groups_once
@@ -263,9 +263,10 @@ def test_groups_that_wait_in_the_last_checkpoint_are_trained_on_once_as_they_are
     shutil.copytree(killed_while_groups_wait.root, place.root)
 
     def resuming_attempt(config: Config, strike: Strike | None, place: Place, output: Path) -> None:
-        def changed(*parts: Any, **named: Any) -> Resumed:
-            stored, state = resumed_groups(*parts, **named)
-            return resume(list(stored), state)
+        def changed(*parts: Any, **named: Any) -> ResumedGroups:
+            found = resumed_groups(*parts, **named)
+            finished, state = resume(list(found.finished), found.state)
+            return attrs.evolve(found, finished=tuple(finished), state=state)
 
         run.resumed_groups = changed  # pyright: ignore[reportPrivateImportUsage]
         attempt(config, strike, place, output)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -56,6 +56,7 @@ class GroupBuffer:
         version: int,
         last_version: int,
         finished: Sequence[FinishedGroup] = (),
+        started: Mapping[int, int] | None = None,
         in_parts: bool = False,
     ):
         """
@@ -64,6 +65,8 @@ class GroupBuffer:
             version: the policy's current version. Each training batch produces one version.
             last_version: the version at which the last step is trained. Groups that no step needs do not start.
             finished: groups that an earlier run finished but did not train on, all still within the staleness bound.
+            started: start versions of groups in progress that an earlier run started and this one continues, within
+                the bound too.
             in_parts: `take` returns the groups that the step can take now, at least one, until the step is full.
         """
         assert 0 <= pipeline_depth <= max_staleness
@@ -73,7 +76,7 @@ class GroupBuffer:
         self._version = version
         self._next_step = version
         self._last_version = last_version
-        self._outstanding = {group.group_id: group.start_version for group in finished}
+        self._outstanding = {group.group_id: group.start_version for group in finished} | dict(started or {})
         self._finished = {group.group_id: group for group in finished}
         self._in_parts = in_parts
         self._taken: dict[int, FinishedGroup] = {}

@@ -21,7 +21,7 @@ import attrs
 from rl_core.errors import CheckpointError
 from rl_core.rank_kit.state_files import listed_files
 from rl_core.stored_files import FileRecord, changed, make_directory, missized, recorded, sync, sync_all
-from rl_core.trainer.stored_groups import StoredGroup, write_groups
+from rl_core.trainer.stored_groups import StartedGroup, StoredGroup, write_groups, write_started_groups
 
 COMPLETE = "complete.json"
 """The list of a checkpoint's files, written last."""
@@ -41,7 +41,8 @@ class RunState:
     next_group: int
     """Smallest group number that was never started."""
     restart_groups: tuple[int, ...]
-    """Groups that were started but neither trained on nor stored; a resumed run plays them again."""
+    """Groups that were started but neither trained on nor finished. A resumed run plays them again; it continues those
+    that are stored with the engines' answers so far (`trainer.stored_groups`)."""
     kl_coef: float
     """Current KL coefficient (adaptive control changes it)."""
     nonfinite_steps: int
@@ -65,12 +66,14 @@ def begin_checkpoint(
     state: RunState,
     *,
     finished: Sequence[StoredGroup] = (),
+    started: Sequence[StartedGroup] = (),
     fingerprint: Mapping[str, Any] | None = None,
 ) -> Path:
     """Removes what an earlier attempt left, and creates `root/step_N.partial` with the controller's state in it.
 
     Args:
         finished: the groups of `state.finished_groups`.
+        started: those groups of `state.restart_groups` of which tokens have been sampled.
         fingerprint: identifies the run (`trainer.fingerprint`); None: not stored.
     """
     partial = partial_path(root, state.step)
@@ -78,6 +81,7 @@ def begin_checkpoint(
     make_directory(partial)
     (partial / _RUN).write_text(json.dumps(attrs.asdict(state), indent=1))
     write_groups(partial, finished)
+    write_started_groups(partial, started)
     if fingerprint is not None:
         (partial / _FINGERPRINT).write_text(json.dumps(fingerprint, indent=1))
     return partial

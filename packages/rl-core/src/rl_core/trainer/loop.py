@@ -197,6 +197,8 @@ class TrainingLoop:
                 if groups is None:
                     break
                 await self._train_on(groups)
+            if self._stop.is_set():
+                await self._collect_answers()  # before the groups in progress are cancelled
 
     @asynccontextmanager
     async def _saving_after_errors(self) -> AsyncIterator[None]:
@@ -390,7 +392,8 @@ class TrainingLoop:
         if is_saved or self.steps_done == 0:
             return
         self._reporter.phase("checkpoint")
-        stored = self._rollouts.stored()
+        await self._collect_answers()
+        stored, started = self._rollouts.stored(), self._rollouts.started()
         finished = {one.group.group_id for one in stored}
         restart = {*self._buffer.outstanding, *self._rollouts.pending_restarts()} - finished
         state = RunState(
@@ -407,7 +410,11 @@ class TrainingLoop:
         self._saved_step = self.steps_done
         with self._times.phase("checkpoint"):
             await self._engines.to_models()
-            await self._saver.save(state, stored)
+            await self._saver.save(state, stored, started)
+
+    async def _collect_answers(self) -> None:
+        with self._times.phase("checkpoint"):
+            await self._rollouts.collect_answers()
 
     def _checkpoint_completed(self, step: int, path: Path) -> None:
         self._tell(Callback.on_checkpoint, step, path)

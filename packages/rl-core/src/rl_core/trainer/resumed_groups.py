@@ -1,9 +1,9 @@
-"""Decides which of a checkpoint's finished groups a resumed run can train on. The run plays the others again."""
+"""Decides which of a checkpoint's groups a resumed run can train on or continue. The run plays the others again."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,27 @@ import attrs
 from rl_core.config import Config
 from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.fingerprint import plays_alike
-from rl_core.trainer.stored_groups import StoredGroup, read_groups
+from rl_core.trainer.stored_groups import StartedGroup, StoredGroup, read_groups, read_started_groups
 
 logger = logging.getLogger(__name__)
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class ResumedGroups:
+    """What a resumed run does with the groups of its checkpoint."""
+
+    state: RunState
+    """The checkpoint's state. Its `restart_groups` are all groups that are neither finished nor started here."""
+    finished: tuple[StoredGroup, ...] = ()
+    """Groups that the run trains on as they are."""
+    started: tuple[StartedGroup, ...] = ()
+    """Groups in progress that the run continues."""
+
+
 def resumed_groups(
     config: Config, checkpoint: Path | None, state: RunState, now: Mapping[str, Any], *, total_steps: int
-) -> tuple[Sequence[StoredGroup], RunState]:
-    """The groups that the run trains on without playing them again, and the run state, with the others added to its
-    `restart_groups`.
+) -> ResumedGroups:
+    """The groups of a checkpoint that a run uses.
 
     Args:
         now: the fingerprint of this run (`trainer.fingerprint`). If this run would play prompts differently than
@@ -30,35 +41,47 @@ def resumed_groups(
     Raises:
         CheckpointError: the groups or the checkpoint's fingerprint cannot be read.
     """
-    if checkpoint is None or not state.finished_groups:
-        return (), state
-    stored = within_the_bound(
-        read_groups(checkpoint) if plays_alike(checkpoint, now) else (),
+    if checkpoint is None:
+        return ResumedGroups(state=state)
+    finished, started = read_groups(checkpoint), read_started_groups(checkpoint)
+    versions = {one.group.group_id: one.group.start_version for one in finished}
+    if config.pipeline_depth > 0:  # else all groups of a step start at its own version
+        versions |= {one.group_id: one.start_version for one in started}
+    kept = within_the_bound(
+        versions if plays_alike(checkpoint, now) else {},
         version=state.step,
         last_version=total_steps - 1,
         groups_per_step=config.trainer.train_batch_size,
         max_staleness=config.trainer.max_staleness,
     )
-    again = set(state.finished_groups) - {one.group.group_id for one in stored}
-    if again:
+    if len(kept) < len(finished) + len(started):
         logger.warning(
-            "%d of the %d finished groups in %s are played again, because settings changed that determine how they are "
+            "%d of the %d groups stored in %s are played again, because settings changed that determine how they are "
             "played or how old they may be",
-            len(again),
-            len(state.finished_groups),
+            len(finished) + len(started) - len(kept),
+            len(finished) + len(started),
             checkpoint.name,
         )
-    return stored, attrs.evolve(state, restart_groups=tuple(sorted({*state.restart_groups, *again})))
+    again = {*state.restart_groups, *state.finished_groups} - kept
+    return ResumedGroups(
+        state=attrs.evolve(state, restart_groups=tuple(sorted(again))),
+        finished=tuple(one for one in finished if one.group.group_id in kept),
+        started=tuple(one for one in started if one.group_id in kept),
+    )
 
 
 def within_the_bound(
-    groups: Iterable[StoredGroup], *, version: int, last_version: int, groups_per_step: int, max_staleness: int
-) -> tuple[StoredGroup, ...]:
-    """The groups that a run resumed at `version` can train on within the staleness bound, oldest first. These
-    are all `groups`, unless the batch or the bound became smaller, or fewer steps are left."""
-    kept: list[StoredGroup] = []
-    for stored in sorted(groups, key=lambda one: (one.group.start_version, one.group.group_id)):
+    start_versions: Mapping[int, int], *, version: int, last_version: int, groups_per_step: int, max_staleness: int
+) -> set[int]:
+    """The groups that a run resumed at `version` can train on within the staleness bound, if it trains on the oldest
+    first. These are all groups, unless the batch or the bound became smaller, or fewer steps are left.
+
+    Args:
+        start_versions: group → the version with which it started.
+    """
+    kept: set[int] = set()
+    for group_id, start_version in sorted(start_versions.items(), key=lambda group: (group[1], group[0])):
         trained_at = version + len(kept) // groups_per_step
-        if trained_at <= min(stored.group.start_version + max_staleness, last_version):
-            kept.append(stored)
-    return tuple(kept)
+        if trained_at <= min(start_version + max_staleness, last_version):
+            kept.add(group_id)
+    return kept

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import attrs
 
-from rl_core.errors import GenerationError
+from rl_core.errors import GenerationError, RLError
 from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
 from rl_core.tasks import IdleTime, all_of, code_of, first_error
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.data import DataRow, PromptSource
 from rl_core.trainer.failures import FailureAccount
 from rl_core.trainer.group_selection import has_zero_variance
-from rl_core.trainer.stored_groups import StoredGroup
+from rl_core.trainer.recorded_answers import GroupAnswers
+from rl_core.trainer.stored_groups import StartedGroup, StoredGroup
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+"""Longest wait for the answers of aborted requests. A request that moved to another server meanwhile runs on."""
 
 
 @attrs.frozen(kw_only=True)
@@ -44,7 +51,7 @@ class Rollouts:
     """Plays prompts into the buffer.
 
     consumes     rows of `source`, in the order of group numbers
-    produces     finished groups in `buffer`
+    produces     finished groups in `buffer`; for checkpoints, what groups in progress have got so far (`started`)
     waits for    the buffer's permission to start a group, then the generator
     unblocked by the training task taking groups and publishing versions
     """
@@ -59,14 +66,25 @@ class Rollouts:
         next_group: int,
         restart_groups: Sequence[int],
         stored: Sequence[StoredGroup] = (),
+        started: Sequence[StartedGroup] = (),
+        abort: Callable[[Sequence[str]], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`stored`: groups of an earlier run that are already in the buffer. `restart_groups` are played again."""
+        """
+        Args:
+            restart_groups: groups of an earlier run that are played again.
+            stored: groups of an earlier run that are finished in the buffer.
+            started: groups of an earlier run that are in progress in the buffer, and are continued.
+            abort: `InferenceClient.abort` of the engine that `generator` uses through a `RecordingSampler`; None:
+                checkpoints get no groups in progress.
+        """
         self._generator = generator
         self._source = source
         self._buffer = buffer
         self._settings = settings
         self._restart = deque(restart_groups)
+        self._abort = abort
+        self._in_progress = {one.group_id: GroupAnswers(one.start_version, recorded=one.answers) for one in started}
         self.next_group = next_group
         self._dropped_in_a_row = 0
         self._dropped: dict[int, str] = {}
@@ -87,6 +105,8 @@ class Rollouts:
         """Plays groups until no step needs another one. An error is passed to the buffer, whose `take` raises it."""
         try:
             async with asyncio.TaskGroup() as playing:
+                for group_id, answers in self._in_progress.items():
+                    playing.create_task(self._play(group_id, answers))
                 while True:
                     group_id = self._restart[0] if self._restart else self.next_group
                     start_version = await self._buffer.permission(group_id)
@@ -96,7 +116,8 @@ class Rollouts:
                         self._restart.popleft()
                     else:
                         self.next_group += 1
-                    playing.create_task(self._play(group_id, start_version))
+                    answers = self._in_progress[group_id] = GroupAnswers(start_version)
+                    playing.create_task(self._play(group_id, answers))
         except ExceptionGroup as errors:
             await self._buffer.fail(first_error(errors))
 
@@ -120,6 +141,31 @@ class Rollouts:
                 greedy_tokens=self._greedy_tokens[group.group_id],
             )
             for group in self._buffer.untrained
+        )
+
+    async def collect_answers(self) -> None:
+        """Makes the engines return what running requests have sampled so far, for `started`; the generator continues
+        them in new requests. If the engines refuse, or take too long, the checkpoint has fewer tokens."""
+        running = {name: done for answers in self._in_progress.values() for name, done in answers.running.items()}
+        if self._abort is None or not running or not self._buffer.runs_ahead:
+            return
+        try:
+            with code_of("aborting requests for a checkpoint: the engine client"):
+                await self._abort([*running])
+        except RLError as error:
+            logger.warning("the next checkpoint may lack tokens of groups in progress: %s", error)
+        else:
+            await asyncio.wait(running.values(), timeout=_ANSWER_S)
+
+    def started(self) -> tuple[StartedGroup, ...]:
+        """The groups in progress of which tokens have been sampled. Empty if generation does not run ahead, as
+        `stored`."""
+        if not self._buffer.runs_ahead:
+            return ()
+        return tuple(
+            StartedGroup(group_id=group_id, start_version=answers.start_version, answers=answers.so_far)
+            for group_id, answers in self._in_progress.items()
+            if answers.so_far
         )
 
     def lap(self) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
@@ -150,13 +196,15 @@ class Rollouts:
         returns them."""
         return self._failures.pending
 
-    async def _play(self, group_id: int, start_version: int) -> None:
+    async def _play(self, group_id: int, answers: GroupAnswers) -> None:
         row = self._source.row(group_id)
-        request = group_request(row, group_id, start_version, self._settings)
+        request = group_request(row, group_id, answers.start_version, self._settings)
         baselines = [greedy_request(request)] if self._settings.plays_greedy else []
-        with self._idle.busy():
-            trajectories, *answers = await all_of(generate_group(self._generator, one) for one in (request, *baselines))
-        greedy = answers[0][0] if answers else None
+        with self._idle.busy(), answers.recording():
+            trajectories, *baseline = await all_of(
+                generate_group(self._generator, one) for one in (request, *baselines)
+            )
+        greedy = baseline[0][0] if baseline else None
         usable = tuple(trajectory for trajectory in trajectories if trajectory.failure is None)
         self._failures.add(trajectories if greedy is None else [*trajectories, greedy])
         if greedy is not None:
@@ -171,6 +219,7 @@ class Rollouts:
         else:
             self._dropped_in_a_row = 0
             await self._buffer.finish(group_id, usable)
+        del self._in_progress[group_id]
 
     async def _drop(self, group_id: int, sampled: Sequence[Trajectory], reason: str, text: str) -> None:
         self._dropped[group_id] = reason

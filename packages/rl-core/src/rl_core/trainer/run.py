@@ -59,6 +59,7 @@ from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
 from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing, say_changes
 from rl_core.trainer.prompt_lengths import fitting
+from rl_core.trainer.recorded_answers import RecordingSampler
 from rl_core.trainer.remote_checkpoints import fetch_checkpoint
 from rl_core.trainer.resumed_groups import resumed_groups
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
@@ -213,14 +214,16 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             train_row=lambda group: prompts.row(group).row,
             eval_row=lambda group: eval_rows[group].row,
         )
-        stored, state = resumed_groups(config, checkpoint, state, run_is, total_steps=total_steps)
+        resumed = resumed_groups(config, checkpoint, state, run_is, total_steps=total_steps)
+        state = resumed.state
         buffer = GroupBuffer(
             groups_per_step=trainer.train_batch_size,
             max_staleness=trainer.max_staleness,
             pipeline_depth=config.pipeline_depth,
             version=state.step,
             last_version=total_steps - 1,
-            finished=[one.group for one in stored],
+            finished=[one.group for one in resumed.finished],
+            started={one.group_id: one.start_version for one in resumed.started},
             in_parts=trainer.stream_groups,
         )
         rollouts = Rollouts(
@@ -230,7 +233,9 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             train_rollouts(config, plays_greedy=needs_greedy_answers(config)),
             next_group=state.next_group,
             restart_groups=state.restart_groups,
-            stored=stored,
+            stored=resumed.finished,
+            started=resumed.started,
+            abort=None if client is None else client.abort,
         )
         loop = TrainingLoop(
             loop_settings(config, total_steps, run_is),
@@ -315,7 +320,8 @@ async def _playing(config: Config) -> AsyncIterator[tuple[InferenceClient | None
     if needs_engine(config):
         async with _engine(config) as client:
             options = await _with_served_models(config, told.environment_options, client)
-            async with _generator(generator, attrs.evolve(told, environment_options=options), client) as playing:
+            sampler = RecordingSampler(client) if config.pipeline_depth > 0 else client
+            async with _generator(generator, attrs.evolve(told, environment_options=options), sampler) as playing:
                 yield client, playing
     else:
         async with _generator(generator, told, NoSampler()) as playing:

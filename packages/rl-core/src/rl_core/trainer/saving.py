@@ -25,7 +25,7 @@ from rl_core.trainer.checkpoint import (
 )
 from rl_core.trainer.models import Models
 from rl_core.trainer.remote_checkpoints import CheckpointCopies
-from rl_core.trainer.stored_groups import StoredGroup
+from rl_core.trainer.stored_groups import StartedGroup, StoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,9 @@ class CheckpointSaver:
         """Whether the last checkpoint failed because the disk was full."""
         return self._full is not None
 
-    async def save(self, state: RunState, finished: Sequence[StoredGroup] = ()) -> None:
+    async def save(
+        self, state: RunState, finished: Sequence[StoredGroup] = (), started: Sequence[StartedGroup] = ()
+    ) -> None:
         """Writes the checkpoint of `state.step`, or starts to write it in the background. First waits for the previous
         background save. Raises that save's error (unless the disk was full), or DeadlineError if it takes too long."""
         await self._wait()
@@ -87,7 +89,12 @@ class CheckpointSaver:
         with self._room_for(partial):
             # Writing many long samples takes seconds. In a thread, the engine's answers can be read meanwhile.
             await asyncio.to_thread(
-                begin_checkpoint, self._root, state, finished=finished, fingerprint=self._fingerprint
+                begin_checkpoint,
+                self._root,
+                state,
+                finished=finished,
+                started=started,
+                fingerprint=self._fingerprint,
             )
             if self._in_background:
                 await self._models.start_saving(partial)

@@ -1,24 +1,29 @@
-"""Stores finished but untrained groups in a checkpoint, so that a resumed run can train on them.
+"""Stores groups that no step has trained on in a checkpoint: finished groups, so that a resumed run can train on them,
+and groups in progress with the engines' answers so far, so that it can continue them.
 
-Two files: `finished_groups.json` describes the groups; `finished_groups.npz` holds the per-token values of all steps,
-concatenated.
+Two files for each kind: `finished_groups.json` and `started_groups.json` describe the groups; the `.npz` of the same
+name holds the per-token values of all steps or answers, concatenated.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
 
 from rl_core.errors import CheckpointError
-from rl_core.interfaces import Trajectory, TrajectoryStep, Turn
+from rl_core.interfaces import Completion, Trajectory, TrajectoryStep, Turn
 from rl_core.trainer.buffer import FinishedGroup
 
-_GROUPS, _TOKENS = "finished_groups.json", "finished_groups.npz"
+Answers = Mapping[str, tuple[Completion, ...]]
+"""Request (`recorded_answers.request_key`) → the engine's answer."""
+_Group = TypeVar("_Group")
+_FINISHED, _STARTED = "finished_groups", "started_groups"
 _COLUMNS = {
     "tokens": np.int64,
     "sampled": np.bool_,
@@ -29,6 +34,8 @@ _COLUMNS = {
 }
 """Per-token fields of a step → dtype that holds Python's numbers without rounding."""
 _OPTIONAL = ("token_rewards", "loss_mask")
+_ANSWER_COLUMNS = {"tokens": np.int64, "logprobs": np.float64, "policy_versions": np.int64}
+"""The same of a completion."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -42,29 +49,60 @@ class StoredGroup:
     """Number of tokens sampled for its greedy answer."""
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class StartedGroup:
+    """A group in progress, of which tokens have been sampled."""
+
+    group_id: int
+    start_version: int
+    answers: Answers
+    """What engines have answered so far, unfinished responses included."""
+
+
 def write_groups(directory: Path, groups: Sequence[StoredGroup]) -> None:
-    """Writes both files; writes nothing if there are no groups."""
-    if not groups:
-        return
+    """Writes the files of finished groups; writes nothing if there are none."""
     arrays: dict[str, Any] = {}
-    entries = [_entry(stored, arrays) for stored in groups]
-    columns = {name: np.concatenate([np.zeros(0, dtype), *arrays.pop(name, [])]) for name, dtype in _COLUMNS.items()}
-    (directory / _GROUPS).write_text(json.dumps(entries, default=float))
-    np.savez(directory / _TOKENS, allow_pickle=False, **columns, **arrays)
+    _write(directory / _FINISHED, [_entry(stored, arrays) for stored in groups], arrays, _COLUMNS)
+
+
+def write_started_groups(directory: Path, groups: Sequence[StartedGroup]) -> None:
+    """Writes the files of groups in progress; writes nothing if there are none."""
+    arrays: dict[str, Any] = {}
+    _write(directory / _STARTED, [_started_entry(started, arrays) for started in groups], arrays, _ANSWER_COLUMNS)
 
 
 def read_groups(checkpoint: Path) -> tuple[StoredGroup, ...]:
-    """The groups of a checkpoint; empty if it has no such files. Raises CheckpointError if they cannot be read."""
-    if not (checkpoint / _GROUPS).is_file():
+    """The finished groups of a checkpoint; empty if it has no such files. Raises CheckpointError if they cannot be
+    read."""
+    return _read(checkpoint / _FINISHED, _group)
+
+
+def read_started_groups(checkpoint: Path) -> tuple[StartedGroup, ...]:
+    """The groups in progress of a checkpoint; empty if it has no such files. Raises CheckpointError if they cannot be
+    read."""
+    return _read(checkpoint / _STARTED, _started_group)
+
+
+def _write(path: Path, entries: Sequence[Any], arrays: dict[str, Any], columns: Mapping[str, Any]) -> None:
+    if not entries:
+        return
+    joined = {name: np.concatenate([np.zeros(0, dtype), *arrays.pop(name, [])]) for name, dtype in columns.items()}
+    path.with_suffix(".json").write_text(json.dumps(entries, default=float))
+    np.savez(path.with_suffix(".npz"), allow_pickle=False, **joined, **arrays)
+
+
+def _read(path: Path, group_of: Callable[[dict[str, Any], _Tokens], _Group]) -> tuple[_Group, ...]:
+    described = path.with_suffix(".json")
+    if not described.is_file():
         return ()
     try:
-        entries = json.loads((checkpoint / _GROUPS).read_text())
-        with np.load(checkpoint / _TOKENS, allow_pickle=False) as arrays:
+        entries = json.loads(described.read_text())
+        with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
             tokens = _Tokens({name: arrays[name] for name in arrays.files})
-        return tuple(_group(entry, tokens) for entry in entries)
+        return tuple(group_of(entry, tokens) for entry in entries)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{checkpoint / _GROUPS}: this version cannot read the stored groups ({error}); resume from an earlier "
+            f"{described}: this version cannot read the stored groups ({error}); resume from an earlier "
             "checkpoint: trainer.resume_mode=from_path trainer.resume_path=…"
         ) from error
 
@@ -83,21 +121,13 @@ def _without_tokens(trajectory: Trajectory, arrays: dict[str, Any]) -> dict[str,
     """The JSON form of a trajectory. Its per-token values are appended to `arrays`."""
     steps = []
     for step in trajectory.steps:
-        for name, dtype in _COLUMNS.items():
-            values = getattr(step, name)
-            if values is not None:
-                arrays.setdefault(name, []).append(np.asarray(values, dtype))
-        routes = None
-        if step.routed_experts is not None:
-            routes = f"routed_experts_{len(arrays)}"
-            arrays[routes] = step.routed_experts
         steps.append(
             {
                 "num_tokens": len(step.tokens),
                 **{f"has_{name}": getattr(step, name) is not None for name in _OPTIONAL},
                 "reward": step.reward,
                 "stop_reason": step.stop_reason,
-                "routed_experts": routes,
+                "routed_experts": _moved(step, arrays, _COLUMNS),
             }
         )
     plain = attrs.asdict(trajectory, recurse=False, filter=lambda field, _: field.name != "steps")
@@ -105,20 +135,48 @@ def _without_tokens(trajectory: Trajectory, arrays: dict[str, Any]) -> dict[str,
     return {**plain, "metrics": dict(trajectory.metrics), "turns": turns, "steps": steps}
 
 
+def _started_entry(started: StartedGroup, arrays: dict[str, Any]) -> dict[str, Any]:
+    def without_tokens(one: Completion) -> dict[str, Any]:
+        routes = _moved(one, arrays, _ANSWER_COLUMNS)
+        return {"num_tokens": len(one.tokens), "stop_reason": one.stop_reason, "routed_experts": routes}
+
+    return {
+        "group_id": started.group_id,
+        "start_version": started.start_version,
+        "answers": {key: [without_tokens(one) for one in answer] for key, answer in started.answers.items()},
+    }
+
+
+def _moved(record: TrajectoryStep | Completion, arrays: dict[str, Any], columns: Mapping[str, Any]) -> str | None:
+    """Appends the record's per-token values to `arrays`. Returns the name of its routes there; None if it has none."""
+    for name, dtype in columns.items():
+        values = getattr(record, name)
+        if values is not None:
+            arrays.setdefault(name, []).append(np.asarray(values, dtype))
+    if record.routed_experts is None:
+        return None
+    routes = f"routed_experts_{len(arrays)}"
+    arrays[routes] = record.routed_experts
+    return routes
+
+
 class _Tokens:
     """Reads the arrays in the order in which they were written."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self.arrays = arrays
-        self._position = dict.fromkeys(_COLUMNS, 0)
+        self._position: Counter[str] = Counter()
 
     def next(self, name: str, count: int) -> list[Any]:
         start = self._position[name]
         self._position[name] += count
         values = self.arrays[name][start : start + count].tolist()
         if len(values) != count:
-            raise ValueError(f"{_TOKENS} has too few {name}")
+            raise ValueError(f"its .npz has too few {name}")
         return values
+
+    def routes(self, name: str | None) -> np.ndarray | None:
+        return None if name is None else self.arrays[name]
 
 
 def _group(entry: dict[str, Any], tokens: _Tokens) -> StoredGroup:
@@ -139,11 +197,24 @@ def _trajectory(plain: dict[str, Any], tokens: _Tokens) -> Trajectory:
 
 
 def _step(plain: dict[str, Any], tokens: _Tokens) -> TrajectoryStep:
-    count, routes = plain["num_tokens"], plain["routed_experts"]
+    count = plain["num_tokens"]
     given = (name for name in _COLUMNS if name not in _OPTIONAL or plain[f"has_{name}"])
     return TrajectoryStep(
         **{name: tokens.next(name, count) for name in given},
         reward=plain["reward"],
         stop_reason=plain["stop_reason"],
-        routed_experts=tokens.arrays[routes] if routes is not None else None,
+        routed_experts=tokens.routes(plain["routed_experts"]),
+    )
+
+
+def _started_group(entry: dict[str, Any], tokens: _Tokens) -> StartedGroup:
+    answers = {key: tuple(_completion(one, tokens) for one in answer) for key, answer in entry["answers"].items()}
+    return StartedGroup(group_id=entry["group_id"], start_version=entry["start_version"], answers=answers)
+
+
+def _completion(plain: dict[str, Any], tokens: _Tokens) -> Completion:
+    return Completion(
+        **{name: tuple(tokens.next(name, plain["num_tokens"])) for name in _ANSWER_COLUMNS},
+        stop_reason=plain["stop_reason"],
+        routed_experts=tokens.routes(plain["routed_experts"]),
     )

@@ -1,0 +1,98 @@
+"""Records what engines answer while a group is played, so that a resumed run continues from there.
+
+A resumed run plays a group in progress again, and its generator sends the same requests, because prompt, parameters and
+seed follow from group, sample and turn. A request with a recorded answer gets this answer, and no engine is asked. An
+unfinished response (stop reason `abort`) is such an answer too: the generator continues it in a new request, so its
+tokens keep their log-probs and versions. Any other request is sampled, for example if an environment makes another
+observation than before.
+
+A generator knows nothing of this: a context variable, which the tasks of a group inherit, says whose request it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from rl_core.interfaces import Completion, GenerateRequest, Sampler
+from rl_core.trainer.stored_groups import Answers
+
+
+class GroupAnswers:
+    """The answers that a group in progress has got so far.
+
+    consumes     the requests of the group's samples (`answer`)
+    produces     `so_far`, for a checkpoint
+    waits for    the engine, unless an earlier run recorded the answer
+    unblocked by the engine's answer; by `InferenceClient.abort`, with an unfinished one
+    """
+
+    def __init__(self, start_version: int, recorded: Answers | None = None) -> None:
+        """`start_version`: the policy version with which the group started. `recorded`: answers of an earlier run."""
+        self.start_version = start_version
+        self._recorded = dict(recorded or {})
+        """Answers of an earlier run that nobody has asked for yet. Each is used once."""
+        self._given: dict[str, tuple[Completion, ...]] = {}
+        self._running: dict[str, asyncio.Future[None]] = {}
+
+    @property
+    def so_far(self) -> Answers:
+        """The recorded answers by request; empty if they have no tokens."""
+        answers = {**self._recorded, **self._given}
+        return answers if any(one.tokens for answer in answers.values() for one in answer) else {}
+
+    @property
+    def running(self) -> Mapping[str, asyncio.Future[None]]:
+        """The `sample_id` of each request that an engine has → a future that is done when `so_far` has its answer, or
+        when it failed."""
+        return self._running
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context in which `RecordingSampler` records requests here, those of new tasks included."""
+        token = _GROUP.set(self)
+        try:
+            yield
+        finally:
+            _GROUP.reset(token)
+
+    async def answer(self, request: GenerateRequest, client: Sampler) -> tuple[Completion, ...]:
+        """The recorded answer to this request, else the answer of `client`. Raises whatever `client` raises."""
+        key = request_key(request)
+        if key in self._recorded:
+            self._given[key] = self._recorded.pop(key)
+            return self._given[key]
+        answered = self._running[request.sample_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._given[key] = await client.generate(request)
+            return self._given[key]
+        finally:
+            self._running.pop(request.sample_id, None)
+            answered.set_result(None)
+
+
+_GROUP: ContextVar[GroupAnswers | None] = ContextVar("the group that is being played", default=None)
+
+
+class RecordingSampler:
+    """The sampler of a run that generates ahead. Records answers if a group is being played (`GroupAnswers.recording`);
+    evaluations are not recorded."""
+
+    def __init__(self, client: Sampler) -> None:
+        self._client = client
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        """See `Sampler.generate`."""
+        group = _GROUP.get()
+        if group is None:
+            return await self._client.generate(request)
+        return await group.answer(request, self._client)
+
+
+def request_key(request: GenerateRequest) -> str:
+    """Identifies what a request asks for, in every process: a digest of everything except its ids."""
+    asked = (tuple(request.prompt_tokens), request.params, request.seed, request.num_samples)
+    return hashlib.blake2b(repr(asked).encode(), digest_size=16).hexdigest()
