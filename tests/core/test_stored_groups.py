@@ -115,7 +115,8 @@ def test_no_groups_leave_no_file_and_a_cut_file_is_refused(tmp_path: Path):
     described[0]["trajectories"][0]["steps"][0]["num_tokens"] = 5
     (tmp_path / "finished_groups.json").write_text(json.dumps(described))
     with pytest.raises(
-        CheckpointError, match=r"finished_groups\.json: this version cannot read the stored groups .* too few tokens.*resume_path"
+        CheckpointError,
+        match=r"finished_groups\.json: this version cannot read the stored groups .* too few tokens.*resume_path",
     ):
         read_groups(tmp_path)
 
