@@ -40,6 +40,8 @@ recipe = Recipe(
         "environment.env_class": "judge",
         "environment.options.url": "http://127.0.0.1:8000/v1",
         "environment.options.model": "judge",
+        "trainer.max_training_steps": 80,
+        "trainer.eval_interval": 20,
         "generator.sampling_params.max_generate_length": 8,
     },
     tiny=_RUN.tiny,
