@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ class _Judge(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps({"choices": [{"message": message}]}).encode())
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, format: str, *args: Any) -> None: ...
 
 
 if __name__ == "__main__":
