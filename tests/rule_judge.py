@@ -56,7 +56,7 @@ class _Judge(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps({"choices": [{"message": message}]}).encode())
 
-    def log_message(self, format: str, *args: Any) -> None: ...
+    def log_message(self, *_: Any, **__: Any) -> None: ...
 
 
 if __name__ == "__main__":

@@ -34,9 +34,10 @@ fraction of held-out problems that sampled episodes solve (`reasoning_gym` and `
 mean reward of the last turn, a tenth for a wrong number). The judge of `judge_…` is `python -m tests.rule_judge`, which
 scores by rule. `sft…` and `dpo…` are recipes of those names, which sample nothing. The quick start plays the start and
 the exports of `sft…` greedily; for `dpo…`, it is the fraction of held-out pairs in which the policy has moved towards
-the right sum: none at the start, half of them by chance. `dapo`, `ppo`, `gspo`, `async_r3` and `lora_two_servers…` are
-recipes of those names on the quick start's problems. The recipe `gsm8k` and the recipes of public models (`qwen…`,
-`moonlight…`, `glm…`) have no row, because they need pretrained models and GPUs.
+the right sum: none at the start, half of them by chance. `dapo`, `ppo`, `gspo` and `async_r3` are recipes of those
+names on the quick start's problems. Cases without a row, such as `lora_two_servers` with its two vLLM servers, were not
+run yet. The recipe `gsm8k` and the recipes of public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they
+need pretrained models and GPUs.
 
 ![Held-out accuracy against the step, a panel per case](learning.png)
 
