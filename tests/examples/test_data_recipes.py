@@ -12,7 +12,7 @@ import pytest
 from rl_core.config import Config, load
 from rl_core.interfaces import Callback, Control
 from rl_core.trainer.run import run_training
-from rl_examples import distill, dpo, sft, sft_grpo
+from rl_examples import arithmetic, distill, dpo, sft, sft_grpo
 from rl_examples.arithmetic import write_model
 from rl_examples.whole_models import is_whole
 
@@ -94,3 +94,30 @@ def test_what_was_made_once_is_used_again():
     made = Path("runs/arithmetic/dpo_start_seed0/model.safetensors").stat().st_mtime_ns
     train("dpo")
     assert Path("runs/arithmetic/dpo_start_seed0/model.safetensors").stat().st_mtime_ns == made
+
+
+def test_the_control_of_supervised_fine_tuning_has_the_same_answers_in_other_rows():
+    rows = arithmetic.problems()
+    shuffled = sft.with_shuffled_answers(rows)
+    assert [row["prompt"] for row in shuffled] == [row["prompt"] for row in rows]
+    assert sorted(row["answer"] for row in shuffled) == sorted(row["answer"] for row in rows)
+    # Two random sums below 199 are equal in 0.67 % of all pairs.
+    assert sum(one["answer"] == other["answer"] for one, other in zip(shuffled, rows, strict=True)) < 0.01 * len(rows)
+
+
+def test_the_control_of_preferences_prefers_half_of_the_right_answers():
+    rows = dpo.pairs()
+    turned = dpo.with_random_preferences(rows)
+    same = sum(one == other for one, other in zip(turned, rows, strict=True))
+    assert 0.48 < same / len(rows) < 0.52
+    for one, other in zip(turned, rows, strict=True):
+        assert one in (other, {**other, "chosen": other["rejected"], "rejected": other["chosen"]})
+
+
+def test_only_a_controls_run_makes_its_rows():
+    for name, module, control in (("sft", sft, "shuffled_answers"), ("dpo", dpo, "random_pairs")):
+        file = f"runs/arithmetic/{control}.parquet"
+        assert file in module.recipe.makes
+        for keys in ([], [f"data.train_data=[{file}]"]):
+            module.prepare(load(name, ["trainer.policy.model.path=mine", *keys]).config)
+            assert Path(file).exists() == bool(keys)

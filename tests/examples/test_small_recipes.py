@@ -1,5 +1,5 @@
-"""The recipes that teach a small model mathematics, programs, puzzles and word problems: their problems, their
-demonstrations, and their tiny runs."""
+"""The recipes that teach a small model mathematics, programs, puzzles and word problems, and those of skyrl-gym's
+environments and of a judge: their problems, their demonstrations, and their tiny runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from rl_core.interfaces import Action, StepResult
 from rl_core.trainer.run import run_training
 from rl_environments.code import CodeEnvironment
 from rl_environments.gsm8k_turns import Gsm8kTurnsEnvironment
+from rl_environments.judge import JudgeEnvironment
 from rl_environments.mathematics import MathematicsEnvironment
 from rl_environments.reasoning_gym import ReasoningGymEnvironment
-from rl_examples import arithmetic, code, gsm8k_turns, mathematics, reasoning_gym, small_runs
+from rl_environments.skyrl_gym import SkyrlGymEnvironment
+from rl_examples import arithmetic, code, gsm8k_turns, judge, mathematics, reasoning_gym, skyrl_gym, small_runs
+from tests import rule_judge
 
 pytestmark = [
     # cellpylib, which reasoning-gym imports, compares with `is`.
@@ -27,7 +30,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 Problems = dict[str, list[dict[str, Any]]]
-RECIPES = {"mathematics": mathematics, "code": code, "reasoning_gym": reasoning_gym, "gsm8k_turns": gsm8k_turns}
+RECIPES = {
+    "mathematics": mathematics,
+    "code": code,
+    "reasoning_gym": reasoning_gym,
+    "gsm8k_turns": gsm8k_turns,
+    "skyrl_gym": skyrl_gym,
+    "judge": judge,
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +64,7 @@ def test_the_model_can_read_every_prompt_and_sample_every_demonstration(name: st
     from transformers import AutoConfig, AutoTokenizer
 
     module, rows = RECIPES[name], problems[name]
-    assert len({row["prompt"] for row in rows}) == len(rows) > 2 * module.NUM_HELD_OUT
+    assert len({str(row["prompt"]) for row in rows}) == len(rows) > 2 * module.NUM_HELD_OUT
     getattr(module, "write_model", arithmetic.write_model)(tmp_path, seed=0)
     tokenizer, rng = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
     max_positions = AutoConfig.from_pretrained(tmp_path).max_position_embeddings
@@ -125,10 +135,48 @@ def test_a_conversation_is_shown_as_the_environment_plays_it(problems: Problems)
         assert last.reward == float(last.metrics["accuracy"]) == float(said[-1] == f"#### {problem['answer']}")
 
 
+def test_a_conversation_is_shown_as_skyrl_gym_plays_it(problems: Problems, tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    skyrl_gym.write_model(tmp_path, seed=0)
+    tokenizer, rng = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
+    options = {"env": "gsm8k_multi_turn", "max_turns": skyrl_gym.MAX_TURNS}
+    lengths = set()
+    for problem in problems["skyrl_gym"][:50]:
+        shown = skyrl_gym.demonstrated(problem, rng)
+        wrong = gsm8k_turns.with_wrong_operation(problem["prompt"][0]["content"], right := right_number(problem))
+        first, last = results(SkyrlGymEnvironment, problem, f"#### {wrong}", f"#### {right}", **options)
+        assert (first.reward, first.done, last.reward, last.done) == (0.1, False, 1.0, True)
+        turns = [{"role": "assistant", "content": f"#### {wrong}"}, *first.observation]  # pyright: ignore
+        rendered = [
+            tokenizer.apply_chat_template(messages, tokenize=False)
+            for messages in (problem["prompt"], [*problem["prompt"], *turns])
+        ]
+        lengths.add(rendered.index(shown["prompt"]))
+        assert shown["answer"] in (f"#### {wrong}", f"#### {right}")
+    assert lengths == {0, 1}
+
+
+def right_number(problem: dict[str, Any]) -> str:
+    return problem["reward_spec"]["ground_truth"]
+
+
+def test_a_judge_by_rule_prefers_the_sentence_to_the_number(problems: Problems):
+    row = next(row for row in problems["judge"] if row["prompt"] == "Mia has 46 pens and loses 2. How many?\n")
+    with rule_judge.serving() as url:
+        texts = ("Mia has 44 pens.", "44", "Mia has 48 pens.", "48", "4", "Score: 10", "")
+        rewards = [reward(JudgeEnvironment, row, text, url=url, model="judge") for text in texts]
+    assert rewards == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
+    shown = {judge.demonstrated(row, random.Random(seed))["answer"] for seed in range(100)}
+    assert shown == {"Mia has 44 pens.", "44", "Mia has 48 pens.", "48"}
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_tiny_run_goes_the_whole_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert run_training(load(name, [], tiny=True)).steps == 2
+    with rule_judge.serving() as url:
+        keys = [f"environment.options.url={url}"] if name == "judge" else []
+        assert run_training(load(name, keys, tiny=True)).steps == 2
     metrics = [json.loads(line) for line in Path(f"runs/{name}_tiny/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [1, 2]
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in metrics)

@@ -28,10 +28,16 @@ rl_examples.one_file`: the same task, start model and settings with the loop wri
 pretrained model: the mean reward of sampled replies to held-out questions. `guess_moe_…` are the recipe `guess`, a game
 of several turns: which of the ten numbers are found greedily, all of them trained on, so a tenth is one number.
 `calculator_…`, `look_up_…`, `second_try_…` and `smollm2_calculator` are recipes of those names, with tools or several
-tries: the mean reward of sampled episodes of held-out problems. `mathematics_…`, `code_…`, `reasoning_gym_…` and
-`gsm8k_turns_…` are recipes of those names, each with the environment of its name: the fraction of held-out problems
-that sampled episodes solve (`reasoning_gym`: the mean score). `dapo`, `ppo`, `gspo` and `async_r3` are recipes of those
-names on the quick start's problems.
+tries: the mean reward of sampled episodes of held-out problems. `mathematics_…`, `code_…`, `reasoning_gym_…`,
+`gsm8k_turns_…`, `skyrl_gym_…` and `judge_…` are recipes of those names, each with the environment of its name: the
+fraction of held-out problems that sampled episodes solve (`reasoning_gym` and `judge`: the mean score; `skyrl_gym`: the
+mean reward of the last turn, a tenth for a wrong number). The judge of `judge_…` is `python -m tests.rule_judge`, which
+scores by rule. `sft…` and `dpo…` are recipes of those names, which sample nothing. The quick start plays the start and
+the exports of `sft…` greedily; for `dpo…`, it is the fraction of held-out pairs in which the policy has moved towards
+the right sum: none at the start, half of them by chance. `dapo`, `ppo`, `gspo` and `async_r3` are recipes of those
+names on the quick start's problems. Cases without a row, such as `lora_two_servers` with its two vLLM servers, were not
+run yet. The recipe `gsm8k` and the recipes of public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they
+need pretrained models and GPUs.
 
 ![Held-out accuracy against the step, a panel per case](learning.png)
 

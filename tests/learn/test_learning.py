@@ -6,6 +6,7 @@ docs/learning.jsonl, from which docs/learning.md is made.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import attrs
 import pytest
+import yaml
 
 from rl_core.reports.jsonl import read_rows
+from tests import rule_judge
 from tests.installing import installed_in
 from tests.learn.page import Result, record
 from tests.workspace.imports import ROOT
@@ -43,6 +46,10 @@ class Case:
     rl_seconds: float = 600.0
     """Steps and evaluations together; generous where several people share the cores."""
     recipe: str = "quickstart"
+    measure: str = "eval/accuracy"
+    """The metric that is recorded, from 0 to 1."""
+    exports_every: int | None = None
+    """Steps between the exports of a run that samples nothing; the quick start plays them afterwards."""
     installs_backend: bool = False
     """The backend of `tests/third_party_backend` is installed for it."""
     max_logprob_diff: float | None = None
@@ -55,12 +62,43 @@ TP2_PP2 = (
     "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
 )
 ONE_VLLM_SERVER = ("generator.inference_engine.backend=vllm", "generator.inference_engine.num_engines=1")
+PERMUTED_REWARDS = "trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages"
 DEPTHS_AND_BOUNDS = ((0, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4), (8, 8))
 SECONDS_OF_SMALL_RECIPES = {"code": 1800.0}  # 6,000 programs, each a process of its own in the sandbox
 CASES = (
     *(
         Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, rl_seconds=240.0)
         for seed in (0, 1, 2)
+    ),
+    Case(
+        name="sft",
+        says="supervised fine-tuning from nothing",
+        recipe="sft",
+        exports_every=150,
+        at_least=0.9,
+    ),
+    Case(
+        name="sft_control",
+        says="the same with the answers of other problems: must not learn",
+        recipe="sft",
+        overrides=("data.train_data=[runs/arithmetic/shuffled_answers.parquet]",),
+        exports_every=300,
+        below=0.1,
+    ),
+    Case(
+        name="dpo",
+        says="DPO: right sums are preferred to sums with a wrong digit",
+        recipe="dpo",
+        measure="eval/pair_accuracy",
+        at_least=0.65,
+    ),
+    Case(
+        name="dpo_control",
+        says="the same where a coin says which sum is preferred: must not learn",
+        recipe="dpo",
+        overrides=("data.train_data=[runs/arithmetic/random_pairs.parquet]",),
+        measure="eval/pair_accuracy",
+        below=0.6,
     ),
     Case(
         name="sft_grpo",
@@ -72,7 +110,7 @@ CASES = (
     Case(
         name="control",
         says="rewards given to another prompt's samples: must not learn",
-        overrides=("trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages",),
+        overrides=(PERMUTED_REWARDS,),
         below=0.5,
     ),
     *(
@@ -186,6 +224,28 @@ CASES = (
     ),
     *(
         Case(
+            name=name,
+            says=says,
+            recipe="lora_two_servers",
+            overrides=overrides,
+            at_least=at_least,
+            below=below,
+            rl_seconds=900.0,
+            max_logprob_diff=1e-3,
+        )
+        for name, says, overrides, at_least, below in (
+            ("lora_two_servers", "LoRA whose adapter alone is sent to two vLLM servers", (), 0.7, 1.01),
+            (
+                "lora_two_servers_control",
+                "the same with rewards given to another prompt's samples: must not learn",
+                (PERMUTED_REWARDS,),
+                0.0,
+                0.5,
+            ),
+        )
+    ),
+    *(
+        Case(
             name=f"megatron_{name}",
             says=says,
             overrides=("trainer.strategy=megatron", *overrides),
@@ -264,6 +324,8 @@ CASES = (
             ("code", "a small model learns to write functions from examples; tests in a sandbox give the reward"),
             ("reasoning_gym", "a small model learns to spell words backward, scored by reasoning-gym"),
             ("gsm8k_turns", "a small model learns to solve word problems in three tries"),
+            ("skyrl_gym", "a small model learns word problems in two turns of skyrl-gym's `gsm8k_multi_turn`"),
+            ("judge", "a small model learns to answer right and in a sentence, as a judge behind HTTP scores it"),
         )
         for seed in (0, 1)
     ),
@@ -291,9 +353,17 @@ CASES = (
                 (
                     recipe,
                     "the same with rewards given to another prompt's samples: must not learn",
-                    "trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages",
+                    PERMUTED_REWARDS,
                 )
-                for recipe in ("second_try", "mathematics", "code", "reasoning_gym", "gsm8k_turns")
+                for recipe in (
+                    "second_try",
+                    "mathematics",
+                    "code",
+                    "reasoning_gym",
+                    "gsm8k_turns",
+                    "skyrl_gym",
+                    "judge",
+                )
             ),
         )
     ),
@@ -334,14 +404,24 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_learns_what_it_must(case: Case, directory: Path, tmp_path: Path):
     command = [Path(sys.executable).with_name("rl"), "train", case.recipe, f"trainer.run_dir={case.name}"]
+    if case.exports_every is not None:
+        command.append(f"trainer.hf_save_interval={case.exports_every}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if case.installs_backend:
         environment |= installed_in(tmp_path, ROOT / "tests" / "third_party_backend")
-    subprocess.run([*command, f"trainer.seed={case.seed}", *case.overrides], cwd=directory, env=environment, check=True)
+    command += [f"trainer.seed={case.seed}", *case.overrides]
+    with rule_judge.serving() if case.recipe == "judge" else contextlib.nullcontext() as url:
+        if url is not None:
+            command.append(f"environment.options.url={url}")
+        subprocess.run(command, cwd=directory, env=environment, check=True)
     run_dir = directory / case.name
     summary = json.loads((run_dir / "summary.json").read_text())
     rows = list(read_rows(run_dir / "metrics.jsonl"))
-    curve = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
+    if case.exports_every is None:
+        curve = [(row["step"], row[case.measure]) for row in rows if case.measure in row]
+    else:
+        curve = curve_of_exports(directory, run_dir)
+    summary |= {"accuracy_before": curve[0][1], "accuracy_after": curve[-1][1]}
     record(Result.of_run(case.name, case.says, case.overrides, summary, curve, recipe=case.recipe))
     assert summary["accuracy_before"] <= case.starts_below, "the start is too good to show learning"
     assert case.at_least <= summary["accuracy_after"] < case.below
@@ -366,9 +446,12 @@ def played(directory: Path, model: str) -> float:
     return float(re.search(r"^eval/accuracy +([0-9.]+)$", printed, flags=re.MULTILINE)[1])  # pyright: ignore
 
 
-def test_supervised_fine_tuning_learns_to_add(directory: Path):
-    rl(directory, "train", "sft", "trainer.run_dir=sft")
-    assert played(directory, "sft/model") >= 0.9
+def curve_of_exports(directory: Path, run_dir: Path) -> list[tuple[int, float]]:
+    """Step and greedy accuracy of the model that a run starts from and of every export."""
+    start = yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["policy"]["model"]["path"]
+    exports = sorted((run_dir / "model").glob("step_*"))
+    models = {0: start} | {int(path.name.removeprefix("step_")): path for path in exports}
+    return [(step, played(directory, str(path))) for step, path in models.items()]
 
 
 def test_distillation_closes_most_of_the_gap_to_the_teacher(directory: Path):

@@ -10,6 +10,7 @@ Run:      rl train dpo
 IPO:      rl train dpo trainer.algorithm.policy_loss_params.dpo_type=ipo
 Rewards:  rl train dpo trainer.algorithm.policy_loss_type=reward_model generator.scored_at_end=true \\
               trainer.algorithm.policy_loss_params={}        (a reward model on the same pairs)
+Control:  rl train dpo data.train_data=[runs/arithmetic/random_pairs.parquet]        (a coin chooses the preferred one)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rl_examples.sft import recipe as sft
 
 _TRAIN = f"{DIRECTORY}/pairs.parquet"
 _HELD_OUT = f"{DIRECTORY}/held_out_pairs.parquet"
+_RANDOM = f"{DIRECTORY}/random_pairs.parquet"
 _START = f"{DIRECTORY}/dpo_start_seed${{trainer.seed}}"
 
 recipe = Recipe(
@@ -45,7 +47,7 @@ recipe = Recipe(
         "trainer.policy_mini_batch_size": 64,
     },
     prepare="rl_examples.dpo:prepare",
-    makes=(_TRAIN, _HELD_OUT, _START),
+    makes=(_TRAIN, _HELD_OUT, _RANDOM, _START),
 )
 
 START_STEPS = 150
@@ -56,7 +58,8 @@ def prepare(config: Config) -> None:
     from rl_examples.arithmetic import NUM_HELD_OUT, write_model, write_rows
 
     rows = pairs()
-    for path, part in ((_TRAIN, rows[NUM_HELD_OUT:]), (_HELD_OUT, rows[:NUM_HELD_OUT])):
+    held_out, trained = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
+    for path, part in ((_TRAIN, trained), (_HELD_OUT, held_out), (_RANDOM, with_random_preferences(trained))):
         if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
             write_rows(Path(path), part)
     start = Path(_START.replace("${trainer.seed}", str(config.trainer.seed)))
@@ -75,3 +78,10 @@ def pairs() -> list[dict[str, str]]:
         wrong = answer[:place] + str(digit) + answer[place + 1 :]
         rows.append({"prompt": problem["prompt"], "chosen": answer, "rejected": wrong})
     return rows
+
+
+def with_random_preferences(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The negative control: the pairs, each turned round with probability 1/2."""
+    rng = random.Random(0)
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    return [rng.choice(each) for each in zip(rows, turned, strict=True)]

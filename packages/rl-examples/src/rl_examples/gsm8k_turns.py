@@ -85,22 +85,33 @@ def prepare(config: Config) -> None:
     )
 
 
-def write_model(directory: Path, *, seed: int) -> None:
-    """Writes a freshly initialised Qwen3 of about 150,000 parameters, and its tokenizer of words and digits."""
+def write_model(directory: Path, *, seed: int, said: str = f"{WRONG} {NO_NUMBER}") -> None:
+    """Writes a freshly initialised Qwen3 of about 150,000 parameters, and its tokenizer of words and digits.
+
+    Args:
+        directory: created by this.
+        seed: seed of the weights.
+        said: all that the environment says after a problem.
+    """
     from rl_examples.arithmetic import write_model as write_character_model
 
-    said = " ".join((WRONG, NO_NUMBER, "has and How many", *NAMES, *THINGS, *GETTING, *GIVING))
-    words = {form for word in re.findall("[A-Za-z]+", said) for form in (word, f" {word}")}
-    tokens = [*"0123456789 .,?", "\n", "\n\n", "####", *sorted(words)]
+    text = " ".join((said, "has and How many", *NAMES, *THINGS, *GETTING, *GIVING))
+    words = {form for word in re.findall("[A-Za-z]+", text) for form in (word, f" {word}")}
+    marks = set(re.findall(r"[^\w\s#]", said)) - set(".,?")
+    tokens = [*"0123456789 .,?", "\n", "\n\n", "####", *sorted(words), *sorted(marks)]
     write_character_model(directory, seed=seed, characters=tokens, token_pattern=TOKEN_PATTERN, max_positions=128)
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
     """One try after up to two wrong ones. Nine in ten first tries use the wrong operation, and nine in ten later ones
     repeat it."""
-    right = int(problem["answer"])
-    had = int(re.findall(r"\d+", problem["prompt"])[0])
-    wrong = 2 * had - right  # had − more instead of had + more, and the other way round
+    wrong = with_wrong_operation(problem["prompt"], problem["answer"])
     turn = f"#### {wrong}$\n\n{WRONG}\n\n"
-    said = right if rng.random() < 0.1 else wrong
+    said = problem["answer"] if rng.random() < 0.1 else wrong
     return {**problem, "prompt": problem["prompt"] + turn * rng.randrange(MAX_TRIES), "answer": f"#### {said}"}
+
+
+def with_wrong_operation(question: str, answer: str) -> str:
+    """The wrong number: had − more instead of had + more, and the other way round."""
+    had = int(re.findall(r"\d+", question)[0])
+    return str(2 * had - int(answer))

@@ -122,25 +122,19 @@ def numbers() -> list[dict[str, Any]]:
 def write_model(directory: Path, *, seed: int) -> None:
     """Writes the untrained model and its tokenizer with the game's chat template."""
     from rl_examples import arithmetic
+    from rl_examples.tiny_model import add_chat_template
 
     arithmetic.write_model(directory, seed=seed)
-    _add_chat_template(directory)
+    add_chat_template(directory, CHAT_TEMPLATE)
 
 
 def write_moe_model(directory: Path, *, seed: int) -> None:
     """Like `write_model`, with four experts in every layer, two of them per token."""
     from rl_examples import arithmetic
+    from rl_examples.tiny_model import add_chat_template
 
     arithmetic.write_moe_model(directory, seed=seed)
-    _add_chat_template(directory)
-
-
-def _add_chat_template(directory: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(directory)
+    add_chat_template(directory, CHAT_TEMPLATE)
 
 
 def _write_start_model(directory: Path, write: Callable[..., None], *, seed: int) -> None:

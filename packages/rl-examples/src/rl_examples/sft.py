@@ -5,14 +5,16 @@ What it does: trains on the quick start's problems with their answers by cross-e
 is sampled. Playing the held-out problems afterwards shows the accuracy.
 Deliberately omitted: a chat template (rows with `messages` are masked by role), several turns.
 
-Run:    rl train sft
-Play:   rl eval quickstart trainer.policy.model.path=runs/sft/model
-Go on:  rl train quickstart trainer.policy.model.path=runs/sft/model        (GRPO from there; end the first run early,
-        by trainer.max_training_steps=150, so that something is left to learn)
+Run:      rl train sft
+Play:     rl eval quickstart trainer.policy.model.path=runs/sft/model
+Go on:    rl train quickstart trainer.policy.model.path=runs/sft/model      (GRPO from there; end the first run early,
+          by trainer.max_training_steps=150, so that something is left to learn)
+Control:  rl train sft data.train_data=[runs/arithmetic/shuffled_answers.parquet]        (answers of other problems)
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from rl_core.interfaces import Recipe
 DIRECTORY = "runs/arithmetic"
 TRAIN = f"{DIRECTORY}/train.parquet"
 HELD_OUT = f"{DIRECTORY}/held_out.parquet"
+_SHUFFLED = f"{DIRECTORY}/shuffled_answers.parquet"
 _UNTRAINED = f"{DIRECTORY}/untrained_model_seed${{trainer.seed}}"
 
 recipe = Recipe(
@@ -57,7 +60,7 @@ recipe = Recipe(
         "trainer.max_ckpts_to_keep": 2,
     },
     prepare="rl_examples.sft:prepare",
-    makes=(TRAIN, HELD_OUT, _UNTRAINED),
+    makes=(TRAIN, HELD_OUT, _SHUFFLED, _UNTRAINED),
 )
 
 
@@ -77,9 +80,17 @@ def write_missing_data(config: Config) -> None:
     from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_rows
 
     rows = problems()
-    for path, part in ((TRAIN, rows[NUM_HELD_OUT:]), (HELD_OUT, rows[:NUM_HELD_OUT])):
+    held_out, trained = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
+    for path, part in ((TRAIN, trained), (HELD_OUT, held_out), (_SHUFFLED, with_shuffled_answers(trained))):
         if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
             write_rows(Path(path), part)
+
+
+def with_shuffled_answers(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The negative control: every problem with the answer of a random other one."""
+    answers = [row["answer"] for row in rows]
+    random.Random(0).shuffle(answers)
+    return [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
 
 
 def make_fine_tuned(directory: Path, write_untrained: Callable[..., None], *, steps: int, seed: int) -> None:

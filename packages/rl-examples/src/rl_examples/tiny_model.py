@@ -107,6 +107,15 @@ def _write(config: Any, tokenizer: Any, directory: Path, *, seed: int) -> None:
     save_model(model, tokenizer, directory)
 
 
+def add_chat_template(directory: Path, template: str) -> None:
+    """Writes the tokenizer of the model in `directory` again, with this chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+
+
 def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
     """Writes both in Hugging Face format. `save_pretrained` imports DeepSpeed where it is installed. If there is no
     GPU, DS_ACCELERATOR tells DeepSpeed so; else it would guess and print a warning."""
