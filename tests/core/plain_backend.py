@@ -1,6 +1,7 @@
-"""The reference worker as a backend, on one rank and data parallel over gloo. What is wrong on purpose derives from it.
+"""A backend around the reference worker, on one rank or data parallel over gloo, and workers that are wrong on purpose.
 
-A module of its own: the processes of several ranks import it by name.
+The backend suite must find each wrong worker. The classes are in a module of their own, because the processes of the
+ranks import them by name.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class PlainBackend:
 
 
 class PlainWorker(ReferenceWorker):
-    """The reference with the metrics that the suite asks for, on ranks that hold the whole model and add gradients."""
+    """The reference worker with the metrics `entropy` and `ratio`, which the suite needs. Each rank holds the whole
+    model; gradients are summed over the ranks."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         super().__init__(spec)
@@ -80,7 +82,7 @@ class PlainWorker(ReferenceWorker):
         }
 
     def add_up(self, gradient: Tensor) -> None:
-        """Over the ranks, in place."""
+        """Sums a gradient over the ranks, in place."""
         if dist.is_initialized():
             dist.all_reduce(gradient)
 
@@ -119,7 +121,7 @@ class PlainWorker(ReferenceWorker):
 
 @attrs.frozen(kw_only=True)
 class ProvingBackend(PlainBackend):
-    """A backend that says of itself that its model code is its own."""
+    """A `ModelProving` backend: it claims to have its own model code, so the suite compares it with transformers."""
 
     def proof_basis(self, spec: WorkerSpec) -> dict[str, Any]:
         return {"worker": repr(self.worker_class)}
@@ -132,7 +134,7 @@ class ProvingBackend(PlainBackend):
 
 
 class TakesAnotherEps(PlainWorker):
-    """In one norm of each layer, and by as little as some models differ in it."""
+    """Doubles the epsilon of each layer's `k_norm`. The usual values, 1e-5 and 1e-6, differ more."""
 
     def __init__(self, spec, rank):
         super().__init__(spec, rank)
@@ -142,15 +144,15 @@ class TakesAnotherEps(PlainWorker):
 
 
 class RotatesSlowly(PlainWorker):
-    """The slowest of the rotary frequencies is another, which short sequences hardly show."""
+    """Halves the lowest rotary frequency, which hardly changes the log-probs of short sequences."""
 
     def __init__(self, spec, rank):
         super().__init__(spec, rank)
         self.model.model.rotary_emb.inv_freq[-1] *= 0.5
 
 
-class SendsNoGradientToABias(PlainWorker):
-    """Log-probs are right."""
+class SendsNoGradientToANorm(PlainWorker):
+    """The gradient of each `k_norm.weight` is 0; log-probs are right."""
 
     def gradients(self):
         gradients = super().gradients()
@@ -173,7 +175,7 @@ class Dies(PlainWorker):
 
 
 class RoutedWorker(PlainWorker):
-    """Insists on routes that fit its model."""
+    """Raises if the batch has no routes, or routes that do not fit its model."""
 
     def forward(self, batch, plan, *, temperature, returns=None):
         self.require_fitting(batch)
@@ -317,7 +319,7 @@ class OneRankKeepsItsWeights(PlainWorker):
 
 
 class ReadsTheFileOfItsRank(PlainWorker):
-    """What it reads depends on its number: there is nothing for ranks that did not save."""
+    """Each rank saves and loads its own file, so a checkpoint of one rank cannot be loaded on two."""
 
     def save_state(self, directory):
         ReferenceWorker.save_state(self, directory / str(self.rank.rank))

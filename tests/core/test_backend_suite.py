@@ -501,7 +501,7 @@ def proofs(tmp_path, monkeypatch):
     [
         (plain.TakesAnotherEps, "log-probs of a small copy of it differ by"),
         (plain.RotatesSlowly, "log-probs of a small copy of it differ by"),
-        (plain.SendsNoGradientToABias, "the gradient of model.layers.0.self_attn.k_norm.weight differs"),
+        (plain.SendsNoGradientToANorm, "the gradient of model.layers.0.self_attn.k_norm.weight differs"),
         (plain.KnowsAWeightByAnotherName, "k_norm.weight differs by inf"),
         (plain.CannotBuildIt, "plain cannot run a small copy of .* KeyError: 'no such layer'"),
         (plain.Dies, "ended with exit code 7"),

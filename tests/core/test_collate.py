@@ -48,7 +48,7 @@ def test_routes_of_the_first_tokens_are_kept_and_the_rest_is_marked_unknown():
     assert batch["routed"].tolist() == [True, True, False, False, False]
 
 
-def test_expert_numbers_above_255_survive_beside_routes_of_bytes():
+def test_expert_ids_above_255_are_kept_next_to_uint8_routes():
     few, many = np.array([[[3, 200]]], np.uint8), np.array([[[300, 4]]], np.int16)
     batch = collate([trajectory(1, step([1, 2], 1, routes=few)), trajectory(2, step([4, 5], 1, routes=many))])
     assert batch["routed_experts"][batch["routed"]].tolist() == [[[3, 200]], [[300, 4]]]
@@ -70,6 +70,6 @@ def test_expert_numbers_above_255_survive_beside_routes_of_bytes():
         (trajectory(5, step([1, 2], 2)), "got no sampled token"),
     ],
 )
-def test_an_incomplete_trajectory_is_refused_by_name(broken: Trajectory, message: str):
+def test_the_error_names_the_incomplete_trajectory(broken: Trajectory, message: str):
     with pytest.raises(GenerationError, match=message):
         collate([trajectory(1, step([1, 2], 1)), broken])

@@ -15,7 +15,7 @@ from rl_core import algorithms
 from rl_core.algorithms import Objective
 from rl_core.errors import ConfigError, ShapeError
 
-# Wide bounds, so that random ratios fall on both sides of them.
+# With these bounds, the random ratios of `mini_batch` lie below, between and above them.
 CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.3}
 CASES = {
     "ppo_clip": ("ppo_clip_loss", CLIP),
@@ -156,8 +156,8 @@ def test_rollout_is_drops_tokens_outside_the_open_interval():
     assert by_hand(algorithms.rollout_is_loss, **arguments) == pytest.approx([-2.0, 0.0, -2.0 * math.exp(0.1)])
 
 
-def test_dppo_stops_only_the_direction_in_which_the_bound_is_passed():
-    # p = 0.8, q = 0.5: |p − q| = 0.3; a negative advantage pulls back and is kept.
+def test_dppo_drops_only_updates_that_increase_a_divergence_above_its_bound():
+    # |p − q| = 0.3 exceeds the bound 0.2. The second token keeps its loss: its negative advantage moves p towards q.
     p, q = math.log(0.8), math.log(0.5)
     arguments = {
         "logprobs_T": [p, p, q],
@@ -216,8 +216,8 @@ def test_clip_cov_and_kl_cov_act_on_the_chosen_tokens_only():
     )
 
 
-def test_value_loss_takes_the_larger_of_plain_and_held_error():
-    # held at 0.2 from 0: prediction 1, target 1 → held error 0.8; prediction −1, target 1 → plain error 2.
+def test_value_loss_takes_the_larger_of_plain_and_clipped_error():
+    # prediction 1, clipped to 0.2, target 1: errors 0 and 0.8; prediction −1, clipped to −0.2, target 1: 2 and 1.2.
     losses = by_hand(
         algorithms.value_clip_loss,
         predicted_values_T=[1.0, -1.0],
@@ -228,8 +228,9 @@ def test_value_loss_takes_the_larger_of_plain_and_held_error():
     assert losses == pytest.approx([0.5 * 0.64, 0.5 * 4.0])
 
 
-def test_rounding_takes_the_gradient_of_no_value_within_its_bounds():
-    """In float32 (v − R) − (v − V) + (v − V) is not v − R: compared bare, one token in thirty would seem clipped."""
+def test_rounding_never_removes_the_gradient_of_a_value_that_is_not_clipped():
+    """In float32, (v − R) − (v − V) + (v − V) often differs from v − R. If the loss compared only these errors, one
+    token in thirty would count as clipped."""
     generator = torch.Generator().manual_seed(0)
     values_T, returns_T, move_T = torch.randn(3, 1000, generator=generator)
     predicted_T = (values_T + 0.1 * move_T.tanh()).requires_grad_()
@@ -346,7 +347,7 @@ def test_loss_equals_the_slow_version(case):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in STOPPED_GRADIENT])
-def test_gradient_is_that_of_the_value(case):
+def test_gradient_equals_finite_differences_of_the_loss(case):
     columns = with_prepared(case, mini_batch(2, [4, 6, 3]))
     current_T = columns[current_name(case)].requires_grad_()
     assert torch.autograd.gradcheck(lambda x: call(case, {**columns, current_name(case): x}).loss_T, (current_T,))
@@ -359,8 +360,8 @@ def test_cispo_gradient_is_the_weighted_policy_gradient(case):
     torch.testing.assert_close(gradient_T, loss_T / columns["logprobs_T"])
 
 
-def test_dro_has_the_gradient_of_the_papers_square_of_reward_minus_log_ratio():
-    """Richemond et al. 2024: ½ (A − beta · log(policy / old))², over beta; and no clamp stops what has gone far."""
+def test_dro_has_the_gradient_of_the_papers_squared_loss():
+    """Richemond et al. 2024: ½ (A − beta · log(policy / old))², divided by beta. A log-ratio of −60 is not clamped."""
     columns = mini_batch(2, [4, 6, 3])
     columns["logprobs_T"][0] = columns["old_logprobs_T"][0] - 60.0
     _, gradient_T = loss_and_gradient("dro", columns)
@@ -436,7 +437,8 @@ def test_log_ratios_are_clamped_at_20():
 @pytest.mark.parametrize("function", ["gspo_loss", "gspo_token_loss", "gmpo_loss"])
 @pytest.mark.parametrize(("outlier", "mean"), [(-50.0, -5.0), (150.0, 15.0), (-1000.0, -20.0), (-math.inf, -20.0)])
 def test_one_far_token_moves_its_sequences_mean_as_in_the_papers(function, outlier, mean):
-    """Ten tokens, one at −50: the papers' ratio is exp(−5) = 0.0067; with each token clamped to ±20 it was 0.135."""
+    """Ten tokens, one with a log-ratio of −50: the papers' ratio is exp(−5) = 0.0067. With each token clamped to ±20,
+    it would be exp(−2) = 0.135."""
     logprobs_T = torch.zeros(10, dtype=torch.float64)
     logprobs_T[3] = outlier
     settings = {"eps_clip_low": 1.0, "eps_clip_high": 1e9}
@@ -452,7 +454,7 @@ def test_one_far_token_moves_its_sequences_mean_as_in_the_papers(function, outli
     loss_T, metrics = getattr(algorithms, function)(**columns, **settings)
     assert loss_T.tolist() == pytest.approx([-math.exp(mean)] * 10, rel=1e-12)
     loss_T.sum().backward()
-    # d exp(mean) / d logprob_t = exp(mean) / 10, ten losses; at the clamp there is none.
+    # Each of the ten losses adds −exp(mean) / 10 to a token's gradient, or 0 if the mean is clamped.
     expected = -math.exp(mean) if abs(mean) < 20 else 0.0
     assert logprobs_T.grad.tolist() == pytest.approx([expected] * 10, rel=1e-12)
     assert all(metric_T.isfinite().all() for metric_T in metrics.values())

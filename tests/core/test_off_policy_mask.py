@@ -1,4 +1,4 @@
-"""Sequences that the policy has left: which tokens, in an objective, over a split."""
+"""`off_policy_sequence_mask`: which tokens it drops, alone, in an objective and in a split mini-batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def kept_by_definition(columns, logprobs_T, sequence_T, delta: float) -> list[bo
 
 
 @pytest.mark.parametrize("delta", [0.0, 0.5])
-def test_it_is_what_the_definition_says(delta: float):
+def test_the_mask_equals_a_slow_version_of_the_definition(delta: float):
     columns, logprobs_T, sequence_T = mini_batch()
     read = (columns["rollout_logprobs"], columns["advantages"], columns["loss_mask"], sequence_T)
     kept_T = off_policy_sequence_mask(logprobs_T, *read, delta=delta)
@@ -52,7 +52,7 @@ def test_it_is_what_the_definition_says(delta: float):
     assert 0 < int((~kept_T).sum()) < int(columns["loss_mask"].sum())
 
 
-def test_tokens_whose_sampling_is_not_known_do_not_count():
+def test_tokens_without_a_finite_rollout_logprob_are_left_out_of_the_mean():
     logprobs_T, rollout_T = torch.tensor([-3.0, -3.0, -3.0]), torch.tensor([-1.0, float("nan"), -float("inf")])
     everywhere, sequence_T = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     kept_T = off_policy_sequence_mask(logprobs_T, rollout_T, -torch.ones(3), everywhere, sequence_T, delta=1.9)
@@ -63,7 +63,7 @@ def test_tokens_whose_sampling_is_not_known_do_not_count():
         off_policy_sequence_mask(logprobs_T, rollout_T, -torch.ones(3), everywhere, sequence_T, delta=-0.1)
 
 
-def test_it_takes_the_policy_loss_and_leaves_kl_term_and_weights():
+def test_the_mask_drops_the_policy_loss_but_not_the_kl_term():
     columns, logprobs_T, sequence_T = mini_batch()
     objective = objective_from_spec(LossSpec(name="regular", kl_coef=0.3, off_policy_sequence_mask=0.5))
     current_T = logprobs_T.clone().requires_grad_()

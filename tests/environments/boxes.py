@@ -1,4 +1,4 @@
-"""What the tests of the sandbox share: the mechanisms that this machine has, and a look at its processes."""
+"""Shared code of the sandbox tests: creates sandboxes, runs programs in them, and finds processes left behind."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from rl_environments.sandbox import Limits, Outcome, Sandbox, Test, shared_sandb
 
 MECHANISMS = ("bubblewrap", "landlock")
 LIMITS = Limits(cpu_s=10, wall_s=60.0)
-"""No test of something else fails by them on a busy machine."""
+"""Limits for tests that do not test limits; high enough for a busy machine."""
 SLOTS = 8
 DEADLINE_S = 60.0
 
 
 async def sandbox_by(mechanism: Any) -> Sandbox:
-    """A sandbox by one mechanism; the test is skipped where this machine has it not."""
+    """A sandbox that uses `mechanism`. Skips the test if this machine does not support it."""
     try:
         return await shared_sandbox(mechanism, slots=SLOTS)
     except ConfigError as error:
-        pytest.skip(f"this machine has no sandbox by {mechanism}: {error}")
+        pytest.skip(f"this machine does not support {mechanism} sandboxes: {error}")
 
 
 async def sandbox_without_mounts(directory: Path) -> Sandbox:
-    """Landlock as in most containers: root, without the right to mount, so without a directory to write in."""
+    """A Landlock sandbox as in most containers: root without the right to mount, so programs have no directory to write
+    to. Its interpreter is a script in `directory` that drops the capabilities."""
     sandbox = await sandbox_by("landlock")
     python = directory / "python"
     rights = "-sys_admin,-sys_ptrace"
@@ -38,20 +39,20 @@ async def sandbox_without_mounts(directory: Path) -> Sandbox:
 
 
 async def outcome_of(sandbox: Sandbox, program: str, *, limits: Limits = LIMITS, **test: Any) -> Outcome:
-    """One test of a program."""
+    """Runs one test of a program and returns its outcome."""
     (outcome,) = await sandbox.run(program, [Test(**test)], limits=limits)
     return outcome
 
 
 async def answer_of(sandbox: Sandbox, program: str, *arguments: Any, limits: Limits = LIMITS) -> Any:
-    """What the program's function `attack` returns; the test fails where it does not."""
+    """Calls the program's function `attack` and returns its value. Fails if the call does not complete."""
     outcome = await outcome_of(sandbox, program, limits=limits, function="attack", arguments=arguments)
     assert outcome.is_complete, outcome
     return outcome.value
 
 
 def processes_named(marker: str) -> list[int]:
-    """The machine's processes that have a word in their command line."""
+    """Ids of all processes on this machine whose command line contains `marker`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -64,8 +65,8 @@ def processes_named(marker: str) -> list[int]:
 
 
 def wait_until_gone(marker: str) -> None:
-    """Fails where processes with this word are still there at the deadline."""
+    """Waits until no command line contains `marker`. Fails if a process is left after `DEADLINE_S`."""
     deadline = time.monotonic() + DEADLINE_S
     while left := processes_named(marker):
-        assert time.monotonic() < deadline, f"still there after {DEADLINE_S:g} s: {left}"
+        assert time.monotonic() < deadline, f"processes still running after {DEADLINE_S:g} s: {left}"
         time.sleep(0.02)

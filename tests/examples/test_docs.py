@@ -1,4 +1,4 @@
-"""What the documentation shows runs as it stands there."""
+"""The code blocks of the documentation run as printed and do what the text says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(scope="module")
 def shown() -> dict[str, Any]:
-    """The names that the Python blocks of docs/plugins.md define, run one after the other."""
+    """Runs the Python blocks of docs/plugins.md in order, and returns the names that they define."""
     names: dict[str, Any] = {"__name__": "shown"}
     for block in re.findall(r"```python\n(.*?)```", (DOCS / "plugins.md").read_text(), flags=re.DOTALL):
         exec(compile(block, "docs/plugins.md", "exec"), names)
@@ -49,7 +49,7 @@ def test_the_environment_passes_its_suite(shown: dict[str, Any]):
     checks = [name for name in dir(suite) if name.startswith("test_")]
     assert len(checks) >= 5
     for check in checks:
-        # A check of an ability that it has not skips itself.
+        # A check skips itself if it does not apply to this environment.
         with contextlib.suppress(pytest.skip.Exception):
             getattr(suite, check)()
 
@@ -69,14 +69,14 @@ async def test_the_environment_with_tools_plays_an_episode():
     assert (await environment.step(Action(text="42", tokens=(), stop_reason="stop"))).reward == 1.0
 
 
-def test_the_estimator_is_accepted_by_a_run(shown: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_the_estimator_loads_by_its_import_path(shown: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.examples.environments.shown_estimator", shown["best_of_group_advantages"], raising=False)
     path = "tests.examples.environments:shown_estimator"
     estimator = load_estimator(path, {"scale": 2.0})
     assert estimator(torch.tensor([1.0, 0.0]), torch.tensor([3, 3]), scale=2.0).tolist() == [1.0, -1.0]
 
 
-def test_the_recipe_is_one(shown: dict[str, Any]):
+def test_the_recipe_fulfils_its_contract(shown: dict[str, Any]):
     assert isinstance(shown["recipe"], Recipe)
 
 
@@ -101,5 +101,5 @@ def test_the_engine_has_keys_of_its_own(shown: dict[str, Any], monkeypatch: pyte
         plugin.validate(engine_spec(from_mapping({**values, f"{section}.log_file": "/no/such/file"}))[1])
 
 
-def test_the_command_is_one(shown: dict[str, Any]):
+def test_the_command_prints_its_line(shown: dict[str, Any]):
     assert CliRunner().invoke(shown["weigh"], ["runs/x"]).output == "runs/x: heavy\n"

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 2.0
-"""Piped output: shortest time between two lines, except before the last line."""
+"""Minimum time between two lines of piped output; the last line is always written."""
 _PACE_UPDATES = 20
-"""The remaining time is estimated from the pace of the last updates, this many of them."""
+"""Number of recent updates from which the remaining time is estimated."""
 
 
 class Progress:
@@ -30,7 +30,7 @@ class Progress:
                 progress.update(step + 1, loss=loss)
 
     By default, it writes to stderr, so that stdout remains free for results. A number is shown until it is updated, so
-    the result of an evaluation every tenth step stays visible. If an exception ends the block, the last line names it.
+    the result of an evaluation every tenth step stays visible. If an exception ends the block, its class name is shown.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Progress:
             self._print_line(self._time_left())
 
     def phase(self, name: str) -> None:
-        """Sets the current phase, e.g. `generate`. Only the live display shows it; a plain line is about a finished
-        step."""
+        """Sets the current phase, e.g. `generate`. Only the live display shows it."""
         self._phase = name
 
     def close(self, failure: str | None = None) -> None:
-        """Shows the last state, with the time taken and the failure, if there is one. A second call does nothing."""
+        """Shows the final state, and the failure if there is one. A plain line also says how long the work took. A
+        second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

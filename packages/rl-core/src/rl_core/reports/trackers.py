@@ -1,9 +1,9 @@
 """The built-in trackers, which receive metrics. Each is a callable `(config, run_dir, *, total_steps, first_step) →
 Tracker`.
 
-`first_step` is the first step that this process will log: 0 for a new run; for a resumed run, the checkpoint's step + 1
-or, if the row of the checkpoint's step will be written again, the checkpoint's step. Rows that an earlier process
-logged for this step and later ones are dropped, so that no step appears twice.
+`first_step` is the first step that this process will log. A new run starts at 0. A resumed run starts after the
+checkpoint's step, or at that step if it was not completely logged. `metrics.jsonl` and TensorBoard drop what an earlier
+process logged from `first_step` on; Weights & Biases keeps it and ignores the repeated steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ConsoleTracker:
 
 
 class JsonlTracker:
-    """Writes `metrics.jsonl`: one row per step. A row is on disk before the step's checkpoint is begun."""
+    """Writes `metrics.jsonl`: one row per step. `log` returns when the row is on disk, unless the disk is full."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
         self._log = StepLog(run_dir / METRICS_FILE_NAME, first_step=first_step)
@@ -95,8 +95,8 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Logs to Weights & Biases, as run `trainer.run_name` of project `trainer.project_name`. `WANDB_MODE=offline` needs
-    no network.
+    """Logs to Weights & Biases, as run `trainer.run_name` of project `trainer.project_name`. With `WANDB_MODE=offline`
+    set, no network is needed.
 
     A resumed run continues the run whose id is in `wandb_run_id.txt`. Weights & Biases does not accept a step twice: it
     ignores repeated steps with a warning.

@@ -1,4 +1,4 @@
-"""Receives a version in a worker while its model samples with the previous one."""
+"""Receives a new version of the weights in a worker while its model samples with the previous version."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rl_core.interfaces import Rendezvous, WeightBucket
 
 
 class Preparation:
-    """Receives a version on its own thread. Nothing of it is served until the worker takes the buckets and loads
-    them."""
+    """Receives a version of the weights on its own thread. The model does not change until the worker takes the buckets
+    and loads them."""
 
     def __init__(
         self,
@@ -23,11 +23,11 @@ class Preparation:
     ) -> None:
         """
         Args:
-            rendezvous: the rendezvous of the sync.
-            version: expected version.
-            receive: returns all buckets, checked.
-            before: preparation of an earlier sync, which must end first, because both use the weights that the worker
-                holds.
+            rendezvous: identifies the sync, together with `version`.
+            version: the version to receive.
+            receive: receives, checks and returns all buckets.
+            before: the preparation of an earlier sync. This one waits until it has ended, because both use the worker's
+                copy of the last weights.
         """
         self._sync = (rendezvous, version)
         self._received: Future[list[WeightBucket]] = Future()
@@ -42,11 +42,11 @@ class Preparation:
             self._received.set_exception(error)
 
     def is_of(self, rendezvous: Rendezvous, version: int) -> bool:
-        """Whether it receives this version in this sync."""
+        """Whether this preparation is for the same sync and version."""
         return self._sync == (rendezvous, version)
 
     def wait(self) -> None:
-        """Returns when it has ended, with success or an error, at the latest after the transport's deadlines."""
+        """Waits until the preparation has succeeded or failed. The transport's deadlines limit the wait."""
         wait([self._received])
 
     def state(self) -> dict[str, bool | str | None]:
@@ -56,7 +56,7 @@ class Preparation:
         return {"has_ended": has_ended, "error": None if error is None else described(error)}
 
     def buckets(self) -> list[WeightBucket]:
-        """The received buckets. Raises the error if it failed."""
+        """Waits for the buckets and returns them; raises the preparation's error if it failed."""
         return self._received.result()
 
 

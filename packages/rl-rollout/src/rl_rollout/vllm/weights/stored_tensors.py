@@ -1,7 +1,7 @@
-"""The tensors of an engine's model, under the names that its checkpoint files and sent weights use.
+"""Reads names, shapes and dtypes from the checkpoint of an engine's model, and checks arriving weights against them.
 
-vLLM's loaders copy into fused and padded tensors, and some accept tensors that do not fit: a `gate_proj` with twice the
-rows overwrote its `up_proj`, and an adapter's matrix with too few rows fills only a part of its slot.
+vLLM does not check every shape. It copies weights into fused and padded tensors: a `gate_proj` with twice its rows
+overwrites the `up_proj`, and an adapter matrix with too few rows fills only a part of its slot.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|down)_proj\.weight")
 _FUSED = {"gate": "gate_up_proj", "down": "down_proj"}
 _LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""torch's dtype names by those of the file format, for floating-point dtypes that are not quantized."""
+"""Maps names of safetensors dtypes to torch's; only floating-point dtypes that are not quantized."""
 
 
 @attrs.frozen
 class StoredTensor:
-    """A tensor of a checkpoint's files."""
+    """Shape and dtype of a tensor in a checkpoint or in arriving weights."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -65,8 +65,8 @@ def tensors_of_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The experts in transformers' in-memory layout, two tensors with all experts of a layer, which vLLM also
-    accepts."""
+    """`gate_up_proj` and `down_proj` of each layer with experts, each with all experts of the layer. This is
+    transformers' in-memory layout, which vLLM also accepts."""
     fused: dict[str, StoredTensor] = {}
     num_experts: Counter[str] = Counter()
     for name, tensor in stored.items():
@@ -80,15 +80,16 @@ def _fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
 
 
 def fitting(buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor], dtype: str) -> Iterator[WeightBucket]:
-    """Yields each bucket after checking that all its tensors fit.
+    """Yields each bucket after checking that all its tensors match the engine's. A `lm_head.weight` that the engine
+    does not store is accepted, because it is tied to the embeddings.
 
     Args:
         buckets: the arriving buckets.
-        stored: the engine's tensors; empty: they are unknown, and nothing is checked.
-        dtype: torch's name of the engine's compute dtype.
+        stored: the engine's tensors by name. If it is empty, nothing is checked.
+        dtype: torch's name of the engine's compute dtype; a tensor may also have the dtype in `stored`.
 
     Raises:
-        WeightSyncError: the engine has no tensor of this name, shape or dtype.
+        WeightSyncError: the engine has no tensor of this name, or its shape or dtype differs.
     """
     for bucket in buckets:
         for name, shape, given in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
@@ -113,7 +114,8 @@ def require_matrix(name: str, given: StoredTensor, stored: Mapping[str, StoredTe
     Args:
         name: peft's name of the matrix.
         given: the matrix.
-        stored: the engine's tensors; a layer that is missing or packed there is not checked.
+        stored: the engine's tensors by name. The shape is not checked if the layer is missing, quantized or not
+            two-dimensional.
         rank: the adapter's rank.
 
     Raises:
