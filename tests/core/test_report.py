@@ -144,7 +144,7 @@ def test_every_curve_is_there_with_a_title_and_a_description_in_words(tmp_path):
         "Gradient norm",
         "Engine against trainer",
         "Response length",
-        "Clipped",
+        "Clip fraction",
         "digits right",
         "Time per phase",
     ]

@@ -1,4 +1,5 @@
-"""What cannot run, or would compute wrong numbers, is refused by name, with the nearest mesh that works."""
+"""Settings that cannot run or would compute wrong numbers are refused: the error names the key, and for parallel sizes
+the nearest mesh that works."""
 
 from __future__ import annotations
 
@@ -211,7 +212,7 @@ def test_the_nearest_mesh_that_is_named_is_let_through(spec_of):
         (MOE, 1, {}, {"moe_router_pre_softmax": True}, "got true, but the model normalises after"),
     ],
 )
-def test_wrong_numbers_are_refused_whichever_section_set_the_value(
+def test_settings_that_cannot_work_are_refused_whichever_section_set_them(
     spec_of, model, world_size, options, passed, complaint
 ):
     assert complaint in refusal(spec_of(model, options, **passed), world_size)
@@ -228,7 +229,7 @@ def test_wrong_numbers_are_refused_whichever_section_set_the_value(
         ("lr", 1e-3, "set trainer.policy.optimizer_config.lr instead"),
     ],
 )
-def test_an_optimizers_field_that_is_not_wired_is_refused(spec_of, field, value, complaint):
+def test_an_unsupported_field_of_the_optimizer_is_refused(spec_of, field, value, complaint):
     spec = spec_of(DENSE, {"optimizer_config_kwargs": {field: value}})
     where = rf"^trainer\.policy\.megatron_config\.optimizer_config_kwargs\.{field}: "
     with pytest.raises(ConfigError, match=where) as error:
@@ -236,17 +237,17 @@ def test_an_optimizers_field_that_is_not_wired_is_refused(spec_of, field, value,
     assert re.search(complaint, str(error.value))
 
 
-def test_an_optimizers_field_with_the_value_that_is_trained_with_is_let_through(spec_of):
+def test_fields_of_the_optimizer_with_their_only_supported_value_are_accepted(spec_of):
     fields = {"optimizer": "adam", "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False}
     megatron.validate(spec_of(DENSE, {"optimizer_config_kwargs": fields}), 1)
 
 
-def test_a_value_of_the_pass_through_section_is_named_there(spec_of):
+def test_an_error_names_the_pass_through_section_if_it_set_the_value(spec_of):
     message = refusal(spec_of(DENSE, {}, **{TP: 3}), 3)
     assert message.startswith(f"trainer.policy.megatron_config.transformer_config_kwargs.{TP}: 3")
 
 
-def test_without_a_model_directory_only_what_does_not_need_it_is_checked(spec_of):
+def test_without_the_models_config_json_only_checks_that_do_not_need_it_run(spec_of):
     refuse(spec_of(None, {TP: 3}), 3)
     assert "does not divide the 4 ranks" in refusal(spec_of(None, {TP: 3}), 4)
 
@@ -300,7 +301,7 @@ def test_layers_that_cannot_have_adapters_are_refused(spec_of, model, mesh, lora
 
 
 @pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
-def test_parts_of_a_matrix_are_adapted_together_or_not(lora_type):
+def test_projections_fused_in_one_matrix_get_adapters_together_or_not_at_all(lora_type):
     lora = LoraConfig(rank=4, target_modules=("gate_proj", "o_proj"))
     with pytest.raises(ConfigError, match=r"^trainer\.policy\.model\.lora\.target_modules: gate_proj, up_proj are one"):
         bridge_layers(lora, lora_type, "trainer.policy")
@@ -323,13 +324,13 @@ def test_refusing_imports_neither_torch_nor_megatron():
     assert printed.strip() == "set()"
 
 
-def test_selective_checkpointing_is_megatrons_own_choice(spec_of):
+def test_selective_checkpointing_must_be_set_with_megatrons_own_keys(spec_of):
     spec = attrs.evolve(spec_of(DENSE, {}), gradient_checkpointing="selective")
     assert "recompute_granularity=selective" in refusal(spec, 1)
 
 
-def test_every_field_of_megatrons_sums_is_chosen_or_answered():
-    """Of `DistributedDataParallelConfig`: a key here, or a reason why it is none."""
+def test_every_field_of_ddp_config_is_a_key_or_has_a_reason_why_not():
+    """Every field of `DistributedDataParallelConfig` is in `DdpOptions`, or in `UNSUPPORTED` with a reason."""
     options = {field.name for field in attrs.fields(DdpOptions)}
     fields = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
     answered = {name for name in fields if f"{DDP}.{name}" in UNSUPPORTED}
@@ -337,7 +338,9 @@ def test_every_field_of_megatrons_sums_is_chosen_or_answered():
     assert not options & answered
     for name in answered - {"use_distributed_optimizer", "average_in_collective"}:
         found = UNSUPPORTED[f"{DDP}.{name}"]
-        assert found.is_harmless or fields[name] in found.harmless, f"{name} at Megatron's own default"
+        assert found.is_harmless or fields[name] in found.harmless, (
+            f"{name}: Megatron's default {fields[name]!r} is refused"
+        )
     for name in options - {"overlap_grad_reduce", "overlap_param_gather"}:
         chosen = MegatronOptions(ddp_config=DdpOptions(**{name: True}))
         assert getattr(ddp_config(chosen), name) is True
@@ -356,12 +359,12 @@ def test_every_field_of_megatrons_sums_is_chosen_or_answered():
         ("bucket_sizes=5", r"bucket_sizes: unknown key"),
     ],
 )
-def test_a_field_of_megatrons_sums_is_refused_by_name(override: str, said: str):
+def test_an_error_in_ddp_config_names_the_field(override: str, said: str):
     with pytest.raises(ConfigError, match=said):
         from_mapping({"trainer.strategy": "megatron"}, [f"{DDP}.{override}"])
 
 
-def test_the_size_of_buckets_is_known_to_have_no_effect():
-    """Megatron itself has one bucket where sums do not overlap the backward pass."""
+def test_bucket_size_is_accepted_with_a_warning_that_it_has_no_effect():
+    """Megatron itself uses a single bucket if gradient reduction does not overlap the backward pass."""
     with pytest.warns(ConfigWarning, match="bucket_size: has no effect .* in one piece"):
         from_mapping({"trainer.strategy": "megatron"}, [f"{DDP}.bucket_size=40000000"])

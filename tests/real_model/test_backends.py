@@ -1,6 +1,7 @@
-"""SmolLM2-135M-Instruct in every backend: real text scores as in transformers, and the export is what was loaded.
+"""SmolLM2-135M-Instruct in FSDP and Megatron: log-probs of real text agree with transformers, and the exported
+weights equal the loaded ones.
 
-Each way of splitting is started once, for both questions; what is measured are rows of docs/parity.md.
+Each mesh is started once, for both checks; each measurement is a row of docs/parity.md.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def test_real_text_scores_as_in_transformers_and_the_export_is_what_was_loaded(
 
 
 def require_within(backend: str, name: str, quantity: str, difference: float, limit: float) -> None:
-    """Writes a row of the parity table down, and raises AssertionError above its limit: that of log-probs is for 30
-    layers of float32 sums."""
+    """Records a row of the parity table. Raises AssertionError if the difference exceeds `limit`, which for log-probs
+    allows for float32 rounding in 30 layers."""
     mesh = f"SmolLM2-135M-Instruct, {name.split(', ')[1]}"
     measurement = Measurement(backend=backend, mesh=mesh, quantity=quantity, difference=difference, limit=limit)
     write_down(measurement)
@@ -83,7 +84,7 @@ def require_within(backend: str, name: str, quantity: str, difference: float, li
 
 
 def largest_difference(saved: Path, given: Path) -> float:
-    """Of any weight of two models with the same tensors, whatever dtype stores them."""
+    """The largest difference between two models' weights, as float32. Raises AssertionError if their names differ."""
     with (
         safe_open(given / "model.safetensors", "pt") as expected,
         safe_open(saved / "model.safetensors", "pt") as found,
@@ -96,7 +97,7 @@ def largest_difference(saved: Path, given: Path) -> float:
 
 
 def require_loads_alike(saved: Path, given: Path) -> None:
-    """A model and tokenizer that load, and a chat template that is the given one."""
+    """Requires that transformers loads the saved model and tokenizer, and that a chat becomes the same tokens."""
     loaded = AutoModelForCausalLM.from_pretrained(saved)
     assert sum(parameter.numel() for parameter in loaded.parameters()) == 134_515_008
     question = [{"role": "user", "content": "What is the capital of France?"}]

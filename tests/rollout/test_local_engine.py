@@ -1,4 +1,4 @@
-"""The local engine's own promises: padding, caches, rows, weights, failures, and which models it serves."""
+"""What only the local engine must do: padding, KV cache, rows, weight updates, failures, and refusing some models."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_prompts_of_all_lengths_side_by_side_have_the_logprobs_of_a_plain_forwar
     scheduler.submit(samples)
     ended = finish(scheduler)
     assert sorted(sample.index for sample, _ in ended) == list(range(20))
-    # float32 rounding over two layers, seen 1e-6.
+    # Rounding of float32 in two layers: the largest difference seen was 1e-6.
     assert largest_difference(model, ended) < 1e-5
 
 
 def test_a_wrong_position_or_mask_would_be_seen(model, monkeypatch):
-    """Negative control of the test above: without the padding's mask the log-probs are far off."""
+    """Negative control of the test above: if padding is treated as tokens, the log-probs are far off."""
     forward = Rows._forward
 
     def without_padding(self, inputs_BQ, pad_B, past):
@@ -126,7 +126,7 @@ def test_greedy_responses_are_those_of_transformers_generate(model, checkpoint):
         assert completion.tokens == tuple(expected[0, len(sample.prompt_tokens) :].tolist())
 
 
-def test_a_prompt_that_samples_share_is_computed_once_and_no_more_rows_run_than_allowed(model):
+def test_samples_that_start_together_share_one_prefill_and_no_more_rows_run_than_allowed(model):
     shapes = []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -134,12 +134,12 @@ def test_a_prompt_that_samples_share_is_computed_once_and_no_more_rows_run_than_
     scheduler = Scheduler(model, max_num_seqs=8)
     scheduler.submit([sample_of((1, 2, 3), SamplingParams(max_tokens=3), index=i, seed=i) for i in range(16)])
     assert len(finish(scheduler)) == 16
-    # Two waves: one prefill of one row each, then decoding of all rows.
+    # Twice: prefill of one row, then two decoding steps of eight rows.
     assert shapes == [(1, 3), (8, 1), (8, 1)] * 2
 
 
 def test_a_cache_that_is_not_recomputed_after_an_update_would_be_seen(model, monkeypatch):
-    """Also the negative control of recomputing: both log-prob differences are measured the same way."""
+    """The same measurement is near 0 if the cache is recomputed, and large if it is not (negative control)."""
     differences = {}
     for name in ("recomputed", "stale"):
         if name == "stale":
@@ -218,7 +218,7 @@ def request_of(name, params=SAMPLED, **fields):
 LONG = SamplingParams(max_tokens=250, ignore_eos=True)
 
 
-async def test_an_error_on_the_engines_thread_fails_who_waits_and_who_comes_later(model):
+async def test_an_error_on_the_engines_thread_fails_running_and_later_requests(model):
     calls = []
 
     def breaks_later(module, args):
@@ -241,7 +241,7 @@ async def test_an_error_on_the_engines_thread_fails_who_waits_and_who_comes_late
     await engine.close()
 
 
-async def test_weights_that_give_no_numbers_fail_the_engine(model):
+async def test_nan_weights_fail_the_request(model):
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
     engine = await start(model)
     with pytest.raises(GenerationError, match="logits are not finite"):
@@ -286,7 +286,7 @@ async def test_the_event_loop_goes_on_while_the_engine_computes(model):
     await engine.close()
 
 
-async def test_requests_of_one_turn_of_the_loop_start_as_one_batch(model):
+async def test_requests_of_one_event_loop_iteration_start_as_one_batch(model):
     shapes = []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -299,7 +299,7 @@ async def test_requests_of_one_turn_of_the_loop_start_as_one_batch(model):
     await engine.close()
 
 
-async def test_another_request_under_a_running_id_is_refused(model):
+async def test_a_different_request_with_the_id_of_a_running_one_is_refused(model):
     engine = await start(model)
     task = asyncio.ensure_future(engine.generate(request_of("same", LONG)))
     await asyncio.sleep(0)
@@ -345,7 +345,7 @@ async def test_a_closed_engine_fails_its_requests_and_refuses_new_ones(model):
             await late
 
 
-async def test_a_model_that_cannot_be_loaded_is_the_callers_error():
+async def test_an_error_in_loading_the_model_reaches_the_caller():
     def load():
         raise ConfigError("no such model")
 
@@ -370,7 +370,8 @@ async def test_the_plugin_serves_the_policy_in_the_configured_dtype(checkpoint, 
     (completion,) = await client.generate(request_of("x"))
     reference = load_checkpoint(checkpoint)
     difference = largest_difference(reference, [(sample_of((1, 2, 3)), completion)])
-    # bfloat16 has 8 bits: log-probs of two layers differ in the third digit, seen 0.02; equal ones would prove float32.
+    # bfloat16 has 8 significant bits; the difference seen after two layers was 0.02. A difference below 1e-4 would
+    # mean that the engine computes in float32.
     assert difference < 1e-5 if dtype == "float32" else 1e-4 < difference < 0.2
     assert (await client.health()).version == -1
     await client.close()
@@ -383,7 +384,7 @@ def test_several_local_engines_are_refused(checkpoint):
     assert ("backend=vllm" in str(refusal.value)) == has_vllm
 
 
-def test_a_missing_model_and_one_with_other_caches_are_config_errors(tmp_path):
+def test_a_missing_model_and_one_with_linear_attention_are_config_errors(tmp_path):
     with pytest.raises(ConfigError, match="cannot load this model: OSError"):
         load_model(str(tmp_path / "nowhere"), dtype="float32", device="cpu", model_kwargs={})
     (tmp_path / "config.json").write_text(

@@ -30,13 +30,13 @@ def staged(tensors: dict[str, torch.Tensor], version: int = 1) -> StagedWeights:
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The parameters as a checkpoint names them; a router's bias is a buffer, which no optimizer moves."""
+    """The checkpoint's parameters by name. A router's correction bias is left out: it is a buffer, not a parameter."""
     return {n: t for n, t in load_file(checkpoint / "model.safetensors").items() if "correction_bias" not in n}
 
 
 @torch.no_grad()
 def router_choices(model: Any, tokens: tuple[int, ...]) -> dict[int, np.ndarray]:
-    """Layer → the experts that the model's own router returns for each token, best first or in any order."""
+    """Layer index → ids [T, K] of the experts that the model's own router chooses; their order has no meaning."""
     seen: dict[int, np.ndarray] = {}
     handles = [
         router.register_forward_hook(lambda _, args, output, layer=layer: seen.update({layer: output[2].numpy()}))
@@ -70,8 +70,8 @@ def test_routes_are_the_routers_choices_for_every_input_token(family: str, field
     assert largest_difference(plain, ended) < 1e-5
 
 
-def test_routes_follow_the_weights_that_the_rest_is_sampled_with(tmp_path: Path):
-    """An update recomputes the cache; the routes are those of the cache that later tokens saw."""
+def test_after_an_update_all_routes_are_those_of_the_new_weights(tmp_path: Path):
+    """An update recomputes the KV cache, and with it the routes of the tokens before the update."""
     model = load_checkpoint(make_checkpoint(tmp_path / "a", family="qwen3_moe"))
     other = make_checkpoint(tmp_path / "b", family="qwen3_moe", seed=1)
     scheduler = Scheduler(model, max_num_seqs=4, choices=ExpertChoices.of(model, where="test"))
@@ -84,7 +84,7 @@ def test_routes_follow_the_weights_that_the_rest_is_sampled_with(tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_each_expert_arrives_by_itself_and_is_served(family: str, tmp_path: Path):
+def test_experts_sent_as_separate_tensors_are_loaded_and_served(family: str, tmp_path: Path):
     model = load_checkpoint(make_checkpoint(tmp_path / "a", family=family))
     other = make_checkpoint(tmp_path / "b", family=family, seed=1)
     plain = load_checkpoint(other)

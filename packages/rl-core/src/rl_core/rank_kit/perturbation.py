@@ -45,7 +45,7 @@ class Piece:
 
 
 class Perturbation:
-    """Noise that has been added by `perturb` and can be removed by `restore`."""
+    """The parameters' values from before `perturb` added noise to them; `restore` puts them back."""
 
     def __init__(self, kept: dict[tuple[str, tuple[int, ...]], Tensor]):
         self._kept = kept
@@ -53,11 +53,11 @@ class Perturbation:
     @classmethod
     @torch.no_grad()
     def perturb(cls, pieces: Sequence[Piece], *, seed: int, scale: float) -> Perturbation:
-        """Adds the noise. Collective, because its scale depends on whole parameters. Keeps a copy of this rank's pieces
-        on the CPU.
+        """Adds the noise. Collective, because the noise's scale depends on whole parameters. Keeps a copy of this
+        rank's pieces on the CPU.
 
         Args:
-            pieces: all trained parameters of this rank, each element once.
+            pieces: this rank's pieces of all trained parameters; no two overlap.
             seed: seed of the noise.
             scale: see `rl_core.interfaces.Perturbable.perturb`.
         """

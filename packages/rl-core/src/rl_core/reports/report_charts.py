@@ -12,7 +12,7 @@ from rl_core.reports.curves import Point, Series, line_chart, stacked_chart
 from rl_core.reports.progress import readable
 
 Row = Mapping[str, Any]
-"""A row of `metrics.jsonl`; None for a number that was not finite."""
+"""A row of `metrics.jsonl`: metric → value; the value is None if it was not finite."""
 
 PHASES = ("generate", "score", "train", "publish", "evaluate", "checkpoint", "controller")
 _MAX_ENVIRONMENT_CHARTS = 12
@@ -24,9 +24,9 @@ class Chart:
 
     title: str
     about: str
-    """One sentence that explains the numbers."""
+    """What the numbers mean, in one or two sentences."""
     legend: Sequence[tuple[int, str, str]]
-    """(colour, label, latest value) of each curve."""
+    """(colour, label, value) of each curve: its latest value, or the phase's share in the chart of times."""
     svg: Markup
     note: str = ""
 
@@ -36,12 +36,12 @@ class RunCharts:
     """All charts of a run, in the order of the page."""
 
     learning: Sequence[Chart]
-    """Reward and held-out accuracy: one chart if all values are fractions, else one chart each. If the run logs a
-    held-out loss: one chart of losses."""
+    """If the run logs a held-out loss: a chart of losses. Otherwise reward and held-out accuracy: in one chart if all
+    values are between 0 and 1, else in two."""
     others: Sequence[Chart]
     time: Chart | None
     absent: Sequence[str]
-    """Titles of the charts whose metrics the run did not log."""
+    """Titles of the charts that are missing because the run logged no finite value of their metrics."""
 
 
 @attrs.frozen(kw_only=True)
@@ -66,12 +66,12 @@ _PLANS = (
     ),
     _Plan(
         title="Gradient norm",
-        about="L2 norm before clipping. A gap is a skipped step.",
+        about="L2 norm before clipping, averaged over the optimizer steps that were not skipped.",
         curves={"policy/grad_norm": "norm"},
     ),
     _Plan(
         title="Engine against trainer",
-        about="Difference of log-probs of the same tokens under the same weights. Only rounding should remain.",
+        about="Difference between their log-probs, for the same tokens and weights. Only rounding errors are expected.",
         curves={"rollout/logprob_diff_max": "largest", "rollout/logprob_diff_mean": "mean"},
         is_log=True,
     ),
@@ -81,9 +81,9 @@ _PLANS = (
         curves={"rollout/response_length": "training", "eval/response_length": "held out"},
     ),
     _Plan(
-        title="Clipped",
-        about="Fraction of the tokens whose ratio was clipped.",
-        curves={"policy/clip_fraction": "part"},
+        title="Clip fraction",
+        about="Fraction of the tokens whose gradient the clip removes.",
+        curves={"policy/clip_fraction": "fraction"},
     ),
     _Plan(
         title="Critic",
@@ -144,8 +144,12 @@ def _learning_charts(rows: Sequence[Row]) -> list[Chart]:
         return [_line_chart("Loss", "The loss on training rows and on held-out rows.", losses)]
     together = [*accuracy, *reward, *held_out]
     if accuracy and is_fraction([value for one in together for value in values_of(one.points)]):
-        title = "Reward and held-out accuracy" if reward else "Held-out accuracy"
-        about = "Reward of the training samples, and accuracy on held-out problems."
+        title, about = "Held-out accuracy", "Accuracy on held-out problems."
+        if reward:
+            title, about = (
+                "Reward and held-out accuracy",
+                "Reward of the training samples, and accuracy on held-out problems.",
+            )
         return [_line_chart(title, about, together, in_percent=True)]
     charts = []
     if reward or held_out:
@@ -156,8 +160,8 @@ def _learning_charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
-    """The environment's metrics in training and on held-out problems. For a run on stored responses, the metrics of the
-    loss."""
+    """The environment's metrics in training and on held-out problems. A run on stored responses has no environment, so
+    its charts show the metrics that the loss reports."""
     names = {name.partition("/")[2] for row in rows for name in row if name.startswith(("environment/", "eval/"))}
     charts = []
     for name in sorted(names - {"reward", "accuracy", "response_length", "failed", "loss", "entropy"}):
@@ -166,7 +170,7 @@ def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
         if not points_of(rows, f"environment/{name}") and not points_of(rows, "eval/reward"):
             series, about = (
                 _series(rows, {f"policy/{name}": "training", f"eval/{name}": "held out"}),
-                "From the loss.",
+                "Reported by the loss.",
             )
         if series:
             charts.append(_line_chart(name.replace("_", " "), about, series))
@@ -174,7 +178,8 @@ def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
-    """The age of samples, if older weights sampled some of them; and how long training and generation were idle."""
+    """The staleness of samples, if some were sampled with older weights; and the fractions of a step in which training
+    and generation were idle."""
     charts = []
     staleness = {"rollout/staleness_max": "oldest", "rollout/staleness_mean": "mean"}
     if any(values_of(points_of(rows, "rollout/staleness_max"))):
@@ -187,7 +192,9 @@ def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
             Series(label=label, points=[(row["step"], row[name] / row["time/step"]) for row in timed], color=color)
             for color, (name, label) in enumerate(waits.items(), start=1)
         ]
-        about = "Fraction of a step in which training waited for groups, and in which no group was generated."
+        about = (
+            "Fraction of a step in which training waited for groups, and fraction in which none was being generated."
+        )
         charts.append(_line_chart("Idle", about, series, in_percent=True))
     return charts
 

@@ -1,8 +1,8 @@
 """Peak memory of a run, phase by phase, from the plans of backends and engine (`rl plan`). Starts nothing.
 
-Which models are on the devices in a phase, and whether the engine is, follows from the rules of the loop
-(`trainer/colocation.py`, `workers/devices.py`), which this module repeats. How much memory each of them takes comes
-from the plug-ins' plans (`RankPlan`, `EnginePlan`).
+This module repeats the rules by which the loop moves models and engine on and off the devices
+(`trainer/colocation.py`, `workers/devices.py`). The plug-ins' plans (`RankPlan`, `EnginePlan`) state how much memory
+each of them uses.
 """
 
 from __future__ import annotations
@@ -117,12 +117,13 @@ def require_room(
         if device_bytes is not None and peak.device_bytes > device_bytes:
             most = max(peak.parts, key=lambda part: peak.parts[part])
             complaints.append(
-                f"{peak.phase} ({peak.devices}) needs {_gib(peak.device_bytes)}, a device has {_gib(device_bytes)}, "
-                f"and the largest part is {most} ({_gib(peak.parts[most])})"
+                f"{peak.phase} ({peak.devices}) needs {_gib(peak.device_bytes)}, but a device has "
+                f"{_gib(device_bytes)}, and the largest part is {most} ({_gib(peak.parts[most])})"
             )
         if host_bytes is not None and peak.host_bytes > host_bytes:
             complaints.append(
-                f"{peak.phase} ({peak.devices}) needs {_gib(peak.host_bytes)}, a machine has {_gib(host_bytes)}"
+                f"{peak.phase} ({peak.devices}) needs {_gib(peak.host_bytes)} of host memory, but a machine has "
+                f"{_gib(host_bytes)}"
             )
     if served is not None and served.sequences < 1:
         complaints.append(
@@ -208,7 +209,8 @@ def _of_engine(engine: EnginePlan, config: Config, context: int, device_bytes: i
 
 
 def _served_parts(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> dict[str, int]:
-    """An engine allocates its whole share of the device. What keys and values do not need stays unused."""
+    """Kind of memory → bytes on a device, while the engine serves. An engine with a share below 1 allocates all of it:
+    keys and values get what weights and computation leave, even if they need less."""
     room = serving(engine, config, context, device_bytes)
     parts = {"engine's weights": engine.weight_bytes, "engine's computation": engine.computing_bytes}
     cache = round(room.tokens * engine.kv_bytes_per_token)
@@ -248,7 +250,8 @@ def _held_between(model: ModelOnRanks, *, optimizer: bool) -> tuple[HeldKind, ..
 
 
 def _fullest(model: ModelOnRanks, kinds: Sequence[HeldKind], moment: Sequence[str] = ()) -> dict[str, int]:
-    """Bytes on the device of the fullest rank: state of the given `kinds`, and temporary memory named in `moment`."""
+    """Kind of memory → bytes on the device, for the rank with the largest sum. Counts the `kinds` of state, and the
+    temporary memory that `moment` names."""
 
     def parts(rank: RankPlan) -> dict[str, int]:
         passing = {

@@ -56,7 +56,7 @@ async def publish_weights(
 
     Raises:
         WeightSyncError: the weights that arrived are not those that were sent.
-        RLError, OSError: one side failed; if both did, the error of the first.
+        RLError, OSError: one side failed; if both did, the error of the side that failed first.
 
     After any error, engines that were paused for the sync stay paused and serve nothing until a sync succeeds.
     """
@@ -103,9 +103,9 @@ async def _of_client(client: InferenceClient, answering: Awaitable[R]) -> R:
 async def _both_or_neither(
     sending: asyncio.Future[Any], receiving: asyncio.Future[Any], *, stop: Callable[[], None]
 ) -> None:
-    """Waits for both. If one side fails, `stop` ends the other through the transport, and this function waits for that
-    side too: a rank that is still sending could not begin its next call. An engine that does not end in time may hang
-    and is cancelled. Raises the first error."""
+    """Waits for both sides. If one fails, `stop` makes the other fail through the transport. This function still waits
+    for it, because a rank cannot begin its next call before it has stopped sending. Engines that have not stopped after
+    `_END_S` are cancelled. Raises the first error."""
     both = {sending, receiving}
     try:
         done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
@@ -123,4 +123,4 @@ async def _both_or_neither(
     finally:
         for future in both:
             if future.done() and not future.cancelled():
-                future.exception()  # counts as retrieved; the other side's error follows from the first
+                future.exception()  # so that asyncio does not log the other side's error, a consequence

@@ -1,4 +1,4 @@
-"""One rank as a Ray actor: the code in its process, and its answers.
+"""One rank as a Ray actor: runs the controller's calls in its own process and returns results or failures.
 
 Consumes calls of the controller (`ray_ranks.py`), one after another; produces a result or a `Failure`. Waits for the
 other ranks in the worker's collectives; unblocked by them, or killed by the controller.
@@ -46,7 +46,7 @@ class RankAddress:
     """Ray's id of the node."""
     pid: int
     store_port: int
-    """Port of the store that this rank has opened; the group meets at rank 0's."""
+    """Port of the TCPStore that this rank has opened. The ranks of a group meet at the store of rank 0."""
     gpus: str | None
     """CUDA_VISIBLE_DEVICES as set by Ray: the GPUs of this rank."""
 
@@ -68,7 +68,7 @@ class Failure:
 
 @attrs.frozen(kw_only=True)
 class RankCall:
-    """A call to a rank."""
+    """A method call that the controller sends to a rank."""
 
     method: Callable[..., Any]
     """A method of `Worker`, of one of its optional protocols, or of `RankHost`."""
@@ -80,8 +80,8 @@ class RankCall:
 
 
 class RayRank:
-    """The actor. Calls of the default concurrency group run in one thread; `doing` and `pulse` answer from another one
-    meanwhile."""
+    """Runs calls one at a time in one thread. `doing` and `pulse` run in a second thread, so that they answer during a
+    call."""
 
     def __init__(self) -> None:
         keep_freed_memory()
@@ -91,7 +91,7 @@ class RayRank:
         self._store: Any = None
 
     def address(self) -> RankAddress:
-        """Where this rank runs."""
+        """Opens this rank's store, and returns where the rank runs."""
         self._store = open_store()
         node_id = ray.get_runtime_context().get_node_id()
         return RankAddress(
@@ -116,7 +116,8 @@ class RayRank:
             # A batch is in read-only shared memory, and no worker writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
             self._host = RankHost(backend, spec, rank)
-            # Modules and the model live as long as the process; scanning them would take a tenth of a small step.
+            # Modules and the model live as long as the process. If garbage collections scanned them, that would take a
+            # tenth of a small step.
             gc.collect()
             gc.freeze()
             return self._host.abilities
@@ -124,11 +125,11 @@ class RayRank:
         return self._answer("start", build)
 
     def call(self, call: RankCall) -> Any:
-        """Makes the call. Tensors in the result are returned as numpy arrays."""
+        """Calls the method and returns its result. If that is a dict, its tensors are returned as numpy arrays."""
         return self._answer(call.method.__name__, lambda: self._result_of(call))
 
     def call_on_batch(self, call: RankCall, *columns: Mapping[str, np.ndarray]) -> Any:
-        """Like `call`, for a method whose first argument is a batch. Ray has already fetched all its `columns`."""
+        """Like `call`, for a method whose first argument is a batch, which is assembled from `columns`."""
         arrays = {name: values for some in columns for name, values in some.items()}
         return self._answer(call.method.__name__, lambda: self._result_of(call, Batch.from_arrays(arrays)))
 
@@ -143,7 +144,7 @@ class RayRank:
 
     @ray.method(concurrency_group="status")
     def pulse(self) -> Pulse:
-        """The pulse of this process."""
+        """The resources that this process has used so far."""
         return pulse_of(os.getpid())
 
     def _result_of(self, call: RankCall, *batch: Batch) -> Any:
@@ -164,7 +165,7 @@ class RayRank:
 
 
 def _address_of(node_id: str) -> str:
-    """The node's address that Ray was configured with, which may differ from other addresses of the machine."""
+    """The address at which Ray reaches the node. The machine may have other addresses."""
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
 
 

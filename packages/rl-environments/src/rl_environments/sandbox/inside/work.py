@@ -10,8 +10,8 @@ from rl_environments.sandbox.inside import confinement
 
 
 def prepare_work(box: dict[str, Any]) -> None:
-    """Prepares to mount the directory, if the mechanism is Landlock: a mount limits its size. If mounting is not
-    permitted there is no directory: `box["work"]` becomes None."""
+    """If the mechanism is Landlock, moves this process to its own mount namespace, because `empty_work` limits the
+    directory's size by mounting it. If this is not permitted, tests get no directory: `box["work"]` becomes None."""
     box["is_mounted"] = False
     if box["mechanism"] == "landlock":
         try:
@@ -22,7 +22,8 @@ def prepare_work(box: dict[str, Any]) -> None:
 
 
 def empty_work(box: dict[str, Any]) -> None:
-    """Gives the next test an empty directory. Raises OSError if the old content cannot be removed."""
+    """Gives the next test an empty directory. Raises OSError if the old content cannot be removed or the directory
+    cannot be mounted."""
     if box["is_mounted"]:
         with contextlib.suppress(OSError):  # nothing is mounted before the first test
             confinement.unmount(box["work"])
@@ -35,7 +36,7 @@ def _remove_below(directory: str) -> None:
     """Removes all content of a directory, including entries that the program made inaccessible; links are removed, not
     followed."""
     directories = [directory]
-    # Each directory comes before its subdirectories. All tests have ended, so nothing is added meanwhile.
+    # The loop appends subdirectories after their parent. All tests have ended, so no process creates files meanwhile.
     for path in directories:
         os.chmod(path, 0o700)
         with os.scandir(path) as entries:
