@@ -141,7 +141,7 @@ def test_overlong_filtering_clears_truncated_sequences_and_counts_them():
     assert metrics == {"selection/overlong_sequences": (1, 3), "selection/overlong_tokens": (1, 3)}
 
 
-def test_the_soft_penalty_falls_linearly_over_the_cache():
+def test_the_soft_penalty_falls_linearly_over_the_last_cache_len_tokens():
     lengths_N = torch.tensor([0, 80, 81, 90, 100, 101, 500])
     penalties = soft_overlong_penalty(lengths_N, max_len=100, cache_len=20)
     torch.testing.assert_close(penalties, torch.tensor([0, 0, -0.05, -0.5, -1, -1, -1]))

@@ -70,7 +70,8 @@ class MegatronOptions:
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """Dtype in which routing probabilities are computed; None: the model's dtype."""
     moe_enable_routing_replay: bool = False
-    """Mixture-of-Experts policy: route tokens to recorded experts in scoring, training and recomputation."""
+    """Mixture-of-Experts policy: route tokens to recorded experts in training and recomputation, and in scoring unless
+    scoring records them."""
     moe_routing_replay_source: Literal["rollout", "scoring"] = "rollout"
     """Where routes are recorded: `rollout` in the engine (R3; needs
     `generator.inference_engine.enable_return_routed_experts`), `scoring` in the policy's own scoring pass (R2)."""
