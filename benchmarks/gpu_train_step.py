@@ -1,15 +1,16 @@
-"""A policy's training step on one GPU, through the Worker: tokens per second, MFU and peak memory.
+"""Training step of a policy on one GPU with `FsdpWorker`: tokens per second, MFU and peak memory.
 
-Random models of the shapes of Qwen2.5 0.5B and 3B; sequences of 4,096 tokens, the first eighth a prompt, packed into
-micro-batches of 32,768 tokens; bfloat16 with float32 parameters, gradient checkpointing, variable-length attention,
-log-probs in chunks, the PPO-clip loss, AdamW. One step is one mini-batch: all its micro-batches and the optimizer.
+Random models of the shapes of Qwen2.5 0.5B and 3B; sequences of 4,096 tokens, of which the first eighth is the prompt,
+packed into micro-batches of 32,768 tokens; bfloat16 with float32 parameters, gradient checkpointing, variable-length
+attention, log-probs in chunks, the PPO-clip loss, AdamW. One step trains on one mini-batch: `forward_backward` over all
+its micro-batches, then `optim_step`.
 
-MFU counts what the mathematics needs: 6 operations per matrix parameter and token (the output layer for trained tokens
-only), and 6 · layers · hidden size · length per token for causal attention; nothing for recomputation. It is divided by
-the device's dense bfloat16 peak (--peak-tflops for one that is not listed).
+MFU is the number of floating-point operations per second divided by the device's dense bfloat16 peak. Each token
+counts as 6 operations per parameter of a weight matrix (of the output layer, only if the token is trained on) plus
+6 · layers · hidden size · length for causal attention. Recomputation is not counted.
 
 Run: python benchmarks/gpu_train_step.py [--model 0.5B] [--micro-batches 2] [--steps 5]
-On a machine without CUDA: --tiny runs the same code on a tiny model, which measures nothing.
+--tiny runs the same code on a tiny model, also without CUDA. Its times say nothing about real models.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rl_fsdp import FsdpOptions, FsdpWorker
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """A model, and how it is trained."""
+    """Sizes of a model, its sequences and its micro-batches."""
 
     hidden: int
     intermediate: int
@@ -48,7 +49,7 @@ class Shape:
 
     @property
     def matrix_parameters(self) -> int:
-        """Of all layers, without embedding and output layer."""
+        """Number of parameters in the weight matrices of all layers, without embedding and output layer."""
         kv = self.hidden * self.kv_heads // self.heads
         return self.layers * (2 * self.hidden * (self.hidden + kv) + 3 * self.hidden * self.intermediate)
 
@@ -68,18 +69,18 @@ TINY = Shape(
     micro_batch_tokens=256,
 )
 PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
-"""Dense bfloat16, as the manufacturer states them; the first name that the device's contains."""
+"""The manufacturers' dense bfloat16 peaks. The first key that is part of the device's name applies."""
 PROMPT = 1 / 8
 LOSS = LossSpec(name="regular", params={"eps_clip_low": 0.2, "eps_clip_high": 0.2})
 
 
 @click.command()
 @click.option("--model", "names", multiple=True, type=click.Choice(list(SHAPES)), help="Default: all.")
-@click.option("--micro-batches", default=2, show_default=True, help="Per step.")
-@click.option("--steps", default=5, show_default=True, help="Measured, after two to warm up.")
-@click.option("--chunk-tokens", default=4096, show_default=True, help="Tokens whose logits exist at a time.")
-@click.option("--peak-tflops", type=float, help="Dense bfloat16 peak of the device.")
-@click.option("--tiny", is_flag=True, help="A tiny model, on the CPU where there is no GPU.")
+@click.option("--micro-batches", default=2, show_default=True, help="Micro-batches per step.")
+@click.option("--steps", default=5, show_default=True, help="Measured steps, after two warm-up steps.")
+@click.option("--chunk-tokens", default=4096, show_default=True, help="Tokens per chunk of logits.")
+@click.option("--peak-tflops", type=float, help="Dense bfloat16 peak of a device that is not in PEAK_TFLOPS.")
+@click.option("--tiny", is_flag=True, help="Run a tiny model, on the CPU if there is no GPU.")
 def main(
     names: tuple[str, ...], micro_batches: int, steps: int, chunk_tokens: int, peak_tflops: float | None, tiny: bool
 ) -> None:
@@ -98,7 +99,7 @@ def main(
 
 
 def measured(shape: Shape, micro_batches: int, steps: int, chunk_tokens: int, peak_tflops: float | None) -> str:
-    """Trains, and says what came of it."""
+    """Trains for two warm-up steps and `steps` measured ones; returns the results as one line."""
     is_cuda = torch.cuda.is_available()
     batch, plan = make_batch(shape, micro_batches)
     with tempfile.TemporaryDirectory() as directory:
@@ -118,7 +119,11 @@ def measured(shape: Shape, micro_batches: int, steps: int, chunk_tokens: int, pe
     worker.close()
     median = statistics.median(seconds[2:])
     tflops = floating_point_operations(shape, batch) / median / 1e12
-    mfu = f"MFU {tflops / peak_tflops:.1%} of {peak_tflops:g} TFLOP/s" if peak_tflops else "MFU needs --peak-tflops"
+    mfu = (
+        f"MFU {tflops / peak_tflops:.1%} of {peak_tflops:g} TFLOP/s"
+        if peak_tflops
+        else "MFU unknown (set --peak-tflops)"
+    )
     return (
         f"{num_parameters / 1e6:.0f}M parameters, {batch.num_tokens} tokens a step: {median * 1e3:.0f} ms "
         f"({min(seconds[2:]) * 1e3:.0f} to {max(seconds[2:]) * 1e3:.0f}), {batch.num_tokens / median:.0f} tokens/s, "
@@ -127,7 +132,7 @@ def measured(shape: Shape, micro_batches: int, steps: int, chunk_tokens: int, pe
 
 
 def floating_point_operations(shape: Shape, batch: Batch) -> float:
-    """Of forward and backward over the batch, as the module says."""
+    """Operations of one forward and backward pass over the batch, counted as the module's docstring says."""
     matrices = 6 * shape.matrix_parameters * batch.num_tokens
     output = 6 * shape.hidden * shape.vocabulary * int(batch["loss_mask"].sum())
     attention = 6 * shape.layers * shape.hidden * shape.sequence_tokens * batch.num_tokens
@@ -135,7 +140,7 @@ def floating_point_operations(shape: Shape, batch: Batch) -> float:
 
 
 def make_model(shape: Shape, directory: Path) -> Path:
-    """A random checkpoint; its tied embeddings are those of Qwen2.5's small models."""
+    """Writes a checkpoint with random weights. Embedding and output layer are tied, as in Qwen2.5 0.5B and 3B."""
     return make_checkpoint(
         directory,
         family="qwen2",
@@ -153,7 +158,7 @@ def make_model(shape: Shape, directory: Path) -> Path:
 
 
 def make_worker(checkpoint: Path, chunk_tokens: int) -> FsdpWorker:
-    """A packed policy as `trainer.bf16=true` trains it."""
+    """A policy worker for `trainer.bf16=true`, with sequence packing and gradient checkpointing."""
     spec = WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(checkpoint)),
@@ -170,7 +175,7 @@ def make_worker(checkpoint: Path, chunk_tokens: int) -> FsdpWorker:
 
 
 def make_batch(shape: Shape, micro_batches: int) -> tuple[Batch, list[list[int]]]:
-    """Sequences of one length with all that the loss reads, and which of them share a micro-batch."""
+    """Sequences of equal length with the columns that the loss reads, and the sequences of each micro-batch."""
     generator = torch.Generator().manual_seed(0)
     length, per_micro_batch = shape.sequence_tokens, shape.micro_batch_tokens // shape.sequence_tokens
     sampled_T = torch.arange(length) >= int(PROMPT * length)

@@ -20,7 +20,8 @@ from tests.core.conftest import Run
 
 
 def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[Config]:
-    """Replaces what runs once all is checked and prepared by one that ends so; the configurations that it was given."""
+    """Replaces training, after checks and preparation, with a fake that returns or raises `result`. Returns the list of
+    configurations that the fake receives."""
     seen: list[Config] = []
 
     async def train(config: Config, *_: object) -> RunSummary:
@@ -34,7 +35,7 @@ def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseExcept
 
 
 def play_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces what plays once everything is checked and prepared."""
+    """Replaces the sampling of `rl eval` and `rl generate`, after checks and preparation, with fakes."""
 
     async def evaluate(config: Config) -> dict[str, float]:
         return {"eval/reward": 0.5}
@@ -114,7 +115,7 @@ def test_help_imports_nothing_heavy():
         (["eval", "small", "data.val_data=[]"], "error: data.val_data: got no file; set e.g. data.val_data="),
     ],
 )
-def test_what_cannot_run_as_asked_ends_with_2_and_one_message(rl: Run, arguments: list[str], message: str):
+def test_a_users_mistake_exits_with_2_and_an_error_message(rl: Run, arguments: list[str], message: str):
     code, out, err = rl(*arguments)
     assert code == 2
     assert message in err
@@ -137,7 +138,7 @@ def test_what_cannot_run_as_asked_ends_with_2_and_one_message(rl: Run, arguments
         "environment.env_class",
     ],
 )
-def test_what_is_no_plug_in_of_its_key_is_one_error_of_the_dry_run(rl: Run, key: str, given: str):
+def test_the_dry_run_reports_an_object_that_is_not_a_plug_in_of_its_key_as_one_error(rl: Run, key: str, given: str):
     value = f"[{given}]" if key == "trainer.callbacks" else given
     code, out, err = rl("train", "small", f"{key}={value}", "--dry-run")
     assert (code, out) == (2, "")
@@ -165,7 +166,9 @@ def test_what_is_no_plug_in_of_its_key_is_one_error_of_the_dry_run(rl: Run, key:
     ],
 )
 @pytest.mark.parametrize("command", [["train", "--dry-run"], ["eval"]], ids=["dry run", "eval"])
-def test_what_is_no_recipe_or_prepares_none_is_one_error(rl: Run, command: list[str], recipe: str, problem: str):
+def test_a_wrong_recipe_or_a_wrong_prepare_function_is_one_error(
+    rl: Run, command: list[str], recipe: str, problem: str
+):
     code, out, err = rl(*command, recipe)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {problem}")
@@ -212,11 +215,11 @@ REFUSED = {
         *("trainer.logger=[mine, other]", "trainer.callbacks=[json:dumps]", "trainer.policy.slim_config.width=13"),
     ],
 }
-"""Class of mistakes → overrides of the recipe `small` that make it."""
+"""Kind of mistake → overrides of the recipe `small` that contain it."""
 
 
 @pytest.mark.parametrize("overrides", REFUSED.values(), ids=REFUSED)
-def test_python_refuses_what_the_command_line_refuses_with_the_same_message(rl: Run, overrides: list[str]):
+def test_run_training_raises_the_error_that_rl_train_prints(rl: Run, overrides: list[str]):
     Path("rows.jsonl").write_text('{"prompt": "1+1=", "env_class": "arithmetik"}\n')
     Path("no_prompt.jsonl").write_text('{"question": "1+1="}\n')
     code, out, err = rl("train", "small", *overrides)
@@ -237,7 +240,9 @@ def test_python_refuses_what_the_command_line_refuses_with_the_same_message(rl: 
         ["generator.type=environment", "data.val_data=[rows.jsonl]"],
     ],
 )
-def test_python_refuses_to_play_what_the_command_line_refuses_with_the_same_message(rl: Run, overrides: list[str]):
+def test_run_evaluation_and_run_generation_raise_the_errors_that_rl_eval_and_rl_generate_print(
+    rl: Run, overrides: list[str]
+):
     Path("rows.jsonl").write_text('{"prompt": "1+1=", "env_class": "arithmetik"}\n')
     loaded, output = load("small", overrides), Path("new/samples.jsonl")
     with pytest.raises(RLError) as refused:
@@ -261,7 +266,7 @@ def test_a_wrong_key_a_wrong_type_and_a_wrong_plug_in_are_three_errors_at_once(r
     assert len(lines) == 3
 
 
-def test_mistakes_of_every_kind_are_reported_together(rl: Run):
+def test_independent_mistakes_are_reported_together(rl: Run):
     err = rl("train", "small", *REFUSED["independent ones"])[2]
     keys = [line.partition(". ")[2].partition(":")[0] for line in err.splitlines()[1:]]
     assert keys == [
@@ -274,9 +279,7 @@ def test_mistakes_of_every_kind_are_reported_together(rl: Run):
     ]
 
 
-def test_python_has_the_recipe_make_its_files_once_the_directories_are_the_runs(
-    rl: Run, monkeypatch: pytest.MonkeyPatch
-):
+def test_run_training_creates_missing_files_only_if_it_gets_the_recipe(rl: Run, monkeypatch: pytest.MonkeyPatch):
     seen = finish_with(monkeypatch, summary(interrupted=False))
     loaded = load("small")
     with pytest.raises(ConfigError, match=r"data\.train_data: the file train\.jsonl does not exist"):
@@ -287,7 +290,7 @@ def test_python_has_the_recipe_make_its_files_once_the_directories_are_the_runs(
     assert seen == [loaded.config]
 
 
-def test_what_the_recipe_made_is_looked_at_like_what_was_there(rl: Run):
+def test_files_that_the_recipe_created_are_checked_like_existing_files(rl: Run):
     code, _, err = rl("train", "small", "generator.type=environment", "trainer.train_batch_size=400")
     assert Path("prepared").exists()
     assert code == 2
@@ -313,13 +316,13 @@ def test_the_traceback_is_shown_on_request(rl: Run, monkeypatch: pytest.MonkeyPa
     assert "Traceback" in rl("train", "small")[2]
 
 
-def test_a_bug_is_not_dressed_up_as_a_users_mistake(rl: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_is_not_reported_as_a_users_mistake(rl: Run, monkeypatch: pytest.MonkeyPatch):
     finish_with(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         main(["train", "small"])
 
 
-def test_training_prepares_then_runs_and_says_what_came_out(rl: Run, monkeypatch: pytest.MonkeyPatch):
+def test_training_creates_missing_files_then_runs_and_prints_the_results(rl: Run, monkeypatch: pytest.MonkeyPatch):
     seen = finish_with(monkeypatch, summary(interrupted=False))
     code, out, _ = rl("train", "small", "trainer.seed=9")
     assert code == 0
@@ -330,7 +333,7 @@ def test_training_prepares_then_runs_and_says_what_came_out(rl: Run, monkeypatch
 
 
 @pytest.mark.parametrize("ending", ["after a step", "at once"])
-def test_an_interrupted_run_ends_with_130_and_the_command_that_goes_on(
+def test_an_interrupted_run_exits_with_130_and_prints_the_command_that_resumes_it(
     rl: Run, monkeypatch: pytest.MonkeyPatch, ending: str
 ):
     finish_with(monkeypatch, summary(interrupted=True) if ending == "after a step" else KeyboardInterrupt())
@@ -363,7 +366,7 @@ def test_a_key_given_twice_is_one_warning_line(rl: Run):
     assert "trainer.seed  " in out
 
 
-def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
+def test_a_dry_run_checks_and_counts_steps_but_starts_and_creates_nothing(
     rl: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     seen = finish_with(monkeypatch, summary(interrupted=False))
@@ -376,7 +379,7 @@ def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
     assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]
 
 
-def test_a_dry_run_says_that_ranks_of_their_own_need_ray(rl: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_dry_run_says_that_more_than_one_rank_needs_ray(rl: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert rl("train", "small", "--dry-run")[0] == 0
     code, _, err = rl("train", "small", "trainer.placement.policy_num_gpus_per_node=2", "--dry-run")
@@ -384,7 +387,7 @@ def test_a_dry_run_says_that_ranks_of_their_own_need_ray(rl: Run, monkeypatch: p
     assert "trainer.placement: the ranks of the policy (2) run on Ray, which is not installed: pip install" in err
 
 
-def test_nothing_is_prepared_for_a_directory_that_another_run_has(rl: Run):
+def test_no_file_is_created_if_another_run_uses_the_directory(rl: Run):
     with held_directories(from_mapping({"trainer.run_dir": "mine"})):
         for more in ([], ["--dry-run"]):
             code, _, err = rl("train", "small", "trainer.run_dir=mine", *more)
@@ -398,7 +401,9 @@ PLAYING = [["eval"], ["generate", "--output", "samples.jsonl"]]
 
 
 @pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"]], ids=["train", "dry run"])
-def test_training_data_that_the_recipe_does_not_make_must_be_there_before_anything_is_made(rl: Run, command: list[str]):
+def test_missing_training_data_that_the_recipe_cannot_create_is_an_error_before_it_creates_files(
+    rl: Run, command: list[str]
+):
     code, _, err = rl(*command, "small", "data.train_data=[mine.jsonl]")
     assert code == 2
     assert "error: data.train_data: the file mine.jsonl does not exist" in err
@@ -418,7 +423,7 @@ def test_training_data_that_the_recipe_does_not_make_must_be_there_before_anythi
         "trainer.resume_path=mine",
     ],
 )
-def test_what_only_training_needs_does_not_keep_prompts_from_being_played(
+def test_eval_and_generate_ignore_mistakes_in_keys_that_only_training_reads(
     rl: Run, monkeypatch: pytest.MonkeyPatch, command: list[str], override: str
 ):
     play_nothing(monkeypatch)
@@ -437,7 +442,7 @@ def test_what_only_training_needs_does_not_keep_prompts_from_being_played(
         ("trainer.policy.model.path=./mine", "trainer.policy.model.path: the directory ./mine does not exist"),
     ],
 )
-def test_a_path_that_the_recipe_does_not_make_must_be_there_before_anything_is_made(
+def test_a_missing_path_that_the_recipe_cannot_create_is_an_error_before_it_creates_files(
     rl: Run, command: list[str], override: str, message: str
 ):
     code, _, err = rl(*command, "small", override)
@@ -446,7 +451,7 @@ def test_a_path_that_the_recipe_does_not_make_must_be_there_before_anything_is_m
     assert not Path("prepared").exists()
 
 
-def test_what_the_recipe_makes_is_checked_where_it_is_there_already(rl: Run):
+def test_an_existing_directory_that_the_recipe_would_create_is_checked(rl: Run):
     Path("model").mkdir()
     code, _, err = rl("train", "small")
     assert code == 2
@@ -454,7 +459,7 @@ def test_what_the_recipe_makes_is_checked_where_it_is_there_already(rl: Run):
     assert not Path("prepared").exists()
 
 
-def test_a_folder_with_a_configuration_says_which_file_to_give_and_a_recipes_name_wins_over_a_folder(rl: Run):
+def test_for_a_directory_the_error_names_its_config_yaml_unless_a_recipe_has_the_same_name(rl: Run):
     Path("run").mkdir()
     Path("run/config.yaml").touch()
     assert "error: run: is a directory; use run/config.yaml" in rl("train", "run")[2]
@@ -462,7 +467,7 @@ def test_a_folder_with_a_configuration_says_which_file_to_give_and_a_recipes_nam
     assert rl("config", "small")[0] == 0
 
 
-def test_a_key_without_effect_is_told_to_who_gave_it_and_not_of_what_the_recipe_says(rl: Run):
+def test_a_key_without_effect_is_a_warning_if_the_user_set_it_but_not_if_the_recipe_did(rl: Run):
     assert "clip_ratio_c" not in rl("train", "cli_recipes:with_unread_key", "--dry-run")[2]
     err = rl("train", "cli_recipes:with_unread_key", "--dry-run", "trainer.algorithm.clip_ratio_c=6")[2]
     assert "warning: trainer.algorithm.clip_ratio_c: has no effect with" in err
@@ -475,7 +480,9 @@ def test_a_key_without_effect_is_told_to_who_gave_it_and_not_of_what_the_recipe_
         ('{"prompt": "1+1=", "env_class": "arithmetik"}', "rows.jsonl:2: env_class: 'arithmetik' is not among the"),
     ],
 )
-def test_a_row_whose_environment_is_unknown_is_found_before_anything_is_made(rl: Run, second_row: str, message: str):
+def test_a_row_with_an_unknown_environment_is_an_error_before_the_recipe_creates_files(
+    rl: Run, second_row: str, message: str
+):
     idle = "tests.core.idle_plugins:Environment"
     Path("rows.jsonl").write_text(f'{{"prompt": "1+1=", "env_class": "{idle}"}}\n{second_row}\n')
     arguments = ("generator.type=environment", "data.train_data=[rows.jsonl]")
@@ -486,7 +493,7 @@ def test_a_row_whose_environment_is_unknown_is_found_before_anything_is_made(rl:
     assert rl("train", "small", "--dry-run", *arguments, f"environment.env_class={idle}")[0] == 0
 
 
-def test_samples_go_into_a_directory_that_is_made(rl: Run, monkeypatch: pytest.MonkeyPatch):
+def test_generate_creates_the_directory_of_its_output(rl: Run, monkeypatch: pytest.MonkeyPatch):
     play_nothing(monkeypatch)
     code, out, _ = rl("generate", "small", "--output", "new/folder/samples.jsonl", "--limit", "3")
     assert (code, out) == (0, "3 samples in new/folder/samples.jsonl\n")
@@ -496,7 +503,7 @@ def test_samples_go_into_a_directory_that_is_made(rl: Run, monkeypatch: pytest.M
     assert "error: --output: the directory train.jsonl cannot be created" in err
 
 
-def test_the_bars_of_transformers_are_off_unless_the_user_asks_for_them(rl: Run, monkeypatch: pytest.MonkeyPatch):
+def test_progress_bars_of_hugging_face_are_off_unless_the_user_enables_them(rl: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     rl("config", "small")
     assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"

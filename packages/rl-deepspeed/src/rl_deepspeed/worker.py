@@ -17,14 +17,14 @@ from rl_deepspeed.starting import start_engine
 
 
 class DeepSpeedWorker(ScoringWorker):
-    """A `ScoringWorker` whose parameters DeepSpeed manages, even on a single rank, because DeepSpeed may offload
-    them."""
+    """A `ScoringWorker` whose parameters DeepSpeed manages. A single rank uses DeepSpeed too, because DeepSpeed may
+    offload its parameters."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         device = own_device(rank)
-        # DeepSpeed reads the device's index from LOCAL_RANK, even if this rank sees only one GPU.
+        # DeepSpeed uses LOCAL_RANK as the device's index, which is 0 if this rank sees only one GPU.
         os.environ.update(LOCAL_RANK=str(device.index or 0), RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size))
         os.environ.update(MASTER_ADDR=rank.master_address, MASTER_PORT=str(rank.master_port))
         mesh = Mesh(world_size=rank.world_size, sequence=spec.options.sequence_parallel_size)

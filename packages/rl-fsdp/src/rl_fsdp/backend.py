@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class FsdpBackend:
-    """Trains any Hugging Face causal language model, all weights or only adapters, and critics built from such
-    models."""
+    """Trains Hugging Face causal language models (all weights or only LoRA adapters) and critics built from them."""
 
     name: str = "fsdp"
     contract_version: int = 3
@@ -30,7 +29,8 @@ class FsdpBackend:
     and more."""
 
     def mesh(self, options: FsdpOptions, world_size: int) -> Mesh:
-        """Ulysses ranks are adjacent; the remaining axis is data parallel, however parameters are sharded."""
+        """Adjacent ranks form a Ulysses group of `sequence_parallel_size`. The groups are data parallel, whatever
+        `fsdp_size` is. Raises ConfigError if either size does not divide `world_size`."""
         from rl_core.layout.mesh import Mesh
 
         size = options.fsdp_size
@@ -68,7 +68,8 @@ class FsdpBackend:
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
-        """What each rank would hold; imports torch. `num_micro_batches` has no effect: one is computed at a time."""
+        """What each rank would hold in memory; imports torch. `num_micro_batches` has no effect, because micro-batches
+        are computed one after another."""
         from rl_fsdp.plan import plan_flat_ranks, plan_ranks
 
         self.validate(spec, world_size)
@@ -126,7 +127,8 @@ def _require_rehearsable(spec: WorkerSpec, section: str, *, is_fsdp1: bool) -> N
         )
     if spec.options.moe_enable_routing_replay:
         raise ConfigError(
-            f"{replay_key(spec.role)}: routes come from an engine, which a rehearsal does not have; rehearse without it"
+            f"{replay_key(spec.role)}: routes come from an engine, which a rehearsal does not have; set it to "
+            "false to rehearse"
         )
 
 

@@ -1,4 +1,4 @@
-"""The class of `megatron_config`, and the fields of Megatron's own classes that it resolves to. Imports no torch."""
+"""The options in `megatron_config`, and the fields of Megatron's classes that they set. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_megatron.checks.megatron_fields import require_fields
 
 @attrs.frozen(kw_only=True)
 class DdpOptions:
-    """`ddp_config`: how gradients are summed, once per optimizer step, however many micro-batches it has."""
+    """`ddp_config`: how gradients are summed over ranks, once per optimizer step (not per micro-batch)."""
 
     grad_reduce_in_fp32: bool = True
     """Keep and sum gradients in float32 when `trainer.bf16` is set."""
@@ -23,7 +23,7 @@ class DdpOptions:
     overlap_param_gather: bool = False
     """Refused: weights must be complete when they are used for scoring, saved or published."""
     pad_buckets_for_high_nccl_busbw: bool = False
-    """Pad the gradient buffer to a multiple of 65,536 elements, which NCCL reduces faster over many ranks."""
+    """Pad each gradient bucket to a multiple of 65,536 elements, which NCCL reduces faster over many ranks."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +37,7 @@ class LoraOptions:
 
 @attrs.frozen(kw_only=True)
 class MegatronOptions:
-    """`megatron_config`. Names are Megatron's; fields without a key here go into the pass-through sections."""
+    """`megatron_config`. Keys have Megatron's names. Set other fields in the sections that end in `_config_kwargs`."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that split each matrix and, between matrices, the tokens (this includes sequence parallelism)."""
@@ -50,7 +50,7 @@ class MegatronOptions:
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last stage; None: an equal share."""
     context_parallel_size: int = 1
-    """Ranks that split each sequence; each gets two mirrored chunks."""
+    """Ranks that split each sequence into 2n chunks; of n ranks, rank i gets chunks i and 2n - 1 - i."""
     expert_model_parallel_size: int = 1
     """Ranks that split the experts of a layer."""
     expert_tensor_parallel_size: int | None = None
@@ -64,13 +64,14 @@ class MegatronOptions:
     moe_grouped_gemm: bool = True
     """Compute all experts of a rank in one grouped matrix product, if Transformer Engine is installed."""
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
-    """None: the model's own."""
+    """How logits become routing scores; None: as in the model's architecture."""
     moe_router_enable_expert_bias: bool | None = None
-    """None: the model's own."""
+    """Add a bias per expert when experts are chosen; None: as in the model's architecture."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """Dtype in which routing probabilities are computed; None: the model's dtype."""
     moe_enable_routing_replay: bool = False
-    """Mixture-of-Experts policy: route tokens to recorded experts in scoring, training and recomputation."""
+    """Mixture-of-Experts policy: route tokens to recorded experts in training and recomputation, and in scoring unless
+    scoring records them."""
     moe_routing_replay_source: Literal["rollout", "scoring"] = "rollout"
     """Where routes are recorded: `rollout` in the engine (R3; needs
     `generator.inference_engine.enable_return_routed_experts`), `scoring` in the policy's own scoring pass (R2)."""
@@ -113,10 +114,10 @@ _OWN_FIELDS = (
 
 
 def transformer_fields(options: MegatronOptions, where: str = "megatron_config") -> dict[str, Any]:
-    """Fields of `TransformerConfig` from all sections. None: the model's own value.
+    """Fields of `TransformerConfig` that the options set. None keeps the model's own value.
 
     Raises:
-        ConfigError: an unknown field, or one that two sections set to different values.
+        ConfigError: a field is unknown, or an option and `transformer_config_kwargs` set it to different values.
     """
     passed = options.transformer_config_kwargs
     require_fields(passed, "TransformerConfig", f"{where}.transformer_config_kwargs")
@@ -132,8 +133,8 @@ def transformer_fields(options: MegatronOptions, where: str = "megatron_config")
 
 
 def field_key(name: str, passed: Container[str], where: str = "megatron_config") -> str:
-    """Key path where the user sets a field of `TransformerConfig`; `passed`: fields that `transformer_config_kwargs`
-    set."""
+    """Key path where the user sets a field of `TransformerConfig`; `passed` holds the fields that are in
+    `transformer_config_kwargs`."""
     return f"{where}.transformer_config_kwargs.{name}" if name in passed else f"{where}.{name}"
 
 
@@ -179,7 +180,7 @@ def optimizer_fields(options: MegatronOptions, where: str = "megatron_config") -
 
 
 def mesh_of(options: MegatronOptions, world_size: int, where: str = "megatron_config") -> Mesh:
-    """How the ranks are arranged. Raises ConfigError naming the nearest arrangement that fits."""
+    """The mesh of `world_size` ranks. Raises ConfigError if the sizes do not divide it, with the nearest that do."""
     fields = transformer_fields(options, where)
     return Mesh(
         world_size=world_size,

@@ -1,7 +1,7 @@
 """The sizes of a model that meshes and memory plans need, read from `config.json` without other libraries.
 
-Activation memory is estimated from the shapes of the tensors that a forward pass keeps for the backward pass of matrix
-products, norms, rotary embedding, gating and attention (whose scores are not kept).
+Activation memory is estimated from the shapes of the tensors that matrix products, norms, rotary embedding, gating and
+attention keep for the backward pass. Attention scores are not kept.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ModelShape:
         return layers + self.hidden_size + self.vocabulary_parameters() * (1 if self.is_tied else 2)
 
     def num_active_parameters(self) -> int:
-        """Number of parameters that one token uses: of the experts, only the chosen ones."""
+        """Number of parameters that one token uses; of each layer's experts, only `experts_per_token` count."""
         if not self.is_moe:
             return self.num_parameters()
         per_layer = 3 * self.hidden_size * self.expert_ffn_hidden_size * (self.num_experts - self.experts_per_token)
@@ -120,9 +120,9 @@ class ModelShape:
         return query + down + up + self.num_heads * latent.v_head_dim // tensor * hidden
 
     def activation_elements(self, layer: int, *, tensor: int = 1, expert_tensor: int = 1) -> float:
-        """Estimated elements per token that one layer keeps until backward, on one of `tensor` ranks. These ranks
-        split heads and feed-forward units, and, outside matrix products, the tokens. `expert_tensor` ranks split the
-        feed-forward units of each expert."""
+        """Estimated elements per token that one layer keeps until its backward pass, on one of `tensor` ranks. These
+        ranks split attention heads and feed-forward units, and outside matrix products they split the tokens (sequence
+        parallelism). `expert_tensor` ranks split the feed-forward units of each expert."""
         hidden = 4 * self.hidden_size / tensor
         if self.latent is None:
             query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
