@@ -355,6 +355,25 @@ async def test_a_later_turn_is_continued_if_the_environment_answers_as_before(ob
     assert client.num_asked == 6, "one request is sampled"
 
 
+async def test_a_forced_response_is_not_aborted_for_a_checkpoint():
+    class Waits(TwoTurns):
+        async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+            await released.wait()
+            return await super().generate(request)
+
+    released, answers, sampler = asyncio.Event(), GroupAnswers(2), RecordingSampler(Waits(1))
+    free = GenerateRequest(sample_id="free", prompt_tokens=(1,), params=SamplingParams(), seed=3)
+    forced = attrs.evolve(free, sample_id="forced", params=SamplingParams(structural_tag="{}"))
+    with answers.recording():
+        running = [asyncio.create_task(sampler.generate(request)) for request in (free, forced)]
+    await asyncio.sleep(0)
+    assert [*answers.running] == ["free"]
+    released.set()
+    await asyncio.gather(*running)
+    assert not answers.running
+    assert answers.so_far.keys() == {request_key(free), request_key(forced)}, "a finished one is recorded"
+
+
 async def test_an_answer_is_used_once_and_kept_until_it_is_asked_for():
     request = GenerateRequest(sample_id="a", prompt_tokens=(1,), params=SamplingParams(), seed=3)
     client, answer = TwoTurns(1), (Completion(tokens=(5,), logprobs=(-1.0,), policy_versions=(2,), stop_reason="stop"),)

@@ -47,7 +47,8 @@ class GroupAnswers:
     @property
     def running(self) -> Mapping[str, asyncio.Future[None]]:
         """The `sample_id` of each request that an engine has → a future that is done when `so_far` has its answer, or
-        when it failed."""
+        when it failed. Without forced responses (`SamplingParams.structural_tag`): an unfinished one cannot be
+        continued, so nothing is gained by aborting it."""
         return self._running
 
     @contextmanager
@@ -65,7 +66,9 @@ class GroupAnswers:
         if key in self._recorded:
             self._given[key] = self._recorded.pop(key)
             return self._given[key]
-        answered = self._running[request.sample_id] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if request.params.structural_tag is None:
+            self._running[request.sample_id] = answered
         try:
             self._given[key] = await client.generate(request)
             return self._given[key]
