@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import pytest
 
-from rl_core.errors import DeadlineError
+from rl_core.errors import DeadlineError, ForeignCodeError
 from rl_core.interfaces import (
     Action,
     Completion,
@@ -372,6 +372,16 @@ async def test_a_forced_response_is_not_aborted_for_a_checkpoint():
     await asyncio.gather(*running)
     assert not answers.running
     assert answers.so_far.keys() == {request_key(free), request_key(forced)}, "a finished one is recorded"
+
+
+async def test_an_error_names_the_engines_client_and_not_its_recorder():
+    class Leaves(TwoTurns):
+        async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+            raise SystemExit(1)
+
+    request = GenerateRequest(sample_id="a", prompt_tokens=(1,), params=SamplingParams(), seed=3)
+    with GroupAnswers(2).recording(), pytest.raises(ForeignCodeError, match=r"engine client Leaves raised SystemExit"):
+        await RecordingSampler(Leaves(1)).generate(request)
 
 
 async def test_an_answer_is_used_once_and_kept_until_it_is_asked_for():

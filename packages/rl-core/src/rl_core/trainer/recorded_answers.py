@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rl_core.interfaces import Completion, GenerateRequest, Sampler
+from rl_core.tasks import code_of
 from rl_core.trainer.stored_groups import Answers
 
 
@@ -90,9 +91,10 @@ class RecordingSampler:
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """See `Sampler.generate`."""
         group = _GROUP.get()
-        if group is None:
-            return await self._client.generate(request)
-        return await group.answer(request, self._client)
+        with code_of(f"the engine client {type(self._client).__name__}"):
+            if group is None:
+                return await self._client.generate(request)
+            return await group.answer(request, self._client)
 
 
 def request_key(request: GenerateRequest) -> str:
