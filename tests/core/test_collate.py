@@ -68,6 +68,10 @@ def test_expert_ids_above_255_are_kept_next_to_uint8_routes():
         (trajectory(5, attrs.evolve(step([1, 2], 1), token_rewards=[1.0])), "'token_rewards': 1"),
         (trajectory(5, attrs.evolve(step([1, 2], 1), loss_mask=[True])), "'loss_mask': 1"),
         (trajectory(5, step([1, 2], 2)), "got no sampled token"),
+        (
+            trajectory(5, attrs.evolve(step([1, 2, 3], 2), loss_mask=[False, True, True])),
+            "group 5, sample 0, step 0: loss_mask is true at token 1, which the policy did not sample",
+        ),
     ],
 )
 def test_the_error_names_the_incomplete_trajectory(broken: Trajectory, message: str):

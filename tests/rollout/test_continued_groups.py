@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import pytest
 
-from rl_core.errors import DeadlineError
+from rl_core.errors import DeadlineError, ForeignCodeError
 from rl_core.interfaces import (
     Action,
     Completion,
@@ -353,6 +353,35 @@ async def test_a_later_turn_is_continued_if_the_environment_answers_as_before(ob
     assert second[:num_known] == first[:num_known]
     assert second[num_known:] != first[num_known : len(second)]
     assert client.num_asked == 6, "one request is sampled"
+
+
+async def test_a_forced_response_is_not_aborted_for_a_checkpoint():
+    class Waits(TwoTurns):
+        async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+            await released.wait()
+            return await super().generate(request)
+
+    released, answers, sampler = asyncio.Event(), GroupAnswers(2), RecordingSampler(Waits(1))
+    free = GenerateRequest(sample_id="free", prompt_tokens=(1,), params=SamplingParams(), seed=3)
+    forced = attrs.evolve(free, sample_id="forced", params=SamplingParams(structural_tag="{}"))
+    with answers.recording():
+        running = [asyncio.create_task(sampler.generate(request)) for request in (free, forced)]
+    await asyncio.sleep(0)
+    assert [*answers.running] == ["free"]
+    released.set()
+    await asyncio.gather(*running)
+    assert not answers.running
+    assert answers.so_far.keys() == {request_key(free), request_key(forced)}, "a finished one is recorded"
+
+
+async def test_an_error_names_the_engines_client_and_not_its_recorder():
+    class Leaves(TwoTurns):
+        async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+            raise SystemExit(1)
+
+    request = GenerateRequest(sample_id="a", prompt_tokens=(1,), params=SamplingParams(), seed=3)
+    with GroupAnswers(2).recording(), pytest.raises(ForeignCodeError, match=r"engine client Leaves raised SystemExit"):
+        await RecordingSampler(Leaves(1)).generate(request)
 
 
 async def test_an_answer_is_used_once_and_kept_until_it_is_asked_for():

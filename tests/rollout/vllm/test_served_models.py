@@ -25,7 +25,7 @@ from tests.rollout.vllm.servers import TOKENS, RunningServer, connect
 from tests.rollout.vllm.test_adapters import LIMIT, SEQUENCE, scores_of
 from tests.rollout.vllm.trainers import Trainer, policy_of
 
-ALONE = {"rank": 4, "merge_lora": False}
+ALONE = {"rank": 4, "merge_lora": False, "max_loras": 2}
 QUESTION = [{"role": "user", "content": "?"}]
 """All that the judge sees, so that its reply does not depend on the answer."""
 GRADE = "score=7"
@@ -73,6 +73,11 @@ def lora(**fields: object) -> dict[str, object]:
             lora(rank=4),
             "model: got 'good' .* set trainer.policy.model.lora.rank above 0 and .*merge_lora=false",
         ),
+        (
+            "good",
+            lora(rank=4, merge_lora=False),
+            "model: got 'good' .*max_loras is 1, so no batch has room .*set max_loras to at least 2",
+        ),
         (None, lora(**ALONE), "model: got None with url=inference_engine; set it to base"),
         ("nowhere", lora(**ALONE), "model: got 'nowhere' .*it has no file adapter_config.json"),
         ("half", lora(**ALONE), "model: got 'half' .*it has no file adapter_model.safetensors"),
@@ -97,6 +102,7 @@ def test_a_judge_that_the_servers_cannot_be_is_refused(
         check_plugins(asking(model, tmp_path, **values))
     for fitting in ("base", "good"):
         check_plugins(asking(fitting, tmp_path, **lora(**ALONE)))
+    check_plugins(asking("base", tmp_path, **lora(rank=4, merge_lora=False)))
 
 
 def test_each_place_that_asks_gets_its_model_and_other_options_stay():

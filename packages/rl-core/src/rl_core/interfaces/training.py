@@ -157,6 +157,9 @@ class RankInfo:
     local_rank: int = 0
     master_address: str = "127.0.0.1"
     master_port: int = 0
+    """Port of a torch store that is open when the ranks of the group start. `init_process_group` with
+    `tcp://master_address:master_port` joins it as a client on every rank, also on rank 0; do not listen on this port.
+    0 for a single rank in the controller's process."""
 
 
 @attrs.frozen(kw_only=True)

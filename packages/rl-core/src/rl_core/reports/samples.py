@@ -50,7 +50,8 @@ class Sample:
     """Only with `trainer.log_sample_logprobs`, like the next two fields: one list for each sequence that was trained
     on, including prompts and observations."""
     rollout_logprobs: Sequence[Sequence[float]] | None = None
-    """Aligned with `tokens`: log-probs of the engine, 0.0 for tokens that the policy did not sample."""
+    """Aligned with `tokens`: log-probs of the engine, 0.0 for tokens that the policy did not sample. NaN for tokens
+    of forced responses (`Constraining`), whose log-probs are not known; the file has null there."""
     trainer_logprobs: Sequence[Sequence[float]] | None = None
     """Aligned with `tokens`: the trainer's log-probs at the start of the update (`old_logprobs`)."""
 

@@ -25,9 +25,10 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
     returned routes, routed_experts and `routed` (whether a token's routes are known).
 
     Raises:
-        GenerationError: a trajectory has no steps; a step has no sampled token, fields of different lengths, or more
-            routes than tokens; the shapes of routes differ between steps; or only some trajectories have a
-            greedy_reward. The message names the trajectory, unless shapes differ.
+        GenerationError: a trajectory has no steps; a step has no sampled token, fields of different lengths, a
+            loss_mask that covers a token that was not sampled, or more routes than tokens; the shapes of routes differ
+            between steps; or only some trajectories have a greedy_reward. The message names the trajectory, unless
+            shapes differ.
     """
     for trajectory in trajectories:
         _require_whole(trajectory)
@@ -93,6 +94,14 @@ def _require_whole(trajectory: Trajectory) -> None:
             )
         if True not in step.sampled:
             raise GenerationError(f"{where}, step {index}: got no sampled token, expected at least one")
+        if step.loss_mask is not None:
+            pairs = zip(step.sampled, step.loss_mask, strict=True)
+            wrong = next((t for t, (is_sampled, is_trained) in enumerate(pairs) if is_trained and not is_sampled), None)
+            if wrong is not None:
+                raise GenerationError(
+                    f"{where}, step {index}: loss_mask is true at token {wrong}, which the policy did not sample; "
+                    "expected a subset of `sampled`"
+                )
 
 
 def _rewards(steps: Sequence[TrajectoryStep], sampled: Tensor, offsets: Tensor) -> Tensor:

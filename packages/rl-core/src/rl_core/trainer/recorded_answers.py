@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rl_core.interfaces import Completion, GenerateRequest, Sampler
+from rl_core.tasks import code_of
 from rl_core.trainer.stored_groups import Answers
 
 
@@ -47,7 +48,8 @@ class GroupAnswers:
     @property
     def running(self) -> Mapping[str, asyncio.Future[None]]:
         """The `sample_id` of each request that an engine has → a future that is done when `so_far` has its answer, or
-        when it failed."""
+        when it failed. Without forced responses (`SamplingParams.structural_tag`): an unfinished one cannot be
+        continued, so nothing is gained by aborting it."""
         return self._running
 
     @contextmanager
@@ -65,7 +67,9 @@ class GroupAnswers:
         if key in self._recorded:
             self._given[key] = self._recorded.pop(key)
             return self._given[key]
-        answered = self._running[request.sample_id] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if request.params.structural_tag is None:
+            self._running[request.sample_id] = answered
         try:
             self._given[key] = await client.generate(request)
             return self._given[key]
@@ -87,9 +91,10 @@ class RecordingSampler:
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """See `Sampler.generate`."""
         group = _GROUP.get()
-        if group is None:
-            return await self._client.generate(request)
-        return await group.answer(request, self._client)
+        with code_of(f"the engine client {type(self._client).__name__}"):
+            if group is None:
+                return await self._client.generate(request)
+            return await group.answer(request, self._client)
 
 
 def request_key(request: GenerateRequest) -> str:

@@ -34,6 +34,7 @@ _COLUMNS = {
 }
 """Per-token fields of a step → dtype that holds Python's numbers without rounding."""
 _OPTIONAL = ("token_rewards", "loss_mask")
+"""Fields that a step may lack. Checkpoints of earlier versions do not mention those that did not exist yet."""
 _ANSWER_COLUMNS = {"tokens": np.int64, "logprobs": np.float64, "policy_versions": np.int64}
 """The same of a completion."""
 
@@ -198,7 +199,7 @@ def _trajectory(plain: dict[str, Any], tokens: _Tokens) -> Trajectory:
 
 def _step(plain: dict[str, Any], tokens: _Tokens) -> TrajectoryStep:
     count = plain["num_tokens"]
-    given = (name for name in _COLUMNS if name not in _OPTIONAL or plain[f"has_{name}"])
+    given = (name for name in _COLUMNS if name not in _OPTIONAL or plain.get(f"has_{name}"))
     return TrajectoryStep(
         **{name: tokens.next(name, count) for name in given},
         reward=plain["reward"],
