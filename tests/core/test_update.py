@@ -142,6 +142,43 @@ def test_a_token_estimator_gives_advantages_and_returns():
     assert batch["returns"].tolist() == [0.0, 0.5, 1.0, 0.0, 0.0, 0.0]
 
 
+FORCED = [[0, 0, 0, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0]]
+"""Whether each token of three episodes is forced. The first token is the prompt; the last one has the reward."""
+
+
+def episodes(*, forced: bool) -> Batch:
+    """Three episodes of one group, each with two tokens that the policy chose; `forced`: with the tokens of FORCED."""
+    sequences = []
+    for number, (is_forced, reward) in enumerate(zip(FORCED, [1.0, 0.0, 0.5], strict=True)):
+        kept = [mark for mark in is_forced if forced or not mark]
+        sequences.append(
+            {
+                "tokens": [5] * len(kept),
+                "sampled": [0] + [1] * (len(kept) - 1),
+                "loss_mask": [0] + [1 - mark for mark in kept[1:]],
+                "rollout_logprobs": [math.nan if mark else -1.0 for mark in kept],
+                "rewards": [0.0] * (len(kept) - 1) + [reward],
+                "group_id": 0,
+                "trajectory_id": number,
+                "step_index": 0,
+                "is_last_step": True,
+            }
+        )
+    return Batch.from_sequences(sequences)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce++", "reinforce++_baseline", "opo", "grpo"])
+def test_forced_tokens_do_not_change_the_advantages_of_the_others(name: str):
+    is_forced_T = torch.tensor([bool(mark) for marks in FORCED for mark in marks])
+    values_T = torch.arange(len(is_forced_T)).sqrt()
+    params = {"gamma": 0.9} if name in ("gae", "reinforce++") else {}
+    estimator = load_estimator(name, params)
+    made = with_advantages(episodes(forced=True).with_columns(values=values_T), estimator, params)
+    without = with_advantages(episodes(forced=False).with_columns(values=values_T[~is_forced_T]), estimator, params)
+    torch.testing.assert_close(made["advantages"][~is_forced_T], without["advantages"])
+    assert made["advantages"].any()
+
+
 def test_an_estimator_that_needs_what_no_run_makes_is_refused_by_parameter():
     with pytest.raises(PluginError, match="parameter 'lengths_P'; an estimator reads scores_N"):
         load_estimator(f"{__name__}:needs_what_nobody_makes", {})

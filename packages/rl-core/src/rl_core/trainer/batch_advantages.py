@@ -119,9 +119,30 @@ def _require_steps_in_order(batch: Batch) -> None:
         )
 
 
+def chosen_tokens(batch: Batch) -> Tensor:
+    """bool [T]: the sampled tokens without those of forced responses (`Constraining`), which have no rollout log-prob
+    and are not trained on. A trained token counts even if its log-prob is NaN, so that an engine's fault shows."""
+    if "rollout_logprobs" not in batch:
+        return batch["sampled"]
+    return batch["sampled"] & (batch["loss_mask"] | ~batch["rollout_logprobs"].isnan())
+
+
+def _rewards_of_chosen(batch: Batch, chosen_T: Tensor) -> Tensor:
+    """Token rewards, float [T]. The reward of a forced token is moved to the last token before it in the same sequence
+    that the policy chose, and dropped if there is none."""
+    rewards_T, sequence_T = batch["rewards"], batch.sequence_index
+    forced_T = batch["sampled"] & ~chosen_T
+    place_T = torch.arange(len(rewards_T))
+    before_T = torch.where(chosen_T, place_T, -1).cummax(0).values.clamp(min=0)
+    is_moved_T = forced_T & chosen_T[before_T] & (sequence_T[before_T] == sequence_T)
+    kept_T = torch.where(forced_T, 0.0, rewards_T)
+    return kept_T.index_add(0, before_T[is_moved_T], rewards_T[is_moved_T])
+
+
 def _estimator_columns(batch: Batch) -> dict[str, Tensor]:
     trajectory_N, last_N, sequence_T = batch["trajectory_id"], batch["is_last_step"], batch.sequence_index
     require_complete_trajectories(trajectory_N, last_N, batch["step_index"])
+    chosen_T = chosen_tokens(batch)
 
     def scores_of(rewards_T: Tensor) -> Tensor:
         return group_sum(sequence_sum(rewards_T, sequence_T), trajectory_N).float()
@@ -131,10 +152,10 @@ def _estimator_columns(batch: Batch) -> dict[str, Tensor]:
         "environment_scores_N": scores_of(
             batch["environment_rewards" if "environment_rewards" in batch else "rewards"]
         ),
-        "lengths_N": trajectory_lengths(sequence_sum(batch["sampled"], sequence_T).long(), trajectory_N),
+        "lengths_N": trajectory_lengths(sequence_sum(chosen_T, sequence_T).long(), trajectory_N),
         "group_N": trajectory_scores(batch["group_id"], trajectory_N, last_N),
-        "rewards_T": batch["rewards"],
-        "mask_T": batch["sampled"],
+        "rewards_T": _rewards_of_chosen(batch, chosen_T),
+        "mask_T": chosen_T,
         "sequence_T": sequence_T,
     }
     # For each token, the row of its trajectory in the columns that end in _N (ascending order of trajectory ids).

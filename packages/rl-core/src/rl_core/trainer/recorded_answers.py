@@ -99,5 +99,5 @@ class RecordingSampler:
 
 def request_key(request: GenerateRequest) -> str:
     """Identifies what a request asks for, in every process: a digest of everything except its ids."""
-    asked = (tuple(request.prompt_tokens), request.params, request.seed, request.num_samples)
+    asked = (tuple(map(int, request.prompt_tokens)), request.params, request.seed, request.num_samples)
     return hashlib.blake2b(repr(asked).encode(), digest_size=16).hexdigest()

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import attrs
 
-from rl_core.errors import GenerationError, RLError
+from rl_core.errors import GenerationError
 from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
 from rl_core.tasks import IdleTime, all_of, code_of, first_error
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
@@ -152,10 +152,16 @@ class Rollouts:
         try:
             with code_of("aborting requests for a checkpoint: the engine client"):
                 await self._abort([*running])
-        except RLError as error:
+        except Exception as error:  # of any engine client: the run goes on without these tokens
             logger.warning("the next checkpoint may lack tokens of groups in progress: %s", error)
-        else:
-            await asyncio.wait(running.values(), timeout=_ANSWER_S)
+            return
+        _, late = await asyncio.wait(running.values(), timeout=_ANSWER_S)
+        if late:
+            logger.warning(
+                "the next checkpoint lacks the tokens of %d requests: they did not end within %g s of being aborted",
+                len(late),
+                _ANSWER_S,
+            )
 
     def started(self) -> tuple[StartedGroup, ...]:
         """The groups in progress of which tokens have been sampled. Empty if generation does not run ahead, as

@@ -16,6 +16,7 @@ from rl_core.interfaces import Metrics
 from rl_core.tasks import all_of
 from rl_core.trainer.batch_advantages import (
     Estimator,
+    chosen_tokens,
     with_advantages,
     with_kl_in_reward,
     with_normalized_advantages,
@@ -257,8 +258,7 @@ def rollout_agreement(batch: Batch, version: int, *, among: Tensor | None = None
         among: bool [T], the tokens to compare; None: all.
     """
     difference_T = (batch["rollout_logprobs"] - batch["old_logprobs"]).abs()
-    # A NaN on a trained token is an engine's fault, which has to show.
-    sampled_T = batch["sampled"] & (batch["loss_mask"] | ~batch["rollout_logprobs"].isnan())
+    sampled_T = chosen_tokens(batch)
     current_T = sampled_T & (batch["policy_version"] == version)
     stale_T = sampled_T & (batch["policy_version"] != version)
     metrics = {"rollout/stale_tokens": (float(stale_T.sum()), float(sampled_T.sum()))}
