@@ -1,15 +1,16 @@
 """A policy's training step on one GPU, through the Worker: tokens per second, MFU and peak memory.
 
-Random models of the shapes of Qwen2.5 0.5B and 3B; sequences of 4,096 tokens, the first eighth a prompt, packed into
-micro-batches of 32,768 tokens; bfloat16 with float32 parameters, gradient checkpointing, variable-length attention,
-log-probs in chunks, the PPO-clip loss, AdamW. One step is one mini-batch: all its micro-batches and the optimizer.
+Random models of the shapes of Qwen2.5 0.5B and 3B; sequences of 4,096 tokens, of which the first eighth is a prompt,
+packed into micro-batches of 32,768 tokens; bfloat16 compute with float32 parameters, gradient checkpointing,
+variable-length attention, chunked log-probs, the PPO-clip loss and AdamW. One step is one mini-batch: all of its
+micro-batches and the optimizer step.
 
-MFU counts what the mathematics needs: 6 operations per matrix parameter and token (the output layer for trained tokens
-only), and 6 · layers · hidden size · length per token for causal attention; nothing for recomputation. It is divided by
-the device's dense bfloat16 peak (--peak-tflops for one that is not listed).
+MFU counts 6 operations per matrix parameter and token (the output layer for trained tokens only), and 6 · layers ·
+hidden size · length per token for causal attention. Recomputation does not count. The sum is divided by the device's
+dense bfloat16 peak (set --peak-tflops for a device that is not listed).
 
-Run: python benchmarks/gpu_train_step.py [--model 0.5B] [--micro-batches 2] [--steps 5]
-On a machine without CUDA: --tiny runs the same code on a tiny model, which measures nothing.
+Run: python benchmarks/gpu_train_step.py [--model 0.5B] [--micro-batches 2] [--steps 5] On a machine without CUDA:
+--tiny runs the same code on a tiny model, to test it; its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rl_fsdp import FsdpOptions, FsdpWorker
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """A model, and how it is trained."""
+    """A model's dimensions, and the lengths of its sequences and micro-batches."""
 
     hidden: int
     intermediate: int
@@ -48,7 +49,7 @@ class Shape:
 
     @property
     def matrix_parameters(self) -> int:
-        """Of all layers, without embedding and output layer."""
+        """Parameters in the matrices of all layers, without embedding and output layer."""
         kv = self.hidden * self.kv_heads // self.heads
         return self.layers * (2 * self.hidden * (self.hidden + kv) + 3 * self.hidden * self.intermediate)
 
@@ -83,7 +84,7 @@ LOSS = LossSpec(name="regular", params={"eps_clip_low": 0.2, "eps_clip_high": 0.
 def main(
     names: tuple[str, ...], micro_batches: int, steps: int, chunk_tokens: int, peak_tflops: float | None, tiny: bool
 ) -> None:
-    """Prints a line per model."""
+    """Measures the models and prints one line for each."""
     if not torch.cuda.is_available() and not tiny:
         print("skipped: needs CUDA (torch.cuda.is_available() is False); --tiny checks the code without measuring")
         return
@@ -98,7 +99,7 @@ def main(
 
 
 def measured(shape: Shape, micro_batches: int, steps: int, chunk_tokens: int, peak_tflops: float | None) -> str:
-    """Trains, and says what came of it."""
+    """Runs the training steps and returns the measured numbers as text."""
     is_cuda = torch.cuda.is_available()
     batch, plan = make_batch(shape, micro_batches)
     with tempfile.TemporaryDirectory() as directory:
@@ -127,7 +128,7 @@ def measured(shape: Shape, micro_batches: int, steps: int, chunk_tokens: int, pe
 
 
 def floating_point_operations(shape: Shape, batch: Batch) -> float:
-    """Of forward and backward over the batch, as the module says."""
+    """Operations of forward and backward over the batch, counted as the module's docstring says."""
     matrices = 6 * shape.matrix_parameters * batch.num_tokens
     output = 6 * shape.hidden * shape.vocabulary * int(batch["loss_mask"].sum())
     attention = 6 * shape.layers * shape.hidden * shape.sequence_tokens * batch.num_tokens
@@ -135,7 +136,7 @@ def floating_point_operations(shape: Shape, batch: Batch) -> float:
 
 
 def make_model(shape: Shape, directory: Path) -> Path:
-    """A random checkpoint; its tied embeddings are those of Qwen2.5's small models."""
+    """Writes a random checkpoint with tied embeddings, as in Qwen2.5's small models."""
     return make_checkpoint(
         directory,
         family="qwen2",
@@ -153,7 +154,7 @@ def make_model(shape: Shape, directory: Path) -> Path:
 
 
 def make_worker(checkpoint: Path, chunk_tokens: int) -> FsdpWorker:
-    """A packed policy as `trainer.bf16=true` trains it."""
+    """A policy worker with sample packing, configured as by `trainer.bf16=true`."""
     spec = WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(checkpoint)),
@@ -170,7 +171,7 @@ def make_worker(checkpoint: Path, chunk_tokens: int) -> FsdpWorker:
 
 
 def make_batch(shape: Shape, micro_batches: int) -> tuple[Batch, list[list[int]]]:
-    """Sequences of one length with all that the loss reads, and which of them share a micro-batch."""
+    """Sequences of equal length with all columns that the loss reads, and the sequences of each micro-batch."""
     generator = torch.Generator().manual_seed(0)
     length, per_micro_batch = shape.sequence_tokens, shape.micro_batch_tokens // shape.sequence_tokens
     sampled_T = torch.arange(length) >= int(PROMPT * length)
