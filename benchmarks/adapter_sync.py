@@ -34,7 +34,7 @@ from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
 
 SCALES = (0.0, 0.01, 0.2)
-"""Of the random second matrix."""
+"""Scales of the random B matrices."""
 
 
 def make_config(directory: Path, options: argparse.Namespace, *, merge: bool) -> Config:

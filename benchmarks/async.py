@@ -98,7 +98,7 @@ class Engines:
         self._version = 0
         self.busy_s = 0.0
         self.finished: dict[int, float] = {}
-        """Groups that did not fail, and when they were there."""
+        """Virtual second at which each group finished; failed groups are left out."""
 
     def _now(self) -> float:
         """The engines' own time, which stops while they are frozen."""

@@ -69,7 +69,7 @@ TINY = Shape(
     micro_batch_tokens=256,
 )
 PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
-"""Dense bfloat16, as the manufacturer states them; the first name that the device's contains."""
+"""Dense bfloat16 peaks as stated by the manufacturer; the first name that is part of the device's name applies."""
 PROMPT = 1 / 8
 LOSS = LossSpec(name="regular", params={"eps_clip_low": 0.2, "eps_clip_high": 0.2})
 

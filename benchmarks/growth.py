@@ -46,7 +46,7 @@ from rl_core.workers.rank import Abilities
 
 NUM_SAMPLES, NUM_UPDATES = 16, 2
 MEASURED_TOKENS = 8192
-"""Computed by a rank, about, to know how fast it is."""
+"""Approximate number of tokens on which a rank's speed is measured."""
 SHAPES = ("1000x16", "10000x16", "100000x16", "1000x1024", "1000x8192")
 MODEL = {
     "vocab_size": 8192,

@@ -38,10 +38,10 @@ from rl_examples.quickstart import recipe
 PROMPTS, SAMPLES = 250, 4
 STEP_S, DEADLINE_S = 0.2, 10.0
 TROUBLE = {3: "sleeps", 9: "blocks", 14: "raises", 20: "hangs"}
-"""By a prompt's number modulo 25, in one of its four samples: one in a hundred each."""
+"""Fault by the prompt's number modulo 25, in one of its four samples: 1 % of the samples each."""
 _NEVER = threading.Event()
 _samples: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
-"""By run and prompt: how many environments were made."""
+"""Counters of the environments made so far, by run and prompt."""
 _step_ends: list[float] = []
 
 
