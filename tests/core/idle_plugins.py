@@ -1,4 +1,4 @@
-"""One plug-in of each kind with all that its contract asks for, for tests of what is chosen: none is ever run."""
+"""One complete plug-in of each kind, for tests of how plug-ins are chosen; none of them ever runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_core.interfaces import Callback, Recipe
 
 
 class Backend:
-    """Backend."""
+    """A `Backend` that trains nothing."""
 
     contract_version = 1
     name = "idle"
@@ -31,7 +31,7 @@ class Backend:
 
 
 class Engine:
-    """InferencePlugin."""
+    """An `InferencePlugin` that starts nothing."""
 
     contract_version = 1
     name = "idle"
@@ -51,7 +51,7 @@ class FussyEngine(Engine):
 
 
 class Transport:
-    """WeightTransport."""
+    """A `WeightTransport` that sends nothing."""
 
     contract_version = 1
     name = "idle"

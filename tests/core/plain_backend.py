@@ -1,6 +1,6 @@
-"""The reference worker as a backend, on one rank and data parallel over gloo. What is wrong on purpose derives from it.
+"""The reference worker as a backend, on one rank or data parallel over gloo, and subclasses with one deliberate fault.
 
-A module of its own: the processes of several ranks import it by name.
+This is a separate module because the processes of several ranks import it by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rl_core.testing.reference_worker import ReferenceWorker
 
 @attrs.frozen
 class NoOptions:
-    """No options."""
+    """Options of a backend that has none."""
 
 
 @attrs.frozen(kw_only=True)
@@ -53,7 +53,8 @@ class PlainBackend:
 
 
 class PlainWorker(ReferenceWorker):
-    """The reference with the metrics that the suite asks for, on ranks that hold the whole model and add gradients."""
+    """The reference worker with the metrics that the suite requires; each rank has the whole model and adds up
+    gradients."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         super().__init__(spec)
@@ -80,7 +81,7 @@ class PlainWorker(ReferenceWorker):
         }
 
     def add_up(self, gradient: Tensor) -> None:
-        """Over the ranks, in place."""
+        """Sums the gradient over the ranks, in place."""
         if dist.is_initialized():
             dist.all_reduce(gradient)
 
@@ -119,7 +120,7 @@ class PlainWorker(ReferenceWorker):
 
 @attrs.frozen(kw_only=True)
 class ProvingBackend(PlainBackend):
-    """A backend that says of itself that its model code is its own."""
+    """A backend that says that it has its own model code, which has to be proved."""
 
     def proof_basis(self, spec: WorkerSpec) -> dict[str, Any]:
         return {"worker": repr(self.worker_class)}
@@ -132,7 +133,7 @@ class ProvingBackend(PlainBackend):
 
 
 class TakesAnotherEps(PlainWorker):
-    """In one norm of each layer, and by as little as some models differ in it."""
+    """Doubles the epsilon of one norm in each layer, a difference as small as between some real models."""
 
     def __init__(self, spec, rank):
         super().__init__(spec, rank)
@@ -142,7 +143,7 @@ class TakesAnotherEps(PlainWorker):
 
 
 class RotatesSlowly(PlainWorker):
-    """The slowest of the rotary frequencies is another, which short sequences hardly show."""
+    """Halves the slowest rotary frequency, which short sequences hardly show."""
 
     def __init__(self, spec, rank):
         super().__init__(spec, rank)
@@ -150,7 +151,7 @@ class RotatesSlowly(PlainWorker):
 
 
 class SendsNoGradientToABias(PlainWorker):
-    """Log-probs are right."""
+    """Returns correct log-probs, but no gradient for one parameter of each layer."""
 
     def gradients(self):
         gradients = super().gradients()
@@ -173,7 +174,7 @@ class Dies(PlainWorker):
 
 
 class RoutedWorker(PlainWorker):
-    """Insists on routes that fit its model."""
+    """Raises if a batch lacks routes that fit its model."""
 
     def forward(self, batch, plan, *, temperature, returns=None):
         self.require_fitting(batch)
@@ -195,7 +196,7 @@ class RoutedWorker(PlainWorker):
 
 
 class OffloadableWorker(PlainWorker):
-    """Moves what it offloads into `elsewhere`."""
+    """Moves offloaded tensors into `elsewhere`."""
 
     def __init__(self, spec, rank):
         super().__init__(spec, rank)
@@ -218,7 +219,7 @@ class OffloadableWorker(PlainWorker):
             self.optimizer.load_state_dict(self.elsewhere["optimizer"])
 
 
-# --- wrong in a way that only several ranks show --------------------------------------------------------------------
+# --- faults that only several ranks show ----------------------------------------------------------------------------
 
 
 class AveragesOverRanks(PlainWorker):
@@ -261,7 +262,7 @@ class ReturnsScoresInThePlansOrder(PlainWorker):
 
 
 class ExportsItsShardOnly(PlainWorker):
-    """The second half of the parameters lies on another rank, which sends nothing."""
+    """Exports only the first half of the parameters, as if the other half were on another rank, which sends nothing."""
 
     def export_weights(self, max_bucket_bytes) -> Iterator[Any]:
         from rl_core.rank_kit.weight_buckets import pack_buckets
@@ -275,7 +276,7 @@ class ExportsItsShardOnly(PlainWorker):
 
 
 class EachRankExportsItsOwn(PlainWorker):
-    """Each steps with its own gradient and sends all its weights."""
+    """Steps with its own gradient on each rank and exports all its weights from each."""
 
     def add_up(self, gradient):
         pass
@@ -285,7 +286,7 @@ class EachRankExportsItsOwn(PlainWorker):
 
 
 class SkipsAlone(PlainWorker):
-    """Looks for values that are not finite in its own gradient, before they are added up."""
+    """Checks its own gradient for non-finite values before the gradients are added up."""
 
     def optim_step(self, update=None):
         mine = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -317,7 +318,7 @@ class OneRankKeepsItsWeights(PlainWorker):
 
 
 class ReadsTheFileOfItsRank(PlainWorker):
-    """What it reads depends on its number: there is nothing for ranks that did not save."""
+    """Reads a file named after its rank, so ranks beyond those that saved find none."""
 
     def save_state(self, directory):
         ReferenceWorker.save_state(self, directory / str(self.rank.rank))

@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and that a user's mistake shows no traceback."""
+"""The command line: its output, its exit codes, and error messages without traceback for a user's mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.core.conftest import Run
 
 
 def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[Config]:
-    """Replaces what runs once all is checked and prepared by one that ends so; the configurations that it was given."""
+    """Replaces the training, after all checks and preparation, by this result; returns the list of configurations it
+    gets."""
     seen: list[Config] = []
 
     async def train(config: Config, *_: object) -> RunSummary:
@@ -34,7 +35,7 @@ def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseExcept
 
 
 def play_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces what plays once everything is checked and prepared."""
+    """Replaces evaluation and generation, after all checks and preparation, by fixed results."""
 
     async def evaluate(config: Config) -> dict[str, float]:
         return {"eval/reward": 0.5}
@@ -212,7 +213,7 @@ REFUSED = {
         *("trainer.logger=[mine, other]", "trainer.callbacks=[json:dumps]", "trainer.policy.slim_config.width=13"),
     ],
 }
-"""Class of mistakes → overrides of the recipe `small` that make it."""
+"""Kind of mistake → overrides of the recipe `small` that contain it."""
 
 
 @pytest.mark.parametrize("overrides", REFUSED.values(), ids=REFUSED)

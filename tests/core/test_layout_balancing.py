@@ -1,4 +1,4 @@
-"""Sequences over ranks, and a rank's sequences over micro-batches."""
+"""Assignment of sequences to ranks, and of a rank's sequences to micro-batches."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def spread(costs_N, part_N, num_parts) -> float:
 
 
 def best_largest_sum(costs, num_parts) -> float:
-    """By trying every assignment."""
+    """The smallest possible largest sum, found by trying every assignment."""
     assignments = itertools.product(range(num_parts), repeat=len(costs))
     return min(part_sums(costs, np.array(parts, np.int64), num_parts).max() for parts in assignments)
 
 
 def fewest_bins(lengths, max_tokens, max_sequences) -> int:
-    """By trying every assignment to 1, 2, … bins."""
+    """The fewest possible bins, found by trying every assignment to 1, 2, … bins."""
     for num_bins in range(1, len(lengths) + 1):
         for parts in itertools.product(range(num_bins), repeat=len(lengths)):
             tokens, counts = np.bincount(parts, lengths), np.bincount(parts)

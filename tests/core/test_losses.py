@@ -1,4 +1,4 @@
-"""Every loss: numbers worked by hand, a slow independent version, and what holds for all of them."""
+"""Every loss: numbers worked by hand, an independent slow version, and properties that hold for all losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_core import algorithms
 from rl_core.algorithms import Objective
 from rl_core.errors import ConfigError, ShapeError
 
-# Wide bounds, so that random ratios fall on both sides of them.
+# Bounds wide enough that some random ratios are within them and others exceed them on either side.
 CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.3}
 CASES = {
     "ppo_clip": ("ppo_clip_loss", CLIP),
@@ -45,7 +45,7 @@ STOPPED_GRADIENT = ("cispo_old", "cispo_rollout", "gspo_token")
 def mini_batch(
     seed: int, lengths: list[int], dtype: torch.dtype = torch.float64, trained: float = 0.8
 ) -> dict[str, torch.Tensor]:
-    """Columns by parameter name, advantages equal within a sequence."""
+    """Columns by parameter name; advantages are equal within a sequence."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     sequence_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -157,7 +157,7 @@ def test_rollout_is_drops_tokens_outside_the_open_interval():
 
 
 def test_dppo_stops_only_the_direction_in_which_the_bound_is_passed():
-    # p = 0.8, q = 0.5: |p − q| = 0.3; a negative advantage pulls back and is kept.
+    # p = 0.8, q = 0.5: |p − q| = 0.3; the negative advantage pulls p back, so the token is kept.
     p, q = math.log(0.8), math.log(0.5)
     arguments = {
         "logprobs_T": [p, p, q],
@@ -217,7 +217,7 @@ def test_clip_cov_and_kl_cov_act_on_the_chosen_tokens_only():
 
 
 def test_value_loss_takes_the_larger_of_plain_and_held_error():
-    # held at 0.2 from 0: prediction 1, target 1 → held error 0.8; prediction −1, target 1 → plain error 2.
+    # clipped at 0.2 from 0: prediction 1, target 1 → clipped error 0.8; prediction −1, target 1 → unclipped error 2.
     losses = by_hand(
         algorithms.value_clip_loss,
         predicted_values_T=[1.0, -1.0],
@@ -229,7 +229,8 @@ def test_value_loss_takes_the_larger_of_plain_and_held_error():
 
 
 def test_rounding_takes_the_gradient_of_no_value_within_its_bounds():
-    """In float32 (v − R) − (v − V) + (v − V) is not v − R: compared bare, one token in thirty would seem clipped."""
+    """In float32 (v − R) − (v − V) + (v − V) differs from v − R: compared directly, one token in thirty would seem
+    clipped."""
     generator = torch.Generator().manual_seed(0)
     values_T, returns_T, move_T = torch.randn(3, 1000, generator=generator)
     predicted_T = (values_T + 0.1 * move_T.tanh()).requires_grad_()
@@ -266,7 +267,7 @@ def test_top_entropy_mask_keeps_the_share_of_trained_tokens():
 
 
 def slow_losses(case: str, columns: dict[str, torch.Tensor]) -> list[float]:
-    """One token at a time, in Python floats."""
+    """The losses one token at a time, with Python floats."""
     settings = CASES[case][1]
     rows = {name: values_T.tolist() for name, values_T in columns.items()}
     return [slow_loss(case, t, rows, settings) if rows["mask_T"][t] else 0.0 for t in range(len(rows["mask_T"]))]
@@ -360,7 +361,7 @@ def test_cispo_gradient_is_the_weighted_policy_gradient(case):
 
 
 def test_dro_has_the_gradient_of_the_papers_square_of_reward_minus_log_ratio():
-    """Richemond et al. 2024: ½ (A − beta · log(policy / old))², over beta; and no clamp stops what has gone far."""
+    """Richemond et al. 2024: ½ (A − beta · log(policy / old))², divided by beta; distant tokens are not clamped."""
     columns = mini_batch(2, [4, 6, 3])
     columns["logprobs_T"][0] = columns["old_logprobs_T"][0] - 60.0
     _, gradient_T = loss_and_gradient("dro", columns)
@@ -436,7 +437,8 @@ def test_log_ratios_are_clamped_at_20():
 @pytest.mark.parametrize("function", ["gspo_loss", "gspo_token_loss", "gmpo_loss"])
 @pytest.mark.parametrize(("outlier", "mean"), [(-50.0, -5.0), (150.0, 15.0), (-1000.0, -20.0), (-math.inf, -20.0)])
 def test_one_far_token_moves_its_sequences_mean_as_in_the_papers(function, outlier, mean):
-    """Ten tokens, one at −50: the papers' ratio is exp(−5) = 0.0067; with each token clamped to ±20 it was 0.135."""
+    """Ten tokens, one with log-ratio −50: the papers' ratio is exp(−5) = 0.0067; clamping each token to ±20 gave
+    0.135."""
     logprobs_T = torch.zeros(10, dtype=torch.float64)
     logprobs_T[3] = outlier
     settings = {"eps_clip_low": 1.0, "eps_clip_high": 1e9}
@@ -452,7 +454,7 @@ def test_one_far_token_moves_its_sequences_mean_as_in_the_papers(function, outli
     loss_T, metrics = getattr(algorithms, function)(**columns, **settings)
     assert loss_T.tolist() == pytest.approx([-math.exp(mean)] * 10, rel=1e-12)
     loss_T.sum().backward()
-    # d exp(mean) / d logprob_t = exp(mean) / 10, ten losses; at the clamp there is none.
+    # d exp(mean) / d logprob_t = exp(mean) / 10, for ten losses; at the clamp the gradient is 0.
     expected = -math.exp(mean) if abs(mean) < 20 else 0.0
     assert logprobs_T.grad.tolist() == pytest.approx([expected] * 10, rel=1e-12)
     assert all(metric_T.isfinite().all() for metric_T in metrics.values())
@@ -486,7 +488,7 @@ def test_splitting_the_mini_batch_changes_nothing(case, lengths, seed):
 
 @pytest.mark.parametrize("case", ["clip_cov", "kl_cov", "top_entropy"])
 def test_statistics_of_a_part_would_choose_other_tokens(case):
-    """Negative control: without `prepare` on the whole mini-batch the split would matter."""
+    """Negative control: without `prepare` on the whole mini-batch, the split would change the result."""
 
     def differs(seed):
         columns = mini_batch(seed, [20, 20])

@@ -1,4 +1,4 @@
-"""Sequences that the policy has left: which tokens, in an objective, over a split."""
+"""Masking of sequences that the policy has left: which tokens, within an objective, and independent of the split."""
 
 from __future__ import annotations
 

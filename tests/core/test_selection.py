@@ -1,4 +1,5 @@
-"""Which samples are trained on: by hand, in any order, from the seed alone, with everything dropped accounted for."""
+"""Selection of samples: worked by hand, in any row order, determined by the seed alone, with every dropped row
+counted."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from rl_core.algorithms.selection import (
 from rl_core.errors import ConfigError, ShapeError
 from tests.core.token_streams import Stream, streams
 
-# Group 4 differs, 2 is solved, 7 has one sample, 9 differs, 1 differs.
+# Groups 1, 4 and 9 have different rewards, group 2 is solved, group 7 has one sample.
 GROUPS = torch.tensor([4, 2, 4, 7, 2, 9, 9, 1, 1])
 SCORES = torch.tensor([1.0, 1, 0, 0, 1, 0, 1, 1, 0])
 
@@ -80,7 +81,7 @@ def test_replacement_fills_the_place_of_flat_groups_with_copies():
     assert selection.is_copy_R.tolist() == [False, False, True, True, False, False, True, True, False, False]
     sources = GROUPS[selection.rows_R]
     assert not zero_variance_groups(SCORES[selection.rows_R], selection.group_R).any()
-    # Two copies of three informative groups: dealt, so they are different ones.
+    # Two copies among three informative groups are dealt out in turn, so they differ.
     assert sources[2] != sources[6]
     assert selection.metrics == {
         "selection/zero_variance_groups": (1, 5),
@@ -101,7 +102,7 @@ def test_replacement_is_refused_below_the_least_share_of_informative_groups():
 
 
 def outcome(selection: GroupSelection, rows: torch.Tensor) -> list[tuple[int, int]]:
-    """Pairs of original row and group, whatever order the rows were given in."""
+    """Sorted pairs of original row and group, independent of the order of rows."""
     return sorted(zip(rows[selection.rows_R].tolist(), selection.group_R.tolist(), strict=True))
 
 
@@ -137,7 +138,7 @@ def test_overlong_filtering_clears_truncated_sequences_and_counts_them():
     mask_T = torch.tensor([True, True, False, True, False])
     kept_T, metrics = overlong_mask(mask_T, torch.tensor([0, 1, 1, 2, 3]), torch.tensor([False, True, False, True]))
     assert kept_T.tolist() == [True, False, False, True, False]
-    # Sequence 3 was truncated too, but had nothing to train on.
+    # Sequence 3 was truncated too, but has no trained token.
     assert metrics == {"selection/overlong_sequences": (1, 3), "selection/overlong_tokens": (1, 3)}
 
 
