@@ -186,7 +186,7 @@ def show_bytes(name: str, checked: Sequence[Checked], batch_bytes: int) -> None:
     assert len(by_node) == STAGES, "the ranks of a stage must all be on one node, and each stage on another"
     per_rank = sum(rank.num_bytes for rank in checked) / batch_bytes
     per_node = sum(by_node.values()) / batch_bytes
-    print(f"{name:12} bytes over the least: rank {per_rank:.2f}, node {per_node:.2f}")
+    print(f"{name:12} bytes over the minimum: rank {per_rank:.2f}, node {per_node:.2f}")
 
 
 def show_times(what: str, seconds: dict[str, list[float]]) -> None:

@@ -89,11 +89,15 @@ class Job:
 
 @click.command()
 @click.option("--row", "names", multiple=True, type=click.Choice([row.name for row in ROWS]), help="Default: all.")
-@click.option("--gpus", "num_gpus", type=int, help="Of this machine or its Ray cluster. Default: this machine's.")
-@click.option("--steps", default=2, show_default=True, help="Measured, after one to warm up.")
-@click.option("--samples", type=int, help="Of a prompt. Default: the recipe's.")
-@click.option("--model", type=click.Path(exists=True, file_okay=False), help="Weights in place of random ones.")
-@click.option("--tiny", is_flag=True, help="Tiny models and batches, on the CPU where there is no GPU.")
+@click.option("--gpus", "num_gpus", type=int, help="GPUs of this machine or its Ray cluster. Default: this machine's.")
+@click.option("--steps", default=2, show_default=True, help="Measured steps, after one warm-up step.")
+@click.option("--samples", type=int, help="Samples per prompt. Default: the recipe's.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False),
+    help="Directory of a model to use instead of random weights.",
+)
+@click.option("--tiny", is_flag=True, help="Use tiny models and batches, on the CPU if there is no GPU.")
 def main(
     names: tuple[str, ...], num_gpus: int | None, steps: int, samples: int | None, model: str | None, tiny: bool
 ) -> None:

@@ -76,11 +76,11 @@ LOSS = LossSpec(name="regular", params={"eps_clip_low": 0.2, "eps_clip_high": 0.
 
 @click.command()
 @click.option("--model", "names", multiple=True, type=click.Choice(list(SHAPES)), help="Default: all.")
-@click.option("--micro-batches", default=2, show_default=True, help="Per step.")
-@click.option("--steps", default=5, show_default=True, help="Measured, after two to warm up.")
-@click.option("--chunk-tokens", default=4096, show_default=True, help="Tokens whose logits exist at a time.")
-@click.option("--peak-tflops", type=float, help="Dense bfloat16 peak of the device.")
-@click.option("--tiny", is_flag=True, help="A tiny model, on the CPU where there is no GPU.")
+@click.option("--micro-batches", default=2, show_default=True, help="Micro-batches per step.")
+@click.option("--steps", default=5, show_default=True, help="Measured steps, after two warm-up steps.")
+@click.option("--chunk-tokens", default=4096, show_default=True, help="Tokens per chunk of logits.")
+@click.option("--peak-tflops", type=float, help="Dense bfloat16 peak of the device in TFLOPS.")
+@click.option("--tiny", is_flag=True, help="Use a tiny model, on the CPU if there is no GPU.")
 def main(
     names: tuple[str, ...], micro_batches: int, steps: int, chunk_tokens: int, peak_tflops: float | None, tiny: bool
 ) -> None:

@@ -135,9 +135,13 @@ def main() -> None:
         most = arguments.episodes * 9 // 10
         ratios.append(calm_s[most - 1] / odd_s[most - 1])
         whole.append(calm_s[-1] / odd_s[-1])
-        print(f"turn {turn}: {most / calm_s[most - 1]:.0f} and {most / odd_s[most - 1]:.0f} episodes/s, {dict(kinds)}")
+        print(
+            f"turn {turn}, without and with faults: "
+            f"{most / calm_s[most - 1]:.0f} and {most / odd_s[most - 1]:.0f} episodes/s, {dict(kinds)}"
+        )
     print(
-        f"with trouble over without: {statistics.median(ratios):.2f}, of the whole time {statistics.median(whole):.2f}"
+        f"ratio with faults over without: {statistics.median(ratios):.2f}, "
+        f"of the whole time {statistics.median(whole):.2f}"
     )
 
 

@@ -131,14 +131,15 @@ def main(steps: int, turns: int, bound: int) -> None:
             ratios.append(calm_s[most - 1] / odd_s[most - 1])
             whole.append(calm_s[-1] / odd_s[-1])
             print(
-                f"turn {turn}: {calm_s[most - 1] / most:.2f} and {odd_s[most - 1] / most:.2f} s a step, "
-                f"the whole {calm_s[-1]:.1f} and {odd_s[-1]:.1f} s, failed {dict(failed)}",
+                f"turn {turn}, without and with faults: "
+                f"{calm_s[most - 1] / most:.2f} and {odd_s[most - 1] / most:.2f} s per step, "
+                f"{calm_s[-1]:.1f} and {odd_s[-1]:.1f} s in all, failed samples {dict(failed)}",
                 flush=True,
             )
             if none or failed != {"ConnectionError": expected, "DeadlineError": expected}:
                 raise SystemExit(f"{expected} failures of each kind were expected with faults, and none without")
     print(
-        f"with trouble over without: {statistics.median(ratios):.2f}; of the whole runs {statistics.median(whole):.2f}"
+        f"ratio with faults over without: {statistics.median(ratios):.2f}; of whole runs {statistics.median(whole):.2f}"
     )
 
 

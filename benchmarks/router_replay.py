@@ -55,7 +55,7 @@ MESH = Mesh(world_size=16, tensor=2, pipeline=2, context=2)
 
 
 def main() -> None:
-    """Prints the three tables."""
+    """Prints the tables of bytes, time and load."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)

@@ -136,7 +136,7 @@ def receive(rendezvous: Rendezvous) -> Manifest:
     return Manifest(version=0, tensors=records)
 
 
-# --- what changed ---------------------------------------------------------------------------------------------------
+# --- delta syncs ----------------------------------------------------------------------------------------------------
 
 
 def report_deltas(names: Sequence[str], engine: ProcessPoolExecutor, bucket_bytes: int, num_steps: int) -> None:
@@ -155,7 +155,7 @@ def report_deltas(names: Sequence[str], engine: ProcessPoolExecutor, bucket_byte
         sync_once(name, engine, published[-1], bucket_bytes)
         whole_s = time.perf_counter() - start
         for step, (share, seconds) in enumerate(found[1:], start=1):
-            print(f"{name:14} step {step}: {100 * share:5.2f} % of the bytes, {seconds / whole_s:5.2f} of a whole sync")
+            print(f"{name:14} step {step}: {100 * share:5.2f} % of the bytes, {seconds / whole_s:5.2f} of a full sync")
 
 
 def published_weights(num_steps: int) -> Iterator[dict[str, Tensor]]:

@@ -199,7 +199,7 @@ def show_norms(turns: TurnsOfOurs, own: float) -> None:
 def median(name: str, seconds: Sequence[float]) -> float:
     """Prints and returns the median of all values but the first, which warms up."""
     value = statistics.median(seconds[1:])
-    print(f"{name:44s} {value:7.3f} s of the processor ({len(seconds) - 1} rounds)")
+    print(f"{name:44s} {value:7.3f} processor seconds ({len(seconds) - 1} rounds)")
     return value
 
 
@@ -216,7 +216,7 @@ def main(rounds: int) -> None:
         settings = update_settings(config)
         trajectories = played(AutoTokenizer.from_pretrained(model))
         group, update = loop.run_until_complete(ours(config, settings))
-        print(f"ours scores before training: {settings.scoring}")
+        print(f"our scoring before training: {settings.scoring}")
 
         def step_once(update: BatchUpdate = update) -> None:
             loop.run_until_complete(step_of(update, trajectories, step=2))
@@ -240,7 +240,7 @@ def main(rounds: int) -> None:
         ratio = median("one update, no scoring pass", seconds["without"]) / median(
             "one update, every sequence scored", seconds["scored"]
         )
-        print(f"{'without the pass over with it':44s} {ratio:7.2f}  (goal 0.8)")
+        print(f"{'without over with the scoring pass':44s} {ratio:7.2f}  (goal 0.8)")
         loop.run_until_complete(group.close())
 
 
