@@ -18,7 +18,7 @@ os.environ["MPLBACKEND"] = "agg"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Tests never use the network: they create models and data sets that are not on this machine.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Tests share a cache of proofs of models, which keeps them from writing into the home folder.
+# Tests share this cache of model proofs instead of writing into the home folder.
 os.environ.setdefault("RL_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "rl"))
 # Otherwise Ray enables token authentication and writes a token into the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -62,13 +62,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests live until the end, so the garbage collector need not visit them."""
+    """Excludes modules and tests from garbage collection, since they live until the end."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Without it, libraries that count their objects at exit report leaks."""
+    """Undoes the freeze: otherwise libraries that count their objects at exit report leaks."""
     gc.unfreeze()
 
 

@@ -65,7 +65,7 @@ class Backend:
         return False
 
     def create_worker(self, spec, rank):
-        raise AssertionError("nothing is trained")
+        raise AssertionError("this backend must not train")
 
 
 backend = Backend()

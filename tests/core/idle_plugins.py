@@ -18,7 +18,7 @@ class Backend:
     options_class = dict
 
     def mesh(self, options, world_size):
-        raise AssertionError("nothing is trained")
+        raise AssertionError("an idle plug-in must not train")
 
     def validate(self, spec, world_size):
         pass
@@ -27,7 +27,7 @@ class Backend:
         return False
 
     def create_worker(self, spec, rank):
-        raise AssertionError("nothing is trained")
+        raise AssertionError("an idle plug-in must not train")
 
 
 class Engine:
@@ -41,7 +41,7 @@ class Engine:
         pass
 
     async def create(self, config):
-        raise AssertionError("nothing is started")
+        raise AssertionError("an idle plug-in must not start engines")
 
 
 class FussyEngine(Engine):
@@ -58,10 +58,10 @@ class Transport:
     is_staged = True
 
     def open(self, *, num_ranks, num_engines):
-        raise AssertionError("nothing is sent")
+        raise AssertionError("an idle plug-in must not send weights")
 
     def sender(self, rendezvous, rank, world_size):
-        raise AssertionError("nothing is sent")
+        raise AssertionError("an idle plug-in must not send weights")
 
     def close(self, rendezvous):
         pass
@@ -75,7 +75,7 @@ class Generator:
         return 1
 
     async def generate(self, request):
-        raise AssertionError("nothing is played")
+        raise AssertionError("an idle plug-in must not play episodes")
 
 
 class Environment:
@@ -83,10 +83,10 @@ class Environment:
         pass
 
     async def reset(self):
-        raise AssertionError("nothing is played")
+        raise AssertionError("an idle plug-in must not play episodes")
 
     async def step(self, action):
-        raise AssertionError("nothing is played")
+        raise AssertionError("an idle plug-in must not play episodes")
 
     async def close(self):
         pass
@@ -113,11 +113,11 @@ def make_generator(config, client) -> Generator:
 
 
 def loss(logprobs_T, advantages_T, mask_T) -> TokenLoss:
-    raise AssertionError("nothing is trained")
+    raise AssertionError("an idle plug-in must not train")
 
 
 def advantages(scores_N, group_N, *, scale=1.0) -> Tensor:
-    raise AssertionError("nothing is trained")
+    raise AssertionError("an idle plug-in must not train")
 
 
 backend = Backend()

@@ -130,7 +130,7 @@ def with_optimizer(**changes: Any) -> type[PlainWorker]:
 
 
 def with_update(**changes: Any) -> type[PlainWorker]:
-    """A worker that replaces some fields of the `update` that a single step passes."""
+    """A worker class that changes some fields of the `update` for a single step."""
 
     class Changed(PlainWorker):
         def optim_step(self, update=None):

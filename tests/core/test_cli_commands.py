@@ -144,7 +144,7 @@ def test_what_is_no_plug_in_of_its_key_is_one_error_of_the_dry_run(rl: Run, key:
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {key}: {given!r}")
     assert "Expected" in err or "has no 'nope'" in err
-    assert err.count("\n") == 1, "one message, no traceback"
+    assert err.count("\n") == 1, "there must be one message and no traceback"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_what_is_no_recipe_or_prepares_none_is_one_error(rl: Run, command: list[
     code, out, err = rl(*command, recipe)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {problem}")
-    assert err.count("\n") == 1, "one message, no traceback"
+    assert err.count("\n") == 1, "there must be one message and no traceback"
 
 
 REFUSED = {

@@ -132,7 +132,7 @@ class ActsWithoutAction(Guess):
         return StepResult(reward=0.0, done=True)
 
 
-# --- what an environment may add --------------------------------------------------------------------------------------
+# --- optional parts of an environment ---------------------------------------------------------------------------------
 
 ADD = {
     "type": "function",

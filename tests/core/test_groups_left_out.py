@@ -196,8 +196,7 @@ def test_a_last_batch_that_is_given_up_is_taken_again_too(
 def test_a_stop_at_any_moment_loses_no_group_where_batches_are_given_up(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int, rule: str
 ):
-    """Each group is trained on once, or its batch is rejected; then it is played again, as in the run without the
-    stop."""
+    """Each group is trained on once, rejected with its batch, dropped, or still outstanding at the end."""
 
     def play(group: int) -> Play:
         return Play(seconds=one_after_another(group).seconds, rewards=(1.0, 1.0) if group in (2, 3, 6) else (0.0, 1.0))

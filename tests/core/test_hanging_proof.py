@@ -1,4 +1,4 @@
-"""A run that is killed while it proves a model leaves no process behind, and its files go with the next start."""
+"""A run that is killed while it proves a model leaves no process behind, and the next start removes its files."""
 
 from __future__ import annotations
 

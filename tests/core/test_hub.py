@@ -1,4 +1,4 @@
-"""Models are downloaded and uploaded with the hub's own library, against a hub on this machine."""
+"""Models are downloaded and uploaded with the hub's own library; the hub is a local test server."""
 
 from __future__ import annotations
 

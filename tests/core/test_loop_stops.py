@@ -105,7 +105,8 @@ def test_groups_that_wait_to_be_trained_on_are_in_the_checkpoint_and_not_played_
 
 
 def test_a_failed_sample_of_a_group_that_waits_is_counted_once_where_an_error_ends_the_run(tmp_path: Path):
-    """The ending run writes it immediately, under a step that is never reached; its checkpoint still contains it."""
+    """The run that ends writes the sample immediately, under a step that it never reaches; its checkpoint has it
+    too."""
     rewards = {2: (0.25, None)}
 
     def play(group: int) -> Play:
@@ -149,7 +150,7 @@ def test_a_stop_before_the_first_step_plays_no_group(tmp_path: Path):
 def test_a_stop_at_any_moment_loses_no_group(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int, engine_class: type[ScriptedEngine]
 ):
-    """The run is stopped at every turn of the event loop; the resumed run trains on everything that is left."""
+    """Stops one run at each turn of the event loop; the resumed run must train on everything that is left."""
     script = Script(steps=3, max_staleness=max_staleness, play=one_after_another)
 
     def stopped_at(turn: int) -> ScriptedRun:
@@ -192,7 +193,7 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
 
 
 def test_a_run_that_ends_well_or_is_stopped_saves_no_more_than_it_was_told(tmp_path: Path):
-    """Negative control."""
+    """Negative control: a run that ends well saves no checkpoint, and a stopped one saves one and no model."""
     script = Script(settings={"model_path": tmp_path / "model"})
     assert ScriptedRun(tmp_path, script).go().events_of("save", "end", "export") == ["end 3", "export model"]
     stopped = ScriptedRun(tmp_path, script)

@@ -343,7 +343,7 @@ def test_loss_equals_the_slow_version(case):
     assert fast.count_nonzero() > 0
 
 
-# --- what holds for all ----------------------------------------------------------------------------------------------
+# --- properties of all losses ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in STOPPED_GRADIENT])

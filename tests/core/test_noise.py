@@ -9,7 +9,7 @@ from rl_core.rank_kit.noise import element_index, hash_of, normal_noise
 
 
 def test_hashes_are_the_published_sequence_of_splitmix64():
-    """Its first numbers for the seed 1234567, as other implementations print them."""
+    """The first numbers of splitmix64 for the seed 1234567, as other implementations print them."""
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     assert [number % 2**64 for number in hash_of(torch.arange(5), 1234567).tolist()] == known
 

@@ -224,7 +224,7 @@ def test_of_many_that_start_at_once_one_has_the_directories_and_all_others_name_
 def test_directories_of_two_runs_do_not_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, str], key: str
 ):
-    """In either order."""
+    """Whichever run starts first."""
     monkeypatch.chdir(tmp_path)
     for directory in ("a", "b", "disk"):
         (tmp_path / directory).mkdir()

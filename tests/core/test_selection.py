@@ -20,7 +20,7 @@ from rl_core.algorithms.selection import (
 from rl_core.errors import ConfigError, ShapeError
 from tests.core.token_streams import Stream, streams
 
-# Groups 1, 4 and 9 have different rewards, group 2 is solved, group 7 has one sample.
+# The rewards within groups 1, 4 and 9 differ, group 2 is solved, group 7 has one sample.
 GROUPS = torch.tensor([4, 2, 4, 7, 2, 9, 9, 1, 1])
 SCORES = torch.tensor([1.0, 1, 0, 0, 1, 0, 1, 1, 0])
 

@@ -63,7 +63,7 @@ def require_groups_start_at_served_versions(run: ScriptedRun) -> None:
         if event.startswith("serve"):
             served = int(event.split()[1])
         else:
-            assert int(event.split()[3]) == served, f"{event}, while version {served} is served"
+            assert int(event.split()[3]) == served, f"{event} while version {served} is served"
 
 
 class OneMoreVersion(RecordedBuffer):

@@ -54,7 +54,7 @@ def trajectory(group_id: int, *steps: TrajectoryStep, **changes: Any) -> Traject
 
 
 def plain(value: Any) -> Any:
-    """Converts records of `eq=False` and arrays to values that compare equal."""
+    """Converts arrays and records with `eq=False` to plain values, which can be compared."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.tolist())
     if attrs.has(type(value)):

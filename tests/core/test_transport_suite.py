@@ -144,7 +144,7 @@ def test_a_wrong_transport_is_rejected(wrong, check):
         getattr(Suite(), check)(*arguments)
 
 
-# --- ends that never end --------------------------------------------------------------------------------------------
+# --- transports that never finish -----------------------------------------------------------------------------------
 
 LET_GO = threading.Event()
 """Set after a test, to end the threads that still wait."""

@@ -142,7 +142,7 @@ def test_what_a_rank_trains_on_does_not_change_what_it_holds(sides):
     require_equal(arrived, tensors)
 
 
-# --- what does not fit ----------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------------------------
 
 
 def require_healed(sides: Sides, tensors: dict[str, Tensor]) -> None:

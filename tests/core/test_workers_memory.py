@@ -40,7 +40,7 @@ def faults(*arguments: str, **environment: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment).stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the allocator of glibc")
 def test_what_is_freed_is_used_again_without_page_faults():
     given_back = faults()
     assert given_back > 400_000, "the control must fault on each 4 KiB page of 1.8 GiB"

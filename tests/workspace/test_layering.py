@@ -287,7 +287,7 @@ def source_tree(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-# --- what is really loaded ------------------------------------------------------------------------------------------
+# --- modules loaded at run time -------------------------------------------------------------------------------------
 
 BLOCK = """
 import importlib.abc, sys
@@ -355,7 +355,7 @@ def test_the_check_for_torch_sees_torch():
     assert run_python("import sys, rl_core.batch\nassert 'torch' not in sys.modules\n").returncode != 0
 
 
-# --- what is declared -----------------------------------------------------------------------------------------------
+# --- declared dependencies ------------------------------------------------------------------------------------------
 
 
 def declared(package: str) -> set[str]:
@@ -378,7 +378,7 @@ def importable(package: str) -> set[str]:
 def test_every_third_party_import_is_a_declared_dependency(package):
     known = importable(package)
     undeclared = [str(found) for found in imports_of(source_root(package)) if top(found.imported) not in known]
-    assert not undeclared, "add to the dependencies or to an extra of its package:\n" + "\n".join(undeclared)
+    assert not undeclared, "add these to the dependencies or to an extra of the package:\n" + "\n".join(undeclared)
 
 
 def project(package: str) -> dict[str, Any]:

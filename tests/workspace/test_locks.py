@@ -24,7 +24,7 @@ from tools.locks import (
 )
 
 LOCKS = (CPU_LOCK, GPU_LOCK, KERNELS_LOCK)
-STALE = "stale: make constraints"
+STALE = "stale: run `make constraints`"
 
 
 def pins_of(name):
