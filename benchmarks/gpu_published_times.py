@@ -123,7 +123,7 @@ def line_of(
     """The printed result of a row; an error becomes its text, so that the other rows still run."""
     has_machines = row.num_gpus > GPUS_PER_MACHINE
     if has_machines and not tiny and (num_gpus < row.num_gpus or model is None):
-        return f"skipped: needs --gpus {row.num_gpus} of a Ray cluster, and --model; its mesh has no smaller share"
+        return f"skipped: needs --gpus {row.num_gpus} of a Ray cluster, and --model; its mesh cannot run on fewer GPUs"
     used = 1 if tiny else min(num_gpus, row.num_gpus)
     num_machines = max(1, used // GPUS_PER_MACHINE)
     path = model or str(random_model(row, directory, tiny))

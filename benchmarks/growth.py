@@ -64,7 +64,7 @@ MODEL = {
 def main() -> None:
     """Prints the controller's seconds by part, for each shape."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", action="append", help="sequences x tokens of each")
+    parser.add_argument("--shape", action="append", help="number of sequences x tokens per sequence, such as 1000x16")
     parser.add_argument("--no-ranks", action="store_true", help="do not measure what a rank would compute")
     args = parser.parse_args()
     torch.set_num_threads(1)

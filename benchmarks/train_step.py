@@ -195,10 +195,10 @@ def logprob_steps(num_scores: int) -> dict[str, Step]:
     return {
         "chunked log-probs and entropy": chunked(True),
         "chunked log-probs": chunked(False),
-        "whole logits and entropy": lambda: (
+        "full logits and entropy": lambda: (
             full_logprobs(hidden_SH, weight_VH, targets_S, temperature=1.0)[0].sum().backward()
         ),
-        "whole logits, cross-entropy": bare,
+        "full logits, cross-entropy": bare,
     }
 
 

@@ -136,7 +136,9 @@ class Wheels:
         pattern = f"{distribution.replace('-', '_')}-*.dist-info"
         found = [path.name.removesuffix(".dist-info").rpartition("-")[2] for path in self._directory.glob(pattern)]
         if len(found) != 1:
-            raise SystemExit(f"{self._directory} has {len(found)} wheels of {distribution}, not one; --fetch fills it")
+            raise SystemExit(
+                f"{self._directory} has {len(found)} wheels of {distribution}, expected 1; fill it with --fetch"
+            )
         return found[0]
 
     def module(self, name: str) -> Module | None:
@@ -343,7 +345,12 @@ def check_fixes(files: Sequence[Path], versions: dict[str, str]) -> list[Problem
         for library, seen in sorted(set(_SEEN_IN.findall(path.read_text()))):
             pinned = versions["megatron-bridge" if library.lower() == "bridge" else library.lower()]
             if seen != pinned:
-                problems.append(Problem(path.name, f"a fault of {library} {seen}, and {pinned} is pinned"))
+                problems.append(
+                    Problem(
+                        path.name,
+                        f"fixes a fault of {library} {seen}, but {pinned} is pinned; check that it still has the fault",
+                    )
+                )
     return problems
 
 
@@ -482,7 +489,7 @@ def resolve(uv: Path) -> Problem | None:
     resolved = {line.partition(" ")[0] for line in answer.stdout.splitlines() if "==" in line}
     pinned = {requirement.partition(" ")[0] for requirement in installed_by_dockerfile()}
     if forgotten := sorted(resolved - pinned):
-        return Problem("Dockerfile", f"its locks lack {', '.join(forgotten)}: make constraints")
+        return Problem("Dockerfile", f"its locks lack {', '.join(forgotten)}; run `make constraints`")
     print(f"the Dockerfile's {len(resolved)} packages are compatible on Linux with CUDA 13")
     return None
 

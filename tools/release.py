@@ -94,16 +94,16 @@ def problems_of(name: str, project: dict, distribution: Distribution) -> Iterato
         yield f"README.md links to {link}, which exists in the repository only"
     licence = (ROOT / "LICENSE").read_bytes()
     if not any(path.endswith("LICENSE") and data == licence for path, data in files.items()):
-        yield "the repository's LICENSE is not inside"
+        yield "there is no copy of the repository's LICENSE"
     module = name.replace("-", "_")
     typed = f"{module}/py.typed" if distribution.is_wheel else f"src/{module}/py.typed"
     if typed not in files:
-        yield f"{typed} is not inside"
+        yield f"{typed} is missing"
     versions = {other: table["version"] for other, table in projects().items()}
     for requirement in map(Requirement, metadata.get_all("Requires-Dist", [])):
         version = versions.get(requirement.name)
         if version is not None and not requirement.specifier.contains(version, True):
-            yield f"requires {requirement}, and {version} is released with it"
+            yield f"requires {requirement}, but {version} is released with it"
 
 
 def main(folder: Path) -> int:

@@ -147,7 +147,9 @@ def test_a_repaired_fault_of_another_version_than_the_pinned_one_is_found(tmp_pa
     fix = tmp_path / "fixes.py"
     fix.write_text('"""vllm 0.29.1 forgets something; Bridge 0.3.1 too."""')
     (problem,) = check_fixes([fix], {"vllm": "0.30.0", "megatron-bridge": "0.3.1"})
-    assert str(problem) == "fixes.py: a fault of vllm 0.29.1, and 0.30.0 is pinned"
+    assert str(problem) == (
+        "fixes.py: fixes a fault of vllm 0.29.1, but 0.30.0 is pinned; check that it still has the fault"
+    )
 
 
 def test_gpu_and_cpu_have_one_version_of_vllm():

@@ -47,12 +47,12 @@ def test_a_faulty_distribution_is_found(dist: Path, suffix: str):
         (problem,) = problems_of(name, project, distribution)
         return problem
 
-    assert said(without(whole, "py.typed")).endswith("rl_rollout/py.typed is not inside")
-    assert said(without(whole, "LICENSE")) == "the repository's LICENSE is not inside"
+    assert said(without(whole, "py.typed")).endswith("rl_rollout/py.typed is missing")
+    assert said(without(whole, "LICENSE")) == "there is no copy of the repository's LICENSE"
     assert said(replaced(whole, "# rl-rollout\n", "# Else\n")) == "the description in the metadata is not README.md"
     assert "metadata names rl-rollout 0.0.9" in said(replaced(whole, "Version: 0.1.0", "Version: 0.0.9"))
     other_core = replaced(whole, "Requires-Dist: rl-core<0.2", "Requires-Dist: rl-core<0.1")
-    assert "and 0.1.0 is released with it" in "".join(problems_of(name, project, other_core))
+    assert "but 0.1.0 is released with it" in "".join(problems_of(name, project, other_core))
 
 
 def test_a_faulty_folder_is_found(dist: Path, tmp_path: Path):
