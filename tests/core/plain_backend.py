@@ -318,7 +318,7 @@ class OneRankKeepsItsWeights(PlainWorker):
 
 
 class ReadsTheFileOfItsRank(PlainWorker):
-    """Reads a file named after its rank, so ranks beyond those that saved find none."""
+    """Saves and loads a folder per rank, so ranks beyond the number that saved find none."""
 
     def save_state(self, directory):
         ReferenceWorker.save_state(self, directory / str(self.rank.rank))

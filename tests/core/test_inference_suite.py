@@ -64,7 +64,7 @@ class LostSample(FaultyEngine):
 
 
 class SwappedRequests(FaultyEngine):
-    """Concurrent requests get each other's samples."""
+    """Answers requests for one token with another prompt's sample, as if concurrent requests were swapped."""
 
     _other = None
 

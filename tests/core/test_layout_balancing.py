@@ -181,7 +181,7 @@ def test_a_budget_that_needs_more_micro_batches_than_the_tokens_suggest_adds_a_w
         [3],
         [4],
         [5],
-    ]  # 31 tokens, but five need a place of their own
+    ]  # two sequences of 6 tokens exceed 10, and the number of micro-batches must be even
 
 
 def test_a_later_rank_that_needs_more_micro_batches_gives_as_many_to_the_earlier_ones():

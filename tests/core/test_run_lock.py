@@ -286,7 +286,7 @@ from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
 from rl_core.trainer.run_lock import held_directories
 
-if os.geteuid() == 0:  # who may write everywhere
+if os.geteuid() == 0:  # root may write everywhere
     os.setgid(65534)
     os.setuid(65534)
 config = from_mapping({"trainer.run_dir": sys.argv[1]})

@@ -63,7 +63,7 @@ config = from_mapping({
     "trainer.resume_mode": "from_path",
     "data.train_data": [f"{closed}/train.jsonl", unread],
 })
-if os.geteuid() == 0:  # who may read everything
+if os.geteuid() == 0:  # root may read everything
     os.setgid(65534)
     os.setuid(65534)
 try:

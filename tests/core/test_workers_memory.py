@@ -27,7 +27,7 @@ def main():
     steps(5)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
-# As a rank in the controller's process computes.
+# In a thread, as a rank in the controller's process computes.
 thread = threading.Thread(target=main)
 thread.start()
 thread.join()
