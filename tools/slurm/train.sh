@@ -67,8 +67,8 @@ if [[ "${alive:-0}" != "$nodes" ]]; then
   exit 1
 fi
 
-# Slurm sends a signal before the job ends or is requeued. It is passed on to the run, which saves and ends; the requeued
-# job resumes from there.
+# Slurm sends a signal before the job ends or is requeued. It is passed on to the run, which saves and ends. The
+# requeued job resumes from there.
 rl train "$recipe" "${keys[@]}" "$@" &
 run="$!"
 trap 'kill -TERM "$run" 2>/dev/null || true' TERM
