@@ -1,8 +1,9 @@
-"""A LoRA policy's sync to a vLLM server: merged into whole weights, or the adapter alone.
+"""Cost and precision of a LoRA policy's sync to a vLLM server: merged into the full weights, or the adapter alone.
 
-For both, on one random model in bfloat16: bytes of a sync, seconds until the server serves it (the fastest of several),
-and how far the server's log-probs are from the trainer's, for adapters of several sizes; their size is how far they
-move the trainer's log-probs.
+Both kinds of sync run on the same random model in bfloat16. Printed for each: the bytes of a sync, the seconds until
+the server serves the new weights (the fastest of several syncs), and the mean difference between the server's log-probs
+and the trainer's. Adapters of several scales are measured; the scale is shown as the mean change of the trainer's
+log-probs.
 
     python benchmarks/adapter_sync.py [--rank 16] [--hidden 512] [--layers 8] [--rounds 3]
 """
@@ -33,11 +34,11 @@ from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
 
 SCALES = (0.0, 0.01, 0.2)
-"""Of the random second matrix."""
+"""Scales of the random B matrices."""
 
 
 def make_config(directory: Path, options: argparse.Namespace, *, merge: bool) -> Config:
-    """One vLLM server and a policy on one rank."""
+    """A configuration with one vLLM server and a policy on one rank."""
     return from_mapping(
         {
             "trainer.policy.model.path": str(directory / "model"),
@@ -52,7 +53,7 @@ def make_config(directory: Path, options: argparse.Namespace, *, merge: bool) ->
 
 
 def sequences(vocab_size: int) -> list[list[int]]:
-    """What is scored."""
+    """Random sequences that trainer and server score."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocab_size, (16, 33), generator=generator).tolist()
 
@@ -68,7 +69,7 @@ async def servers_logprobs(client: RemoteInferenceClient, tokens: list[list[int]
 
 
 def set_adapter(policy: Any, scale: float) -> None:
-    """The second matrices become random numbers; with 0 the adapter adds nothing."""
+    """Fills the B matrices with random numbers of this scale; at 0 the adapter changes nothing."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in policy._ranks._host._worker.scorer.named_weights():
@@ -81,7 +82,7 @@ def num_bytes(manifest: Manifest) -> int:
 
 
 async def measure(config: Config, rounds: int) -> None:
-    """Prints what one kind of sync does."""
+    """Measures one kind of sync and prints bytes, seconds and log-prob differences per adapter scale."""
     engine = config.generator.inference_engine
     transport = plugins.load("rl_core.weight_transports", config.weight_transport)
     client = await create_client(engine_spec(config)[1])
@@ -112,7 +113,7 @@ async def measure(config: Config, rounds: int) -> None:
 
 
 def main() -> None:
-    """Both kinds, one after the other."""
+    """Measures the merged sync, then the sync of the adapter alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=512)

@@ -1,8 +1,9 @@
-"""Time of every loss, estimator and reduction on one mini-batch of 4,096 sequences and 4 million tokens, in one run.
+"""Time of every loss, estimator and reduction on one mini-batch of 4,096 sequences and 4 million tokens.
 
-Losses: forward and backward, with metrics. Estimators over outcomes include spreading their values over the tokens. All
-are compared with PPO clip, and PPO clip with the formula written down in torch. The best of several interleaved rounds
-counts, so that a busy machine slows all alike. Absolute times say little; the bounds on the ratios are checked.
+A loss is timed forward and backward, with its metrics. An estimator that returns one value per sequence is timed
+together with spreading these values over the tokens. All times are compared with PPO clip, and PPO clip with a minimal
+version of its formula in torch. The functions are timed in interleaved rounds and the best time of each counts, so that
+other load on the machine affects all of them alike. The script checks bounds on the ratios, not the absolute times.
 
 Run: python benchmarks/algorithms.py [tokens, default 4,000,000]
 """
@@ -59,7 +60,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 def mini_batch(num_tokens: int) -> dict[str, Tensor]:
-    """Columns by parameter name: log-normal lengths, an outcome reward per sequence, four tokens of five trained."""
+    """Columns by parameter name: log-normal lengths, one outcome reward per sequence, four of five tokens trained."""
     generator = torch.Generator().manual_seed(0)
     shares_N = torch.randn(NUM_SEQUENCES, generator=generator).exp()
     lengths_N = (shares_N / shares_N.sum() * (num_tokens - NUM_SEQUENCES)).long() + 1
@@ -95,12 +96,12 @@ def mini_batch(num_tokens: int) -> dict[str, Tensor]:
 
 
 def bound(function: Callable[..., Any], columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The columns that a function's positional parameters name."""
+    """The columns whose names are parameters of the function."""
     return {name: columns[name] for name in inspect.signature(function).parameters if name in columns}
 
 
 def loss_run(name: str, settings: dict[str, Any], columns: dict[str, Tensor]) -> Callable[[], None]:
-    """Forward and backward of one loss."""
+    """Returns a call that computes one loss forward and backward."""
     function = getattr(algorithms, name)
     arguments = bound(function, columns)
     current = "predicted_values_T" if "predicted_values_T" in arguments else "logprobs_T"
@@ -114,7 +115,7 @@ def loss_run(name: str, settings: dict[str, Any], columns: dict[str, Tensor]) ->
 
 
 def minimal_ppo_clip(columns: dict[str, Tensor]) -> None:
-    """The formula as it stands in the paper, without masks, guards or metrics."""
+    """PPO clip as in the paper's formula, without masks, guards or metrics."""
     logprobs_T = columns["logprobs_T"].detach().requires_grad_()
     ratio_T = torch.exp(logprobs_T - columns["old_logprobs_T"])
     advantages_T = columns["advantages_T"]
@@ -123,7 +124,7 @@ def minimal_ppo_clip(columns: dict[str, Tensor]) -> None:
 
 
 def estimator_run(name: str, settings: dict[str, Any], columns: dict[str, Tensor]) -> Callable[[], None]:
-    """One estimator, its result spread over the tokens."""
+    """Returns a call that computes one estimator and spreads its result over the tokens."""
     function = getattr(algorithms, name)
     arguments = bound(function, columns)
 
@@ -136,19 +137,19 @@ def estimator_run(name: str, settings: dict[str, Any], columns: dict[str, Tensor
 
 
 def prepare_run(name: str, columns: dict[str, Tensor]) -> Callable[[], Any]:
-    """What a loss does once per mini-batch on the controller."""
+    """Returns a call of a loss's `prepare` function, which the controller runs once per mini-batch."""
     function = getattr(algorithms, name)
     return partial(function, **bound(function, columns))
 
 
 def reduction_run(function: Callable[..., Tensor], columns: dict[str, Tensor]) -> Callable[[], Any]:
-    """One reduction's loss weights."""
+    """Returns a call that computes one reduction's loss weights."""
     settings = {"max_seq_len": 4096} if "max_seq_len" in inspect.signature(function).parameters else {}
     return partial(function, **bound(function, {**columns, "loss_mask_T": columns["mask_T"]}), **settings)
 
 
 def best_times(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of each, the best of ROUNDS interleaved rounds."""
+    """Seconds per name: the best of ROUNDS interleaved rounds."""
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(ROUNDS):
         for name, run in runs.items():
@@ -159,7 +160,7 @@ def best_times(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def layout_seconds() -> float:
-    """The plan of 100,000 sequences on 512 data-parallel ranks (more cases: benchmarks/layout.py)."""
+    """Seconds to plan 100,000 sequences on 512 data-parallel ranks (more cases: benchmarks/layout.py)."""
     lengths_N = np.clip(np.random.default_rng(0).lognormal(np.log(2000), 1.0, 100_000), 16, 32_768).astype(np.int64)
     start = time.perf_counter()
     plan_micro_batches(lengths_N, num_data_ranks=512, max_tokens=65_536, sequence_multiple=32)

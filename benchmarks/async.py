@@ -1,26 +1,30 @@
-"""Generation beside training in virtual time: how far ahead, under which bound, and by which rule.
+"""Asynchronous generation in virtual time, for several pipeline depths, staleness bounds and scheduling rules.
 
-The real loop, buffer and rollouts train on simulated parts. 1,000 slots play 10,000 prompts × 8 samples, which take
-25 s on average: log-normal, the longest 150 s. One group in 100 waits for its environment for 250 s, one sample in
-1,000 is lost with its engine and played again, one group in 200 fails and is replaced. A step trains 500 prompts in
-90 s, a sync takes 5 s, and the engines need 100 s for as many when no slot is idle. Every row plays the same groups.
+The real loop, buffer and rollouts run with simulated engines and a simulated trainer. The engines have 1,000 slots and
+play 10,000 prompts × 8 samples. A sample takes 25 s on average (log-normal, at most 150 s). One group in 100 waits for
+its environment for 250 s, one sample in 1,000 is lost with its engine and generated again, and one group in 200 fails
+and is replaced. A step trains 500 prompts in 90 s, a weight sync takes 5 s, and fully busy engines need 100 s for the
+500 prompts of a step. Every row of the output uses the same groups.
 
-Printed per depth and bound, and for two rules of other projects in place of ours:
+Printed for each depth and bound, and for two scheduling rules of other projects:
 
-    time      of the whole run, over what the busier side needs for 10,000 prompts when it never waits
-    arrivals  the steps' time over their arrivals' bound: the largest, over t, of t plus the training time of the step's
-              groups that finished at or after t, where t is no earlier than the end of the step before. What is above 1
-              is what training groups as they finish could still save
-    idle      part of the time in which the trainer waits for groups; part of the engines' slots that play nothing
-    age       versions behind of the groups that were trained on: mean, share that is above one, largest
-    wasted    groups that were played and not trained on, of all that did not fail
+    time      duration of the run, divided by the time that the slower of trainer and engines needs for 10,000 prompts
+              when it never waits
+    arrivals  duration of the steps, divided by the lower bound that the groups' finish times set. A step's bound is the
+              maximum over t of t plus the training time of the step's groups that finished at or after t, where t is no
+              earlier than the end of the step before. The excess over 1 is what training groups as they finish
+              could still save
+    idle      share of the time in which the trainer waits for groups; share of slot time in which the engines play
+              nothing
+    age       policy versions between a group's start and its training: mean, share of groups above one, maximum
+    wasted    groups that were played but not trained on, as a share of all groups that did not fail
 
-Streamed rows train groups as they finish (`trainer.stream_groups`). There, each part costs its share of the step's
-scoring and training, and 0.5 s more for the two calls.
+Rows marked as streamed train groups as they finish (`trainer.stream_groups`). There, each part of a batch costs its
+share of the step's scoring and training time, and 0.5 s more for each of the two calls.
 
-The rate rule starts a group while no more than (bound + 1) batches are under way, finished or not, and takes what is
-finished, in order: the bound holds on average. Drop by age keeps as much under way and throws away what is older than
-the bound when a step begins.
+The rate rule starts a group while at most (bound + 1) batches are under way, finished or not, and trains groups in the
+order in which they finish, so only the average age keeps to the bound. The rule "drop by age" keeps as many groups
+under way and, when a step begins, drops every group that is older than the bound.
 
     PYTHONPATH=. python benchmarks/async.py [--most 8] [--seed 0] [--streamed]      (about four minutes of one core)
 """
@@ -60,17 +64,17 @@ STEPS = PROMPTS // GROUPS_PER_STEP
 
 @attrs.frozen(kw_only=True)
 class Play:
-    """What a group is, whoever plays it."""
+    """The simulated course of one group, the same under every rule."""
 
     seconds: tuple[float, ...]
-    """That each of its samples takes a slot."""
+    """Seconds for which each sample occupies a slot."""
     waits_s: float
-    """For its environment, when all samples are there."""
+    """Seconds for which the group waits for its environment after its last sample."""
     fails: bool
 
 
 def play_of(seed: int, group: int) -> Play:
-    """The same for every rule."""
+    """The random course of a group; it depends only on the seed and the group's number."""
     dice = np.random.default_rng([seed, group])
     lengths = np.minimum(MEAN_S * np.exp(SPREAD * dice.standard_normal(SAMPLES) - SPREAD**2 / 2), LONGEST_S)
     lengths = np.where(dice.random(SAMPLES) < LOST, 2 * lengths, lengths)
@@ -79,7 +83,7 @@ def play_of(seed: int, group: int) -> Play:
 
 
 class Engines:
-    """Slots, filled in the order of requests and frozen by a sync: the loop's `Engines` and its `Generator`."""
+    """Simulated `Engines` and `Generator`: slots fill in the order of requests, and a sync freezes them."""
 
     is_sampled_from = True
     are_shared = False
@@ -94,10 +98,10 @@ class Engines:
         self._version = 0
         self.busy_s = 0.0
         self.finished: dict[int, float] = {}
-        """Groups that did not fail, and when they were there."""
+        """Virtual second at which each group finished; failed groups are left out."""
 
     def _now(self) -> float:
-        """The engines' own time: it stands still while they are frozen."""
+        """The engines' own time, which stops while they are frozen."""
         frozen = virtual_now() - self._frozen_since if self._frozen_since is not None else 0.0
         return virtual_now() - self._frozen_s - frozen
 
@@ -112,7 +116,7 @@ class Engines:
         return {}
 
     def played_s(self) -> float:
-        """Seconds of slots that played something, until now."""
+        """Slot seconds that were spent on samples so far."""
         return self.busy_s - sum(max(free_at - self._now(), 0.0) for free_at in self._free_at)
 
     def idle_lap(self) -> dict[str, float]:
@@ -128,7 +132,7 @@ class Engines:
         return 1
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """One trajectory stands for the group's."""
+        """Waits as long as the group takes and returns one trajectory for all of its samples."""
         play, now, ends = play_of(self._seed, request.group_id), self._now(), 0.0
         for seconds in play.seconds:
             end = max(heapq.heappop(self._free_at), now) + seconds
@@ -163,7 +167,7 @@ class Engines:
 
 
 class Update:
-    """Scores and trains by waiting."""
+    """Simulated trainer: waits as long as scoring and training take."""
 
     kl_coef = 0.0
     nonfinite_steps = 0
@@ -195,13 +199,13 @@ class Update:
 
 
 def _share(batch: Batch, seconds: float) -> float:
-    """Of the time for a whole batch; a part costs its call too."""
+    """Seconds for this part of a batch: its share of `seconds`, and `CALL_S` if it is not the whole batch."""
     share = batch.num_sequences / GROUPS_PER_STEP
     return seconds if share == 1.0 else seconds * share + CALL_S
 
 
 class RateRule(GroupBuffer):
-    """Takes what was finished first, whatever else would become too old."""
+    """Takes the groups that finished first, even if others then exceed the bound."""
 
     def _choice(self) -> list[FinishedGroup]:
         first = [*self._finished.values()][: self._groups_per_step]
@@ -209,7 +213,7 @@ class RateRule(GroupBuffer):
 
 
 class DropByAge(RateRule):
-    """Throws away what is too old for the next step, finished or not."""
+    """Drops every group, finished or not, that is too old for the next step."""
 
     def _has_room(self) -> bool:
         return (
@@ -234,11 +238,11 @@ class DropByAge(RateRule):
 
 
 class Rows:
-    """Reporter: the metrics of each step, and when it ended."""
+    """A reporter that records each step's metrics and the time at which it ended."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
-        """`at` is when the step ended."""
+        """`at` is the virtual time at which the step ended."""
         self.groups: list[list[int]] = []
 
     def phase(self, name: str) -> None: ...
@@ -256,7 +260,7 @@ class Rows:
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """What a run was like."""
+    """What one simulated run measured; the module's docstring defines the columns."""
 
     time: float
     arrivals: float
@@ -271,7 +275,7 @@ class Measured:
 def simulate(
     *, depth: int, bound: int, buffer_class: type[GroupBuffer] = GroupBuffer, streams: bool = False, seed: int = 0
 ) -> Measured:
-    """One run by these rules."""
+    """Simulates one run."""
     engines, rows = Engines(seed), Rows()
 
     async def work() -> tuple[float, float]:
@@ -337,7 +341,7 @@ def simulate(
 
 
 def arrivals_bound(rows: Rows, finished: dict[int, float]) -> float:
-    """Seconds that the steps take at least, each from the end of the one before, given when their groups finished."""
+    """Lower bound of the steps' total seconds, given when their groups finished."""
     each, begins, total = (SCORE_S + TRAIN_S) / GROUPS_PER_STEP, SYNC_S, 0.0
     for row, groups in zip(rows.rows, rows.groups, strict=True):
         latest_first = sorted((finished[group] for group in groups), reverse=True)
@@ -348,7 +352,7 @@ def arrivals_bound(rows: Rows, finished: dict[int, float]) -> float:
 
 
 def loop_settings(directory: Path, *, streams: bool) -> LoopSettings:
-    """Nothing but training."""
+    """Settings of a loop that only trains: no evaluation, checkpoint or export."""
     return LoopSettings(
         last_step=STEPS,
         eval_interval=-1,

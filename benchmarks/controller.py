@@ -1,6 +1,7 @@
-"""What the controller costs: what is not generation, scoring, training, publishing, evaluation or saving.
+"""Share of a step that the controller takes: all but generation, scoring, training, publishing, evaluation and saving.
 
-Runs some steps of the quick start's GRPO on its untrained model and prints the shares. The goal: controller under 3 %.
+Runs some steps of the quick start's GRPO on its untrained model and prints each phase's share. Goal: controller under 3
+%.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from rl_examples.quickstart import recipe
 
 
 @click.command()
-@click.option("--steps", default=20, show_default=True, help="Steps that are measured, after two that are not.")
+@click.option("--steps", default=20, show_default=True, help="Measured steps, after two warm-up steps.")
 def main(steps: int) -> None:
-    """Prints each phase's share of the step."""
+    """Prints each phase's share of the step time."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_data(directory / "train.parquet", directory / "held_out.parquet")

@@ -1,12 +1,13 @@
-"""What it costs to send a batch to the ranks: bytes against the batch's own, time against a plain copy, in one run.
+"""Cost of sending a batch to the ranks: bytes relative to the batch's size, time relative to a plain copy.
 
-512 sequences of 4096 tokens with the columns of a training step go to 8 ranks, once as 8 data-parallel ranks and once
-as 4 replicas of 2 ranks, which read the same part. The ranks are real Ray actors whose worker does nothing.
+512 sequences of 4096 tokens with the columns of a training step go to 8 ranks: first to 8 data-parallel ranks, then to
+4 replicas of 2 tensor-parallel ranks, which read the same part. The ranks are real Ray actors whose worker only counts
+its tokens. All times are measured in one run.
 
-    memcpy    numpy copies the batch's arrays into memory that is mapped and warm: the least any transfer can cost
-    copy      the same into new memory, whose pages the system has to provide, as it has for the object store
-    gather    the sequences of each part are put together
-    put       gather, and into the object store
+    memcpy    numpy copies the batch's arrays into memory that is already mapped: the lower bound of any transfer
+    copy      the same into new memory, whose pages the system has to map first, as for the object store
+    gather    collects the sequences of each part
+    put       gather, and puts the parts into the object store
     dispatch  the whole call, until all ranks have answered
 
 Run: python benchmarks/dispatch.py [--sequences 512] [--tokens 4096] [--ranks 8] [--rounds 5]
@@ -37,7 +38,7 @@ from rl_core.workers.ray_ranks import _put
 
 
 class NothingWorker:
-    """Receives a part and says how many tokens it has."""
+    """Receives a part of the batch and returns its number of tokens."""
 
     def receive(self, batch: Batch, plan: Sequence[Sequence[int]]) -> int:
         return batch.num_tokens
@@ -48,7 +49,7 @@ class NothingWorker:
 
 @attrs.frozen
 class NothingBackend:
-    """`tensor` ranks share a part."""
+    """A backend without a model; every `tensor` ranks receive the same part."""
 
     tensor: int
     name: str = "nothing"
@@ -70,7 +71,7 @@ class NothingBackend:
 
 
 async def main() -> None:
-    """Prints bytes, milliseconds and ratios."""
+    """Measures both arrangements of the ranks and prints bytes, milliseconds and ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -84,7 +85,7 @@ async def main() -> None:
 
 
 async def measure(batch: Batch, tensor: int, *, ranks: int, rounds: int) -> None:
-    """One arrangement of the ranks."""
+    """Measures one arrangement of the ranks and prints its bytes, times and ratios."""
     spec = WorkerSpec(
         role="policy",
         model=ModelConfig(),
@@ -132,7 +133,7 @@ async def measure(batch: Batch, tensor: int, *, ranks: int, rounds: int) -> None
 
 
 def make_batch(num_sequences: int, num_tokens: int) -> Batch:
-    """The columns that PPO's clipped loss is sent."""
+    """A batch with the columns that PPO's clipped loss reads."""
     total = num_sequences * num_tokens
     offsets = torch.arange(0, total + 1, num_tokens)
     columns = {name: torch.rand(total) for name in ("old_logprobs", "advantages", "loss_weights")}
@@ -141,7 +142,7 @@ def make_batch(num_sequences: int, num_tokens: int) -> Batch:
 
 
 def copier(batch: Batch) -> Callable[[], None]:
-    """Copies all arrays of the batch."""
+    """Returns a call that copies all arrays of the batch into memory that is already mapped."""
     arrays = {name: values.numpy() for name, values in batch.columns.items()}
     targets = {name: np.array(values) for name, values in arrays.items()}
 
@@ -153,12 +154,12 @@ def copier(batch: Batch) -> Callable[[], None]:
 
 
 def num_bytes(batch: Batch) -> int:
-    """Of offsets and columns."""
+    """Bytes of a batch's offsets and columns."""
     return sum(values.nbytes for values in (batch.offsets, *batch.columns.values()))
 
 
 def timed(step: Callable[[], object]) -> float:
-    """Seconds."""
+    """Seconds that the call takes."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

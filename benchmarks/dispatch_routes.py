@@ -1,14 +1,14 @@
-"""What it costs to send routes (router replay) to pipeline stages on two nodes: of all layers, and of a stage's own.
+"""Cost of sending router-replay routes to pipeline stages on two nodes: routes of all layers, or of each stage's own.
 
-Tensor ranks 2 × stages 2, each stage on a node of its own (two raylets on this machine, so that what a node lacks is
-copied to it). Ranks are real Ray actors whose worker only checks the routes that it got. Both ways take turns in one
-run.
+Tensor parallel 2 × pipeline 2, each stage on its own node. The nodes are two raylets on this machine, so objects that
+are missing on a node are copied to it. Ranks are real Ray actors whose worker only checks the routes that it received.
+The two variants alternate within one run.
 
-    rank      bytes of routes that ranks get, over those of their own tokens and layers: tensor ranks split the tokens
-              of their routers, and get the same part
-    node      bytes of routes that nodes get, over those of the layers on the node
+    rank      route bytes that the ranks receive, divided by those of their own tokens and layers. Above 1 even with a
+              stage's own layers: tensor ranks split the tokens of their routers, but receive the same part
+    node      route bytes that the nodes receive, divided by those of the layers on the node
     dispatch  the whole call: batch and routes are put into the object store and copied to the second node
-    check     processor time of a rank that checks the routes it got, mean over ranks
+    check     processor time in which a rank checks its routes, mean over ranks
 
 Run: python benchmarks/dispatch_routes.py [--sequences 256] [--tokens 1024] [--layers 48] [--rounds 7]
 """
@@ -45,7 +45,7 @@ NUM_EXPERTS, EXPERTS_PER_TOKEN = 128, 8
 
 @attrs.frozen(kw_only=True)
 class Checked:
-    """What a rank had of the last batch."""
+    """What a rank reports about the routes of the last batch."""
 
     node: str
     num_bytes: int
@@ -53,7 +53,7 @@ class Checked:
 
 
 class CheckingWorker:
-    """A rank of a stage that keeps its part, and checks its routes."""
+    """A pipeline stage's rank: stores its part of the batch and checks its routes."""
 
     def __init__(self, rank: RankInfo, num_layers: int):
         chunk = pipeline_chunks(num_layers, STAGES)[mesh_of(rank.world_size).coordinates(rank.rank).pipeline]
@@ -89,7 +89,7 @@ class CheckingWorker:
 
 @attrs.frozen
 class CheckingBackend:
-    """Ranks of a model with so many layers, all with experts."""
+    """A backend without a model; its ranks expect routes for `num_layers` layers."""
 
     num_layers: int
     name: str = "checking"
@@ -111,12 +111,12 @@ class CheckingBackend:
 
 
 def mesh_of(world_size: int) -> Mesh:
-    """Each stage is on consecutive ranks, so on one node."""
+    """The mesh of both variants; a stage's ranks are consecutive, so they are on one node."""
     return Mesh(world_size=world_size, tensor=TENSOR, pipeline=STAGES)
 
 
 async def main() -> None:
-    """Prints bytes, milliseconds and ratios."""
+    """Measures both variants and prints bytes, milliseconds and ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -126,7 +126,7 @@ async def main() -> None:
     batch = make_batch(arguments.sequences, arguments.tokens, arguments.layers)
     num_bytes = batch["routed_experts"].nbytes
     print(f"{batch.num_tokens} tokens, {num_bytes / 1e6:.1f} MB of routes")
-    # A raylet's store holds the batch of a round and that of the round before.
+    # A raylet's store holds the batches of two rounds: this one and the one before.
     node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20 + 4 * num_bytes}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
@@ -139,7 +139,7 @@ async def main() -> None:
 
 
 async def measure(batch: Batch, num_layers: int, rounds: int) -> None:
-    """Both ways in turns; medians of the rounds, and of the ratios within each round."""
+    """Alternates the two variants; prints medians over the rounds, and the median of the ratios within each round."""
     spec = WorkerSpec(
         role="policy",
         model=ModelConfig(),
@@ -181,16 +181,16 @@ async def measure(batch: Batch, num_layers: int, rounds: int) -> None:
 
 
 def show_bytes(name: str, checked: Sequence[Checked], batch_bytes: int) -> None:
-    """Ranks of a node read the same bytes in its store."""
+    """Prints route bytes per rank and per node; the ranks of a node read the same bytes from its store."""
     by_node = {rank.node: rank.num_bytes for rank in checked}
-    assert len(by_node) == STAGES, "each stage is on a node of its own"
+    assert len(by_node) == STAGES, "the ranks of a stage must all be on one node, and each stage on another"
     per_rank = sum(rank.num_bytes for rank in checked) / batch_bytes
     per_node = sum(by_node.values()) / batch_bytes
-    print(f"{name:12} bytes over the least: rank {per_rank:.2f}, node {per_node:.2f}")
+    print(f"{name:12} bytes over the minimum: rank {per_rank:.2f}, node {per_node:.2f}")
 
 
 def show_times(what: str, seconds: dict[str, list[float]]) -> None:
-    """Medians, and the ratio to what all layers take."""
+    """Prints medians, and the ratio to the variant with all layers."""
     for name, values in seconds.items():
         ratio = statistics.median(v / whole for v, whole in zip(values, seconds["all layers"], strict=True))
         print(f"{name:12} {what:10} {statistics.median(values) * 1e3:8.1f} ms   ratio {ratio:.2f}", flush=True)

@@ -1,6 +1,6 @@
-"""What an episode costs beside its environment and its engine: processor time of one turn in the event loop.
+"""Processor time that the event loop spends on a one-turn episode, apart from its environment and its engine.
 
-Groups of 16 samples run at a time; the environment and the engine answer at once.
+Groups of 16 samples run concurrently; environment and engine answer immediately.
 
 Run: python benchmarks/episodes.py [--groups 64] [--rounds 9]
 """
@@ -23,7 +23,7 @@ SAMPLES = 16
 
 
 class OneTurn:
-    """Ends after a response."""
+    """An environment that ends after the first response."""
 
     placement = "in_process"
 
@@ -39,7 +39,7 @@ class OneTurn:
 
 
 class Answers:
-    """An engine that says the same when the loop comes round."""
+    """An engine that returns the same completion at the next turn of the event loop."""
 
     def __init__(self, end_token: int) -> None:
         self._end_token = end_token
@@ -52,7 +52,7 @@ class Answers:
 
 
 async def measured(num_groups: int, rounds: int) -> list[float]:
-    """Milliseconds of one episode, in each round but the first."""
+    """Milliseconds per episode in each round but the first, which warms up."""
     tokenizer: Any = character_tokenizer()
     generator = EnvironmentGenerator(
         Answers(tokenizer.eos_token_id),

@@ -1,18 +1,18 @@
-"""Training and scoring on GPUs beside published times: seconds, their ratio, and peak memory.
+"""Training and scoring times on GPUs compared with published times: seconds, their ratio, and peak memory.
 
-The published rows are those of SkyRL's page on its Megatron backend: Search-R1 with sequences of at most 4,096 tokens,
-a train batch size of 512, H100s. The page does not say how many samples a prompt has, how large a mini-batch is, or
-what its mean number of tokens counts. Here a step has 512 prompts with the samples of the recipe (--samples changes
-it), mini-batches of the recipe's size, and sequences of that mean length, drawn evenly between half and one and a half
-of it; the first eighth is a prompt. Read the ratio as that of two similar jobs.
+The published rows are from SkyRL's page on its Megatron backend: Search-R1 with sequences of at most 4,096 tokens, a
+train batch size of 512, on H100s. The page does not state the samples per prompt, the mini-batch size, or which tokens
+its mean number of tokens counts. Here a step has 512 prompts with the recipe's number of samples (--samples changes it)
+and the recipe's mini-batch size. Sequence lengths are uniform between half and one and a half times the published mean;
+the first eighth of a sequence is its prompt. The two jobs are similar, not equal: read the ratio accordingly.
 
-Models are those of the recipes of the same name. Without --model they get random weights, which take as long. A machine
-with fewer GPUs than a row has runs its share of the batch on those it has, where the row is pure data parallelism. The
-row of four machines needs a Ray cluster and weights that all of them can read: --gpus 32 --model DIRECTORY.
-Peak memory is the fullest GPU of this machine, as nvidia-smi shows it four times a second.
+Models are those of the recipes of the same name. Without --model they get random weights, which take the same time. On
+a machine with fewer GPUs than a row has, a pure data-parallel row runs with a proportional share of the batch. The row
+of four machines needs a Ray cluster and weights that all of them can read: --gpus 32 --model DIRECTORY. Peak memory is
+the memory in use on the fullest GPU of this machine; nvidia-smi is read four times a second.
 
-Run: python benchmarks/gpu_published_times.py [--row qwen2_5_3b:fsdp] [--steps 2] [--samples 5] [--model DIRECTORY]
-On a machine without CUDA: --tiny runs the same code on tiny models, which measures nothing.
+Run: python benchmarks/gpu_published_times.py [--row qwen2_5_3b:fsdp] [--steps 2] [--samples 5] [--model DIRECTORY] On a
+machine without CUDA: --tiny runs the same code on tiny models, to test it; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rl_examples.tiny_model import write_tiny_copy
 
 @attrs.frozen(kw_only=True)
 class Published:
-    """A row of the page."""
+    """One row of the published table."""
 
     recipe: str
     strategy: str
@@ -78,7 +78,7 @@ LOSS = LossSpec(name="regular", params={"eps_clip_low": 0.2, "eps_clip_high": 0.
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """A row as this machine runs it."""
+    """The job that this machine runs for a published row."""
 
     config: Config
     num_prompts: int
@@ -89,15 +89,19 @@ class Job:
 
 @click.command()
 @click.option("--row", "names", multiple=True, type=click.Choice([row.name for row in ROWS]), help="Default: all.")
-@click.option("--gpus", "num_gpus", type=int, help="Of this machine or its Ray cluster. Default: this machine's.")
-@click.option("--steps", default=2, show_default=True, help="Measured, after one to warm up.")
-@click.option("--samples", type=int, help="Of a prompt. Default: the recipe's.")
-@click.option("--model", type=click.Path(exists=True, file_okay=False), help="Weights in place of random ones.")
-@click.option("--tiny", is_flag=True, help="Tiny models and batches, on the CPU where there is no GPU.")
+@click.option("--gpus", "num_gpus", type=int, help="GPUs of this machine or its Ray cluster. Default: this machine's.")
+@click.option("--steps", default=2, show_default=True, help="Measured steps, after one warm-up step.")
+@click.option("--samples", type=int, help="Samples per prompt. Default: the recipe's.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False),
+    help="Directory of a model to use instead of random weights.",
+)
+@click.option("--tiny", is_flag=True, help="Use tiny models and batches, on the CPU if there is no GPU.")
 def main(
     names: tuple[str, ...], num_gpus: int | None, steps: int, samples: int | None, model: str | None, tiny: bool
 ) -> None:
-    """Prints a line per row."""
+    """Runs the rows and prints one line for each."""
     if not torch.cuda.is_available() and not tiny:
         print("skipped: needs CUDA (torch.cuda.is_available() is False); --tiny checks the code without measuring")
         return
@@ -116,10 +120,10 @@ def main(
 def line_of(
     row: Published, num_gpus: int, steps: int, samples: int | None, model: str | None, tiny: bool, directory: Path
 ) -> str:
-    """What came of a row; a row that fails does not end the others."""
+    """The printed result of a row; an error becomes its text, so that the other rows still run."""
     has_machines = row.num_gpus > GPUS_PER_MACHINE
     if has_machines and not tiny and (num_gpus < row.num_gpus or model is None):
-        return f"skipped: needs --gpus {row.num_gpus} of a Ray cluster, and --model; its mesh has no smaller share"
+        return f"skipped: needs --gpus {row.num_gpus} of a Ray cluster, and --model; its mesh cannot run on fewer GPUs"
     used = 1 if tiny else min(num_gpus, row.num_gpus)
     num_machines = max(1, used // GPUS_PER_MACHINE)
     path = model or str(random_model(row, directory, tiny))
@@ -155,7 +159,7 @@ def line_of(
 
 
 async def measure(job: Job, steps: int) -> tuple[float, float, int]:
-    """Median seconds of training and of scoring, and the tokens of a step."""
+    """Median seconds of training and of scoring, and the number of tokens in a step."""
     trainer = job.config.trainer
     backend, spec = worker_spec(job.config, "policy", num_training_steps=None)
     nodes, ranks_per_node = trainer.placement.policy_shape
@@ -185,7 +189,7 @@ async def measure(job: Job, steps: int) -> tuple[float, float, int]:
 
 
 def make_batch(model: str, num_sequences: int, mean_tokens: int, seed: int) -> Batch:
-    """Sequences of several lengths with all that the loss reads."""
+    """Random sequences of several lengths, with all columns that the loss reads."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = AutoConfig.from_pretrained(model).vocab_size
     lengths = torch.randint(mean_tokens // 2, 3 * mean_tokens // 2 + 1, (num_sequences,), generator=generator)
@@ -206,10 +210,10 @@ def make_batch(model: str, num_sequences: int, mean_tokens: int, seed: int) -> B
 
 
 def random_model(row: Published, directory: Path, tiny: bool) -> Path:
-    """The recipe's model with random weights, in bfloat16; or a tiny copy of it."""
+    """Writes the recipe's model with random weights in bfloat16, or a tiny copy of it."""
     name = configuration.load(row.recipe, [], tiny=False).config.policy_model_path
     fields = known_config(name)
-    assert fields is not None, "rl-examples ships the sizes of its recipes' models"
+    assert fields is not None, "rl-examples has no configuration for the model of this recipe"
     if tiny:
         write_tiny_copy(directory / "model", fields, seed=0)
     else:
@@ -222,7 +226,7 @@ def random_model(row: Published, directory: Path, tiny: bool) -> Path:
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """MiB in use on the fullest GPU, as the only element; empty where there is no nvidia-smi."""
+    """Yields a list whose only element is the peak memory in MiB of the fullest GPU; empty without nvidia-smi."""
     peak: list[int] = []
     ended = threading.Event()
 

@@ -84,7 +84,7 @@ LOSS = LossSpec(name="regular", params={"eps_clip_low": 0.2, "eps_clip_high": 0.
 def main(
     names: tuple[str, ...], micro_batches: int, steps: int, chunk_tokens: int, peak_tflops: float | None, tiny: bool
 ) -> None:
-    """Prints a line per model."""
+    """Measures the models and prints one line for each."""
     if not torch.cuda.is_available() and not tiny:
         print("skipped: needs CUDA (torch.cuda.is_available() is False); --tiny checks the code without measuring")
         return

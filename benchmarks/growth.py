@@ -1,12 +1,12 @@
-"""How the controller's part of a step grows with the batch, and what share of a step of a 20M-parameter model it is.
+"""The controller's time in a step as the batch grows, and its share of a step of a 20M-parameter model.
 
-A step's samples, 16 of each prompt, half of every sequence prompt: collating them, planning, two optimizer steps,
-advantages, weights, metrics and the rows of `samples.jsonl` are really done; the one rank takes its part and computes
-nothing. Processor seconds of one thread.
+Each prompt has 16 samples, and half of every sequence is prompt. The controller really does all its work: collating,
+planning, two optimizer steps, advantages, loss weights, metrics and the rows of `samples.jsonl`. The one rank selects
+its part of the batch and computes nothing. Times are processor seconds of one thread.
 
-What a rank would compute is measured on a few sequences of the same lengths and extrapolated: seconds of forward and
-backward per sequence, of a group whose prompt is computed once. So the share is what remains beside a rank on a core as
-slow as this one; with more or faster ranks it is larger by as much.
+A rank's time is measured on a few sequences of the same lengths and extrapolated: seconds of forward and backward per
+sequence, in groups whose prompt is computed once. The printed share assumes one rank on a core as slow as this one;
+more or faster ranks make it larger.
 
 Run: python benchmarks/growth.py [--shape 1000x16 …] [--no-ranks]
 """
@@ -46,7 +46,7 @@ from rl_core.workers.rank import Abilities
 
 NUM_SAMPLES, NUM_UPDATES = 16, 2
 MEASURED_TOKENS = 8192
-"""Computed by a rank, about, to know how fast it is."""
+"""Approximate number of tokens on which a rank's speed is measured."""
 SHAPES = ("1000x16", "10000x16", "100000x16", "1000x1024", "1000x8192")
 MODEL = {
     "vocab_size": 8192,
@@ -62,9 +62,9 @@ MODEL = {
 
 
 def main() -> None:
-    """Prints a column of seconds per shape."""
+    """Prints the controller's seconds by part, for each shape."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", action="append", help="sequences x tokens of each")
+    parser.add_argument("--shape", action="append", help="number of sequences x tokens per sequence, such as 1000x16")
     parser.add_argument("--no-ranks", action="store_true", help="do not measure what a rank would compute")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def config_of(path: Path, num_groups: int) -> Config:
-    """GRPO with two updates per batch."""
+    """A GRPO configuration with two updates per batch."""
     return from_mapping(
         {
             "trainer.policy.model.path": str(path),
@@ -107,7 +107,7 @@ def config_of(path: Path, num_groups: int) -> Config:
 
 
 def played(num_groups: int, length: int) -> list[FinishedGroup]:
-    """Random tokens; half of a sequence is its prompt."""
+    """Groups of random tokens; the first half of a sequence is its prompt."""
     numbers, count = random.Random(0), length // 2
     groups = []
     for group in range(num_groups):
@@ -138,7 +138,7 @@ def played(num_groups: int, length: int) -> list[FinishedGroup]:
 
 
 class NoRanks:
-    """`Ranks` of one rank that takes its part and computes nothing."""
+    """A `Ranks` implementation with one rank that selects its part of the batch and computes nothing."""
 
     abilities = Abilities()
 
@@ -157,11 +157,11 @@ class NoRanks:
 
 
 def controller_seconds(config: Config, groups: list[FinishedGroup]) -> dict[str, float]:
-    """Of each part of the second step: the first one warms up."""
+    """Seconds of each part of the second step; the first one warms up."""
     ranks, mesh, devices = NoRanks(), Mesh(world_size=1), SharedDevices()
     policy = WorkerGroup(ranks, mesh, (1, 1), devices, Tenant(ranks), share_prefixes=True)
     update = BatchUpdate(update_settings(config), Models(policy=policy), kl_coef=0.0)
-    # As a run does, so that the collector does not pass over what lives as long as it.
+    # The training loop freezes too, so that the garbage collector skips long-lived objects.
     gc.collect()
     gc.freeze()
     try:
@@ -172,7 +172,7 @@ def controller_seconds(config: Config, groups: list[FinishedGroup]) -> dict[str,
 
 
 async def step_seconds(update: BatchUpdate, groups: list[FinishedGroup]) -> dict[str, float]:
-    """What the loop does with a step's groups, phase by phase."""
+    """Runs the controller's part of a step on these groups; returns the seconds of each phase."""
     seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -201,7 +201,7 @@ async def step_seconds(update: BatchUpdate, groups: list[FinishedGroup]) -> dict
 
 
 def rank_seconds(config: Config, group: FinishedGroup) -> float:
-    """Of a forward and backward, per sequence, on as many samples of a group as are about `MEASURED_TOKENS` tokens."""
+    """Seconds of a forward and backward per sequence, measured on about `MEASURED_TOKENS` tokens."""
     from rl_fsdp import FsdpWorker
 
     length = len(group.trajectories[0].steps[0].tokens)
@@ -216,7 +216,7 @@ def rank_seconds(config: Config, group: FinishedGroup) -> float:
     )
     _, spec = worker_spec(config, "policy", num_training_steps=None)
     worker = FsdpWorker(spec, RankInfo())
-    # Groups of other tokens, so that they share nothing.
+    # The copies have different tokens, so that they share no prefix.
     parts = [batch.with_columns(tokens=(batch["tokens"] + 7 * i) % 8000) for i in range(copies)]
     batch = Batch.concat(parts)
     worker.forward_backward(parts[0], [list(range(count))], LossSpec(name="ppo_clip"), temperature=1.0)

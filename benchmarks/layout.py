@@ -1,8 +1,8 @@
-"""How evenly sequences are spread over ranks, and how long planning takes.
+"""Load balance of sequences over ranks, and planning time.
 
-Lengths are log-normal (median 2,000 tokens, a long tail cut at 32,768), as reasoning responses are. `worst/mean` is the
-most loaded rank over the average one: what exceeds 1 is time that the other ranks wait. `bound` is what every partition
-guarantees for these costs: 1 + largest cost / mean load.
+Lengths are log-normal like those of reasoning responses (median 2,000 tokens, cut at 32,768). `worst/mean` is the load
+of the most loaded rank divided by the mean load; the excess over 1 is time for which the other ranks wait. `bound` is
+the guarantee for these costs: 1 + largest cost / mean load.
 
 Run: python benchmarks/layout.py
 """
@@ -38,7 +38,7 @@ def random_lengths(num_sequences: int) -> np.ndarray:
 
 
 def dealt_in_order(costs_N: np.ndarray, num_parts: int) -> np.ndarray:
-    """What happens without balancing."""
+    """Splits the sequences in order into parts of equal count: the baseline without balancing."""
     return np.arange(len(costs_N)) * num_parts // len(costs_N)
 
 
@@ -85,7 +85,7 @@ def time_plans() -> float:
 
 
 def time_indices() -> None:
-    """The index arrays of one rank's largest micro-batch, context and Ulysses parallel."""
+    """Times the index arrays of one rank's largest micro-batch, with context and Ulysses parallelism."""
     lengths_N = random_lengths(64)
     mesh = Mesh(world_size=64, tensor=4, context=4, sequence=2)
     offsets = np.concatenate([[0], np.cumsum(lengths_N)])

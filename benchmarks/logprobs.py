@@ -1,7 +1,7 @@
-"""Log-probs and entropy in token chunks against full logits, at a real vocabulary: memory and time in one run.
+"""Chunked log-probs and entropies compared with full logits at a realistic vocabulary size: memory and time.
 
-Each variant runs in a process of its own, forward and backward; memory is the growth of its peak resident size over
-inputs, weight and their gradients. Goals: at most 1/6 of the memory of full logits, at most 1.5 times their time.
+Each variant runs forward and backward in its own process. Memory is the growth of that process's peak resident size
+over inputs, weight and their gradients. Goals: at most 1/6 of the memory of full logits, at most 1.5 times their time.
 
 Run: python benchmarks/logprobs.py [--tokens 4096] [--threads 1]
 """
@@ -22,7 +22,7 @@ VOCABULARY, HIDDEN = 151_936, 896
 
 
 def measure(chunk_tokens: int, tokens: int, threads: int, answer: Connection) -> None:
-    """Sends seconds and bytes of one forward and backward pass; `chunk_tokens` 0 takes full logits."""
+    """Sends seconds and bytes of one forward and backward pass; `chunk_tokens=0` computes full logits."""
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
     hidden_TH = torch.randn(tokens, HIDDEN, generator=generator).requires_grad_()
@@ -50,7 +50,7 @@ def _peak_bytes() -> int:
 @click.option("--tokens", default=4096, show_default=True)
 @click.option("--threads", default=1, show_default=True)
 def main(tokens: int, threads: int) -> None:
-    """Prints seconds, bytes and their ratios to full logits."""
+    """Prints the seconds and bytes of each variant and their ratios to full logits."""
     print(f"{tokens} tokens, hidden {HIDDEN}, vocabulary {VOCABULARY}, {threads} thread(s)")
     full: tuple[float, float] | None = None
     for chunk_tokens in (0, 1024, 512, 256):

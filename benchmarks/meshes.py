@@ -1,9 +1,9 @@
-"""Scoring and training on each of Megatron's meshes beside FSDP's: same model, same batch, in turns.
+"""Scoring and training times on several Megatron meshes compared with FSDP: same model, same batch.
 
-The Mixture-of-Experts model and the batch of `router_replay.py`, routers as they are. All ranks of all meshes are
-started first; then each mesh in turn scores the batch (log-probs and entropies) and makes an optimizer step of it.
-Medians of the rounds, as the controller sees them. Two ranks at best need half of one rank's time, where two cores are
-free.
+Uses the Mixture-of-Experts model and the batch of `router_replay.py`, without router replay. The ranks of all meshes
+are started first. Then, in each round, every mesh in turn scores the batch (log-probs and entropies) and makes one
+optimizer step on it. Times are medians over the rounds, measured on the controller. With two free cores, two ranks need
+at best half of one rank's time.
 
 Run: python benchmarks/meshes.py [--tokens 4096] [--rounds 5]
 """
@@ -48,7 +48,7 @@ MESHES: dict[str, tuple[str, int, dict[str, int]]] = {
 
 
 def main() -> None:
-    """Prints milliseconds, and ratios to FSDP on as many ranks."""
+    """Prints milliseconds per mesh, and ratios to FSDP on the same number of ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def start(checkpoint: Path, directory: Path, backend_name: str, num_ranks: int, mesh: dict[str, Any]) -> RankGroup:
-    """The ranks of one mesh."""
+    """Starts the ranks of one mesh."""
     backend: Any = plugins.load("rl_core.backends", backend_name)
     options = MegatronOptions(**mesh) if backend_name == "megatron" else backend.options_class()
     spec = attrs.evolve(make_spec(checkpoint), options=options, num_threads=1)
@@ -83,7 +83,7 @@ def start(checkpoint: Path, directory: Path, backend_name: str, num_ranks: int, 
 def measure(
     groups: dict[str, RankGroup], batch: Batch, limits: MicroBatchLimits, rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Median seconds of scoring and of training; meshes take turns, and the first round is not counted."""
+    """Median seconds of scoring and of training per mesh; the meshes alternate, and the first round is not counted."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
     for number in range(rounds + 1):
         for name, group in groups.items():

@@ -1,10 +1,11 @@
-"""Episodes per second where one environment in a hundred sleeps, one blocks, one raises and one hangs, against the same
-without them, in turns: what trouble costs those that have none.
+"""Episodes per second with 1 % each of environments that sleep, block, raise and hang, compared with none of them.
 
-A thousand episodes run at a time, each in a thread of its own; a new one begins when another ends. An environment takes
-two turns of 0.2 s, in which it blocks; those in trouble sleep or block for five times as long, raise, or hang until the
-deadline of 10 s. No model: a response takes the engine 4 s. The rate is that of the first nine tenths; the whole time
-counts one wait for the deadline at the end as well, which a batch has once.
+Runs with and without these faulty environments alternate; the ratio shows what the faults cost the other episodes.
+
+A thousand episodes run concurrently, each in its own thread; a new one begins when another ends. An environment has two
+turns in which it blocks for 0.2 s. The faulty ones sleep or block five times as long, raise, or hang until the deadline
+of 10 s. There is no model: the engine takes 4 s for a response. The rate counts the first nine tenths of the episodes.
+The whole time also includes the wait for the deadline at the end of the batch.
 
     python benchmarks/odd_episodes.py [--episodes 5000] [--at-once 1000] [--turns 3]
 """
@@ -28,13 +29,13 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 
 TURN_S, RESPONSE_S, DEADLINE_S = 0.2, 4.0, 10.0
 TROUBLE = {7: "sleeps", 31: "blocks", 57: "raises", 83: "hangs"}
-"""By the episode's number modulo 100."""
+"""Fault by the episode's number modulo 100."""
 FAILURES = {"raises": "ConnectionError", "hangs": "DeadlineError"}
 _NEVER = threading.Event()
 
 
 class Odd:
-    """Two turns; what goes wrong does so in the first."""
+    """A two-turn environment; a fault happens in the first turn."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._trouble = TROUBLE.get(row["number"] % 100) if row["has_trouble"] else None
@@ -61,7 +62,7 @@ class Odd:
 
 
 class Answers:
-    """An engine that says the same after a while."""
+    """An engine that returns the same completion after `RESPONSE_S` seconds."""
 
     def __init__(self, end_token: int) -> None:
         self._end_token = end_token
@@ -81,7 +82,7 @@ async def play(
     timeout_s: float,
     on_end: Callable[[int], None] = lambda num_ended: None,
 ) -> tuple[list[float], Counter[str]]:
-    """When each episode ended, in seconds; and how many did without a failure (`""`), and with each kind of it."""
+    """The times in seconds at which episodes ended, and the number of episodes by kind of failure (`""`: none)."""
     tokenizer: Any = character_tokenizer()
     generator = EnvironmentGenerator(
         Answers(tokenizer.eos_token_id),
@@ -122,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=5000)
     parser.add_argument("--at-once", type=int, default=1000)
-    parser.add_argument("--turns", type=int, default=3, help="measurements of each side")
+    parser.add_argument("--turns", type=int, default=3, help="measurements with and without faults")
     arguments = parser.parse_args()
     ratios, whole = [], []
     for turn in range(arguments.turns):
@@ -134,9 +135,13 @@ def main() -> None:
         most = arguments.episodes * 9 // 10
         ratios.append(calm_s[most - 1] / odd_s[most - 1])
         whole.append(calm_s[-1] / odd_s[-1])
-        print(f"turn {turn}: {most / calm_s[most - 1]:.0f} and {most / odd_s[most - 1]:.0f} episodes/s, {dict(kinds)}")
+        print(
+            f"turn {turn}, without and with faults: "
+            f"{most / calm_s[most - 1]:.0f} and {most / odd_s[most - 1]:.0f} episodes/s, {dict(kinds)}"
+        )
     print(
-        f"with trouble over without: {statistics.median(ratios):.2f}, of the whole time {statistics.median(whole):.2f}"
+        f"ratio with faults over without: {statistics.median(ratios):.2f}, "
+        f"of the whole time {statistics.median(whole):.2f}"
     )
 
 

@@ -1,10 +1,11 @@
-"""Steps per second of whole training runs where one environment in a hundred sleeps, one blocks, one raises and one
-hangs, against runs without them, in turns; and whether every failure is in the rows.
+"""Training steps per second with 1 % each of environments that sleep, block, raise and hang, compared with none.
 
-The quick start's model, untrained: 250 prompts × 4 samples a step, generation one step ahead and groups at most
-`--bound` versions old. An environment takes one turn of 0.2 s, in which it blocks; those in trouble sleep or block for
-five times as long, raise, or hang until the deadline of 10 s. The first step warms up. The rate is that of the steps up
-to nine tenths; the whole run's counts one wait for the deadline at its end as well.
+Runs with and without these faulty environments alternate. The script also checks that every failure is in the rows.
+
+The model is the quick start's, untrained: 250 prompts × 4 samples per step, generation one step ahead, groups at most
+`--bound` versions old. An environment has one turn in which it blocks for 0.2 s. The faulty ones sleep or block five
+times as long, raise, or hang until the deadline of 10 s. The first step warms up. The rate counts the first nine tenths
+of the steps. The time of the whole run also includes the wait for the deadline at its end.
 
     PYTHONPATH=. python benchmarks/odd_runs.py [--steps 20] [--turns 3] [--bound 4]
 """
@@ -37,15 +38,15 @@ from rl_examples.quickstart import recipe
 PROMPTS, SAMPLES = 250, 4
 STEP_S, DEADLINE_S = 0.2, 10.0
 TROUBLE = {3: "sleeps", 9: "blocks", 14: "raises", 20: "hangs"}
-"""By a prompt's number modulo 25, in one of its four samples: one in a hundred each."""
+"""Fault by the prompt's number modulo 25, in one of its four samples: 1 % of the samples each."""
 _NEVER = threading.Event()
 _samples: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
-"""By run and prompt: how many environments were made."""
+"""Counters of the environments made so far, by run and prompt."""
 _step_ends: list[float] = []
 
 
 class Odd:
-    """One turn; the reward has nothing to do with the answer."""
+    """A one-turn environment; its reward does not depend on the answer."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._prompt = row["prompt"]
@@ -72,14 +73,14 @@ class Odd:
 
 
 class NotesSteps(Callback):
-    """When each step ended."""
+    """Records the time at which each step ended."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         _step_ends.append(time.monotonic())
 
 
 def run(directory: Path, name: str, *, steps: int, bound: int, has_trouble: bool) -> tuple[list[float], Counter[str]]:
-    """Seconds from the end of the first step to that of each other; and the failed samples by kind, of all rows."""
+    """Seconds from the end of the first step to the end of each later one, and the number of failed samples by kind."""
     rows = [
         {"prompt": "12+34=", "number": number, "has_trouble": has_trouble, "run": name}
         for number in range(steps * PROMPTS)
@@ -113,10 +114,10 @@ def run(directory: Path, name: str, *, steps: int, bound: int, has_trouble: bool
 
 @click.command()
 @click.option("--steps", default=20, show_default=True)
-@click.option("--turns", default=3, show_default=True, help="Measurements of each side.")
+@click.option("--turns", default=3, show_default=True, help="Measurements with and without faults.")
 @click.option("--bound", default=4, show_default=True, help="trainer.max_staleness")
 def main(steps: int, turns: int, bound: int) -> None:
-    """Prints the ratios; fails if a failure is missing in the rows."""
+    """Prints the ratios; exits with an error if the rows do not show every failure."""
     expected = steps * PROMPTS // 25
     ratios, whole = [], []
     with tempfile.TemporaryDirectory() as name:
@@ -130,19 +131,20 @@ def main(steps: int, turns: int, bound: int) -> None:
             ratios.append(calm_s[most - 1] / odd_s[most - 1])
             whole.append(calm_s[-1] / odd_s[-1])
             print(
-                f"turn {turn}: {calm_s[most - 1] / most:.2f} and {odd_s[most - 1] / most:.2f} s a step, "
-                f"the whole {calm_s[-1]:.1f} and {odd_s[-1]:.1f} s, failed {dict(failed)}",
+                f"turn {turn}, without and with faults: "
+                f"{calm_s[most - 1] / most:.2f} and {odd_s[most - 1] / most:.2f} s per step, "
+                f"{calm_s[-1]:.1f} and {odd_s[-1]:.1f} s in all, failed samples {dict(failed)}",
                 flush=True,
             )
             if none or failed != {"ConnectionError": expected, "DeadlineError": expected}:
-                raise SystemExit(f"{expected} failures of each kind were expected, and none without trouble")
+                raise SystemExit(f"{expected} failures of each kind were expected with faults, and none without")
     print(
-        f"with trouble over without: {statistics.median(ratios):.2f}; of the whole runs {statistics.median(whole):.2f}"
+        f"ratio with faults over without: {statistics.median(ratios):.2f}; of whole runs {statistics.median(whole):.2f}"
     )
 
 
 if __name__ == "__main__":
-    # The environments are looked up by the module's name; there must not be a second one with times of its own.
+    # Environments are looked up by module name: running the module by that name keeps a single `_step_ends`.
     from benchmarks.odd_runs import main as of_module
 
     of_module()

@@ -1,8 +1,10 @@
-"""Plan against rehearsal: peak memory of a training step, for models and FSDP meshes; the table of docs/planning.md.
+"""Planned and rehearsed peak memory of a training step, for several models and FSDP meshes: the table of
+docs/planning.md.
 
-Each cell is `rl rehearse` of a recipe with another mesh: one rank's real code on tensors without data, full size.
+A rehearsal is `rl rehearse` of a recipe with another mesh: it runs one rank's real code at full size, on tensors
+without data.
 
-Run: python benchmarks/rehearsals.py [--model qwen2_5_7b] [--mesh "8 ranks"]     (two cores: about six minutes in all)
+Run: python benchmarks/rehearsals.py [--model qwen2_5_7b] [--mesh "8 ranks"] (two cores: about six minutes in all)
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ MESHES = {
 @click.option("--model", "models", multiple=True, type=click.Choice(list(MODELS)), help="Default: all.")
 @click.option("--mesh", "meshes", multiple=True, type=click.Choice(list(MESHES)), help="Default: all.")
 def main(models: tuple[str, ...], meshes: tuple[str, ...]) -> None:
-    """Prints the rows of the table, in GiB of one rank."""
+    """Prints the rows of the table; memory is in GiB per rank."""
     print(
         "| model | mesh | tokens | rehearsed | planned | plan is off by | seconds |\n|---|---|---:|---:|---:|---:|---:|"
     )
@@ -44,7 +46,7 @@ def main(models: tuple[str, ...], meshes: tuple[str, ...]) -> None:
 
 
 def cell(recipe: str, overrides: tuple[str, ...]) -> str:
-    """Tokens of a micro-batch, both peaks, and how far the plan is from the rehearsal."""
+    """The table cells of one mesh: micro-batch tokens, both peaks, the plan's relative error, and seconds."""
     config = configuration.load(recipe, [*ALWAYS, *overrides]).config
     model = arranged_models(config)["policy"]
     started = time.perf_counter()

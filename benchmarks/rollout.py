@@ -1,8 +1,8 @@
-"""Tokens per second through client, HTTP and actor, against the same requests in `LLM.generate`, taken in turns.
+"""Tokens per second through client, HTTP server and actor, compared with the same requests in `LLM.generate`.
 
-The model is large enough that it dominates (about 25M parameters); a tiny one shows what a request costs by itself.
-Every measured batch is sampled by both sides with the same seeds, in turns, so that a change of the machine's load
-meets both; the ratio is the median over the turns. Both engines are alive all the time, and the idle one takes nothing.
+The base model (about 25M parameters) is large enough to dominate the time; the tiny one shows the overhead per request.
+Both sides sample every batch with the same seeds and alternate, so that other load on the machine affects both. The
+ratio is the median over the turns. Both engines stay alive throughout; an idle one uses no processor time.
 
     python benchmarks/rollout.py [--batches 1 8 64 256] [--tokens 64] [--turns 3] [--sizes base tiny]
 """
@@ -36,7 +36,7 @@ PROMPT = tuple(range(1, 17))
 
 
 def make_spec(directory: Path, size: str) -> EngineSpec:
-    """A float32 engine for a random model."""
+    """Writes a random model and returns the spec of a float32 engine that serves it."""
     sizes = SIZES[size] and {**SIZES[size], "num_key_value_heads": 4, "head_dim": 64}
     make_checkpoint(directory / "model", **{"head_dim": 32, "max_position_embeddings": 512, **sizes})
     config = from_mapping(
@@ -46,7 +46,7 @@ def make_spec(directory: Path, size: str) -> EngineSpec:
             "trainer.bf16": False,
             "generator.inference_engine.backend": "vllm",
             "generator.inference_engine.max_num_seqs": 256,
-            # Both sides sample every batch: neither may take the other's prompts from a cache.
+            # Both sides sample every batch, so neither may reuse cached prompts.
             "generator.inference_engine.enable_prefix_caching": False,
         }
     )
@@ -54,7 +54,7 @@ def make_spec(directory: Path, size: str) -> EngineSpec:
 
 
 def through_http(runner: asyncio.Runner, client: RemoteInferenceClient, name: str, count: int, tokens: int) -> float:
-    """Seconds for `count` requests at once."""
+    """Seconds of `count` concurrent requests."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     requests = [
         GenerateRequest(sample_id=f"{name}-{i}", prompt_tokens=PROMPT, params=params, seed=i) for i in range(count)
@@ -71,7 +71,7 @@ def through_http(runner: asyncio.Runner, client: RemoteInferenceClient, name: st
 
 
 def in_process(engine: Any, count: int, tokens: int) -> float:
-    """Seconds for the same requests in one call of vLLM's own interface."""
+    """Seconds of the same requests in one call of vLLM's own interface."""
     from vllm import SamplingParams as EngineParams
     from vllm.inputs import TokensPrompt
 
@@ -88,7 +88,7 @@ def in_process(engine: Any, count: int, tokens: int) -> float:
 
 
 def compare(size: str, batches: list[int], tokens: int, turns: int) -> None:
-    """Prints one line per batch size."""
+    """Measures both sides and prints one line per batch size."""
     with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
         spec = make_spec(Path(directory), size)
         client = runner.run(create_client(spec))
@@ -122,7 +122,7 @@ def compare(size: str, batches: list[int], tokens: int, turns: int) -> None:
 
 
 def routed_experts_bytes(layers: int = 48, experts_per_token: int = 8, tokens: int = 2000) -> None:
-    """Bytes that routed experts add to a completion, against layers × experts per token."""
+    """Prints the bytes that routed experts add to a completion, compared with layers × experts per token."""
 
     def size_of(routed: np.ndarray | None) -> int:
         completion = Completion(

@@ -1,13 +1,14 @@
-"""Router replay on one rank of the Megatron backend: what it costs, what it moves, and how full experts are.
+"""Router replay on one rank of the Megatron backend: time, bytes moved, and load of the experts.
 
-A Mixture-of-Experts Qwen3 in float32 with 16 experts, of which a token takes 4.
+The model is a Mixture-of-Experts Qwen3 in float32 with 16 experts, 4 of them per token.
 
-    time     a forward and backward pass in which the routers follow the batch's routes, over one with Megatron's
-             routers as they are; both on one model, in turns; median of the rounds' ratios
-    bytes    of routes, for each of 16 ranks (tensor 2, pipeline 2, context 2, data 2): what arrives with its part of
-             the batch, what moves to its device, and the least that could: its own tokens, its own layers
-    load     tokens of the fullest expert over the mean of all, worst layer, padding included: with padding dealt, and
-             left to the router. Sequences of very different lengths in a rectangle, so that most of it is padding
+    time     a forward and backward pass in which the routers follow the batch's routes, divided by one with Megatron's
+             own routing; both alternate on one model; median of the rounds' ratios
+    bytes    of routes, for each of 16 ranks (tensor 2, pipeline 2, context 2, data 2): what arrives with the rank's
+             part of the batch, what moves to its device, and the minimum: its own tokens and its own layers
+    load     tokens of the fullest expert divided by the mean of all, in the worst layer, padding included: with padding
+             dealt out to the experts, and with padding left to the router. The sequences have very different lengths in
+             a rectangle, so most of it is padding
 
 Run: python benchmarks/router_replay.py [--tokens 4096] [--rounds 7] [--threads 1]
 """
@@ -54,7 +55,7 @@ MESH = Mesh(world_size=16, tensor=2, pipeline=2, context=2)
 
 
 def main() -> None:
-    """Prints the three tables."""
+    """Prints the tables of bytes, time and load."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def make_batch(num_tokens: int) -> Batch:
-    """Sequences of 16 to 1024 tokens, with random routes of all layers."""
+    """Sequences of 16 to 1024 tokens with random routes for all layers."""
     rng = np.random.default_rng(0)
     lengths: list[int] = []
     while sum(lengths) < num_tokens:
@@ -96,7 +97,7 @@ def make_batch(num_tokens: int) -> Batch:
 
 
 def make_spec(checkpoint: Path) -> WorkerSpec:
-    """One rank, float32."""
+    """A spec for one float32 rank."""
     return WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(checkpoint)),
@@ -112,7 +113,7 @@ def make_spec(checkpoint: Path) -> WorkerSpec:
 
 
 def show_bytes(batch: Batch) -> None:
-    """Of one layout of the batch, counted."""
+    """Prints the mean route bytes per rank, and ratios to the minimum; counted for one layout of the batch."""
     row_bytes = EXPERTS_PER_TOKEN * batch["routed_experts"].element_size()
     chunks = pipeline_chunks(NUM_LAYERS, MESH.pipeline)
     lengths, offsets = batch.lengths.numpy(), batch.offsets.numpy()
@@ -134,7 +135,7 @@ def show_bytes(batch: Batch) -> None:
 
 
 def rows_seen(offsets: np.ndarray, sequences: np.ndarray, rank: int) -> np.ndarray:
-    """Stream indices of what the routers of a rank see of a micro-batch; -1 for padding."""
+    """The stream indices that a rank's routers see of a micro-batch, in the routers' order; -1 for padding."""
     layout = packed_layout(
         offsets,
         sequences,
@@ -146,7 +147,7 @@ def rows_seen(offsets: np.ndarray, sequences: np.ndarray, rank: int) -> np.ndarr
 
 
 def show_time(worker: Any, batch: Batch, rounds: int) -> None:
-    """Medians of passes in turns, and of the ratios within each round: load of others comes and goes more slowly."""
+    """Prints the median times and the median of the rounds' ratios; other load affects a ratio within a round least."""
     plan = plan_micro_batches(batch.lengths.numpy(), num_data_ranks=1, max_tokens=2048)[0]
     micro_batches = [m.tolist() for m in plan]
     loss = LossSpec(name="cross_entropy")
@@ -169,7 +170,7 @@ def show_time(worker: Any, batch: Batch, rounds: int) -> None:
 
 @contextmanager
 def without_replay(worker: Any) -> Iterator[None]:
-    """Megatron's routers as they are."""
+    """Disables router replay within the context: Megatron's routers choose the experts."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     from rl_megatron.rank.schedule import Around
@@ -195,7 +196,7 @@ def without_replay(worker: Any) -> Iterator[None]:
 
 
 def show_load(worker: Any, batch: Batch) -> None:
-    """Of a rectangle of the batch's sequences, real tokens where the router sends them."""
+    """Prints the experts' load on a rectangle of the batch's sequences; real tokens follow the router."""
     worker.spec = attrs.evolve(worker.spec, use_sample_packing=False)
     worker.routing._records_scoring = True
     chunks = worker.routing._chunks
@@ -212,7 +213,7 @@ def show_load(worker: Any, batch: Batch) -> None:
 
 
 def alternate(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in every round but the first."""
+    """Seconds per step, in every round but the first; the steps alternate."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():

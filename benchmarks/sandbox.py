@@ -1,9 +1,9 @@
-"""What a program in the sandbox costs, by mechanism: its start, each further test, and many programs side by side.
+"""Cost of running programs in the sandbox, per mechanism: start, each further test, and many programs concurrently.
 
     python benchmarks/sandbox.py [--programs 20] [--tests 100]
 
-Mechanisms take turns, so that a change of the machine's load meets all of them. `none` is the cost of the supervisor
-alone, without protection.
+The mechanisms alternate, so that other load on the machine affects all of them. `none` measures the supervisor alone,
+without protection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEST = Test(stdin="41\n")
 
 
 async def seconds_of_a_program(sandbox: Sandbox, num_tests: int) -> float:
-    """A sandbox is opened, runs the tests and is gone."""
+    """Seconds to open a sandbox, run the tests and close it."""
     started = time.perf_counter()
     outcomes = await sandbox.run(PROGRAM, [TEST] * num_tests)
     assert all(outcome.stdout == "42\n" for outcome in outcomes), outcomes
@@ -30,21 +30,21 @@ async def seconds_of_a_program(sandbox: Sandbox, num_tests: int) -> float:
 
 
 async def seconds_side_by_side(sandbox: Sandbox, num_programs: int) -> float:
-    """Many programs of one test, as many at a time as there are slots."""
+    """Seconds of many one-test programs, as many concurrently as there are slots."""
     started = time.perf_counter()
     await asyncio.gather(*[sandbox.run(PROGRAM, [TEST]) for _ in range(num_programs)])
     return time.perf_counter() - started
 
 
 async def found_sandboxes() -> list[Sandbox]:
-    """One by each mechanism that this machine has."""
+    """One sandbox for each mechanism that works on this machine."""
     found = []
     for kind in ("bubblewrap", "landlock", "none"):
         started = time.perf_counter()
         try:
             found.append(await probe_sandbox(kind))
         except ConfigError as error:
-            print(f"{kind}: not here: {error}")
+            print(f"{kind}: not available: {error}")
             continue
         print(f"{kind}: probed in {time.perf_counter() - started:.2f} s")
     return found

@@ -1,12 +1,13 @@
-"""A group's prompt computed once against once per sample, in one run.
+"""A group's prompt computed once (`shared`), compared with once per sample (`apart`).
 
-A 20M-parameter Qwen3 in float32, 16 samples of a prompt of 2,048 tokens with 256 trained tokens each; forward and
-backward of the Worker. Shared, all are one micro-batch; apart, micro-batches hold four samples or one, and the faster
-is what sharing is compared with. The memory of all 16 apart in one micro-batch, some 14 GB, is measured first. Each
-side runs in a process of its own; rounds take turns; processor seconds are compared, which other jobs disturb less.
+A 20M-parameter Qwen3 in float32; 16 samples of a prompt of 2,048 tokens, each with 256 trained tokens; the Worker's
+forward and backward. With sharing, all samples are one micro-batch. Without it, micro-batches have four samples or one,
+and sharing is compared with the faster of the two. The memory of all 16 samples in one micro-batch without sharing,
+about 14 GB, is measured first. Each variant runs in its own process and the variants alternate. Times are processor
+seconds, which other load on the machine affects less.
 
-The ratio of floating-point operations is the most that sharing can gain: matrix products of the layers per computed
-token, the output layer per trained token, and attention per pair of a query and a key that it sees.
+The ratio of floating-point operations is the upper bound of the speedup. It counts the layers' matrix products per
+computed token, the output layer per trained token, and attention per pair of a query and a key that the query sees.
 
 Run: python benchmarks/shared_prefixes.py [--samples 16] [--prompt 2048] [--answer 256] [--rounds 3]
 """
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 class Side:
-    """A worker in a process of its own."""
+    """A worker in its own process."""
 
     def __init__(self, path: str, sizes: tuple[int, int, int], at_once: int, *, share_prefixes: bool):
         context = multiprocessing.get_context("spawn")
@@ -90,7 +91,7 @@ class Side:
         return self._ask("step")
 
     def peak_bytes(self) -> float:
-        """Above what the process held before its first step; it ends with this."""
+        """Ends the process and returns its peak memory beyond what it used before its first step."""
         peak = self._ask("peak")
         self._process.join()
         return peak
@@ -135,7 +136,7 @@ def _most_bytes() -> float:
 
 
 def group_of_samples(num_samples: int, prompt: int, answer: int) -> Batch:
-    """Random tokens and advantages."""
+    """A group of samples of one prompt, with random tokens and advantages."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = MODEL["vocab_size"]
     prompt_T = torch.randint(vocabulary, (prompt,), generator=generator)
@@ -159,7 +160,7 @@ def group_of_samples(num_samples: int, prompt: int, answer: int) -> Batch:
 
 
 def operations(sizes: tuple[int, int, int], *, share_prefixes: bool) -> float:
-    """Multiply-adds of a forward pass; backward has twice as many on either side."""
+    """Multiply-adds of a forward pass; backward needs twice as many with and without sharing."""
     batch = group_of_samples(*sizes)
     offsets, tokens_T = batch.offsets.numpy(), batch["tokens"].numpy()
     forest = prefix_forest(offsets, tokens_T) if share_prefixes else separate_sequences(offsets)

@@ -1,11 +1,11 @@
-"""What searching step by step costs: tokens of the sequences trained on, against each conversation as one sequence.
+"""Token cost of step-wise search: tokens of the sequences trained on, relative to each conversation as one sequence.
 
     python -m benchmarks.stepwise_search
 
-The environment `search` plays scripted conversations of several searches, the same ones each time, under templates that
-keep earlier turns and under one that drops their thinking. One sequence has every token of a conversation once; steps
-repeat their prompts, unless they continue each other and are merged (`generator.merge_stepwise_output`). Tokens are
-counted, not timed, so the figures repeat exactly.
+The environment `search` plays scripted conversations of several searches, the same ones each time, with chat templates
+that keep earlier turns and with one that drops their thinking. One sequence has every token of a conversation once.
+Steps repeat their prompts, unless they continue each other and are merged (`generator.merge_stepwise_output`). Tokens
+are counted, not timed, so every run gives the same figures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ CASES = (
 
 
 def measure(template: str | None, observer: str, corpus: Path) -> dict[str, float]:
-    """Tokens of all sequences, steps merged and steps apart, each over those of the conversations as one sequence."""
+    """Tokens of all sequences, with steps merged and unmerged, each divided by those of the conversations as one
+    sequence."""
     steps = asyncio.run(play(template, observer, corpus, step_wise=True))
     apart = collate(steps)
     joined, _ = merged(apart)
@@ -51,13 +52,13 @@ def measure(template: str | None, observer: str, corpus: Path) -> dict[str, floa
 
 
 def conversation_tokens(trajectory: Trajectory) -> int:
-    """Of the first prompt, all responses, and what stands between them: each once."""
+    """Tokens of a conversation as one sequence: first prompt, all responses, and the observations between them."""
     total = len(trajectory.steps[0].tokens)
     for before, after in zip(trajectory.steps, trajectory.steps[1:], strict=False):
         said = list(before.tokens)[list(before.sampled).index(True) :]
         shown = len(after.tokens) - len(before.tokens) if _continues(before.tokens, after.tokens) else None
         if shown is None:
-            # Earlier turns were written anew: what is new is behind the last text that both have.
+            # Earlier turns were rendered differently: the new text begins behind the last text that both prompts share.
             prompt = list(after.tokens)[: list(after.sampled).index(True)]
             shown = len(after.tokens) - _end_of_shared_answer(prompt, said)
         total += shown
@@ -69,14 +70,15 @@ def _continues(before: Sequence[int], after: Sequence[int]) -> bool:
 
 
 def _end_of_shared_answer(prompt: Sequence[int], said: Sequence[int]) -> int:
-    """Where in a prompt the answer of the turn before ends: its last tokens, without the thought, are there again."""
+    """Position in the prompt at which the previous turn's answer ends; its last tokens reappear even without the
+    thought."""
     end = list(said)[-4:]
     places = [place for place in range(len(prompt) - len(end) + 1) if list(prompt[place : place + len(end)]) == end]
     return places[-1] + len(end)
 
 
 async def play(template: str | None, observer: str, corpus: Path, *, step_wise: bool) -> list[Trajectory]:
-    """Scripted conversations: a session's turns depend on its number alone."""
+    """Plays the scripted conversations; a session's turns depend only on its number."""
     tokenizer = copy.copy(tokenizer_of("chatml"))
     if template not in (None, "chatml"):
         tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text()
@@ -121,7 +123,7 @@ async def play(template: str | None, observer: str, corpus: Path, *, step_wise: 
 
 
 def write_corpus(path: Path) -> Path:
-    """Forty documents of a sentence each."""
+    """Writes forty documents of twenty words each."""
     rng = random.Random(0)
     rows = ({"title": rng.choice(WORDS), "text": " ".join(rng.choices(WORDS, k=20))} for _ in range(40))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,14 +1,13 @@
-"""Steps streamed (`trainer.stream_groups`) and at once, with a real vLLM server: how near they come to the bound that
-the arrivals of their groups set.
+"""Steps streamed (`trainer.stream_groups`) and `at once`, with a real vLLM server, compared with a lower bound.
 
-A 20M-parameter model answers 64 prompts with 8 samples each, of 20 tokens on average and 64 at most, 64 samples at a
-time. The server and what belongs to it have one core, the trainer another. The first step warms up and is left out.
+A 20M-parameter model answers 64 prompts with 8 samples each, of 20 tokens on average and at most 64, with 64 concurrent
+samples. The vLLM server's processes have one core, the trainer another. The first step warms up and is left out.
 
-The bound of a step is the largest, over t, of t plus the training time of its groups that finished at or after t, where
-t is no earlier than the start of the step: no trainer that has groups when they finish could be done earlier. What a
-group's training takes is its part, by tokens, of what the steps at once take.
+The bound of a step is the maximum over t of t plus the training time of its groups that finished at or after t, where t
+is no earlier than the start of the step: no trainer could end the step earlier. A group's training time is its share,
+by tokens, of the training time of the steps `at once`.
 
-Run: PYTHONPATH=. python benchmarks/streamed_steps.py [--steps 5]      (two free cores, about six minutes)
+Run: PYTHONPATH=. python benchmarks/streamed_steps.py [--steps 5] (two free cores, about six minutes)
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ TRAINER_CORE, SERVER_CORE = 0, 1
 
 @attrs.define
 class Step:
-    """Times of one step, in seconds of one clock."""
+    """Times of one step, in seconds of the monotonic clock."""
 
     arrivals: dict[int, float] = attrs.field(factory=dict)
-    """Group → when it was finished."""
+    """Group → when it finished."""
     tokens: dict[int, int] = attrs.field(factory=dict)
     trained_s: float = 0.0
-    """Of all calls that train a part."""
+    """Seconds of all calls that train a part of the batch."""
     parts: int = 0
     starts: float = 0.0
     ends: float = 0.0
 
     def bound(self, seconds_per_token: float) -> float:
-        """Seconds from the start of the step, before which it cannot be done."""
+        """Lower bound of the step's duration in seconds."""
         arrivals = {group: max(arrival, self.starts) for group, arrival in self.arrivals.items()}
         return max(
             time
@@ -61,7 +60,7 @@ class Step:
 
 
 class OwnCores(Callback):
-    """Gives the trainer's threads one core and those of all its child processes another."""
+    """Pins the trainer's threads to one core and all of its child processes to another."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
         import psutil
@@ -69,13 +68,13 @@ class OwnCores(Callback):
         own = psutil.Process()
         for process, core in [(own, TRAINER_CORE), *((child, SERVER_CORE) for child in own.children(recursive=True))]:
             for thread in process.threads():
-                # A thread may end while they are listed.
+                # A thread may end after it was listed.
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(thread.id, {core})
 
 
 def measured(directory: str, num_steps: int, streams: bool) -> list[Step]:
-    """A run's steps."""
+    """Runs the training and returns the times of its steps."""
     steps, waiting = [Step(starts=time.monotonic())], {}
     finish, train = GroupBuffer.finish, StepTraining.train
 
@@ -127,12 +126,12 @@ def measured(directory: str, num_steps: int, streams: bool) -> list[Step]:
 
 
 def serve(connection: Any, *args: Any) -> None:
-    """`measured` in a process of its own."""
+    """Sends the result of `measured` through the connection."""
     connection.send(measured(*args))
 
 
 def in_own_process(*args: Any) -> list[Step]:
-    """What `measured` returns there."""
+    """The result of `measured`, called in a new process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, *args))
@@ -144,7 +143,7 @@ def in_own_process(*args: Any) -> list[Step]:
 
 
 def prepare(directory: Path) -> None:
-    """Data of the quick start, and a larger model with its tokenizer."""
+    """Writes the quick start's data, and a larger model with its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

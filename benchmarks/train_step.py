@@ -1,15 +1,15 @@
-"""The Worker's training step against bare transformers on the same tokens, in one run.
+"""The Worker's training step compared with plain transformers on the same tokens.
 
 A 20M-parameter Qwen3 in float32, sequences of 64 to 1024 tokens, cross-entropy on the last two thirds of each; forward,
-backward, clipping and fused AdamW. Two baselines, written as plain transformers code is when it is to be fast:
+backward, clipping and fused AdamW. There are two baselines in optimized plain transformers code:
 
     rectangles   sequences of similar length as right-padded batches, at most 25 % padding
     one stream   transformers' own packing: one row, positions that restart, a T×T mask
 
 Both apply the output layer to trained tokens only, as the Worker does.
 
-A ratio is a baseline's time over the Worker's: above 1 the Worker is faster. Rounds of Worker and rectangles alternate,
-medians are compared; the one stream, whose mask makes it many times slower, is timed once, at the end.
+A ratio is a baseline's time divided by the Worker's: above 1 the Worker is faster. Worker and rectangles alternate, and
+their medians are compared. The one stream is timed once, at the end: its mask makes it many times slower.
 
 Run: python benchmarks/train_step.py [--tokens 8192] [--rounds 5] [--threads 1]
 """
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def make_batch(num_tokens: int) -> Batch:
-    """Sequences of 64 to 1024 tokens, the first third a prompt, token-mean weights."""
+    """Sequences of 64 to 1024 tokens with token-mean loss weights; the first third of each is its prompt."""
     generator = torch.Generator().manual_seed(0)
     sequences, rest = [], num_tokens
     while rest > 0:
@@ -101,7 +101,7 @@ def make_batch(num_tokens: int) -> Batch:
 
 
 def spec_of(checkpoint: Path) -> WorkerSpec:
-    """A packed float32 policy."""
+    """A spec for a packed float32 policy."""
     return WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(checkpoint)),
@@ -117,13 +117,13 @@ def spec_of(checkpoint: Path) -> WorkerSpec:
 
 
 def worker_step(worker: FsdpWorker, batch: Batch) -> None:
-    """The whole mini-batch as one micro-batch; the entropy is computed too, as a metric."""
+    """Trains the whole mini-batch as one micro-batch, entropy metric included."""
     worker.forward_backward(batch, [range(batch.num_sequences)], LossSpec(name="cross_entropy"), temperature=1.0)
     worker.optim_step()
 
 
 def rectangles_of(batch: Batch) -> list[tuple[dict[str, Tensor], Tensor, Tensor]]:
-    """Right-padded batches: (model input, cells that predict a trained token, those tokens)."""
+    """Right-padded batches: (model input, cells that predict a trained token, targets)."""
     by_length = sorted(range(batch.num_sequences), key=lambda i: -int(batch.lengths[i]))
     groups: list[list[int]] = []
     for i in by_length:
@@ -140,13 +140,13 @@ def rectangles_of(batch: Batch) -> list[tuple[dict[str, Tensor], Tensor, Tensor]
             torch.zeros(len(group) * width, dtype=torch.int64).index_copy_(0, cell_T, rows["tokens"]).view(-1, width)
         )
         trained_S = rows["loss_mask"].nonzero().squeeze(1)
-        # Causal attention never sees padding on the right: without a mask SDPA takes its fastest path.
+        # Causal attention never sees padding on the right, so no mask is needed, and SDPA takes its fastest path.
         rectangles.append(({"input_ids": tokens_BL}, cell_T[trained_S] - 1, rows["tokens"][trained_S]))
     return rectangles
 
 
 def stream_of(batch: Batch) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """All sequences in one row; transformers finds their bounds in the positions."""
+    """All sequences in one row; transformers finds the sequence boundaries by the positions."""
     positions_T = torch.cat([torch.arange(int(length)) for length in batch.lengths])
     trained_S = batch["loss_mask"].nonzero().squeeze(1)
     return (
@@ -157,7 +157,7 @@ def stream_of(batch: Batch) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 
 def bare_step(checkpoint: Path, parts: list[tuple[dict[str, Tensor], Tensor, Tensor]]) -> Step:
-    """Forward, backward and optimizer step without anything of this project."""
+    """Returns a call of forward, backward and optimizer step in plain transformers and torch."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay, fused=True)
     num_trained = sum(targets_S.numel() for _, _, targets_S in parts)
@@ -175,7 +175,7 @@ def bare_step(checkpoint: Path, parts: list[tuple[dict[str, Tensor], Tensor, Ten
 
 
 def logprob_steps(num_scores: int) -> dict[str, Step]:
-    """Log-probs forward and backward on their own: in chunks, without the entropy, and from whole logits."""
+    """Calls that time log-probs alone, forward and backward: chunked, chunked without entropy, and from full logits."""
     hidden_SH = torch.randn(num_scores, MODEL["hidden_size"], requires_grad=True)
     weight_VH = torch.randn(MODEL["vocab_size"], MODEL["hidden_size"]).mul_(0.02).requires_grad_()
     targets_S = torch.randint(MODEL["vocab_size"], (num_scores,))
@@ -195,15 +195,15 @@ def logprob_steps(num_scores: int) -> dict[str, Step]:
     return {
         "chunked log-probs and entropy": chunked(True),
         "chunked log-probs": chunked(False),
-        "whole logits and entropy": lambda: (
+        "full logits and entropy": lambda: (
             full_logprobs(hidden_SH, weight_VH, targets_S, temperature=1.0)[0].sum().backward()
         ),
-        "whole logits, cross-entropy": bare,
+        "full logits, cross-entropy": bare,
     }
 
 
 def alternate(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Median seconds of each; one round to warm up, then all in turn."""
+    """Median seconds per step; all steps alternate, and the first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds + 1):
         for name, step in steps.items():

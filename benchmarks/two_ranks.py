@@ -1,16 +1,16 @@
-"""A training step on two ranks against one rank on the same tokens, in one run, and where its time goes.
+"""A training step on two ranks compared with one rank on the same tokens, and its time by phase.
 
-The model, loss and batch of `train_step.py`, one thread a rank: one rank takes the whole batch, two (FSDP2 over gloo)
-the parts that the planner gives them. At best the two need half the time.
+The model, loss and batch are those of `train_step.py`, with one thread per rank. One rank takes the whole batch; two
+ranks (FSDP2 over gloo) take the parts that the planner assigns. At best, two ranks need half the time.
 
-    forward      scoring, parameters being gathered
-    backward     of it, parameters being gathered again and gradients summed
+    forward      scoring, with all-gathers of the parameters
+    backward     its backward pass, with further all-gathers and the reduce-scatter of the gradients
     optimizer    norm, clipping and AdamW
-    rest         cutting the batch, the loss
-    collectives  within the above: from the start of each to its end, in one further step under torch's profiler
+    rest         selecting the micro-batches, the loss
+    collectives  contained in the above: from the start of each to its end, in one more step under torch's profiler
 
-Two ranks on one machine share its memory bandwidth and, where fewer cores are free, its cores: the profile says how
-much of the loss is communication.
+Two ranks on one machine share its memory bandwidth, and its cores if there are not enough. The profile shows how much
+of the slowdown is communication.
 
 Run: python benchmarks/two_ranks.py [--tokens 8192] [--rounds 5]
 """
@@ -49,7 +49,7 @@ LOSS = LossSpec(name="cross_entropy")
 
 @attrs.frozen(kw_only=True)
 class Timing:
-    """What a rank measured: seconds of each round, its phases' seconds of all rounds, and collectives of one step."""
+    """What one rank measured: seconds of each round, total seconds per phase, and seconds of one step's collectives."""
 
     steps: list[float]
     phases: dict[str, float]
@@ -57,7 +57,7 @@ class Timing:
 
 
 def main() -> None:
-    """Prints milliseconds and the ratio."""
+    """Prints milliseconds per step and the ratio of two ranks to one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def described(timing: Timing) -> str:
-    """Milliseconds of the phases, per step."""
+    """The phases' milliseconds per step, as text."""
     count = len(timing.steps)
     parts = {name: timing.phases[name] / count for name in PHASES}
     parts["rest"] = sum(timing.steps) / count - sum(parts.values())
@@ -86,7 +86,7 @@ def described(timing: Timing) -> str:
 
 
 def run(world_size: int, checkpoint: Path, arguments: argparse.Namespace) -> list[Timing]:
-    """All ranks in new processes."""
+    """Runs all ranks in new processes and returns their timings."""
     store = open_store()
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -104,7 +104,7 @@ def run(world_size: int, checkpoint: Path, arguments: argparse.Namespace) -> lis
 
 
 def train(rank: RankInfo, checkpoint: Path, arguments: argparse.Namespace, answer: Connection) -> None:
-    """One rank's rounds, after one to warm up."""
+    """Runs and times one rank's rounds, after one warm-up round."""
     os.environ.update(JOINS_OPEN_STORE)
     torch.set_num_threads(1)
     worker: Any = FsdpWorker(spec_of(checkpoint), rank)
@@ -136,7 +136,7 @@ def train(rank: RankInfo, checkpoint: Path, arguments: argparse.Namespace, answe
 
 
 def timed(call: Callable[..., Any], seconds: defaultdict[str, float], name: str) -> Callable[..., Any]:
-    """The call, which adds its time."""
+    """Wraps the call so that it adds its duration to `seconds[name]`."""
 
     def timed_call(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()

@@ -1,14 +1,14 @@
-"""How fast weights travel from a rank to an engine's process, by each transport, against memcpy, in one run.
+"""Speed of weight transfers from a rank to an engine's process, by each transport, compared with memcpy.
 
-Two processes, one rank and one engine. A sync counts from its opening until both sides have everything, checked; what
-an engine then does with it is the same for all transports and left out.
+There is one rank and one engine, each in its own process. A sync is timed from its opening until both sides have
+verified all data. Loading the weights into the engine is the same for all transports and is left out.
 
-    memcpy    numpy copies the bytes into memory that is mapped and warm
+    memcpy    numpy copies the bytes into memory that is already mapped
     checksum  CRC-32 of the bytes on one core: each side computes it once
 
-Then delta syncs, of a model that is trained in float32 by AdamW at a learning rate of 1e-6 and published in bfloat16:
-after each of its first steps, the bytes that travel over those of the weights, and the seconds of the sync over those
-of a whole one by the same transport.
+Then delta syncs are measured, for a model that AdamW trains in float32 at a learning rate of 1e-6 and that is published
+in bfloat16. Printed after each of the first steps: the bytes sent relative to the weights' bytes, and the time of the
+sync relative to that of a full sync by the same transport.
 
 Run: python benchmarks/weight_sync.py [--mebibytes 512] [--bucket-mebibytes 32] [--rounds 5] [--steps 4]
 """
@@ -43,7 +43,7 @@ LEARNING_RATE = 1e-6
 
 
 def main() -> None:
-    """Prints a table."""
+    """Measures all installed transports and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=512)
     parser.add_argument("--bucket-mebibytes", type=int, default=32)
@@ -58,17 +58,17 @@ def main() -> None:
         for name in [*names]:
             try:
                 sync = sync_of(name, engine, num_bytes, bucket_bytes)
-                sync()  # imports, first pages
+                sync()  # warms up: imports, first pages
             except ConfigError as error:
                 names.remove(name)
-                print(f"{name:14} not here: {error}")
+                print(f"{name:14} not available: {error}")
                 continue
             report(name, num_bytes, sync, options.rounds, memcpy)
         report_deltas(names, engine, bucket_bytes, options.steps)
 
 
 def report(name: str, num_bytes: int, step: Callable[[], object], rounds: int, memcpy: float | None) -> float:
-    """Prints and returns GB/s, of the fastest round: others use the machine too, and a sync needs two cores at once."""
+    """Prints and returns GB/s of the fastest round: a sync needs two cores, which other load may take."""
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -81,19 +81,19 @@ def report(name: str, num_bytes: int, step: Callable[[], object], rounds: int, m
 
 
 def copy_of(num_bytes: int) -> Callable[[], None]:
-    """Copies so many bytes."""
+    """Returns a call that copies this many bytes."""
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
     return lambda: np.copyto(target, source)
 
 
 def checksum_of(num_bytes: int) -> Callable[[], int]:
-    """CRC-32 of so many bytes."""
+    """Returns a call that computes the CRC-32 of this many bytes."""
     source = np.ones(num_bytes, np.uint8)
     return lambda: zlib_ng.crc32(source.data)
 
 
 def sync_of(name: str, engine: ProcessPoolExecutor, num_bytes: int, bucket_bytes: int) -> Callable[[], object]:
-    """One sync from this process to `engine`'s; raises if what arrived is not what was sent."""
+    """Returns a call that syncs once from this process to `engine`'s; it raises if the received data differ."""
     num_tensors = max(1, num_bytes // (TENSOR_MEBIBYTES * MEBIBYTE))
     weights = {f"layer{i}": torch.rand(num_bytes // num_tensors // 4) for i in range(num_tensors)}
     return lambda: sync_once(name, engine, weights, bucket_bytes)
@@ -108,7 +108,8 @@ def sync_once(
     delta: Mapping[str, Any] | None = None,
     held: HeldWeights | None = None,
 ) -> Manifest:
-    """What was sent: all of the weights or, with `delta`, what changed since the rank's `held`."""
+    """Syncs once and returns what was sent: all weights, or with `delta` the changes since the rank's `held`
+    weights."""
     transport = plugins.load("rl_core.weight_transports", name)
     rendezvous = attrs.evolve(transport.open(num_ranks=1, num_engines=1), delta=delta)
     try:
@@ -127,7 +128,7 @@ _engine_holds = HeldWeights()
 
 
 def receive(rendezvous: Rendezvous) -> Manifest:
-    """What an engine does before it loads."""
+    """Receives a sync in the engine's process, as an engine does before it loads the weights."""
     receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)(rendezvous)
     records = {}
     for bucket in received(receiver, 0, rendezvous.delta, _engine_holds):
@@ -135,7 +136,7 @@ def receive(rendezvous: Rendezvous) -> Manifest:
     return Manifest(version=0, tensors=records)
 
 
-# --- what changed ---------------------------------------------------------------------------------------------------
+# --- delta syncs ----------------------------------------------------------------------------------------------------
 
 
 def report_deltas(names: Sequence[str], engine: ProcessPoolExecutor, bucket_bytes: int, num_steps: int) -> None:
@@ -154,12 +155,12 @@ def report_deltas(names: Sequence[str], engine: ProcessPoolExecutor, bucket_byte
         sync_once(name, engine, published[-1], bucket_bytes)
         whole_s = time.perf_counter() - start
         for step, (share, seconds) in enumerate(found[1:], start=1):
-            print(f"{name:14} step {step}: {100 * share:5.2f} % of the bytes, {seconds / whole_s:5.2f} of a whole sync")
+            print(f"{name:14} step {step}: {100 * share:5.2f} % of the bytes, {seconds / whole_s:5.2f} of a full sync")
 
 
 def published_weights(num_steps: int) -> Iterator[dict[str, Tensor]]:
-    """What ranks publish before the first step and after each: float32 weights that begin at bfloat16 numbers, trained
-    on random tokens and rounded."""
+    """The weights that a rank publishes before the first step and after each step: float32 weights, initialised with
+    bfloat16 values, trained on random tokens and rounded to bfloat16."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)

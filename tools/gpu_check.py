@@ -1,16 +1,16 @@
-"""Checks without a GPU what only a GPU machine runs: `make gpu-check`.
+"""Checks, without a GPU, the names that the packages use of GPU libraries: `make gpu-check`.
 
-Every name of vLLM, Megatron-Core, Megatron-Bridge and Transformer Engine that the packages import, read, patch, pass as
-a keyword or write out in quotes ("megatron.core.optimizer") is looked up, by syntax tree, in the wheels that a GPU
-machine installs. They are unpacked, not installed: CUDA builds do not import here. A fault of theirs that is repaired
-names the version in which it was seen: that is to be the pinned one.
+The libraries are vLLM, Megatron-Core, Megatron-Bridge and Transformer Engine. Every name of theirs that the packages
+import, read, patch, pass as a keyword or quote ("megatron.core.optimizer") is looked up in the syntax trees of the
+wheels that a GPU machine installs. The wheels are unpacked, not installed, because CUDA builds cannot be imported here.
+A fix for a library's fault names the version in which the fault was seen; that version has to be the pinned one.
 
     python -m tools.gpu_check WHEELS               # a folder of unpacked wheels
-    python -m tools.gpu_check --fetch WHEELS       # fills it first, with pip
-    python -m tools.gpu_check --resolve UV WHEELS  # and checks that what the Dockerfile installs fits together
+    python -m tools.gpu_check --fetch WHEELS       # fills the folder first, with pip
+    python -m tools.gpu_check --resolve UV WHEELS  # also checks that the Dockerfile's requirements are compatible
 
-What is not known statically is not checked: attributes of objects whose class no annotation names, and of classes that
-inherit from other libraries than torch, which is read where it is installed.
+Names that cannot be determined statically are not checked: attributes of objects without an annotated class, and of
+classes that inherit from libraries other than these and torch. torch is read from its installation.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LIBRARIES = {
     "megatron-bridge": "megatron.bridge",
     "transformer-engine": "transformer_engine",
 }
-"""Distribution → the package that it installs. Their versions are those of the GPU locks. Of Transformer Engine's three
-distributions this one has the Python sources, the others a library for CUDA 13 and what binds it to torch."""
+"""Distribution → its package. The GPU locks pin the versions. Transformer Engine has three distributions: this one has
+the Python sources, the others are a library for CUDA 13 and its torch bindings."""
 TELLING_ATTRIBUTES = {
     "transformer_engine.pytorch.Linear": "parallel_mode",
     "transformer_engine.pytorch.LayerNormLinear": "parallel_mode",
     "transformer_engine.pytorch.GroupedLinear": "parallel_mode",
 }
-"""Class → what the packages know it by without naming it (rl_megatron/rank/shard_marks.py)."""
+"""Class → the attribute by which the packages recognise it without importing it (rl_megatron/rank/shard_marks.py)."""
 _SEEN_IN = re.compile(r"\b(vllm|Megatron-Core|Megatron-Bridge|Bridge) (\d+\.\d+\.\d+)\b", re.IGNORECASE)
 _INSTALLED = Path(torch.__file__).parents[1]
 _DOTTED = re.compile(r"\w+(?:\.\w+)*")
@@ -62,7 +62,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @attrs.frozen
 class Problem:
-    """What a GPU machine would stumble over."""
+    """A name or version that would fail on a GPU machine."""
 
     place: str
     message: str
@@ -88,7 +88,7 @@ class Module:
 
     @cached_property
     def names(self) -> dict[str, ast.stmt]:
-        """Defined at its top level, in whichever branch."""
+        """Names defined at the module's top level, in any branch."""
         return {name: node for node in _statements(self.tree.body) for name in _defined_by(node)}
 
     @property
@@ -104,7 +104,7 @@ class Class:
     module: Module
 
     def members(self) -> tuple[dict[str, ast.AST], bool]:
-        """Its own and inherited ones; and whether these are all: no base is unknown."""
+        """Own and inherited members, and whether they are complete, that is, no base class is unknown."""
         found, are_all = {}, True
         for base in self.node.bases:
             resolved = self.module.wheels.value_of(base, self.module)
@@ -129,11 +129,16 @@ class Wheels:
         self._modules: dict[str, Module | None] = {}
 
     def version(self, distribution: str) -> str:
-        """As the wheel says. Raises SystemExit where there is none."""
+        """The version of the unpacked wheel.
+
+        Raises SystemExit unless the folder has exactly one wheel of the distribution.
+        """
         pattern = f"{distribution.replace('-', '_')}-*.dist-info"
         found = [path.name.removesuffix(".dist-info").rpartition("-")[2] for path in self._directory.glob(pattern)]
         if len(found) != 1:
-            raise SystemExit(f"{self._directory} has {len(found)} wheels of {distribution}, not one; --fetch fills it")
+            raise SystemExit(
+                f"{self._directory} has {len(found)} wheels of {distribution}, expected 1; fill it with --fetch"
+            )
         return found[0]
 
     def module(self, name: str) -> Module | None:
@@ -147,7 +152,7 @@ class Wheels:
         return module.path.read_text()
 
     def is_known(self, name: str) -> bool:
-        """A module of these libraries, or a package without a file of its own."""
+        """Whether the name is a module of these libraries, or a package without a file."""
         return self.module(name) is not None or self._place(name).is_dir()
 
     def _place(self, name: str) -> Path:
@@ -155,7 +160,7 @@ class Wheels:
         return (_INSTALLED if is_torch else self._directory).joinpath(*name.split("."))
 
     def member(self, module: str, name: str) -> Module | Class | ast.AST | None:
-        """What `from module import name` gives; None where it fails."""
+        """The object that `from module import name` would import; None if that fails."""
         found = self.module(module)
         if found is not None and name in found.names:
             node = found.names[name]
@@ -175,12 +180,12 @@ class Wheels:
         return None
 
     def named(self, path: str) -> Module | Class | ast.AST | None:
-        """Of `package.module.name`, or of a module."""
+        """The object at the path of a module or of `package.module.name`; None if there is none."""
         owner, _, name = path.rpartition(".")
         return self.module(path) or (self.member(owner, name) if self.is_known(owner) else None)
 
     def value_of(self, node: ast.expr, module: Module) -> Module | Class | ast.AST | None:
-        """Of a name, or of a chain of attributes, where it is a module, class or function."""
+        """The module, class or function that a name or a chain of attributes refers to; None if it is none of these."""
         if isinstance(node, ast.Subscript):
             return self.value_of(node.value, module)
         if isinstance(node, ast.Name):
@@ -193,7 +198,8 @@ class Wheels:
     def _imported(
         self, node: ast.ImportFrom | ast.Import, name: str, module: Module
     ) -> Module | Class | ast.AST | None:
-        """Another library's are the statement itself."""
+        """The object that an import statement binds to the name; the statement itself for imports from other
+        libraries."""
         (alias,) = [alias for alias in node.names if name in (alias.asname, alias.name, alias.name.partition(".")[0])]
         if isinstance(node, ast.Import):
             return self.module(alias.name) or node
@@ -208,14 +214,14 @@ class Wheels:
 
 @attrs.define
 class Use:
-    """One of our files against the wheels."""
+    """The names that one file of the packages uses, checked against the wheels."""
 
     path: Path
     wheels: Wheels
     problems: list[Problem] = attrs.field(factory=list)
     num_checked: int = 0
     _bound: dict[str, Module | Class | ast.AST] = attrs.field(factory=dict)
-    """What a name of the file stands for."""
+    """Name in the file → the object of the libraries that it refers to."""
 
     def check(self) -> None:
         tree = ast.parse(self.path.read_text())
@@ -250,8 +256,8 @@ class Use:
                 self._bound[bound] = found
 
     def _instances(self, tree: ast.Module) -> dict[str | None, Class]:
-        """Attributes of self that take a parameter annotated with a class of the libraries; such a parameter's own
-        attributes are checked on the way."""
+        """Attributes of self that are assigned a parameter annotated with a class of the libraries; checks the
+        attributes of these parameters along the way."""
         found: dict[str | None, Class] = {}
         for function in ast.walk(tree):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -291,7 +297,7 @@ class Use:
 
     def _check_call(self, node: ast.Call) -> None:
         function = node.func.id if isinstance(node.func, ast.Name) else None
-        # Names in quotes: getattr(owner, "name"), replace(owner, "name", new).
+        # Quoted names: getattr(owner, "name"), replace(owner, "name", new).
         if function in ("getattr", "setattr", "replace") and len(node.args) > 1:
             owner, name = node.args[:2]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
@@ -317,7 +323,7 @@ class Use:
 
 
 def check(wheels: Wheels, files: Sequence[Path]) -> tuple[list[Problem], int]:
-    """What is missing in the wheels, and how many names were looked up."""
+    """The problems found in the wheels, and the number of names that were looked up."""
     problems, num_checked = [], 0
     for path in files:
         use = Use(path, wheels)
@@ -333,13 +339,18 @@ def check(wheels: Wheels, files: Sequence[Path]) -> tuple[list[Problem], int]:
 
 
 def check_fixes(files: Sequence[Path], versions: dict[str, str]) -> list[Problem]:
-    """Faults that were seen in another version than the one that a GPU machine installs."""
+    """A problem for each fix of a fault that was seen in another version than the pinned one."""
     problems = []
     for path in files:
         for library, seen in sorted(set(_SEEN_IN.findall(path.read_text()))):
             pinned = versions["megatron-bridge" if library.lower() == "bridge" else library.lower()]
             if seen != pinned:
-                problems.append(Problem(path.name, f"a fault of {library} {seen}, and {pinned} is pinned"))
+                problems.append(
+                    Problem(
+                        path.name,
+                        f"fixes a fault of {library} {seen}, but {pinned} is pinned; check that it still has the fault",
+                    )
+                )
     return problems
 
 
@@ -347,7 +358,7 @@ def check_fixes(files: Sequence[Path], versions: dict[str, str]) -> list[Problem
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Also those inside of branches, which are the same level to a name."""
+    """Statements of a body, including those inside branches, which define names at the same level."""
     for node in body:
         yield node
         for part in ("body", "orelse", "finalbody"):
@@ -376,7 +387,7 @@ def _set_on_self(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[s
 
 
 def _keywords_of(called: Module | Class | ast.AST | None) -> set[str] | None:
-    """That a call takes; None: any, or it is not known."""
+    """The keywords that a call accepts; None if it accepts any, or if they are unknown."""
     if isinstance(called, Class):
         members, are_all = called.members()
         start = members.get("__init__")
@@ -392,7 +403,7 @@ def _keywords_of(called: Module | Class | ast.AST | None) -> set[str] | None:
 
 
 def _own_attribute(node: ast.expr) -> str | None:
-    """The name in `self.name`."""
+    """The attribute name in `self.name`; None for any other expression."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
         return node.attr
     return None
@@ -424,7 +435,7 @@ def _is_of_libraries(module: str) -> bool:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Of the libraries, as the locks have them: what README.md and the Dockerfile install."""
+    """The libraries' versions in the GPU locks, which README.md and the Dockerfile install."""
     pins = [pin for lock in (locks.GPU_LOCK, locks.KERNELS_LOCK) for pin in locks.read_pins((ROOT / lock).read_text())]
     pinned = {pin.name: pin.version for pin in pins}
     return {distribution: pinned[distribution] for distribution in LIBRARIES}
@@ -443,8 +454,8 @@ def fetch(directory: Path) -> None:
 
 
 def installed_by_dockerfile() -> list[str]:
-    """What its `pip install` lines name: the pins of the lock files, and our packages with their extras, as folders.
-    Megatron-Bridge is left out: it is installed without the dependencies that it declares."""
+    """The requirements in the Dockerfile's `pip install` lines: the pins of the lock files, and our packages with
+    extras as folders. Megatron-Bridge is left out, because it is installed without its declared dependencies."""
     extras = {requirement.partition("[")[0]: requirement for requirement in locks.GPU_PACKAGES}
     requirements = []
     for line in (ROOT / "Dockerfile").read_text().splitlines():
@@ -460,10 +471,10 @@ def installed_by_dockerfile() -> list[str]:
 
 
 def resolve(uv: Path) -> Problem | None:
-    """Whether those requirements fit each other on Linux with CUDA 13; nothing is built or installed."""
+    """A problem if these requirements are incompatible on Linux with CUDA 13; nothing is built or installed."""
     command = [str(uv.absolute()), "pip", "compile", "--no-config", "--quiet", "--python-version=3.12", "-"]
     command += ["--python-platform=x86_64-manylinux_2_28"]
-    # A site's own wheels are for machines without GPUs.
+    # UV_FIND_LINKS is removed, because a site's own wheels are for machines without GPUs.
     environment = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as never:
         never.write(locks.NOT_WITH_CUDA_13)
@@ -478,17 +489,17 @@ def resolve(uv: Path) -> Problem | None:
     resolved = {line.partition(" ")[0] for line in answer.stdout.splitlines() if "==" in line}
     pinned = {requirement.partition(" ")[0] for requirement in installed_by_dockerfile()}
     if forgotten := sorted(resolved - pinned):
-        return Problem("Dockerfile", f"its locks lack {', '.join(forgotten)}: make constraints")
-    print(f"the Dockerfile's {len(resolved)} packages fit each other on Linux with CUDA 13")
+        return Problem("Dockerfile", f"its locks lack {', '.join(forgotten)}; run `make constraints`")
+    print(f"the Dockerfile's {len(resolved)} packages are compatible on Linux with CUDA 13")
     return None
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
     parser.add_argument("wheels", type=Path, help="folder of unpacked wheels")
-    parser.add_argument("--fetch", action="store_true", help="fill it first, with pip")
+    parser.add_argument("--fetch", action="store_true", help="fill the folder first, with pip")
     parser.add_argument(
-        "--resolve", type=Path, metavar="UV", help="also whether the Dockerfile's packages fit each other"
+        "--resolve", type=Path, metavar="UV", help="check that the Dockerfile's packages are compatible"
     )
     given = parser.parse_args(arguments)
     if given.fetch:

@@ -1,6 +1,6 @@
-"""What becomes of another trainer's keys, asked of the configuration itself: the table in docs/coming_from.md.
+"""Generates the table of another trainer's keys in docs/coming_from.md from the configuration's own behaviour.
 
-Run as `python -m tools.key_table`; a test fails when the page is stale.
+Run it as `python -m tools.key_table`; a test fails if the page is stale.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ KEYS = ROOT / "tests" / "carrying_over" / "keys.yaml"
 PAGE = ROOT / "docs" / "coming_from.md"
 BEGIN, END = "<!-- keys: made by python -m tools.key_table -->\n", "<!-- end of keys -->\n"
 _CONTEXT = {"generator.inference_engine.backend": "vllm"}
-"""With these keys those of every installed engine and backend are known."""
+"""Makes the keys of every installed engine and backend known."""
 _PATHS = ("trainer.ckpt_path", "trainer.export_path")
-"""Keys whose default here follows from others."""
+"""Keys whose defaults are derived from other keys here."""
 _SOURCE = re.compile(r" \(code(, with .*?)?\)\.?$")
 
 
 def outcome(key: str, value: Any) -> str:
-    """What the configuration does with a key and a value, in the words of the table.
+    """What the configuration does with a key and a value, worded for the table.
 
-    Raises RLError for a key that it does not know, or a value of the wrong kind.
+    Raises RLError for an unknown key, or a value of the wrong type.
     """
     context = {name: given for name, given in _CONTEXT.items() if name != key}
     with warnings.catch_warnings(record=True) as caught:
@@ -57,10 +57,10 @@ def outcome(key: str, value: Any) -> str:
 
 
 def _default_here(key: str, value: Any, config: Config) -> str:
-    """Said where it is another one than there."""
+    """Text for a default, or a value's name, that differs from the other trainer's; otherwise empty."""
     try:
         given, here = value_at(config, key), value_at(from_mapping(_CONTEXT), key)
-    except AttributeError:  # of a backend's section, whose defaults its own page has
+    except AttributeError:  # keys of a backend's section, whose page lists their defaults
         return ""
     if given != value and isinstance(given, str) and not str(value).startswith("~"):
         return f"; the value is called `{given}` here"
@@ -68,7 +68,7 @@ def _default_here(key: str, value: Any, config: Config) -> str:
 
 
 def row(key: str, value: Any) -> str:
-    """One line of the table."""
+    """The table's row for one key."""
     said = outcome(key, value)
     if said.startswith("no effect: ") and outcome(key, _another(value)).startswith("refused: "):
         said = f"no effect at the default, else refused: {said.removeprefix('no effect: ')}"
@@ -76,7 +76,7 @@ def row(key: str, value: Any) -> str:
 
 
 def keys() -> dict[str, Any]:
-    """Key → default, of the other trainer."""
+    """Key → default value in the other trainer."""
     return {key: given.value for key, given in file_layer(KEYS, Mistakes())}
 
 
@@ -87,7 +87,7 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """The page with the table of now."""
+    """The page with a newly generated table."""
     head, _, rest = text.partition(BEGIN)
     return f"{head}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
 

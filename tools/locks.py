@@ -1,14 +1,14 @@
-"""Writes constraints.txt and the lock files after a dependency changed: `make constraints`.
+"""Writes constraints.txt and the lock files after a change of dependencies: `make constraints`.
 
     constraints.txt                   versions of everything that any package or extra needs, for `pip install -c`
     requirements.lock                 the same with hashes, for CPUs: all extras but `vllm`, whose CPU build replaces it
-    requirements-cu13.lock            what a machine with CUDA 13 installs, with hashes, and what builds the packages
-    requirements-cu13-kernels.lock    Transformer Engine and flash-attn, compiled against the torch of the lock before
+    requirements-cu13.lock            what a machine with CUDA 13 installs, with hashes, build tools included
+    requirements-cu13-kernels.lock    Transformer Engine and flash-attn, compiled against the torch of requirements-cu13
 
-All come from the index alone, without a site's wheels: no version carries a local label, and the hashes are those that
-everybody finds. A line keeps an environment marker only where the line is not for every machine of its file.
+All packages come from the index, without a site's own wheels, so no version has a local label and everyone finds files
+with the same hashes. A line has an environment marker only if it does not apply to every machine of its file.
 
-    python -m tools.locks UV          # writes them, with this uv
+    python -m tools.locks UV          # writes the files, with this uv
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ GPU_PACKAGES = (
     "rl-environments",
     "rl-examples",
 )
-"""Ours, as the Dockerfile installs them."""
+"""Our packages, as the Dockerfile installs them."""
 GPU_KERNELS = ("transformer-engine[core_cu13,pytorch]>=2.10,<2.12", "flash-attn==2.8.3")
-"""2.10 and 2.11 are what Megatron-Core 0.16.1 and Bridge 0.3.1 both accept; they accept 2.8.3, not 2.8.3.post1."""
+"""Megatron-Core 0.16.1 and Bridge 0.3.1 both accept 2.10 and 2.11 of Transformer Engine, and flash-attn 2.8.3, but not
+2.8.3.post1."""
 BUILD_TOOLS = ("hatchling>=1.27", "ninja", "packaging", "pybind11", "setuptools", "wheel")
-"""What --no-build-isolation expects to be there."""
+"""The packages that must be installed before a build with --no-build-isolation."""
 KERNELS = ("flash-attn", "transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
-"""The first and the last are source distributions that need torch to be built. The two between need nothing, but are of
-no use without the last, and would look as if Transformer Engine were there."""
+"""The first and the last are source distributions that need torch for their build. The two between need nothing, but
+are useless without the last, and would make Transformer Engine look installed."""
 WITHOUT_DEPENDENCIES = "megatron-bridge"
-"""Its metadata contradicts the rest (docs/install_gpu.md), so it is added to the resolution, not part of it."""
+"""Its metadata contradicts the other requirements (docs/install_gpu.md), so it is added after the resolution."""
 NOT_WITH_CUDA_13 = "transformer-engine-cu12; sys_platform == 'never'"
-"""transformer-engine-torch's source distribution asks for it, whatever CUDA it is built for; its files would overwrite
+"""The source distribution of transformer-engine-torch requires it for every CUDA version; its files would overwrite
 those of transformer-engine-cu13."""
 _GPU_PROJECT = """
 [project]
@@ -69,7 +70,8 @@ environments = [
 override-dependencies = ["{not_with_cuda_13}"]
 """
 _ALWAYS_TRUE = ("python_full_version < '3.13' and ", "platform_python_implementation == 'CPython' and ")
-"""On every machine of the files: our packages declare the first, and pyproject.toml's environments the second."""
+"""Markers that hold on every machine of the files: our packages declare the first, pyproject.toml's environments the
+second."""
 
 
 @attrs.frozen(kw_only=True)
@@ -79,9 +81,9 @@ class Pin:
     name: str
     version: str
     marker: str = ""
-    """For which machines; empty: all of the file."""
+    """Environment marker; empty: the pin applies to every machine of the file."""
     hashes: tuple[str, ...] = ()
-    """`sha256:…` of each of its files on the index."""
+    """`sha256:…` of each of the version's files on the index."""
 
     @property
     def requirement(self) -> str:
@@ -92,7 +94,7 @@ class Pin:
 
 
 def read_pins(text: str) -> list[Pin]:
-    """Of a lock file or constraints.txt. Raises ValueError for a line that is no pin."""
+    """The pins of a lock file or of constraints.txt. Raises ValueError for a line that is not a pin."""
     pins = []
     for line in text.replace("\\\n", " ").splitlines():
         found = re.fullmatch(r"([a-z0-9.-]+)==([^ ;]+)(?: ; (.*?))??((?: +--hash=sha256:[0-9a-f]{64})*)", line.rstrip())
@@ -111,13 +113,13 @@ def projects() -> dict[str, dict]:
 
 
 def cpu_extras() -> list[str]:
-    """All but the one that is a GPU's."""
+    """All extras except `vllm`, which needs a GPU."""
     names = {extra for project in projects().values() for extra in project.get("optional-dependencies", {})}
     return sorted(names - {"vllm"})
 
 
 def cpu_requirements() -> list[Requirement]:
-    """What our packages declare, on CPUs, others than themselves."""
+    """Requirements that our packages declare on CPUs, without our packages themselves."""
     extras = cpu_extras()
     declared = []
     for project in projects().values():
@@ -127,8 +129,8 @@ def cpu_requirements() -> list[Requirement]:
 
 
 def gpu_requirements() -> list[Requirement]:
-    """What the Dockerfile installs, and what our packages there declare, others than themselves. Extras that our
-    packages ask of each other count too."""
+    """The Dockerfile's requirements and those that our packages declare there, without our packages themselves;
+    includes the extras that our packages request of each other."""
     declared = [*GPU_KERNELS, *BUILD_TOOLS]
     ours, asked, seen = projects(), [*map(Requirement, GPU_PACKAGES)], set()
     while asked:
@@ -143,7 +145,7 @@ def gpu_requirements() -> list[Requirement]:
 
 
 def unsatisfied(requirements: Iterable[Requirement], pins: Iterable[Pin]) -> list[str]:
-    """Requirements that no pin fulfils."""
+    """Requirements that no pin satisfies."""
     by_name: dict[str, list[Pin]] = {}
     for pin in pins:
         by_name.setdefault(pin.name, []).append(pin)
@@ -163,7 +165,7 @@ def _of_others(declared: Iterable[str]) -> list[Requirement]:
 
 
 def write(uv: Path) -> None:
-    """All four files."""
+    """Writes all four files."""
     folders = sorted(ROOT.glob("packages/*/pyproject.toml"))
     everything = _resolved(uv, [*map(str, folders), "--all-extras"])
     constraints = [attrs.evolve(pin, marker=_python_version(pin.marker), hashes=()) for pin in everything]
@@ -173,7 +175,7 @@ def write(uv: Path) -> None:
     _write_lock(CPU_LOCK, _resolved(uv, [*map(str, folders), *extras, *on_constraints]))
 
     with tempfile.TemporaryDirectory() as directory:
-        # A project of its own: the workspace's overrides drop what only CUDA builds need.
+        # A separate project, because the workspace's overrides drop what only CUDA builds need.
         project = _GPU_PROJECT.format(exclude_newer=_exclude_newer(), not_with_cuda_13=NOT_WITH_CUDA_13)
         (Path(directory) / "pyproject.toml").write_text(project)
         asked = "\n".join([*map(as_folder, GPU_PACKAGES), *GPU_KERNELS, *BUILD_TOOLS])
@@ -184,12 +186,12 @@ def write(uv: Path) -> None:
 
 
 def as_folder(package: str) -> str:
-    """One of ours, as it lies here."""
+    """A requirement of one of our packages at its folder in this repository."""
     return f"{package} @ {(ROOT / 'packages' / package.partition('[')[0]).as_uri()}"
 
 
 def _resolved(uv: Path, arguments: Sequence[str], asked: str = "", folder: Path = ROOT) -> list[Pin]:
-    """What uv finds for Python 3.11 and later, with hashes, others than our own packages."""
+    """The pins that uv resolves for Python 3.11 and later, with hashes, without our own packages."""
     command = [str(uv.absolute()), "pip", "compile", "--quiet", "--universal", "--python-version=3.11"]
     command += ["--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate", *arguments]
     command += [f"--no-emit-package={name}" for name in projects()]
@@ -203,7 +205,7 @@ def _resolved(uv: Path, arguments: Sequence[str], asked: str = "", folder: Path 
 
 
 def _write_lock(name: str, pins: Sequence[Pin]) -> None:
-    """The marker that most lines have is the file's own and goes."""
+    """Writes a lock file; the marker that most lines have applies to the whole file and is left out."""
     ((usual, _),) = Counter(pin.marker for pin in pins).most_common(1)
     kept = [attrs.evolve(pin, marker="" if pin.marker == usual else _short(pin.marker)) for pin in pins]
     (ROOT / name).write_text("".join(f"{pin}\n" for pin in sorted(kept, key=lambda pin: (pin.name, pin.version))))
@@ -217,7 +219,7 @@ def _short(marker: str) -> str:
 
 
 def _python_version(marker: str) -> str:
-    """Of a marker the part that tells two versions of one package apart."""
+    """The part of a marker that distinguishes two versions of one package."""
     found = re.search(r"python_full_version (?:<|==|>=) '3\.12[^']*'", marker)
     return found.group() if found else ""
 

@@ -1,4 +1,4 @@
-"""Draws docs/quickstart.png, the README's picture, from a finished quick start.
+"""Draws docs/quickstart.png, the picture in the README, from the run directory of a finished quick start.
 
 make quickstart && .venv/bin/python -m tools.quickstart_picture runs/quickstart docs/quickstart.png
 """
@@ -20,15 +20,17 @@ from rl_core.reports.trackers import METRICS_FILE_NAME
 
 
 def curve_png(run_dir: Path, path: Path) -> None:
-    """Draws reward and held-out accuracy against the step, as a picture for a README.
+    """Draws reward and held-out accuracy over the steps, as a picture for a README.
 
     Raises:
-        DataError: the run logged neither.
+        DataError: the run logged neither of them.
     """
     rows = list(read_rows(run_dir / METRICS_FILE_NAME))
     reward, accuracy = points_of(rows, "reward/mean"), points_of(rows, "eval/accuracy")
     if not reward and not accuracy:
-        raise DataError(f"{run_dir / METRICS_FILE_NAME}: no row has reward/mean or eval/accuracy: nothing to draw")
+        raise DataError(
+            f"{run_dir / METRICS_FILE_NAME}: no row has reward/mean or eval/accuracy, so there is nothing to draw"
+        )
     figure = Figure(figsize=(8, 3.8), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

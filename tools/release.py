@@ -1,10 +1,10 @@
-"""Checks what is to be published: a folder with the wheel and the source distribution of every package.
+"""Checks a folder with the wheel and the source distribution of every package before it is published.
 
     python -m tools.release dist      # `make release` builds the folder, runs this and installs from it
 
-Twine checks the metadata. The rest is what this project promises: every package is there once, in the version of its
-pyproject.toml, which the others' requirements accept; README, licence and py.typed are inside; the README has no link
-that leads nowhere outside of the repository.
+Twine checks the metadata. This script checks the project's own promises: every package is there once, in the version of
+its pyproject.toml, which the requirements of the other packages accept; README, licence and py.typed are included; the
+README has no relative link, which would lead nowhere outside of the repository.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _RELATIVE_LINK = re.compile(r"\]\((?!https?://|#)([^)]+)\)")
 
 @attrs.frozen
 class Distribution:
-    """A wheel or a source distribution, read whole: they are small."""
+    """A wheel or a source distribution; its files are small enough to be read into memory."""
 
     name: str
-    """Of the file."""
+    """File name of the distribution."""
     files: dict[str, bytes]
-    """By path; in a source distribution without the folder that holds everything."""
+    """Content by path, for a source distribution without the top folder."""
 
     @property
     def is_wheel(self) -> bool:
@@ -42,7 +42,7 @@ class Distribution:
 
     @property
     def metadata(self) -> Message:
-        """Empty where there is none."""
+        """The core metadata; empty if the distribution has none."""
         is_it = re.compile(r"[^/]+\.dist-info/METADATA" if self.is_wheel else "PKG-INFO").fullmatch
         return email.message_from_bytes(next((data for path, data in self.files.items() if is_it(path)), b""))
 
@@ -61,7 +61,7 @@ def read_distribution(path: Path) -> Distribution:
 
 
 def problems(folder: Path) -> list[str]:
-    """What speaks against publishing the folder; empty: nothing."""
+    """Reasons not to publish the folder; empty if there are none."""
     found = []
     for name, project in projects().items():
         stem = f"{name.replace('-', '_')}-{project['version']}"
@@ -70,7 +70,7 @@ def problems(folder: Path) -> list[str]:
             if path.is_file():
                 found += [f"{wanted}: {problem}" for problem in problems_of(name, project, read_distribution(path))]
             else:
-                found.append(f"{wanted}: is not there")
+                found.append(f"{wanted} is missing")
     expected = 2 * len(projects())
     files = sorted(path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz")))
     if len(files) > expected:
@@ -83,27 +83,27 @@ def problems(folder: Path) -> list[str]:
 
 
 def problems_of(name: str, project: dict, distribution: Distribution) -> Iterator[str]:
-    """Of one file, by the name and the `project` table of its package."""
+    """Problems of one distribution of the package with this name and `project` table."""
     metadata, files = distribution.metadata, distribution.files
     if (metadata["Name"], metadata["Version"]) != (name, project["version"]):
         yield f"metadata names {metadata['Name']} {metadata['Version']}, not {name} {project['version']}"
     readme = (ROOT / "packages" / name / "README.md").read_text()
     if metadata.get_payload(decode=True) != readme.encode():
-        yield "README.md is not its description"
+        yield "the description in the metadata is not README.md"
     for link in _RELATIVE_LINK.findall(readme):
         yield f"README.md links to {link}, which exists in the repository only"
     licence = (ROOT / "LICENSE").read_bytes()
     if not any(path.endswith("LICENSE") and data == licence for path, data in files.items()):
-        yield "the repository's LICENSE is not inside"
+        yield "there is no copy of the repository's LICENSE"
     module = name.replace("-", "_")
     typed = f"{module}/py.typed" if distribution.is_wheel else f"src/{module}/py.typed"
     if typed not in files:
-        yield f"{typed} is not inside"
+        yield f"{typed} is missing"
     versions = {other: table["version"] for other, table in projects().items()}
     for requirement in map(Requirement, metadata.get_all("Requires-Dist", [])):
         version = versions.get(requirement.name)
         if version is not None and not requirement.specifier.contains(version, True):
-            yield f"requires {requirement}, and {version} is released with it"
+            yield f"requires {requirement}, but {version} is released with it"
 
 
 def main(folder: Path) -> int:

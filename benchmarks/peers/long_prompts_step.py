@@ -1,11 +1,11 @@
-"""A 20M-parameter model trained on prompts of mixed lengths by us and by TRL's GRPOTrainer, in turns.
+"""A training step of a 20M-parameter model on prompts of mixed lengths, by this project and by TRL's GRPOTrainer.
 
-Prompts of 64, 161, 406 and 1,024 tokens, 8 samples of each with 128 tokens, one update; else as `quickstart_step.py`:
-the same start, the same tokens, processor seconds of one thread, nothing is generated.
+Prompts of 64, 161, 406 and 1,024 tokens, 8 samples of 128 tokens for each, one update. As in `quickstart_step.py`, both
+trainers start from the same model, get the same tokens and generate nothing; times are processor seconds of one thread.
 
-TRL pads every sequence to the longest prompt. It is measured with micro-batches of several sizes (gradients accumulated
-over them), and its best is compared. Ours is given one limit in tokens, 8,192. Goal: at most 0.6 of TRL's time. The
-norms of the first gradient say that both compute the same.
+TRL pads every sequence to the longest prompt. It is measured with several micro-batch sizes (gradients accumulated over
+them), and its best time is compared. Our trainer has one limit of 8,192 tokens. Goal: at most 0.6 of TRL's time. The
+norms of the first gradients show that both compute the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODEL = {
 
 
 def played() -> list[Trajectory]:
-    """Random tokens, after which an episode ends; the first two samples of a prompt are right."""
+    """Trajectories of random tokens; the first two samples of each prompt get a reward."""
     generator = torch.Generator().manual_seed(0)
     trajectories = []
     for group, count in enumerate(PROMPT_LENGTHS):
@@ -68,8 +68,8 @@ def played() -> list[Trajectory]:
 
 
 @click.command()
-@click.option("--rounds", default=2, show_default=True, help="Batches that are measured, after one that is not.")
-@click.option("--micro-batch", "sizes", default=[4, 8, 32], multiple=True, help="Sequences that TRL computes at once.")
+@click.option("--rounds", default=2, show_default=True, help="Measured batches, after one warm-up batch.")
+@click.option("--micro-batch", "sizes", default=[4, 8, 32], multiple=True, help="Sequences in TRL's micro-batch.")
 def main(rounds: int, sizes: Sequence[int]) -> None:
     """Prints both times and their ratio."""
     torch.set_num_threads(1)

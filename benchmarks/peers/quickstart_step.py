@@ -1,11 +1,12 @@
-"""The quick start's batch (64 prompts × 16 samples, two updates) trained by us and by TRL's GRPOTrainer, in turns.
+"""A training step on the quick start's batch (64 prompts × 16 samples, two updates), by this project and by TRL.
 
-Both start from the same model and are given the same tokens, so nothing is generated. Ours is what a step does with
-played samples: collate, advantages, scores as far as they are needed, two optimizer steps, the comparison with the
-engine. TRL's is all of its training step around a `rollout_func` that returns these tokens. Processor seconds of one
-thread; the median over rounds, and the ratio of the medians. Goal: at most 0.6 of TRL's time.
+Both start from the same model and get the same tokens, so nothing is generated. Ours is measured from the sampled
+trajectories on: collating, advantages, scoring if needed, two optimizer steps, and the comparison with the engine's
+log-probs. TRL's GRPOTrainer is measured over its whole training step, around a `rollout_func` that returns these
+tokens. The two alternate. Times are processor seconds of one thread, medians over the rounds. Goal: at most 0.6 of
+TRL's time.
 
-Then one update per batch, without the scoring pass over with it. Goal: at most 0.8.
+Then one update per batch is measured without the scoring pass and with it. Goal: a ratio of at most 0.8.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SCORED = ScoringPass(scores=("logprobs",))
 
 
 def played(tokenizer: Any) -> list[Trajectory]:
-    """Problems of six characters, random answers of three digits and an end; one in five is right."""
+    """Trajectories of six-character problems with three random digits and an end token; one in five gets a reward."""
     generator = torch.Generator().manual_seed(0)
     trajectories = []
     for number in range(NUM_PROMPTS * NUM_SAMPLES):
@@ -72,15 +73,14 @@ def played(tokenizer: Any) -> list[Trajectory]:
 
 
 async def ours(config: Config, settings: UpdateSettings) -> tuple[WorkerGroup, BatchUpdate]:
-    """The policy's one rank, and what a step does with it."""
+    """The worker group of the policy's one rank, and the `BatchUpdate` that trains it."""
     backend, spec = worker_spec(config, "policy", num_training_steps=1000)
     group = await WorkerGroup.launch(backend, spec)
     return group, BatchUpdate(settings, Models(policy=group), kl_coef=0.0)
 
 
 async def step_of(update: BatchUpdate, trajectories: Sequence[Trajectory], step: int) -> float:
-    """What the loop does between a step's samples and the next weights; the norm of its gradients, the mean over the
-    updates."""
+    """Does a step's work between sampling and publishing; returns the gradient norm, the mean over the updates."""
     batch = await update.score(collate(trajectories))
     batch, _ = update.prepare(batch)
     batch, metrics = await update.train(batch, step)
@@ -90,14 +90,14 @@ async def step_of(update: BatchUpdate, trajectories: Sequence[Trajectory], step:
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
-    """Processor seconds of a call, all threads."""
+    """Processor seconds of a call, over all threads."""
     started = time.process_time()
     function()
     return time.process_time() - started
 
 
 class TurnsOfOurs(TrainerCallback):
-    """Measures TRL's steps, and has ours taken after each batch."""
+    """Measures TRL's steps, and runs and measures one of our steps after each batch."""
 
     def __init__(self, step: Callable[[], Any], num_updates: int):
         self._step = step
@@ -106,7 +106,7 @@ class TurnsOfOurs(TrainerCallback):
         self.theirs: list[float] = []
         self.ours: list[float] = []
         self.first_grad_norm = float("nan")
-        """Of TRL's first optimizer step."""
+        """Gradient norm of TRL's first optimizer step."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:
@@ -132,16 +132,16 @@ def against_trl(
     rounds: int,
     micro_batch: int | None = None,
 ) -> TurnsOfOurs:
-    """Runs TRL's trainer for so many batches, after each of which `step` is called.
+    """Runs TRL's trainer, and calls `step` after each of its batches.
 
     Args:
-        model: is trained.
-        trajectories: the batch, in order of prompts.
-        step: ours.
-        num_samples: of a prompt.
+        model: directory of the model that TRL trains.
+        trajectories: the batch, sorted by prompt.
+        step: one step of our trainer.
+        num_samples: samples per prompt.
         num_updates: optimizer steps per batch.
-        rounds: batches, and one before them.
-        micro_batch: sequences that TRL computes at once, a divisor of the batch; None: all.
+        rounds: measured batches, after one warm-up batch.
+        micro_batch: TRL's micro-batch size in sequences, a divisor of the batch size; None: the whole batch.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [trajectory.steps[0] for trajectory in trajectories]
@@ -168,14 +168,14 @@ def against_trl(
             epsilon_high=0.28,
             learning_rate=1e-3,
             gradient_checkpointing=False,
-            max_grad_norm=1e9,  # clips as always, but leaves the gradient's norm to be compared
+            max_grad_norm=1e9,  # the norm is computed, but nothing is clipped
             max_steps=num_updates * (rounds + 1),
             report_to="none",
             save_strategy="no",
             logging_strategy="no",
             disable_tqdm=True,
         )
-        # The trainer gives prompts by number, each as often as it has samples; their order is its own.
+        # The prompts are placeholders: `rollout_func` ignores them and returns the batch's tokens.
         rows = [{"prompt": str(number)} for number in range(len(steps) // num_samples)]
         trainer = trl.GRPOTrainer(  # pyright: ignore[reportPrivateImportUsage]
             model=str(model),
@@ -191,20 +191,20 @@ def against_trl(
 
 
 def show_norms(turns: TurnsOfOurs, own: float) -> None:
-    """Both train the same: the norm of the first optimizer step's gradient."""
+    """Prints both gradient norms of the first optimizer step, which show that both train the same."""
     error = abs(own / turns.first_grad_norm - 1.0)
     print(f"{'norm of the first gradient, TRL and ours':44s} {turns.first_grad_norm:.7g} {own:.7g} ({error:.0e} apart)")
 
 
 def median(name: str, seconds: Sequence[float]) -> float:
-    """Of all but the first, which warms up; printed."""
+    """Prints and returns the median of all values but the first, which warms up."""
     value = statistics.median(seconds[1:])
-    print(f"{name:44s} {value:7.3f} s of the processor ({len(seconds) - 1} rounds)")
+    print(f"{name:44s} {value:7.3f} processor seconds ({len(seconds) - 1} rounds)")
     return value
 
 
 @click.command()
-@click.option("--rounds", default=8, show_default=True, help="Batches that are measured, after one that is not.")
+@click.option("--rounds", default=8, show_default=True, help="Measured batches, after one warm-up batch.")
 def main(rounds: int) -> None:
     """Prints both times and their ratio."""
     torch.set_num_threads(1)
@@ -216,7 +216,7 @@ def main(rounds: int) -> None:
         settings = update_settings(config)
         trajectories = played(AutoTokenizer.from_pretrained(model))
         group, update = loop.run_until_complete(ours(config, settings))
-        print(f"ours scores before training: {settings.scoring}")
+        print(f"our scoring before training: {settings.scoring}")
 
         def step_once(update: BatchUpdate = update) -> None:
             loop.run_until_complete(step_of(update, trajectories, step=2))
@@ -240,7 +240,7 @@ def main(rounds: int) -> None:
         ratio = median("one update, no scoring pass", seconds["without"]) / median(
             "one update, every sequence scored", seconds["scored"]
         )
-        print(f"{'without the pass over with it':44s} {ratio:7.2f}  (goal 0.8)")
+        print(f"{'without over with the scoring pass':44s} {ratio:7.2f}  (goal 0.8)")
         loop.run_until_complete(group.close())
 
 

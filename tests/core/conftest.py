@@ -1,4 +1,4 @@
-"""The command line in the test's own process, and a configuration whose plug-ins are the test's own."""
+"""A command line that runs in the test's own process, and a configuration that only uses the tests' plug-ins."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class WantsArguments(Callback):
 
 @pytest.fixture
 def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Runs a command line in this process, in an empty folder; gives exit code, stdout and stderr."""
+    """Runs a command line in this process, in an empty folder; returns exit code, stdout and stderr."""
     site = tmp_path / "site"
     site.mkdir()
     install(site, monkeypatch, "cli_recipes", RECIPES, recipes__small="cli_recipes:small")
@@ -111,7 +111,7 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
 
 @pytest.fixture
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A configuration whose plug-ins are all of `own_functions` or idle."""
+    """A configuration whose plug-ins are from `own_functions` or `idle_plugins`."""
     install(tmp_path, monkeypatch, "own_functions", FUNCTIONS)
     yield {
         "trainer.policy.model.path": "model",

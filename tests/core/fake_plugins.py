@@ -11,7 +11,7 @@ from rl_core.cli import commands
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, **entry_points: str) -> None:
-    """Writes `module` and registers `group__name="module:object"` entry points, for the length of the test."""
+    """Writes `module` and registers `group__name="module:object"` entry points for the duration of the test."""
     (folder / f"{module}.py").write_text(source)
     metadata = folder / f"{module}-1.0.dist-info"
     metadata.mkdir()
@@ -65,7 +65,7 @@ class Backend:
         return False
 
     def create_worker(self, spec, rank):
-        raise AssertionError("nothing is trained")
+        raise AssertionError("this backend must not train")
 
 
 backend = Backend()
@@ -73,6 +73,6 @@ backend = Backend()
 
 
 def install_backend(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A backend that trains nothing, with a section of its own."""
+    """Installs a backend that trains nothing and has its own configuration section."""
     source = BACKEND.replace("{name}", name)
     install(folder, monkeypatch, f"rl_{name}", source, **{f"backends__{name}": f"rl_{name}:backend"})

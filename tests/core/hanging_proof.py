@@ -1,4 +1,4 @@
-"""A program that proves a model with a backend that never comes back."""
+"""A program that proves a model on a backend that hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_core.rank_kit.model_proof import _compare_in_process, config_at_hand
 
 @attrs.frozen(kw_only=True)
 class HangingBackend:
-    """Writes its process's id into a file, and hangs."""
+    """Writes its process id into a file and hangs."""
 
     file: Path
     name: str = "hanging"
@@ -30,11 +30,11 @@ class HangingBackend:
     def proof_worker(self, spec: WorkerSpec) -> Worker:
         self.file.write_text(str(os.getpid()))
         time.sleep(600)
-        raise AssertionError("nobody ended it")
+        raise AssertionError("the proof was not ended within its sleep")
 
 
 def main(model: str, file: str) -> None:
-    """Hangs for ten minutes in the proof of a model; `file` gets the process that does."""
+    """Hangs for ten minutes while it proves a model; `file` receives the id of the process that hangs."""
     spec = WorkerSpec(
         role="policy",
         model=ModelConfig(path=model),

@@ -1,4 +1,4 @@
-"""One plug-in of each kind with all that its contract asks for, for tests of what is chosen: none is ever run."""
+"""One complete plug-in of each kind, for tests of how plug-ins are chosen; none of them ever runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_core.interfaces import Callback, Recipe
 
 
 class Backend:
-    """Backend."""
+    """A `Backend` that trains nothing."""
 
     contract_version = 1
     name = "idle"
@@ -18,7 +18,7 @@ class Backend:
     options_class = dict
 
     def mesh(self, options, world_size):
-        raise AssertionError("nothing is trained")
+        raise AssertionError("an idle plug-in must not train")
 
     def validate(self, spec, world_size):
         pass
@@ -27,11 +27,11 @@ class Backend:
         return False
 
     def create_worker(self, spec, rank):
-        raise AssertionError("nothing is trained")
+        raise AssertionError("an idle plug-in must not train")
 
 
 class Engine:
-    """InferencePlugin."""
+    """An `InferencePlugin` that starts nothing."""
 
     contract_version = 1
     name = "idle"
@@ -41,7 +41,7 @@ class Engine:
         pass
 
     async def create(self, config):
-        raise AssertionError("nothing is started")
+        raise AssertionError("an idle plug-in must not start engines")
 
 
 class FussyEngine(Engine):
@@ -51,17 +51,17 @@ class FussyEngine(Engine):
 
 
 class Transport:
-    """WeightTransport."""
+    """A `WeightTransport` that sends nothing."""
 
     contract_version = 1
     name = "idle"
     is_staged = True
 
     def open(self, *, num_ranks, num_engines):
-        raise AssertionError("nothing is sent")
+        raise AssertionError("an idle plug-in must not send weights")
 
     def sender(self, rendezvous, rank, world_size):
-        raise AssertionError("nothing is sent")
+        raise AssertionError("an idle plug-in must not send weights")
 
     def close(self, rendezvous):
         pass
@@ -75,7 +75,7 @@ class Generator:
         return 1
 
     async def generate(self, request):
-        raise AssertionError("nothing is played")
+        raise AssertionError("an idle plug-in must not play episodes")
 
 
 class Environment:
@@ -83,10 +83,10 @@ class Environment:
         pass
 
     async def reset(self):
-        raise AssertionError("nothing is played")
+        raise AssertionError("an idle plug-in must not play episodes")
 
     async def step(self, action):
-        raise AssertionError("nothing is played")
+        raise AssertionError("an idle plug-in must not play episodes")
 
     async def close(self):
         pass
@@ -113,11 +113,11 @@ def make_generator(config, client) -> Generator:
 
 
 def loss(logprobs_T, advantages_T, mask_T) -> TokenLoss:
-    raise AssertionError("nothing is trained")
+    raise AssertionError("an idle plug-in must not train")
 
 
 def advantages(scores_N, group_N, *, scale=1.0) -> Tensor:
-    raise AssertionError("nothing is trained")
+    raise AssertionError("an idle plug-in must not train")
 
 
 backend = Backend()

@@ -1,4 +1,4 @@
-"""What tests of the scripted loop have in common: scripts, and checks of a whole run."""
+"""Scripts, and checks of whole runs, that several tests of the scripted loop share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STALENESS = pytest.mark.parametrize("max_staleness", [0, 1, 3])
 
 
 def one_after_another(group: int) -> Play:
-    """Groups that are started together end one and a half seconds apart."""
+    """Groups that start together finish one and a half seconds apart."""
     return Play(seconds=7.0 + 1.5 * (group % 4))
 
 
@@ -26,7 +26,7 @@ EVERYTHING = Script(
 
 
 def random_script(max_staleness: int, seed: int, *, pipeline_depth: int | None = None) -> Script:
-    """Parts that take any time, evaluations and checkpoints now and then."""
+    """A random script: durations vary, with occasional evaluations and checkpoints."""
     rng = random.Random(seed)
     seconds = [rng.choice([0.0, 0.5, 3.0, 10.0, 40.0]) for _ in range(40)]
     return Script(
@@ -50,18 +50,19 @@ def random_script(max_staleness: int, seed: int, *, pipeline_depth: int | None =
 
 
 def require_the_bound(run: ScriptedRun) -> None:
-    """No group is trained on more than `max_staleness` versions after its start; each is, once."""
+    """Fails if a group is trained on more than `max_staleness` versions after its start, or not exactly once."""
     started_at = {int(event.split()[1]): int(event.split()[3]) for event in run.events_of("start")}
     for step, groups in run.taken:
         assert len(groups) == run.script.groups_per_step
         for group in groups:
             assert step - 1 - started_at[group] <= run.script.max_staleness, f"group {group} is too old for step {step}"
     taken = [group for _, groups in run.taken for group in groups]
-    assert sorted(taken) == sorted(started_at), "each group that was started is trained on once"
+    assert sorted(taken) == sorted(started_at), "each started group must be trained on exactly once"
 
 
 def require_nothing_is_lost(*runs: ScriptedRun) -> None:
-    """The runs, each of which continues the one before, together train every step, and every group once."""
+    """Fails unless the runs, each resumed from the one before, together train every step, and every group exactly
+    once."""
     runs[-1].go()
     assert [step for run in runs for step in run.trained] == list(range(1, runs[0].script.steps + 1))
     groups = Counter(group for run in runs for groups in run.trained.values() for group in groups)

@@ -1,4 +1,4 @@
-"""The text of `own_functions`, a user's module of losses, estimators and an engine, for the checks of functions."""
+"""Source text of the module `own_functions`: a user's losses, estimators and engine, for tests of function checks."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from rl_core.testing.reference_worker import ReferenceWorker
 
 @attrs.frozen
 class NoOptions:
-    """No options."""
+    """Options of a backend that has none."""
 
 
 @attrs.frozen(kw_only=True)
@@ -197,7 +197,7 @@ class RoutedWorker(PlainWorker):
 
 
 class OffloadableWorker(PlainWorker):
-    """Moves what it offloads into `elsewhere`."""
+    """Moves offloaded tensors into `elsewhere`."""
 
     def __init__(self, spec, rank):
         super().__init__(spec, rank)
@@ -220,7 +220,7 @@ class OffloadableWorker(PlainWorker):
             self.optimizer.load_state_dict(self.elsewhere["optimizer"])
 
 
-# --- wrong in a way that only several ranks show --------------------------------------------------------------------
+# --- faults that only several ranks show ----------------------------------------------------------------------------
 
 
 class AveragesOverRanks(PlainWorker):
@@ -263,7 +263,7 @@ class ReturnsScoresInThePlansOrder(PlainWorker):
 
 
 class ExportsItsShardOnly(PlainWorker):
-    """The second half of the parameters lies on another rank, which sends nothing."""
+    """Exports only the first half of the parameters, as if the other half were on another rank, which sends nothing."""
 
     def export_weights(self, max_bucket_bytes) -> Iterator[Any]:
         from rl_core.rank_kit.weight_buckets import pack_buckets
@@ -277,7 +277,7 @@ class ExportsItsShardOnly(PlainWorker):
 
 
 class EachRankExportsItsOwn(PlainWorker):
-    """Each steps with its own gradient and sends all its weights."""
+    """Steps with its own gradient on each rank and exports all its weights from each."""
 
     def add_up(self, gradient):
         pass
@@ -287,7 +287,7 @@ class EachRankExportsItsOwn(PlainWorker):
 
 
 class SkipsAlone(PlainWorker):
-    """Looks for values that are not finite in its own gradient, before they are added up."""
+    """Checks its own gradient for non-finite values before the gradients are added up."""
 
     def optim_step(self, update=None):
         mine = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -1,17 +1,17 @@
-"""A training run of scripted parts in virtual time: the real loop, buffer and rollouts, around an engine, a policy and
-an environment that only wait and record.
+"""A training run in virtual time: the real loop, buffer and rollouts, with a scripted engine, policy and environment
+that only wait and record.
 
-`ScriptedRun.events` lists what happened, in order, `timeline` the same with virtual seconds:
+`ScriptedRun.events` lists what happened, in order; `timeline` adds the virtual seconds:
 
-    start 3 at 1     group 3 is started, at policy version 1          finish 3, drop 3    it can be trained on, or not
-    greedy 3 at 1    its greedy answer is
-    take 2: 3 4      step 2 takes groups 3 and 4                      score, train 2      step 2 begins to
+    start 3 at 1     group 3 starts, at policy version 1              finish 3, drop 3    it can be trained on, or not
+    greedy 3 at 1    its greedy answer starts
+    take 2: 3 4      step 2 takes groups 3 and 4                      score, train 2      step 2 scores, trains
     add 2: 3            streamed: group 3 is added to step 2's gradient; `train 2` is then its optimizer step
-    pause, send 2, serve 2    a weight sync of version 2              published 2         groups are started with it
+    pause, send 2, serve 2    a weight sync of version 2              published 2         groups may start with it
     evaluate, evaluated 2     an evaluation begins and ends           row 2               the metrics of step 2
     save 2, copy 2, checkpoint 2    a checkpoint begins, at once or in the background, and is complete
     export 2, export model    the model of step 2, and of the run     fail GenerationError, end 2
-    sleep, wake …, offload    of shared devices
+    sleep, wake …, offload    engine and policy hand over shared devices
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tests.core.virtual_time import run_virtually
 
 @attrs.frozen(kw_only=True)
 class Play:
-    """What becomes of a group: it takes so long, and its samples get these rewards."""
+    """The scripted course of a group: its duration and the rewards of its samples."""
 
     seconds: float = 10.0
     rewards: tuple[float | None, ...] = (0.0, 1.0)
@@ -70,7 +70,7 @@ class Play:
 
 @attrs.frozen(kw_only=True)
 class Script:
-    """What the run is, and how many virtual seconds its parts take."""
+    """The settings of a scripted run, and the virtual seconds that its parts take."""
 
     steps: int = 3
     groups_per_step: int = 2
@@ -78,7 +78,7 @@ class Script:
     pipeline_depth: int | None = None
     """None: as far as `max_staleness` allows."""
     play: Callable[[int], Play] = lambda group: Play()
-    """By group number, in training."""
+    """The course of a training group, by its number."""
     eval_rows: int = 0
     eval_play: Play = Play(seconds=6.0)
     score_s: float = 1.0
@@ -86,11 +86,11 @@ class Script:
     send_s: float = 2.0
     save_s: float = 3.0
     errors: Mapping[str, BaseException] = attrs.field(factory=dict)
-    """An event → what the part that records it raises."""
+    """Event → the error that the part recording it raises."""
     answers: Mapping[int, Control] = attrs.field(factory=dict)
-    """What a callback asks for at the end of a step."""
+    """Step → the `Control` that a callback returns at its end."""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
-    """Fields of `LoopSettings`."""
+    """Overrides of `LoopSettings` fields."""
     streams: bool = False
     """Groups are trained on as they finish."""
     plays_greedy: bool = False
@@ -101,12 +101,12 @@ class Script:
 
     @property
     def depth(self) -> int:
-        """Steps that generation runs ahead."""
+        """The number of steps that generation may run ahead."""
         return self.max_staleness if self.pipeline_depth is None else self.pipeline_depth
 
 
 class EventLog:
-    """Records events; raises an error where the script says so; tells whoever waits for one."""
+    """Records events, raises the error that the script sets for an event, and calls the reactions registered for it."""
 
     def __init__(self, errors: Mapping[str, BaseException]) -> None:
         self.entries: list[tuple[float, str]] = []
@@ -123,16 +123,16 @@ class EventLog:
                 raise errors[event]
 
     def raise_too(self, errors: Mapping[str, BaseException]) -> None:
-        """These as well, which may come to be known later."""
+        """Adds errors to raise; the mapping may be filled later."""
         self._errors.append(errors)
 
     def when(self, event: str, reaction: Callable[[], object], *, after_s: float = 0.0) -> None:
-        """Calls `reaction` so many seconds after the first `event`."""
+        """Calls `reaction` this many seconds after the first `event`."""
         self._reactions.setdefault(event, []).append((after_s, reaction))
 
 
 class RecordedBuffer(GroupBuffer):
-    """The buffer, recorded."""
+    """A buffer that records its events."""
 
     log: EventLog
 
@@ -161,7 +161,7 @@ class RecordedBuffer(GroupBuffer):
 
 
 class ScriptedEngine:
-    """An engine that serves or is paused: requests under way are frozen meanwhile."""
+    """An engine that serves or is paused; a pause freezes the requests under way."""
 
     def __init__(self, log: EventLog, script: Script) -> None:
         self.log = log
@@ -187,16 +187,16 @@ class ScriptedEngine:
         return Manifest(version=version, tensors={})
 
     def generator(self) -> Generator:
-        """What plays the groups of training with it."""
+        """The generator that plays training groups on this engine."""
         return ScriptedGenerator(self.log, self._script.play, self)
 
 
 class SleepingEngine(ScriptedEngine):
-    """One that shares devices with the policy."""
+    """An engine that shares devices with the policy."""
 
     async def sleep(self) -> None:
         self.log("sleep")
-        assert self.num_under_way == 0, "see `Sleepable.sleep`"
+        assert self.num_under_way == 0, "no request may be under way in `Sleepable.sleep`"
         self.serves.clear()
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
@@ -204,7 +204,7 @@ class SleepingEngine(ScriptedEngine):
 
 
 class RestartedEngine(ScriptedEngine):
-    """One that is started again, now and then, and then lacks weights."""
+    """An engine that a test can restart, after which it lacks weights."""
 
     def __init__(self, log: EventLog, script: Script) -> None:
         super().__init__(log, script)
@@ -227,7 +227,7 @@ class RestartedEngine(ScriptedEngine):
 
 
 class ScriptedGenerator:
-    """Plays groups by the script; a sample ends with one token of the version that the engine serves then."""
+    """Plays groups as scripted; each sample ends with a token of the version that the engine serves at that moment."""
 
     def __init__(self, log: EventLog | None, play: Callable[[int], Play], engine: ScriptedEngine) -> None:
         self._log = log
@@ -278,7 +278,7 @@ class ScriptedGenerator:
 
 
 class ScriptedPolicy:
-    """The ranks of the policy: they send and save."""
+    """The ranks of the policy: they send weights and save."""
 
     adapter = None
     mesh = Mesh(world_size=1)
@@ -320,7 +320,7 @@ def _step_of(directory: Path) -> int:
 
 
 class ScriptedUpdate:
-    """What a step does with its batch."""
+    """Stands in for `BatchUpdate`: scores and trains by waiting."""
 
     kl_coef = 0.0
     nonfinite_steps = 0
@@ -362,7 +362,7 @@ class ScriptedUpdate:
 
 
 class ScriptedTransport:
-    """Carries nothing: engine and policy wait as long as the script says."""
+    """Transfers nothing; engine and policy wait as long as the script says."""
 
     name = "scripted"
     contract_version = 1
@@ -376,7 +376,7 @@ class ScriptedTransport:
 
 
 class RecordedReports(Callback):
-    """Reporter and callback in one: `rows` by step, and the samples that were trained on, `groups`."""
+    """Reporter and callback in one: records `rows` by step, and the trained samples as `groups`."""
 
     def __init__(self, log: EventLog, script: Script) -> None:
         self._log = log
@@ -510,24 +510,24 @@ class ScriptedRun:
         )
 
     def go(self, *, on_turn: Callable[[int], None] = lambda turn: None) -> Self:
-        """Runs to the end; raises what the run raises. No task may be left, whichever way it ends."""
+        """Runs to the end and raises the run's error, if any; fails if a task is left in either case."""
         run_virtually(self.work(), on_turn=on_turn)
         return self
 
     async def work(self) -> None:
-        """What `go` does, in a loop that runs already."""
+        """Does the work of `go` in an event loop that already runs."""
         others = asyncio.all_tasks()
         try:
             await self.loop.run()
         finally:
             self.ended_at = asyncio.get_running_loop().time()
-            for _ in range(3):  # what was cancelled ends in the next turns of the loop
+            for _ in range(3):  # cancelled tasks end in the next turns of the loop
                 await asyncio.sleep(0)
             left = asyncio.all_tasks() - others
             assert not left, f"the run left tasks behind: {left}"
 
     def resumed(self, **changes: Any) -> ScriptedRun:
-        """A run that continues from the newest checkpoint, with other fields of the script."""
+        """A run that continues from the newest checkpoint, with some fields of the script changed."""
         checkpoint = list_checkpoints(self.directory / "checkpoints")[-1]
         state, stored, started = load_state(checkpoint), read_groups(checkpoint), read_started_groups(checkpoint)
         assert state.finished_groups == tuple(sorted(one.group.group_id for one in stored))
@@ -553,31 +553,31 @@ class ScriptedRun:
 
     @property
     def timeline(self) -> list[str]:
-        """`second event`, in order."""
+        """`second event` strings, in order."""
         return [f"{time:g} {event}" for time, event in self.log.entries]
 
     @property
     def events(self) -> list[str]:
-        """In order."""
+        """The recorded events, in order."""
         return [event for _, event in self.log.entries]
 
     def events_of(self, *kinds: str) -> list[str]:
-        """Those that begin with one of these words."""
+        """The events that begin with one of these words."""
         return [event for event in self.events if event.split(maxsplit=1)[0] in kinds]
 
     def time_of(self, event: str) -> float:
-        """Seconds at which the event happened first."""
+        """Virtual second of the first occurrence of the event."""
         return next(time for time, each in self.log.entries if each == event)
 
     @property
     def taken(self) -> list[tuple[int, list[int]]]:
-        """Steps, and the groups that each took, at once or in parts."""
+        """Steps with the groups that each took; a step that took its groups in parts appears once per part."""
         takes = [event.removeprefix("take ").split(":") for event in self.events_of("take")]
         return [(int(step), [int(group) for group in groups.split()]) for step, groups in takes]
 
     @property
     def trained(self) -> dict[int, list[int]]:
-        """Steps that were finished, and the groups that each was trained on."""
+        """Finished steps with the groups that each was trained on."""
         trained: dict[int, list[int]] = {}
         for step, groups in self.taken:
             if step in self.reports.rows:

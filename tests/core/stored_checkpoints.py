@@ -1,4 +1,4 @@
-"""Checkpoints of a run without ranks."""
+"""Writes checkpoints as a run without ranks does."""
 
 from __future__ import annotations
 

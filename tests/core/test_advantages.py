@@ -1,4 +1,5 @@
-"""Estimators by hand, against their slow definitions, and for independence from the order of rows."""
+"""Estimators compared with numbers worked by hand and with slow definitions, and checked to ignore the order of
+rows."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from tests.core.token_streams import Stream, reordered, streams
 GROUPS = torch.tensor([0, 1, 0, 1, 2])
 SCORES = torch.tensor([6.0, 9.0, 3.0, 12.0, 1.0])
 LENGTHS = torch.tensor([1, 3, 2, 1, 5])
-# float32 in, float64 inside, float32 out: one rounding.
+# float32 input, float64 arithmetic, float32 result: one rounding.
 ONE_ROUNDING = {"rtol": 1e-6, "atol": 1e-7}
 
 
@@ -90,7 +91,8 @@ def test_opo_gives_a_group_without_tokens_nothing():
 
 
 def test_reinforce_plus_plus_baseline_standardises_over_tokens_and_leaves_a_group_of_one_out():
-    # Centred 1.5, −1.5, −1.5, 1.5 with 1, 3, 2, 1 tokens: mean −4.5/7, mean square 2.25. The last row has no part.
+    # Centred 1.5, −1.5, −1.5, 1.5 with 1, 3, 2, 1 tokens: mean −4.5/7, mean square 2.25. The last row is not part of
+    # it.
     mean = -4.5 / 7
     deviation = math.sqrt(2.25 - mean**2 + 1e-8)
     expected = torch.tensor([(c - mean) / deviation for c in (1.5, -1.5, -1.5, 1.5)] + [0.0])
@@ -148,7 +150,8 @@ def test_pass_at_k_advantages_worked_by_hand():
 
 @pytest.mark.parametrize("estimator", [maxrl_advantages, functools.partial(pass_at_k_advantages, k=2)])
 def test_success_is_the_environments_and_a_penalty_a_reward_of_its_own(estimator: Callable[..., Tensor]):
-    """A KL penalty makes the failures' scores negative and one success's too: they stay what they are."""
+    """A KL penalty makes the failures' scores and one success's score negative; which samples are successes stays the
+    same."""
     outcomes_N, group_N = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0, 1])
     penalty_N = torch.tensor([-1.5, -0.25, -0.5, 0.25, -3.0])
     advantages_N = estimator(outcomes_N + penalty_N, group_N, outcomes_N)
@@ -182,7 +185,8 @@ def test_best_minus_second_rewards_the_best_sample_alone():
 
 @pytest.mark.parametrize(("num_samples", "k"), [(2, 2), (3, 3), (3, 2), (4, 2)])
 def test_best_minus_second_is_an_unbiased_gradient_of_the_expected_best_of_k(num_samples: int, k: int):
-    """Over all samples of a policy of three answers, against autograd through the exact expectation."""
+    """Enumerates all samples of a policy with three answers and compares with autograd through the exact
+    expectation."""
     rewards = [0.0, 0.3, 1.0]
     logits_V = torch.tensor([0.4, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
     logprobs_V = logits_V.log_softmax(0)
@@ -197,7 +201,7 @@ def test_best_minus_second_is_an_unbiased_gradient_of_the_expected_best_of_k(num
         scores_N = torch.tensor([rewards[v] for v in draw], dtype=torch.float64)
         advantages_N = best_minus_second_advantages(scores_N, group_N, k=k)
         chance = logprobs_V[list(draw)].sum().exp().detach()
-        # A sample is in the share k / n of the subsets over whose samples the estimator sums.
+        # The estimator sums over subsets of k samples; a sample is in the share k / n of them.
         estimate = estimate + chance * k / num_samples * (advantages_N * logprobs_V[list(draw)]).sum()
     (gradient_V,) = torch.autograd.grad(estimate, logits_V)
     torch.testing.assert_close(gradient_V, exact_V, rtol=1e-10, atol=1e-12)
@@ -228,7 +232,7 @@ def slow_maxrl(scores: list[float]) -> list[float]:
 
 
 def slow_pass_at_3(scores: list[float]) -> list[float]:
-    """Rewards of all triples; a sample's advantage is the mean standard score of the triples it is in."""
+    """Rewards all triples; a sample's advantage is the mean standard score of the triples that contain it."""
     triples = list(itertools.combinations(range(len(scores)), 3))
     rewards = [float(any(scores[i] > 0 for i in triple)) for triple in triples]
     deviation = statistics.pstdev(rewards) if triples else 0.0
@@ -239,7 +243,8 @@ def slow_pass_at_3(scores: list[float]) -> list[float]:
 
 
 def slow_best_minus_second(scores: list[float], k: int | None = None) -> list[float]:
-    """Over all subsets of k samples: a sample's part is the best with it less the best without it."""
+    """For each subset of k samples that contains the sample: the best with it minus the best without it; then the
+    mean."""
     k = k or len(scores)
     if not 2 <= k <= len(scores):
         return [0.0] * len(scores)
@@ -275,7 +280,7 @@ def test_an_estimator_equals_its_slow_definition_in_any_row_order(name: str, row
     for group in group_N.unique():
         members = (group_N == group).nonzero().flatten()
         expected_N[members] = torch.tensor(slow(scores_N[members].tolist()), dtype=torch.float64)
-    # The mean of equal float64 scores is off by one rounding, which the 1e-6 of GRPO's divisor blows up to 1e-10.
+    # The mean of equal float64 scores is off by one rounding; division by GRPO's 1e-6 amplifies that to 1e-10.
     torch.testing.assert_close(estimator(scores_N, group_N), expected_N, rtol=1e-9, atol=1e-9)
 
 
@@ -319,7 +324,7 @@ def test_gae_equals_the_papers_double_sum(stream: Stream, gamma: float, lambd: f
     rest = (stream.mask_T, stream.sequence_T)
     expected_T = slow_gae(rewards_T, values_T, *rest, gamma, lambd)
     result = gae_advantages(rewards_T, values_T, *rest, gamma=gamma, lambd=lambd, whiten_advantages=False)
-    # 90 terms of order 1 in float64.
+    # Tolerance: 90 terms of order 1 in float64.
     torch.testing.assert_close(result.advantages_T, expected_T, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(result.returns_T, (expected_T + values_T) * stream.mask_T, rtol=1e-11, atol=1e-11)
     whitened = gae_advantages(rewards_T, values_T, *rest, gamma=gamma, lambd=lambd)
@@ -340,7 +345,7 @@ def test_gae_in_float32_is_as_good_as_a_float64_recurrence(lengths: list[int]):
         last = t + 1 == num_tokens or sequence_T[t + 1] != sequence_T[t]
         running = rewards[t] + (0.0 if last else values[t + 1] + running) - values[t]
         expected[t] = running
-    # Sums of 40,000 normals reach 400; blockwise float32 sums keep 6 digits of that, a float32 recurrence 4 to 5.
+    # Sums of 40,000 normals reach 400; block-wise float32 sums keep 6 digits of that, a float32 recurrence 4 to 5.
     torch.testing.assert_close(result.advantages_T, torch.tensor(expected), rtol=1e-5, atol=5e-4)
 
 
@@ -355,7 +360,8 @@ def test_advantages_against_a_group_mean_ignore_order_ids_and_shifts(stream: Str
         plain_N = estimator(scores_N, group_N)
         torch.testing.assert_close(estimator(scores_N[order], group_N[order]), plain_N[order], rtol=0, atol=0)
         torch.testing.assert_close(estimator(scores_N, -3 * group_N), plain_N, rtol=0, atol=0)
-        # A shift rounds float32 scores by up to 1e-7, which a deviation of 0.1 or more makes at most 1e-5.
+        # A shift rounds float32 scores by up to 1e-7; division by a deviation of at least 0.1 keeps the error below
+        # 1e-5.
         torch.testing.assert_close(estimator(scores_N + shift, group_N), plain_N, rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,5 @@
-"""What backends write: a model's weights as one file or several, and the list that makes a state whole."""
+"""Files that backends write: a model's weights in one file or several, and the list that makes a saved state
+complete."""
 
 from __future__ import annotations
 

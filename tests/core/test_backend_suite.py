@@ -1,4 +1,4 @@
-"""The conformance suite itself: it passes the reference worker, and finds every fault that is built into one."""
+"""Tests of the conformance suite itself: the reference worker passes, and every deliberate fault is found."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def with_optimizer(**changes: Any) -> type[PlainWorker]:
 
 
 def with_update(**changes: Any) -> type[PlainWorker]:
-    """What one step is told otherwise is not what it does."""
+    """A worker class that changes some fields of the `update` for a single step."""
 
     class Changed(PlainWorker):
         def optim_step(self, update=None):
@@ -225,7 +225,7 @@ class LosesItsGradientsWhenLookedAt(PlainWorker):
 
 
 class NeverTrainsOnceLookedAt(PlainWorker):
-    """As where autograd's accumulators were lost: what was there stays, and nothing is added."""
+    """Freezes its gradients once they were read, as if autograd had lost its accumulators."""
 
     is_deaf = False
 
@@ -263,14 +263,14 @@ class SavesNoTokenizer(PlainWorker):
 
 
 class ComputesInBfloat16(Bfloat16Worker):
-    """As precise as the suite asks for."""
+    """Has exactly the precision that the suite requires."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         super().__init__(spec)
 
 
 class KeepsNoFloat32Weights(ComputesInBfloat16):
-    """Its weights are those that compute: of a small step much is rounded away."""
+    """Stores its weights in the compute precision, so most of a small step is rounded away."""
 
     def optim_step(self, update=None):
         step = super().optim_step(update)
@@ -281,7 +281,7 @@ class KeepsNoFloat32Weights(ComputesInBfloat16):
 
 
 class TakesLogprobsInBfloat16(ComputesInBfloat16):
-    """Of logits that it leaves as the model returns them."""
+    """Computes log-probs in the dtype of the logits that the model returns."""
 
     def score(self, tokens_T, temperature, routes=None):
         logits_TV = self.computing(input_ids=tokens_T[None], use_cache=False).logits[0, :-1] / temperature
@@ -303,7 +303,7 @@ def with_routes(change: Callable[[Batch], Batch]) -> type[RoutedWorker]:
 
 
 class SavesWhatTrainingMadeOfItsState(PlainWorker):
-    """Copies nothing: its background gets to the file after the next step."""
+    """Copies nothing when a background save starts, and writes the file only after the next step."""
 
     def start_saving(self, directory):
         self.directory = directory
@@ -329,7 +329,7 @@ def unknown_as_known(batch: Batch) -> Batch:
 
 
 class KeepsItsNoise(PlainWorker):
-    """Restores by subtracting, which rounds."""
+    """Removes its noise by subtracting it, which rounds."""
 
     def perturb(self, seed, scale):
         self.seed = seed
@@ -361,7 +361,7 @@ class SendsNoGradientThroughTheRouter(RoutedWorker):
 
 @pytest.fixture(autouse=True)
 def _no_row_of_the_parity_table(monkeypatch: pytest.MonkeyPatch):
-    """What is tested here is the suite, much of it with wrong workers."""
+    """Keeps these runs out of the parity table: most use faulty workers, to test the suite."""
     monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
 
 
@@ -491,7 +491,7 @@ PROOF = "test_a_small_copy_of_the_model_is_computed_as_by_transformers"
 
 @pytest.fixture
 def proofs(tmp_path, monkeypatch):
-    """No proof of another run holds."""
+    """An empty cache, so that no proof of an earlier run applies."""
     monkeypatch.setenv("RL_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -562,6 +562,6 @@ def test_only_ranks_of_the_same_kind_are_taken_from_the_check_before(tmp_path: P
         assert other is not first
         assert first.ranks.has_ended
         case.keep(other)
-    assert not other.ranks.has_ended, "the next case may have them"
+    assert not other.ranks.has_ended, "the ranks must stay alive for the next case"
     kept.close()
     assert other.ranks.has_ended

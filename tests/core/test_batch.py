@@ -1,4 +1,4 @@
-"""The token stream: what every batch holds to, and that it survives selecting, splitting, padding and the disk."""
+"""The token stream: a batch's invariants, and how it survives selecting, splitting, padding and saving."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def column_of(name: str, lengths: list[int], generator: torch.Generator) -> torc
 
 @st.composite
 def batches(draw) -> Batch:
-    """Any number of sequences with `tokens` and any of the other columns."""
+    """Any number of sequences with `tokens` and any subset of the other columns."""
     lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=8))
     names = draw(st.sets(st.sampled_from([*FIELDS, "x_quantile"]))) | {"tokens"}
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
@@ -146,7 +146,7 @@ def test_long_prompts_with_short_responses_do_not_widen_the_rectangle():
         return {"tokens": [1] * (prompt + response), "sampled": [False] * prompt + [True] * response}
 
     padded = Batch.from_sequences([sequence(10, 90), sequence(90, 10)]).to_padded(pad_token_id=0)
-    assert padded.attention_mask.shape == (2, 100)  # two segments of 90 columns would be 180
+    assert padded.attention_mask.shape == (2, 100)  # 180 with prompts and responses padded apart
     assert padded.columns["sampled"][:, -10:].all()
 
 

@@ -1,4 +1,4 @@
-"""A batch crosses processes whole."""
+"""A batch arrives unchanged in another process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_core.columns import FIELDS
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Any columns of the table, one of a loss's own, in any of their dtypes."""
+    """Any subset of the known columns and one column of a loss's own, each in any of its dtypes."""
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     names = draw(st.sets(st.sampled_from(sorted(FIELDS))))
     columns = {}
@@ -46,7 +46,7 @@ def test_what_arrives_is_a_view():
     for values in arrays.values():
         values.flags.writeable = False
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what cannot be written to
+        warnings.simplefilter("ignore")  # torch warns about read-only arrays
         received = Batch.from_arrays(arrays)
     assert received["tokens"].data_ptr() == arrays["tokens"].ctypes.data
 

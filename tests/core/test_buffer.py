@@ -1,4 +1,4 @@
-"""The staleness bound is hard, nothing is wasted, and generation runs as far ahead as the depth allows."""
+"""The staleness bound is hard, no group is wasted, and generation runs as far ahead as the depth allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_core.trainer.buffer import GroupBuffer
 
 
 def make_buffer(*, groups_per_step: int, max_staleness: int, steps: int, depth: int | None = None) -> GroupBuffer:
-    """Generation runs ahead as far as the bound allows, unless `depth` says otherwise."""
+    """A buffer whose generation runs ahead as far as the bound allows, unless `depth` is set."""
     return GroupBuffer(
         groups_per_step=groups_per_step,
         max_staleness=max_staleness,
@@ -25,7 +25,7 @@ def make_buffer(*, groups_per_step: int, max_staleness: int, steps: int, depth: 
 
 
 async def start_all_possible(buffer: GroupBuffer, next_group: int) -> int:
-    """Starts groups until the buffer makes the next one wait; the next group's number."""
+    """Starts groups until the buffer makes one wait; returns the number of that group."""
     while True:
         waiting = asyncio.create_task(buffer.permission(next_group))
         for _ in range(3):
@@ -61,13 +61,13 @@ async def test_one_step_off_runs_one_batch_ahead():
 
 
 async def test_groups_that_an_earlier_run_started_keep_their_age_and_their_places():
-    """The bound is 2: at version 3 a group of version 1 expires, and a younger one may overtake one of version 2."""
+    """The bound is 2: step 4 has to take a group of version 1, while another group may overtake one of version 2."""
     for started, first in (({1: 1, 2: 2}, [1]), ({1: 2, 2: 3}, [3])):
         buffer = GroupBuffer(
             groups_per_step=1, max_staleness=2, pipeline_depth=2, version=3, last_version=9, started=started
         )
         assert buffer.outstanding == (1, 2)
-        assert await start_all_possible(buffer, 3) == 4, "three steps have room for one more group"
+        assert await start_all_possible(buffer, 3) == 4, "three steps hold three groups, so one more may start"
         await buffer.finish(3, ())
         taking = asyncio.create_task(buffer.take(60))
         await asyncio.sleep(0.0)
@@ -81,7 +81,9 @@ async def test_depth_one_under_a_wider_bound_starts_one_batch_ahead_and_no_more(
     assert (len(buffer.finished), buffer.num_under_way) == (0, 4)
     for group in (0, 2, 3):
         await buffer.finish(group, ())
-    assert [group.group_id for group in await buffer.take(1)] == [0, 2], "group 1 may still become four versions old"
+    assert [group.group_id for group in await buffer.take(1)] == [0, 2], (
+        "under bound 4, group 1 can still wait for a later step"
+    )
     assert (len(buffer.finished), buffer.num_under_way) == (1, 1)
     assert await start_all_possible(buffer, 4) == 4
     await buffer.published(1)
@@ -195,7 +197,7 @@ def test_whatever_order_groups_finish_in_each_is_trained_on_within_the_bound_and
 
 
 async def test_the_bound_is_what_makes_training_wait(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: without the rule, the group that would expire is left behind."""
+    """Negative control: without the rule, training does not wait for the group that would expire."""
     monkeypatch.setattr(
         GroupBuffer,
         "_choice",

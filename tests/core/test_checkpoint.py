@@ -87,7 +87,7 @@ async def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
     delete_old_checkpoints(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000010", "step_000100"]
     delete_old_checkpoints(tmp_path, 0)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000100"], "the newest one goes too"
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000100"], "the newest one is kept even at 0"
 
 
 async def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path: Path):
@@ -104,7 +104,8 @@ async def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path: Path):
 
 
 async def test_a_checkpoint_whose_removal_was_interrupted_counts_for_nothing(tmp_path: Path):
-    """A kill within `rmtree` leaves some of the files: the directory must not look complete then."""
+    """A kill during `rmtree` leaves some of the files, so the directory is renamed before: it must not look
+    complete."""
     path = await save_checkpoint(tmp_path, state(3))
     await save_checkpoint(tmp_path, state(4))
     seen: list[list[str]] = []
@@ -119,7 +120,7 @@ async def test_a_checkpoint_whose_removal_was_interrupted_counts_for_nothing(tmp
         checkpoint.shutil.rmtree = remove
     assert seen[-1] == ["step_000004"]
     assert not path.exists()
-    assert list_unfinished(tmp_path), "the next run says so and removes it"
+    assert list_unfinished(tmp_path), "the remains must be listed, so that the next run removes them"
 
 
 async def test_sizes_alone_are_compared_where_nothing_else_was_listed(tmp_path: Path):

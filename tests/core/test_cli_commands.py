@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and that a user's mistake shows no traceback."""
+"""The command line: its output, its exit codes, and error messages without traceback for a user's mistakes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_dry_run_reports_an_object_that_is_not_a_plug_in_of_its_key_as_one_e
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {key}: {given!r}")
     assert "Expected" in err or "has no 'nope'" in err
-    assert err.count("\n") == 1, "one message, no traceback"
+    assert err.count("\n") == 1, "there must be one message and no traceback"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_wrong_recipe_or_a_wrong_prepare_function_is_one_error(
     code, out, err = rl(*command, recipe)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {problem}")
-    assert err.count("\n") == 1, "one message, no traceback"
+    assert err.count("\n") == 1, "there must be one message and no traceback"
 
 
 REFUSED = {

@@ -1,4 +1,4 @@
-"""The commands that list what is there: `rl config`, `rl plugins`, `rl doctor`."""
+"""The commands that list what is installed: `rl config`, `rl plugins`, `rl doctor`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_config_shows_values_with_their_sources(rl: Run):
     assert lines["trainer.train_batch_size"] == ["4", "recipe small"]
     assert lines["trainer.bf16"] == ["true", "default"]
     assert lines["trainer.run_dir"] == ['"runs/x"', "derived: runs/<trainer.run_name>"]
-    # Its backend is of an earlier contract.
+    # This backend states an earlier contract version.
     assert '"every batch"' in out
     assert "derived: the backend 'slim' follows version 1" in " ".join(lines["scoring_pass"])
 

@@ -38,7 +38,8 @@ many.add_command(count)
 
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rl: Run) -> None:
-    """Packages whose commands work, are broken, are none, are built in, and have the name of another's."""
+    """Packages whose command works, cannot be imported, is no command, has a built-in name, or has another package's
+    name."""
     more = {
         "counting": (COMMANDS, {"commands__count": "counting:count", "commands__many": "counting:many"}),
         "half": ("import no_such_module", {"commands__half": "half:command"}),

@@ -1,4 +1,4 @@
-"""Combinations that cannot work are found before anything starts, each with one error that says what to do."""
+"""Impossible combinations of settings are found before anything starts, with one error each that says what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDLE = "tests.core.idle_plugins"
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a data file and a model directory, as far as the checks look."""
+    """A folder with just enough of a data file and a model directory for the checks."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.parquet").touch()
     (tmp_path / "model").mkdir()

@@ -1,4 +1,4 @@
-"""Launch scripts of other trainers: their keys load, or the error says what to write instead."""
+"""Launch scripts of other trainers: each key loads, or its error says what to write instead."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ DOCUMENTED = [
     "trainer.resume_mode=null",
     "trainer.logger=wandb",
 ]
-"""As the documents show them that users of this field start from."""
+"""As written in the documentation that users of other trainers start from."""
 
 
 @pytest.mark.parametrize("override", DOCUMENTED)

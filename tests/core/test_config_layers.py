@@ -1,4 +1,4 @@
-"""Layers: which value counts, where it came from, and what is said of a key set twice."""
+"""Layers of configuration: which value wins, where it came from, and the warning for a key that is set twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact loading: what is accepted, and what each refusal says."""
+"""Exact loading: which values are accepted, and the messages for those that are refused."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_selected_backends_section_is_there_with_its_defaults(tmp_path: Path
 
 @pytest.fixture
 def without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    """rl-megatron is as if it were not installed."""
+    """Hides rl-megatron, as if it were not installed."""
     backends = plugins.installed("rl_core.backends")
     others = tuple(plugin for plugin in backends if plugin.name != "megatron")
     assert len(others) < len(backends)
@@ -193,7 +193,7 @@ def test_an_unknown_backend_names_the_nearest():
 
 
 def test_every_default_loads_as_what_it_is():
-    """Whatever the classes default to is itself a value that the loader accepts."""
+    """The loader accepts every default of the configuration classes."""
     from rl_core.config.resolving import as_mapping
 
     assert from_mapping(as_mapping(Config())) == from_mapping({})
@@ -272,7 +272,7 @@ MANY = {
         ["trainer.strategy: got ['fsdp']; expected a backend's name", "trainer.sead: unknown key"],
     ),
 }
-"""What is wrong → overrides, and how each of the errors begins; nothing else is reported."""
+"""Kind of mistakes → overrides, and the beginning of each expected error; no other errors are reported."""
 
 
 @pytest.mark.parametrize(("overrides", "beginnings"), MANY.values(), ids=MANY)

@@ -1,4 +1,4 @@
-"""Derived values and the written file."""
+"""Derived values, and the configuration file that a run writes."""
 
 from __future__ import annotations
 
@@ -67,13 +67,17 @@ def test_weights_go_through_shared_memory_where_all_is_on_one_host(given, transp
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = from_mapping(given)
     assert config.weight_transport == transport
-    assert (value_at(unresolved(config), SYNC) is None) == (SYNC not in given), "what a rule says moves with its keys"
+    assert (value_at(unresolved(config), SYNC) is None) == (SYNC not in given), (
+        "a derived value must not be written out, so that it follows the keys it derives from"
+    )
 
 
 def test_servers_on_a_ray_that_is_joined_may_be_on_other_hosts(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert from_mapping({f"{ENGINE}.backend": "vllm"}).weight_transport == "files"
-    assert from_mapping({}).weight_transport == "shared_memory", "the local engine is in this process"
+    assert from_mapping({}).weight_transport == "shared_memory", (
+        "the local engine runs in this process, so shared memory works"
+    )
 
 
 def test_a_given_value_stands_against_its_rule():

@@ -1,4 +1,4 @@
-"""Off-policy corrections by hand, against a loop over sequences, and at the edges: missing, extreme, empty."""
+"""Off-policy corrections compared with numbers worked by hand and with a loop over sequences, and at edge cases."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def test_sequence_masks_drop_by_geometric_mean_or_product():
 
 def test_each_step_sees_what_the_one_before_left():
     weights, mask, metrics = corrected(
-        outlier_token_is_threshold_high=7.0,  # only the untrained token is above
+        outlier_token_is_threshold_high=7.0,  # only the untrained token is above the bound
         token_mask_is_threshold_low=0.4,
-        token_mask_is_threshold_high=3.0,  # drops the 4
+        token_mask_is_threshold_high=3.0,  # drops the token with ratio 4
         tis_ratio_type="sequence",
         sequence_tis_ratio_clip_high=1.5,  # sequence 0 is now 1 · 2 = 2, truncated
         sequence_mask_metric="product",  # sequence 1 is 1/4, below 1/2
@@ -148,7 +148,7 @@ def test_a_missing_engine_logprob_drops_its_token_from_mask_and_denominator_and_
 
 
 def slow_correction(ratios: Tensor, stream: Stream, settings: dict[str, Any]) -> tuple[list[float], list[bool]]:
-    """Sequence by sequence, in plain ratios and Python floats."""
+    """The correction sequence by sequence, with plain ratios and Python floats."""
     weights, kept = [0.0] * len(ratios), [False] * len(ratios)
     for sequence in range(len(stream.lengths)):
         tokens = ((stream.sequence_T == sequence) & stream.mask_T).nonzero().flatten().tolist()

@@ -1,4 +1,5 @@
-"""PPO's second model: who scores when, what the critic is sent, and that neither waits for the other needlessly."""
+"""PPO's critic: when it and the policy score, what the critic is sent, and that neither waits for the other
+needlessly."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ LIMITS = MicroBatchLimits(max_sequences=4)
 
 
 class FakeGroup:
-    """A policy, or with `value` a critic; writes down what it is asked for, and takes a moment for each step."""
+    """A policy, or with `value` a critic; records its calls, and takes a moment for each step."""
 
     def __init__(self, name: str, events: list[str], *, value: float | None = None, shares: bool = False):
         self.name = name
@@ -66,7 +67,7 @@ class FakeGroup:
 
 
 def make_batch() -> Batch:
-    """Two prompts of two samples: one prompt token, two sampled ones, the last of which is rewarded."""
+    """Two prompts with two samples each: one prompt token and two sampled ones, the last of which has the reward."""
     return Batch.from_sequences(
         [
             {

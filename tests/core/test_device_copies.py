@@ -1,4 +1,4 @@
-"""Which copies go through page-locked memory."""
+"""Which device copies go through page-locked memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages of distillation: how much likelier than the student the teacher finds each sampled token."""
+"""Distillation advantages: how much likelier the teacher finds each sampled token than the student."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_core.algorithms import distillation_advantages
 from rl_core.errors import ConfigError, ShapeError
 
 NAN, INF = math.nan, math.inf
-# Observed tokens (the first, and one in the middle) are not trained on, whatever stands there.
+# Observed tokens (the first, and one in the middle) are not trained on, so their values do not matter.
 STUDENT = torch.tensor([NAN, -1.0, -0.5, -INF, -0.125, -2.0])
 TEACHER = torch.tensor([NAN, -0.25, -3.5, 0.0, -12.125, -2.0])
 SAMPLED = torch.tensor([False, True, True, False, True, True])
@@ -20,7 +20,7 @@ SAMPLED = torch.tensor([False, True, True, False, True, True])
 @pytest.mark.parametrize(
     ("clip", "expected"),
     [
-        # Likelier to the teacher: above zero. Less likely: below. As likely: nothing to learn.
+        # Likelier to the teacher: positive. Less likely: negative. Equally likely: zero.
         (INF, [0.0, 0.75, -3.0, 0.0, -12.0, 0.0]),
         (3.0, [0.0, 0.75, -3.0, 0.0, -3.0, 0.0]),
         (0.5, [0.0, 0.5, -0.5, 0.0, -0.5, 0.0]),

@@ -1,4 +1,4 @@
-"""The suite of environments passes a guessing game, and fails each wrong one in the check that is named."""
+"""The environment suite passes a correct guessing game and fails each faulty one in the named check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.core.test_suites import REJECTED
 
 
 class Guess:
-    """A right environment: three turns at most to say the row's answer."""
+    """A correct environment: the answer of the row has to be guessed within three turns."""
 
     def __init__(self, row, options):
         self.answer, self.turns_left = row["answer"], options.get("turns", 3)
@@ -132,7 +132,7 @@ class ActsWithoutAction(Guess):
         return StepResult(reward=0.0, done=True)
 
 
-# --- what an environment may add --------------------------------------------------------------------------------------
+# --- optional parts of an environment ---------------------------------------------------------------------------------
 
 ADD = {
     "type": "function",
@@ -144,7 +144,7 @@ ADD = {
 
 
 class GuessWithEverything(Guess):
-    """Offers a tool, lives in a thread, may block, and can be carried elsewhere."""
+    """Offers a tool, runs in a thread, may block, and supports snapshots."""
 
     placement = "thread"
 
@@ -219,7 +219,7 @@ class CannotBeSent(GuessWithEverything):
     placement = "process"
 
 
-CannotBeSent.__qualname__ = "nowhere.CannotBeSent"  # as a class that a function makes: pickle cannot find it
+CannotBeSent.__qualname__ = "nowhere.CannotBeSent"  # a class made inside a function, which pickle cannot find
 
 
 class HoldsUpTheOthers(Guess):
@@ -244,7 +244,7 @@ class ForgetsTheTurns(GuessWithEverything):
 
 
 class KeepsItsStateAtHome(GuessWithEverything):
-    """Its snapshot is a name for something that goes with the environment."""
+    """Its snapshot is only an id of state that stays in the class, so it cannot move to another process."""
 
     kept: ClassVar = {}
 

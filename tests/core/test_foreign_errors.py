@@ -1,4 +1,5 @@
-"""What is no Exception, out of a plug-in, a callback or a loss: the run ends with an error that names it, and saves."""
+"""BaseExceptions raised by a plug-in, a callback or a loss: the run ends with an error that names the source, and
+saves."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_a_generator_that_means_to_end_the_run_ends_it_with_an_error_and_a_check
     assert run.events[-1] == f"checkpoint {run.loop.steps_done}"
     assert run.loop.steps_done > 0
     assert run.ended_at is not None
-    assert run.ended_at < 100.0, "it waited for the group until generation_timeout_s"
+    assert run.ended_at < 100.0, "the run must not wait for the group until generation_timeout_s"
     resumed = run.resumed(play=lambda group: Play()).go()
     assert [*run.trained, *resumed.trained] == [1, 2, 3]
 
@@ -77,7 +78,7 @@ def raises(error: BaseException) -> Callable[[], None]:
 
 
 def test_exceptions_keyboard_interrupts_and_ones_own_cancellation_stay_what_they_are():
-    """Negative control."""
+    """Negative control: these are not converted."""
     for error in (ValueError("wrong"), StopIteration(), KeyboardInterrupt()):
         with pytest.raises(type(error)) as caught, code_of("somebody's code"):
             raises(error)()
@@ -135,7 +136,7 @@ def test_a_run_outside_of_the_loop_does_not_end_as_if_it_was_done_or_interrupted
 
 
 def test_an_exit_in_a_task_of_its_own_reaches_who_waits_for_it_and_nobody_else():
-    """asyncio lets it leave the event loop in the middle of everything."""
+    """asyncio would let the SystemExit leave the event loop and end everything in it."""
 
     async def leaves() -> None:
         await asyncio.sleep(0.01)

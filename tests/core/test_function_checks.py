@@ -1,4 +1,5 @@
-"""Losses, estimators and corrections that cannot work together are found before anything starts, with what to do."""
+"""Incompatible losses, estimators and corrections are refused before anything starts, with a message that says what to
+do."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict
 
 CHOOSES, DOES_NOT_SCALE = "selects tokens by their advantages", "is not proportional to its advantages"
 UNKNOWN = {"own_functions:loss_of_best_tokens": CHOOSES, "own_functions:loss_with_a_penalty": DOES_NOT_SCALE}
-"""Losses that do not say how they take weights, and why it cannot be found out."""
+"""Losses that do not declare how they take correction weights → why the check cannot infer it."""
 BY_COVARIANCE = (
     "clip_cov",
     "kl_cov",
@@ -52,7 +53,7 @@ BY_COVARIANCE = (
     "own_functions:watched_kl_cov",
     "own_functions:declared_loss_of_best_tokens",
 )
-"""Losses that choose tokens by advantages and say how they take weights, by all ways to name one."""
+"""Losses that choose tokens by advantages and declare how they take weights, named in every possible way."""
 
 
 @pytest.mark.parametrize("loss", UNKNOWN)
@@ -128,7 +129,7 @@ def test_a_loss_that_chooses_tokens_by_something_else_is_corrected_by_default(fu
     ],
 )
 def test_kl_in_the_reward_goes_with_estimators_of_successes(functions: dict[str, Any], estimator: str):
-    """By all ways to name one, the success is that of the environment's reward."""
+    """However the estimator is named, it gets successes of the environment's rewards, without the KL penalty."""
     chosen = functions | {"trainer.algorithm.advantage_estimator": estimator}
     if "pass_at_k" in estimator:
         chosen["trainer.algorithm.advantage_params.k"] = 2
@@ -177,7 +178,7 @@ def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
 def test_a_losss_own_default_wins_over_a_general_key_that_nobody_gave(
     functions: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
 ):
-    """Also where 0.2, the default of other losses, is what was given; and after the file was written and read."""
+    """Also if the given value is 0.2, the default of other losses, and after the file was written and read again."""
     keys = {f"trainer.algorithm.{name}": value for name, value in given.items()}
     config = from_mapping(functions | {"trainer.algorithm.policy_loss_type": "gspo"} | keys)
     assert loss_params(config) == expected

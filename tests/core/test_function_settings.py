@@ -1,4 +1,4 @@
-"""A function's settings: one check, whoever asks."""
+"""A function's settings are checked in one place, for all callers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_core.function_settings import keyword_parameters, positional_parameters,
 
 
 def tilted(scores_N, group_N, /, lengths_N, *rest, scale, power=2.0, **others):
-    """Every kind of parameter."""
+    """A function with every kind of parameter."""
 
 
 def test_columns_come_by_position_and_settings_by_keyword():

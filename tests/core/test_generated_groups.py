@@ -1,4 +1,4 @@
-"""What a generator answers is checked before anything is trained on it."""
+"""A generator's trajectories are checked before anything is trained on them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trajectory(sample_index: int, *steps: TrajectoryStep, **changes: object) -> 
 
 @attrs.frozen
 class Answers:
-    """A generator that answers whatever it was made with."""
+    """A generator that returns fixed trajectories."""
 
     trajectories: tuple[Trajectory, ...]
 

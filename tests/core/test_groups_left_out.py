@@ -1,4 +1,4 @@
-"""Groups that are not trained on: failed samples, groups without a signal, batches that are given up."""
+"""Groups that are not trained on: failed samples, groups without a signal, rejected batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_group_whose_samples_all_fail_is_dropped_and_another_one_is_played_at_
 
     run = ScriptedRun(tmp_path, Script(steps=4, max_staleness=max_staleness, play=play)).go()
     after = run.events.index("drop 1") + 1
-    assert run.events[after].startswith("start"), "the room that it gives back is used"
+    assert run.events[after].startswith("start"), "another group must start in the place of the dropped one"
     assert run.time_of("drop 1") == run.log.entries[after][0]
     assert 1 not in [group for _, groups in run.taken for group in groups]
     assert len(run.events_of("start")) == 4 * 2 + 1
@@ -34,7 +34,7 @@ def test_a_group_whose_samples_all_fail_is_dropped_and_another_one_is_played_at_
 
 @STALENESS
 def test_a_greedy_answer_is_part_of_its_group_and_is_not_trained_on(tmp_path: Path, max_staleness: int):
-    """It counts with the group in room, versions and order; the group waits for it where it takes longest."""
+    """The greedy answer shares its group's place, version and order; a group finishes when its slowest answer does."""
 
     def play(group: int) -> Play:
         return Play(greedy=group / 10, greedy_seconds=4.0 if group % 2 else 13.0)
@@ -51,7 +51,7 @@ def test_a_greedy_answer_is_part_of_its_group_and_is_not_trained_on(tmp_path: Pa
         assert [(sample.group_id, sample.greedy_reward) for sample in samples] == [
             (group, group / 10) for group in groups for _ in range(2)
         ]
-        assert run.reports.rows[step]["rollout/sampled_tokens"] == 4.0, "two samples of two groups, one token each"
+        assert run.reports.rows[step]["rollout/sampled_tokens"] == 4.0, "two groups with two samples of one token each"
         assert run.reports.rows[step]["rollout/greedy_reward"] == pytest.approx(sum(groups) / 20)
     rows = run.reports.rows.values()
     assert sum(row["rollout/greedy_tokens"] for row in rows) == len(starts) == 6
@@ -99,14 +99,14 @@ def test_failed_samples_are_written_with_their_step_counted_by_kind_and_warned_o
     for step, row in run.reports.rows.items():
         failed = sum(step == of_step for of_step, _, _ in run.reports.failed)
         assert row["rollout/failed"] == row.get("rollout/failed/OSError", 0.0) == failed
-    assert warned_at[-1] == 1, "once, while the run goes on"
+    assert warned_at[-1] == 1, "the warning must appear once, while the run goes on"
 
 
 @STALENESS
 def test_more_failures_than_allowed_stop_the_run_with_a_checkpoint_and_are_all_written(
     tmp_path: Path, max_staleness: int
 ):
-    """Of each step's eight samples four may fail."""
+    """Up to four of each step's eight samples may fail."""
     rewards = {0: (0.0, 1.0, None, None)}
 
     def play(group: int) -> Play:
@@ -196,7 +196,7 @@ def test_a_last_batch_that_is_given_up_is_taken_again_too(
 def test_a_stop_at_any_moment_loses_no_group_where_batches_are_given_up(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int, rule: str
 ):
-    """Each is trained on once, or given up: then it is played again, as in the run without the stop."""
+    """Each group is trained on once, rejected with its batch, dropped, or still outstanding at the end."""
 
     def play(group: int) -> Play:
         return Play(seconds=one_after_another(group).seconds, rewards=(1.0, 1.0) if group in (2, 3, 6) else (0.0, 1.0))
@@ -206,7 +206,7 @@ def test_a_stop_at_any_moment_loses_no_group_where_batches_are_given_up(
     while not is_over:
         run = ScriptedRun(tmp_path_factory.mktemp("run"), script)
         run.go(on_turn=lambda number, run=run, turn=turn: run.loop.stop() if number == turn else None)
-        is_over, turn = not run.loop.was_stopped, turn + 4  # the moments of one step come again in the next
+        is_over, turn = not run.loop.was_stopped, turn + 4  # every fourth turn covers all phases
         runs = [run, run.resumed().go()] if run.loop.was_stopped and run.loop.steps_done > 0 else [run]
         if run.loop.steps_done > 0:
             assert [step for each in runs for step in each.trained] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""A run that is killed while it proves a model leaves neither the proof's process nor its files."""
+"""A run that is killed while it proves a model leaves no process behind, and the next start removes its files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_killed_proof_leaves_no_process_and_its_folders_go_with_the_next_start
     try:
         wait_until(lambda: file.is_file() and file.read_text())
         proof = psutil.Process(int(file.read_text()))
-        assert len(list(temporary.glob("rl-proof-hanging-*"))) == 2, "the job's, and the small model's"
+        assert len(list(temporary.glob("rl-proof-hanging-*"))) == 2, (
+            "one folder for the job and one for the small model"
+        )
     finally:
         program.kill()
         program.wait()

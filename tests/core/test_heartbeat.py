@@ -1,4 +1,4 @@
-"""A long computation is told from a dead process by what the process uses up."""
+"""A rank in a long computation is distinguished from a dead one by its CPU time and I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def pulse(at_s: float, cpu_s: float = 0.0, **fields: object) -> Pulse:
 
 
 def watched(seconds: int, pulse_at: list[object], *, answers: list[bool]) -> Heartbeats:
-    """Beats once a second; by rank a function of the second, and whether the rank itself answers."""
+    """Notes a heartbeat per second. By rank: `pulse_at` is a function from second to pulse, `answers` whether it
+    answers."""
     heartbeats = Heartbeats(len(pulse_at), silence_s=10.0, now_s=0.0)
     for second in range(1, seconds + 1):
         for rank, (seen, answers_itself) in enumerate(zip(pulse_at, answers, strict=True)):
@@ -57,13 +58,15 @@ def test_ranks_are_alive_while_one_works_whether_it_answers_or_not_and_the_other
 def test_a_rank_that_neither_answers_nor_works_is_frozen_while_others_work(frozen):
     heartbeats = watched(9, [computes, frozen], answers=[True, False])
     assert not heartbeats.dead(9.5)
-    assert list(watched(11, [computes, frozen], answers=[True, False]).dead(11.0)) == [1], "the first pulse came at 1"
+    assert list(watched(11, [computes, frozen], answers=[True, False]).dead(11.0)) == [1], (
+        "the first pulse came at second 1, so ten seconds end at 11"
+    )
 
 
 def test_a_first_pulse_that_takes_longer_than_the_silence_is_no_sign_of_a_frozen_rank():
     heartbeats = Heartbeats(1, silence_s=4.0, now_s=0.0)
     heartbeats.note(0, computes(6), has_answered=False, now_s=6.0)
-    assert not heartbeats.dead(6.0), "nothing to compare it with"
+    assert not heartbeats.dead(6.0), "a single pulse has nothing to compare with"
     heartbeats.note(0, computes(9), has_answered=False, now_s=9.0)
     assert not heartbeats.dead(12.5)
     heartbeats.note(0, computes(9), has_answered=False, now_s=13.0)
@@ -103,7 +106,7 @@ def test_the_pulse_of_a_real_process_tells_computing_from_waiting_and_from_being
     child.stdout.readline()
     before = pulse_of(child.pid)
     time.sleep(0.5)
-    assert not pulse_of(child.pid).shows_work_since(before), "it waits"
+    assert not pulse_of(child.pid).shows_work_since(before), "a waiting process shows no work"
     before = pulse_of(child.pid)
     work()
     child.stdout.readline()
@@ -112,7 +115,7 @@ def test_the_pulse_of_a_real_process_tells_computing_from_waiting_and_from_being
     work()
     before = pulse_of(child.pid)
     time.sleep(0.5)
-    assert not pulse_of(child.pid).shows_work_since(before), "it is stopped"
+    assert not pulse_of(child.pid).shows_work_since(before), "a stopped process shows no work"
     os.kill(child.pid, signal.SIGCONT)
 
 

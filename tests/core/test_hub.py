@@ -1,4 +1,4 @@
-"""Models from the hub and to it, through its own library, with a hub on this machine."""
+"""Models are downloaded and uploaded with the hub's own library; the hub is a local test server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHA = "a" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A model `org/model` to read; whatever is committed is kept in `received`."""
+    """Serves the model `org/model`; committed files are stored in `received`."""
 
     received: dict[str, bytes]
 
@@ -91,7 +91,7 @@ def hub() -> Iterator[ThreadingHTTPServer]:
 
 
 def python(code: str, home: Path, address: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The library reads its settings once, when it is imported."""
+    """Runs code in a new process, because the hub's library reads its settings only at import."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     settings |= {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **variables}
     code = f"import logging\nlogging.basicConfig(level='INFO', format='%(message)s')\nfrom rl_core import hub\n{code}"
@@ -116,7 +116,7 @@ def test_a_model_is_downloaded_once_with_a_line_of_progress(hub: ThreadingHTTPSe
     again = python(FETCH, tmp_path, address_of(hub))
     assert again.returncode == 0, again.stderr
     assert "downloading" not in again.stderr
-    # Nobody listens there: what is in the cache will do.
+    # Nothing listens at this address, so the model must come from the cache.
     assert python(FETCH, tmp_path, "http://127.0.0.1:9").returncode == 0
 
 
@@ -150,7 +150,7 @@ hub.TIMEOUT_S, hub.LOOK_UP_S = 0.2, 0.3
 def test_a_name_server_that_never_answers_is_given_up(tmp_path: Path):
     started = time.monotonic()
     result = python(SLOW_NAMES + FETCH, tmp_path, "http://hub.invalid")
-    assert time.monotonic() - started < 50, "it waited for the name server"
+    assert time.monotonic() - started < 50, "the download must not wait for the name server"
     assert "http://hub.invalid cannot be reached (no answer within 0.5 s)" in result.stderr
 
 

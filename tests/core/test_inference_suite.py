@@ -1,4 +1,4 @@
-"""The suite of inference engines passes the reference engine, and fails each wrong one in the check that is named."""
+"""The inference suite passes the reference engine and fails each faulty one in the named check."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestReferenceEngine(InferenceClientConformance):
 
 
 class FaultyEngine(ReferenceEngine):
-    """Right but for what a subclass spoils in `spoil` (one completion) or overrides."""
+    """The correct engine, except for what a subclass changes in `spoil` (per completion) or overrides."""
 
     async def generate(self, request):
         completions = await super().generate(request)
@@ -48,7 +48,7 @@ class ShiftedLogprobs(FaultyEngine):
 
 
 class UnscaledLogprobs(FaultyEngine):
-    """Reports the model's log-probs whatever the temperature and filters were."""
+    """Reports the model's log-probs without applying temperature and filters."""
 
     def spoil(self, completion, request):
         tokens = torch.tensor([request.prompt_tokens + completion.tokens])
@@ -64,7 +64,7 @@ class LostSample(FaultyEngine):
 
 
 class SwappedRequests(FaultyEngine):
-    """Two requests at the same time get each other's samples."""
+    """Answers requests for one token with another prompt's sample, as if concurrent requests were swapped."""
 
     _other = None
 
@@ -75,7 +75,7 @@ class SwappedRequests(FaultyEngine):
 
 
 class SeedOfTheMoment(FaultyEngine):
-    """The sample depends on what was asked before."""
+    """The sample depends on earlier requests."""
 
     _count = 0
 
@@ -91,7 +91,7 @@ class SameSeedForAll(FaultyEngine):
 
 
 class Flattened(FaultyEngine):
-    """Samples at a higher temperature than it was told."""
+    """Samples at a higher temperature than requested."""
 
     async def generate(self, request):
         params = attrs.evolve(request.params, temperature=request.params.temperature * 1.3)
@@ -136,7 +136,7 @@ class PauseWaitsForNothing(FaultyEngine):
 
 
 class StaleWeights(FaultyEngine):
-    """Receives everything, reports it, serves the old weights."""
+    """Receives and reports new weights, but serves the old ones."""
 
     def load(self, tensors):
         pass
@@ -181,14 +181,14 @@ PREPARED = "test_a_prepared_version_is_served_when_its_own_sync_says_so"
 
 
 class ServesWhatIsPrepared(FaultyEngine):
-    """As soon as it is there."""
+    """Serves prepared weights immediately."""
 
     async def prepare_weights(self, rendezvous, version):
         await self.update_weights(rendezvous, version)
 
 
 class LoadsWhatWasPreparedFirst(FaultyEngine):
-    """A version of the right number, which another sync sent."""
+    """Always loads the weights that it prepared first, which a later sync of the same version has replaced."""
 
     async def prepare_weights(self, rendezvous, version):
         receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
@@ -249,7 +249,7 @@ def test_a_wrong_engine_is_rejected(engine, check, checkpoint):
 
 
 def run_check(suite, check, bench):
-    """Runs a test of a suite, with each of its parameters if it has some."""
+    """Runs a check of the suite, once per parameter if it has parameters."""
     test = getattr(suite, check)
     parameters = [value for mark in getattr(test, "pytestmark", []) for value in mark.args[1]]
     for arguments in [[value] for value in parameters] or [[]]:

@@ -1,4 +1,4 @@
-"""Signals while a coroutine works: a stop, an end, and nothing in the middle of the clean-up."""
+"""Signals during a coroutine: the first asks to stop, the second cancels, and none interrupts the clean-up."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_signal_that_another_thread_gets_is_answered_while_the_loop_waits():
     started = time.monotonic()
 
     def press_here() -> None:
-        time.sleep(0.5)  # the loop waits by now
+        time.sleep(0.5)  # by now the loop waits
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     async def work() -> None:

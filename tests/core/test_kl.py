@@ -1,4 +1,5 @@
-"""KL estimates: by hand, their expectation and gradient on a known distribution, and their coefficient."""
+"""KL estimates: numbers worked by hand, expectation and gradient on a known distribution, and the adaptive
+coefficient."""
 
 from __future__ import annotations
 
@@ -128,8 +129,8 @@ def test_unknown_estimator_names_the_nearest():
 
 def test_adaptive_coefficient_by_hand():
     step = {"kl_target": 0.1, "horizon": 1000, "num_samples": 100}
-    assert adaptive_kl_coef(1.0, 0.11, **step) == pytest.approx(1.01)  # error +10%
-    assert adaptive_kl_coef(1.0, 9.0, **step) == pytest.approx(1.02)  # bounded at +20%
+    assert adaptive_kl_coef(1.0, 0.11, **step) == pytest.approx(1.01)  # error +10 %
+    assert adaptive_kl_coef(1.0, 9.0, **step) == pytest.approx(1.02)  # error limited to +20 %
     assert adaptive_kl_coef(1.0, 0.0, **step) == pytest.approx(0.98)
     assert adaptive_kl_coef(1.0, 0.1, **step) == 1.0
 

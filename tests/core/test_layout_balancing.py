@@ -1,4 +1,4 @@
-"""Sequences over ranks, and a rank's sequences over micro-batches."""
+"""Assignment of sequences to ranks, and of a rank's sequences to micro-batches."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def spread(costs_N, part_N, num_parts) -> float:
 
 
 def best_largest_sum(costs, num_parts) -> float:
-    """By trying every assignment."""
+    """The smallest possible largest sum, found by trying every assignment."""
     assignments = itertools.product(range(num_parts), repeat=len(costs))
     return min(part_sums(costs, np.array(parts, np.int64), num_parts).max() for parts in assignments)
 
 
 def fewest_bins(lengths, max_tokens, max_sequences) -> int:
-    """By trying every assignment to 1, 2, … bins."""
+    """The fewest possible bins, found by trying every assignment to 1, 2, … bins."""
     for num_bins in range(1, len(lengths) + 1):
         for parts in itertools.product(range(num_bins), repeat=len(lengths)):
             tokens, counts = np.bincount(parts, lengths), np.bincount(parts)
@@ -181,7 +181,7 @@ def test_a_budget_that_needs_more_micro_batches_than_the_tokens_suggest_adds_a_w
         [3],
         [4],
         [5],
-    ]  # 31 tokens, but five need a place of their own
+    ]  # two sequences of 6 tokens exceed 10, and the number of micro-batches must be even
 
 
 def test_a_later_rank_that_needs_more_micro_batches_gives_as_many_to_the_earlier_ones():

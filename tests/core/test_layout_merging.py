@@ -1,4 +1,4 @@
-"""Steps that continue each other train as one sequence, exactly as they do apart."""
+"""Steps that continue each other train as one sequence with exactly the same result as separately."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_step_that_rewrites_the_text_starts_a_new_sequence():
 
 
 def test_a_step_whose_sampled_tokens_repeat_the_text_does_not_join():
-    # The second step's prompt is shorter than the first step's text: its own sampling happens to spell the same.
+    # The second step's prompt is shorter than the first step's text; the equal tokens after it were sampled again.
     batch, _ = merge_of([step(7, 0, [1], [2, 3]), step(7, 1, [1, 2], [3, 4], last=True)])
     assert batch.num_sequences == 2
 
@@ -101,7 +101,7 @@ def test_routed_experts_are_the_last_steps_which_fed_every_token_but_its_last():
 
 
 class CausalModel(nn.Module):
-    """One attention layer with positions, in float64: what it says at t depends on the tokens up to t alone."""
+    """One attention layer with positions, in float64; the output at t depends only on the tokens up to t."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class CausalModel(nn.Module):
 
 
 def gradient(batch: Batch) -> Tensor:
-    """Of a PPO-clip loss with an off-policy weight: it reads tokens, mask, both log-probs, advantages and weights."""
+    """Gradient of a PPO-clip loss with off-policy weights, which reads all the columns that merging must preserve."""
     model = CausalModel()
     logprobs_T = torch.cat([model(tokens) for tokens in batch["tokens"].split(batch.lengths.tolist())])
     ratio_T = (logprobs_T - batch["old_logprobs"]).exp()
@@ -134,7 +134,7 @@ def gradient(batch: Batch) -> Tensor:
 
 
 def random_steps(rng: np.random.Generator, num_trajectories: int) -> Batch:
-    """Steps of agents that mostly continue and sometimes rewrite their text, in random row order."""
+    """Steps that mostly continue and sometimes rewrite their trajectory's text, in random row order."""
     steps = []
     for trajectory in range(num_trajectories):
         text: list[int] = []
@@ -172,7 +172,7 @@ def test_the_gradient_is_that_of_training_on_the_steps(seed):
     assert merged.num_tokens < batch.num_tokens
     assert merge.num_tokens == merged.num_tokens
     apart, together = gradient(batch), gradient(merged)
-    # float64: only the order of additions differs. The largest relative difference over 60 seeds was 3e-16.
+    # Float64; only the order of additions differs. The largest relative difference over 60 seeds was 3e-16.
     assert (together - apart).norm() <= 1e-14 * apart.norm()
 
 

@@ -1,4 +1,4 @@
-"""Ranks and their coordinates; layers on pipeline stages."""
+"""Ranks and their coordinates, and the layers of pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPERT = ("expert_tensor", "expert", "expert_data", "pipeline")
 
 @st.composite
 def meshes(draw) -> Mesh:
-    """Any mesh of up to 64 ranks."""
+    """Any mesh of at most 64 ranks."""
     world_size = draw(st.integers(1, 64))
 
     def divisor_of(n: int) -> int:

@@ -1,4 +1,4 @@
-"""What sequences begin with alike, against sets of prefixes written out."""
+"""Shared prefixes of sequences, compared with explicit sets of prefixes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rl_core.layout.prefixes import (
 
 Sequences = list[list[int]]
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
-"""Few different tokens: most sequences begin as others do, some are others' beginnings, some are equal."""
+"""Few different tokens, so that many sequences share prefixes, are prefixes of others, or are equal."""
 
 
 def stream_of(sequences: Sequences) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Offsets and tokens."""
+    """Offsets and tokens of the stream."""
     return np.cumsum([0, *map(len, sequences)]), np.array([token for tokens in sequences for token in tokens])
 
 
@@ -36,7 +36,7 @@ def forest_of(sequences: Sequences, least_saved: int = 1) -> PrefixForest:
 
 
 def prefixes_of(sequences: Sequences) -> list[tuple[int, ...]]:
-    """Of each token of the stream, the tokens up to it."""
+    """For each token of the stream, its sequence up to that token."""
     return [tuple(tokens[: t + 1]) for tokens in sequences for t in range(len(tokens))]
 
 
@@ -75,14 +75,14 @@ def test_a_model_is_given_every_token_that_precedes_one_and_sees_those_before_it
 
 
 def seen_cells(length_M: NDArray[np.int64], parent_M: NDArray[np.int64]) -> list[list[int]]:
-    """Of each cell, what it sees: by the blocks before its node, and its node up to itself."""
+    """For each cell, the cells that it attends to: those of its blocks, then its own node up to itself."""
     blocks = prefix_blocks(length_M, parent_M)
     query_ends, key_ends = np.cumsum(blocks.query_length_B), np.cumsum(blocks.key_length_B)
     before: dict[int, list[int]] = {}
     for i in range(len(query_ends)):
         keys = blocks.key_K[key_ends[i] - blocks.key_length_B[i] : key_ends[i]].tolist()
         for query in blocks.query_Q[query_ends[i] - blocks.query_length_B[i] : query_ends[i]].tolist():
-            assert query not in before, "in one block only"
+            assert query not in before, "each query must be in one block only"
             before[query] = keys
     starts = np.repeat(np.cumsum(length_M) - length_M, length_M)
     return [[*before.get(cell, []), *range(start, cell + 1)] for cell, start in enumerate(starts.tolist())]
@@ -103,7 +103,7 @@ def test_sharing_few_tokens_is_not_worth_it():
 
 
 def test_what_is_saved_counts_a_shared_beginning_once_where_a_longer_one_is_shared_too():
-    """The first token is everyone's, but sharing the rest of each pair's leaves only two that compute it."""
+    """All four share the first token, but each pair shares a longer prefix, so that only two cells still compute it."""
     sequences = [[1, *([group] * 5), answer] for group in (2, 3) for answer in (4, 5)]
     assert forest_of(sequences, least_saved=2).num_cells == 2 * (6 + 2)
     assert forest_of(sequences, least_saved=1).num_cells == 1 + 2 * (5 + 2)
@@ -121,8 +121,7 @@ def test_long_beginnings_are_compared_to_where_they_part(shared: int):
 
 
 def test_groups_that_share_little_are_families_of_their_own():
-    """64 groups of 16 answers of 100 tokens, whose prompts begin with 8 tokens of all; a prompt of 200 keeps its own
-    together."""
+    """64 groups of 16 answers of 100 tokens. All prompts share their first 8 tokens; a group shares 200."""
     sequences = [[*([7] * 8), *([group] * 192), *range(100, 200)] for group in range(64) for _ in range(16)]
     for i, tokens in enumerate(sequences):
         tokens[200] = i
@@ -163,8 +162,8 @@ def cells_of(offsets: NDArray[np.int64], family: NDArray[np.int64]) -> NDArray[n
 
 @pytest.mark.parametrize(("num_groups", "most_tokens"), [(1, 600), (4, 1800), (5, 2900), (64, 16 * 1800)])
 def test_groups_do_not_leave_ranks_idle(num_groups: int, most_tokens: int):
-    """Of 16 answers of 100 tokens to a prompt of 200, over four ranks. One group is cut into four, and five are cut so
-    that no rank has two; four and 64 are left whole."""
+    """Groups of 16 answers of 100 tokens to a prompt of 200 tokens, on four ranks. One group is cut into four; five
+    groups are cut so that no rank gets two whole ones; four and 64 groups stay whole."""
     sequences = [[*([group] * 200), *range(1000 + i, 1100 + i)] for group in range(num_groups) for i in range(16)]
     offsets, tokens_T = stream_of(sequences)
     forest = prefix_forest(offsets, tokens_T)

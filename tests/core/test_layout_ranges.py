@@ -1,4 +1,4 @@
-"""Lists of numbers as text."""
+"""Number ranges formatted as text."""
 
 from __future__ import annotations
 

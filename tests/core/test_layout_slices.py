@@ -1,4 +1,4 @@
-"""Which tokens a rank holds, and how what it computed comes back to the stream."""
+"""Which tokens a rank holds, and how its results are gathered back into the stream."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_micro_batch_without_sequences_is_padding():
 
 
 def layouts_of_ranks(lengths, mesh: Mesh, max_tokens: int):
-    """(rank, layout, positions) for every rank and each of its micro-batches."""
+    """Yields (rank, layout, positions) for each rank and each of its micro-batches."""
     plan = plan_micro_batches(
         lengths, num_data_ranks=mesh.data, max_tokens=max_tokens, sequence_multiple=mesh.sequence_multiple
     )
@@ -84,7 +84,7 @@ def layouts_of_ranks(lengths, mesh: Mesh, max_tokens: int):
 
 
 def is_representative(mesh: Mesh, rank: int) -> bool:
-    """One rank of those that hold the same tokens."""
+    """True for one rank of each set of ranks that hold the same tokens."""
     place = mesh.coordinates(rank)
     return place.tensor == 0 and place.pipeline == 0
 
@@ -124,12 +124,12 @@ def test_ranks_of_one_replica_hold_equally_many_tokens_and_tensor_ranks_the_same
 
 
 def fake_logprobs(tokens, targets, positions) -> np.ndarray:
-    """Depends on the input token, the predicted one and the place: wrong whenever one of the three is misplaced."""
+    """A function of input token, predicted token and position, so that misplacing any of them changes the result."""
     return np.sin(tokens * 1.7 + targets * 0.3 + positions * 0.11)
 
 
 def logprobs_through(lengths, tokens_T, mesh: Mesh, max_tokens: int) -> np.ndarray:
-    """Computed rank by rank and gathered back to the stream."""
+    """Log-probs computed rank by rank and gathered back into the stream."""
     parts, values = [], []
     for rank, layout, positions in layouts_of_ranks(lengths, mesh, max_tokens):
         if is_representative(mesh, rank):

@@ -1,4 +1,4 @@
-"""Learning rates by hand."""
+"""Learning-rate schedules compared with numbers worked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunked log-probs against full logits: values, gradients, and how much memory they take."""
+"""Chunked log-probs compared with full logits: values, gradients and memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_values_and_gradients_equal_those_of_full_logits(use, chunk_tokens, has_
 
 
 def test_results_own_their_memory():
-    # FSDP2 warns of a wrapped module that returns a view: a change in place would drop its hook.
+    # FSDP2 warns about a wrapped module that returns a view, because an in-place change would drop its hook.
     tensors, targets_T = inputs()
     logprobs_T, entropies_T = chunked_logprobs(**tensors, targets_T=targets_T, temperature=1.0, chunk_tokens=4)
     assert logprobs_T._base is None
@@ -92,7 +92,7 @@ def test_lower_precisions_give_float32_results_and_gradients_of_their_own_dtype(
     )
     assert {result.dtype for result in actual} == {torch.float32}
     assert {gradient.dtype for gradient in actual_grads} == {dtype}
-    # bfloat16 keeps 8 bits; the weight's gradient sums 40 products of that precision.
+    # bfloat16 has 8 significant bits; the weight's gradient sums 40 products of that precision.
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 6e-2}
     for left, right in zip([*actual, *actual_grads], [*expected, *expected_grads], strict=True):
         torch.testing.assert_close(left, right, **tolerance)
@@ -120,7 +120,7 @@ def test_extreme_logits_stay_finite():
 @pytest.mark.parametrize("use", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
 @pytest.mark.parametrize("function", ["chunked", "full"])
 def test_a_bias_of_minus_infinity_is_a_vocabulary_without_that_token(function, use):
-    """Values and gradients are those of the smaller vocabulary, and 0 at what was taken out of it."""
+    """Values and gradients are those of the vocabulary without the token, and 0 for the token itself."""
     tensors, targets_T = inputs()
     kept_K = torch.tensor([0, 2, 3, 5, 6, 8, 10])
     small = {"hidden_TH": tensors["hidden_TH"], **{n: tensors[n][kept_K] for n in ("weight_VH", "bias_V")}}
@@ -152,7 +152,7 @@ def test_no_tokens_is_no_error():
 
 
 class LogitsMemory(TorchDispatchMode):
-    """Counts the bytes alive in storages as large as a vocabulary, other than those it was told to ignore."""
+    """Counts the bytes alive in storages at least as large as the vocabulary, except for the `ignored` tensors."""
 
     def __init__(self, vocabulary: int, ignored: list[torch.Tensor]):
         super().__init__()
@@ -186,7 +186,7 @@ def test_never_more_than_one_chunk_of_logits_is_alive(function, with_entropy):
         value_and_gradients(function, tensors, targets_T, use, **settings)
     one_chunk = chunk_tokens * vocabulary * 4
     if function is chunked_logprobs:
-        # A bool or a row beside the buffer would be below 10%.
+        # A bool per logit would add 25 %, one more row of logits 12.5 %.
         assert one_chunk <= memory.peak <= 1.1 * one_chunk
     else:
         assert memory.peak > num_tokens * vocabulary * 4

@@ -1,4 +1,4 @@
-"""What ends a run, and what does not: errors of its parts, lost engines, full disks, deadlines."""
+"""Failures that end a run, and those that do not: errors of its parts, lost engines, full disks, deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.core.scripted_run import Play, RestartedEngine, Script, ScriptedEngin
 def test_a_generator_that_raises_ends_the_run_after_the_step_under_way_with_its_own_error_and_a_checkpoint(
     tmp_path: Path, max_staleness: int
 ):
-    """At staleness 0 the step waits for it; else it raises while another step is trained, which is finished first."""
+    """At staleness 0 the step waits for the failing group; otherwise the error comes during another step, which
+    finishes."""
     boom = OSError("the environment is gone")
     script = Script(
         max_staleness=max_staleness, play=lambda group: Play(seconds=13.0, error=boom) if group == 3 else Play()
@@ -53,8 +54,8 @@ def test_a_generator_that_raises_ends_the_run_after_the_step_under_way_with_its_
 def test_an_error_of_a_part_ends_the_run_there_and_saves_the_last_step_where_its_weights_are_whole(
     tmp_path: Path, max_staleness: int, event: str, error: Exception, after: list[str]
 ):
-    """Nothing is trained, published or evaluated after it, and what failed to be written is not tried again; an engine
-    whose sync broke stays paused."""
+    """After the error nothing is trained, published or evaluated, and a failed write is not tried again. An engine
+    whose sync failed stays paused."""
     settings = {"ckpt_interval": 2, "eval_interval": 2, "hf_save_interval": 2}
     script = Script(max_staleness=max_staleness, errors={event: error}, settings=settings, eval_rows=1)
     run = ScriptedRun(tmp_path, script)
@@ -141,8 +142,8 @@ def test_a_sync_that_another_number_of_engines_broke_is_done_again_for_those_tha
 
 
 class LosesItself(ScriptedEngine):
-    """An only engine whose process ends in a sync: it refuses its part before anybody knows that it is dead, and is
-    started again a minute later."""
+    """The only engine, whose process dies during a sync: it refuses its part before its death is noticed, and is
+    restarted a minute later."""
 
     num_losses = 1
     is_lost = False
@@ -249,18 +250,18 @@ def test_an_evaluation_that_never_ends_is_a_deadline_and_what_it_played_ends_wit
 def test_ranks_that_never_finish_a_save_in_the_background_are_a_deadline(
     tmp_path: Path, ckpt_interval: int, waits_from: str
 ):
-    """The next save waits for them, and the end of the run."""
+    """The next save, and the end of the run, wait for the unfinished save until the deadline."""
     settings = {"ckpt_interval": ckpt_interval, "saves_in_background": True, "worker_timeout_s": 300.0}
     run = ScriptedRun(tmp_path, Script(save_s=1e9, settings=settings))
     partial = rf"step_00000{ckpt_interval}\.partial: waited 300 s \(trainer\.worker_timeout_s\) for the ranks to write"
     with pytest.raises(DeadlineError, match=partial):
         run.go()
-    assert run.ended_at == pytest.approx(run.time_of(waits_from) + 300.0, abs=0.2), "it looks every 0.05 s"
+    assert run.ended_at == pytest.approx(run.time_of(waits_from) + 300.0, abs=0.2), "the save is polled every 0.05 s"
     assert list_checkpoints(tmp_path / "checkpoints") == []
 
 
 class Once(dict[str, BaseException]):
-    """Errors that are raised once."""
+    """Errors that are each raised only once."""
 
     def __getitem__(self, event: str) -> BaseException:
         return self.pop(event)

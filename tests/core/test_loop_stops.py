@@ -1,4 +1,4 @@
-"""A run that is stopped or ended at any moment, and the one that goes on from it, lose nothing."""
+"""A run that is stopped or ended at any moment, and the run that resumes from it, lose nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PHASES = {
     "evaluate": ("evaluate", 3.0, 2),
     "checkpoint": ("save 2", 1.0, 2),
 }
-"""An event, the seconds after it, and the last step of a run that is stopped then."""
+"""Phase → event, seconds from the event to the stop, and the last step of the stopped run."""
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -36,7 +36,7 @@ def test_a_stop_in_the_middle_of_a_phase_finishes_the_step_and_saves_it(tmp_path
     run.go()
     assert run.loop.was_stopped
     assert list(run.reports.rows) == list(range(1, last + 1))
-    assert len(run.taken) == last, "no other step is begun"
+    assert len(run.taken) == last, "no further step may begin"
     is_cut = phase in ("train", "publish", "evaluate")
     assert run.events_of("evaluated") == ([] if is_cut else ["evaluated 2"][: last - 1])
     assert run.events[-2:] == [f"checkpoint {last}", f"end {last}"]
@@ -62,7 +62,8 @@ def test_a_stop_while_a_step_waits_for_its_groups_waits_for_none_of_them(tmp_pat
 
 
 class ForgetsWhatIsFinished(RecordedBuffer):
-    """Wrong: a checkpoint neither holds the groups that wait to be trained on nor lists them to be played again."""
+    """Wrong: a checkpoint neither stores the finished groups that wait to be trained on nor lists them to be played
+    again."""
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ class ForgetsWhatIsFinished(RecordedBuffer):
 def test_groups_that_wait_to_be_trained_on_are_in_the_checkpoint_and_not_played_again(
     tmp_path: Path, max_staleness: int
 ):
-    """Group 3 is still being played when the run ends, one sample of group 2 failed."""
+    """When the run ends, group 3 is still being played, and group 2 is finished with one failed sample."""
 
     def play(group: int) -> Play:
         return Play(seconds=100.0 if group == 3 else 5.0, rewards=(0.25, None) if group == 2 else (0.25, 1.0))
@@ -104,7 +105,8 @@ def test_groups_that_wait_to_be_trained_on_are_in_the_checkpoint_and_not_played_
 
 
 def test_a_failed_sample_of_a_group_that_waits_is_counted_once_where_an_error_ends_the_run(tmp_path: Path):
-    """The run that ends writes it at once, under a step that is not reached; its checkpoint still has it."""
+    """The run that ends writes the sample immediately, under a step that it never reaches; its checkpoint has it
+    too."""
     rewards = {2: (0.25, None)}
 
     def play(group: int) -> Play:
@@ -148,7 +150,7 @@ def test_a_stop_before_the_first_step_plays_no_group(tmp_path: Path):
 def test_a_stop_at_any_moment_loses_no_group(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int, engine_class: type[ScriptedEngine]
 ):
-    """At every turn of the event loop, whatever is half done: the resumed run trains on all that is left."""
+    """Stops one run at each turn of the event loop; the resumed run must train on everything that is left."""
     script = Script(steps=3, max_staleness=max_staleness, play=one_after_another)
 
     def stopped_at(turn: int) -> ScriptedRun:
@@ -169,7 +171,7 @@ def test_a_stop_at_any_moment_loses_no_group(
 def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int
 ):
-    """Those of groups that the resumed run plays again too: finished, and not trained on yet."""
+    """Includes groups that were finished but not trained on, and groups that the resumed run plays again."""
 
     def play(group: int) -> Play:
         rewards = (None, None) if group == 5 else (None, 1.0) if group % 2 else (0.0, 1.0)
@@ -191,7 +193,7 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
 
 
 def test_a_run_that_ends_well_or_is_stopped_saves_no_more_than_it_was_told(tmp_path: Path):
-    """Negative control."""
+    """Negative control: a run that ends well saves no checkpoint, and a stopped one saves one and no model."""
     script = Script(settings={"model_path": tmp_path / "model"})
     assert ScriptedRun(tmp_path, script).go().events_of("save", "end", "export") == ["end 3", "export model"]
     stopped = ScriptedRun(tmp_path, script)
@@ -206,7 +208,7 @@ def test_a_model_that_a_kill_came_before_is_written_by_the_run_that_goes_on(tmp_
     state = load_state(tmp_path / "checkpoints" / "step_000002")
     models = tmp_path / "exports"
     assert ScriptedRun(tmp_path, run.script, state=state).go().events_of("export") == ["export 4"]
-    (models / "step_000002").rename(models / "step_000002.partial")  # what a kill in the middle leaves
+    (models / "step_000002").rename(models / "step_000002.partial")  # as a kill during the save leaves it
     assert ScriptedRun(tmp_path, run.script, state=state).go().events_of("export") == ["export 2", "export 4"]
     assert sorted(path.name for path in models.iterdir()) == ["step_000002", "step_000004"]
 
@@ -215,7 +217,7 @@ def test_a_model_that_a_kill_came_before_is_written_by_the_run_that_goes_on(tmp_
 def test_a_run_that_is_ended_at_any_moment_leaves_no_task_and_a_whole_last_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int
 ):
-    """A second signal cancels the run: `ScriptedRun.go` sees to it that no task is left."""
+    """The second signal cancels the run; `ScriptedRun.go` fails if a task is left."""
     script = attrs.evolve(EVERYTHING, max_staleness=max_staleness, settings={"ckpt_interval": 1, "eval_interval": 2})
     for second in range(0, 72, 2):
         run = ScriptedRun(tmp_path_factory.mktemp("run"), script)
@@ -251,18 +253,18 @@ def test_a_resumed_run_publishes_its_version_and_plays_what_was_under_way_before
         "pause", "send 2", "serve 2", "start 4 at 2", "start 5 at 2", "start 6 at 2", "start 7 at 2"
     ]  # fmt: skip
     assert resumed.taken == [(3, [4, 5]), (4, [6, 7])]
-    assert list(resumed.reports.rows) == [3, 4], "the evaluation before training was the first run's"
+    assert list(resumed.reports.rows) == [3, 4], "the evaluation before training must not be repeated"
 
 
 def test_a_run_that_is_stopped_before_it_started_all_earlier_groups_again_loses_none(tmp_path: Path):
-    """It has less room for them than the run before: they wait, and come before new ones."""
+    """The second run has less room: groups of the first run wait, and start before new ones."""
     run = ScriptedRun(tmp_path, Script(steps=6, max_staleness=3))
     run.log.when("train 1", run.loop.stop)
     run.go()
     second = run.resumed(max_staleness=0)
     second.log.when("train 2", second.loop.stop)
     second.go()
-    # The bound of the second run is too narrow for groups that the first one finished: they are played again.
+    # The second run's bound excludes the groups that the first one finished, so they are played again.
     assert second.events_of("start") == ["start 2 at 1", "start 3 at 1"]
     third = second.resumed()
     require_nothing_is_lost(run, second, third)

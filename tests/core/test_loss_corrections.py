@@ -1,4 +1,5 @@
-"""How weights of off-policy corrections reach a loss: declared, found out, and the same token by token."""
+"""How correction weights reach a loss: as a declared parameter, or as factors of a loss that is proved to scale with
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from rl_core.rank_kit.objectives import objective_from_spec
 
 LOSSES = [plugin.name for plugin in installed("rl_core.policy_losses") if plugin.distribution.startswith("rl-core ")]
 REFUSING = {"dpo", "reward_model", "cross_entropy", "decoupled_ppo", "dppo", "rollout_is", "value_clip"}
-"""They correct by themselves, or have no advantages."""
+"""Losses that refuse correction weights: they correct by themselves or have no advantages."""
 
 
 def mini_batch(seed: int = 0, num_tokens: int = 60):
@@ -38,7 +39,7 @@ def mini_batch(seed: int = 0, num_tokens: int = 60):
 
 
 def token_losses(objective: Objective, columns, logprobs_T, sequence_T, seed=0) -> torch.Tensor:
-    """The loss of each token, from the gradient by its weight in the sum."""
+    """The loss of each token: the gradient of the loss with respect to the token's weight."""
     columns = {**columns, **objective.prepare(columns, sequence_T, seed=seed)}
     columns["loss_weights"] = columns["loss_weights"].clone().requires_grad_()
     loss, _ = objective(columns, sequence_T=sequence_T, logprobs_T=logprobs_T)
@@ -57,14 +58,14 @@ def test_weights_scale_the_loss_of_every_token_or_are_refused(name):
     weights_T = columns.pop("correction_weights")
     plain_T = token_losses(objective, columns, logprobs_T, sequence_T)
     weighted_T = token_losses(objective, {**columns, "correction_weights": weights_T}, logprobs_T, sequence_T)
-    # float64 throughout; the product is taken before or after the other factors.
+    # Float64 throughout; only the order of the factors differs.
     torch.testing.assert_close(weighted_T, weights_T * plain_T, rtol=1e-12, atol=1e-12)
     assert not torch.equal(weighted_T, plain_T)
 
 
 def verl_losses(name: str, columns, logprobs_T, settings) -> list[float]:
-    """verl's `clip_cov` and `kl_cov` with `rollout_is_weights`, token by token: the covariances are those of the
-    advantages as they are, and the weights multiply what comes out."""
+    """verl's `clip_cov` and `kl_cov` with `rollout_is_weights`, token by token: covariances use the unweighted
+    advantages, and the weights multiply the resulting loss."""
     trained = columns["loss_mask"].nonzero().squeeze(1).tolist()
     old, new, advantages, weights = (
         v.tolist() for v in (columns["old_logprobs"], logprobs_T, columns["advantages"], columns["correction_weights"])
@@ -76,7 +77,7 @@ def verl_losses(name: str, columns, logprobs_T, settings) -> list[float]:
     if name == "kl_cov":
         count = max(1, int(settings["kl_cov_frac"] * len(trained)))
         chosen = sorted(trained, key=lambda t: covariance[t])[-count:]
-    else:  # as many as there are candidates, so that the draw has no part
+    else:  # as many as there are candidates, so that the random draw has no effect
         chosen = [t for t in trained if settings["clip_cov_lb"] < covariance[t] < settings["clip_cov_ub"]]
     for t in trained:
         ratio = math.exp(new[t] - old[t])
@@ -102,7 +103,7 @@ def test_covariance_losses_are_those_of_verl_under_a_correction(name, settings):
     actual_T = token_losses(objective, columns, logprobs_T, sequence_T)
     expected = verl_losses(name, columns, logprobs_T, settings)
     assert actual_T.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    # Negative control: chosen by advantages times weights, other tokens would be.
+    # Negative control: advantages times weights would choose other tokens.
     scaled = {**columns, "advantages": columns["advantages"] * columns["correction_weights"]}
     assert verl_losses(name, scaled, logprobs_T, settings) != pytest.approx(expected, rel=1e-3)
 
@@ -128,7 +129,7 @@ def bounded(logprobs_T, advantages_T):
 
 @pytest.mark.parametrize("loss", [with_penalty, of_the_mean, bounded])
 def test_a_loss_that_weights_would_not_scale_is_found_out(loss):
-    """A term of its own, a statistic over tokens, a bound: the weight of a token is not the factor of its loss."""
+    """A term without the weight, a statistic over tokens, a bound: here a token's weight is no factor of its loss."""
     objective = Objective(loss)
     objective.try_out()
     assert objective.corrections == "unknown"

@@ -1,4 +1,4 @@
-"""Every loss: numbers worked by hand, a slow independent version, and what holds for all of them."""
+"""Every loss: numbers worked by hand, an independent slow version, and properties that hold for all losses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STOPPED_GRADIENT = ("cispo_old", "cispo_rollout", "gspo_token")
 def mini_batch(
     seed: int, lengths: list[int], dtype: torch.dtype = torch.float64, trained: float = 0.8
 ) -> dict[str, torch.Tensor]:
-    """Columns by parameter name, advantages equal within a sequence."""
+    """Columns by parameter name; advantages are equal within a sequence."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     sequence_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -267,7 +267,7 @@ def test_top_entropy_mask_keeps_the_share_of_trained_tokens():
 
 
 def slow_losses(case: str, columns: dict[str, torch.Tensor]) -> list[float]:
-    """One token at a time, in Python floats."""
+    """The losses one token at a time, with Python floats."""
     settings = CASES[case][1]
     rows = {name: values_T.tolist() for name, values_T in columns.items()}
     return [slow_loss(case, t, rows, settings) if rows["mask_T"][t] else 0.0 for t in range(len(rows["mask_T"]))]
@@ -343,7 +343,7 @@ def test_loss_equals_the_slow_version(case):
     assert fast.count_nonzero() > 0
 
 
-# --- what holds for all ----------------------------------------------------------------------------------------------
+# --- properties of all losses ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in STOPPED_GRADIENT])
@@ -488,7 +488,7 @@ def test_splitting_the_mini_batch_changes_nothing(case, lengths, seed):
 
 @pytest.mark.parametrize("case", ["clip_cov", "kl_cov", "top_entropy"])
 def test_statistics_of_a_part_would_choose_other_tokens(case):
-    """Negative control: without `prepare` on the whole mini-batch the split would matter."""
+    """Negative control: without `prepare` on the whole mini-batch, the split would change the result."""
 
     def differs(seed):
         columns = mini_batch(seed, [20, 20])

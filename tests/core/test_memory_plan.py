@@ -1,4 +1,4 @@
-"""Who is on which device in which phase, with numbers worked by hand."""
+"""Which models are on which device in each phase, compared with numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def by_phase(found: tuple[Peak, ...]) -> dict[str, Peak]:
 def test_engine_and_policy_take_turns_on_shared_devices():
     found = by_phase(peaks(config_of(), [policy()], ENGINE, context=10, device_bytes=10_000))
     processes = 2 * PROCESS_BYTES
-    # 81: the fuller one of the two ranks. The sleeping engine keeps 7 on the device, and 200 per device on the host.
+    # 81: the fuller of the two ranks. The sleeping engine keeps 7 on the device, and 200 per device on the host.
     assert found["train policy"].device_bytes == 10 + 20 + 40 + 81 + 3 + 7 + processes
     assert found["train policy"].host_bytes == 2 * 200
     assert found["step policy"].device_bytes == 10 + 20 + 40 + 7 + processes
-    # In a sync the optimizer is on the host, and the engine's weights are back.
+    # During a sync the optimizer is on the host, and the engine's weights are on the device.
     assert found["sync"].device_bytes == 10 + 20 + 5 + BUCKETS + 200 + 7 + processes
     assert found["sync"].host_bytes == 2 * (40 + 200)
-    # The engine takes its half of the device, however little its keys and values need.
+    # The engine takes its half of the device, even if its KV cache needs less.
     assert found["generate"].device_bytes == 5_000 + processes
     assert found["generate"].host_bytes == 2 * (10 + 40)
     assert found["save policy"].device_bytes == 10 + 20 + 40 + 5 + 2 * MAX_FILE_BYTES + 7 + processes
@@ -80,7 +80,7 @@ def test_on_devices_of_their_own_nobody_leaves():
         next(p for p in found if p.phase == name and p.devices == "policy") for name in ("train policy", "sync")
     )
     assert train.device_bytes == 10 + 20 + 40 + 81 + 3
-    assert sync.device_bytes == 10 + 20 + 40 + 5 + BUCKETS, "the optimizer's state stays"
+    assert sync.device_bytes == 10 + 20 + 40 + 5 + BUCKETS, "the optimizer's state stays on the device"
     assert train.host_bytes == sync.host_bytes == 0
     generate = next(p for p in found if p.phase == "generate")
     assert (generate.devices, generate.device_bytes) == ("engine", 200 + 50 + 4 * 10 * 2)
@@ -135,7 +135,7 @@ def test_a_background_save_copies_the_state_on_the_host():
 def test_keys_and_values_get_what_the_share_leaves():
     room = serving(ENGINE, config_of(), 10, 600)
     assert (room.tokens, room.sequences) == ((300 - 200 - 50) // 2, 2)
-    assert serving(ENGINE, config_of(), 10, 10_000).tokens == 4 * 10, "no more than may ever be computed at once"
+    assert serving(ENGINE, config_of(), 10, 10_000).tokens == 4 * 10, "no more than the engine can ever process at once"
 
 
 def test_what_does_not_fit_is_named_with_what_to_do():

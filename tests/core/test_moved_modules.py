@@ -1,4 +1,4 @@
-"""Plug-ins import what has moved under its earlier name."""
+"""Plug-ins can import moved modules under their earlier names."""
 
 from __future__ import annotations
 

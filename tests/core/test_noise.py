@@ -1,4 +1,4 @@
-"""Noise by place: the published generator, normal numbers, and a part that is a part of the whole."""
+"""Noise by position: the published generator, normal numbers, and slices equal to the same slice of the whole."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rl_core.rank_kit.noise import element_index, hash_of, normal_noise
 
 
 def test_hashes_are_the_published_sequence_of_splitmix64():
-    """Its first numbers for the seed 1234567, as other implementations print them."""
+    """The first numbers of splitmix64 for the seed 1234567, as other implementations print them."""
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     assert [number % 2**64 for number in hash_of(torch.arange(5), 1234567).tolist()] == known
 
 
 def test_noise_is_standard_normal():
     noise = normal_noise(torch.arange(1 << 20), 3).double()
-    # Four standard errors of each moment, and a tail no wider than 2^20 normal numbers have.
+    # Four standard errors of each moment, and a largest value as expected of 2^20 normal numbers.
     assert float(noise.mean()) == pytest.approx(0.0, abs=4 * 2**-10)
     assert float(noise.square().mean()) == pytest.approx(1.0, abs=4 * 2**0.5 * 2**-10)
     assert float(noise.pow(4).mean()) == pytest.approx(3.0, abs=4 * 96**0.5 * 2**-10)
@@ -29,5 +29,5 @@ def test_a_parts_elements_have_the_places_that_they_have_in_the_whole():
     whole = torch.arange(4 * 6 * 5).reshape(4, 6, 5)
     assert torch.equal(element_index((4, 6, 5), (0, 0, 0), (4, 6, 5)), whole)
     assert torch.equal(element_index((2, 3, 5), (1, 3, 0), (4, 6, 5)), whole[1:3, 3:6])
-    # Rows of padding behind the whole change nothing.
+    # Rows of padding behind the whole do not change it.
     assert torch.equal(element_index((4, 6, 5), (0, 0, 0), (7, 6, 5)), whole)

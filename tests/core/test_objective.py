@@ -54,7 +54,7 @@ def mini_batch(lengths, seed=0):
 
 
 def in_pairs(lengths):
-    """Which prompt each sequence answers: two of them each."""
+    """Group ids that give every prompt two sequences."""
     return {"group_id": torch.arange(len(lengths)) // 2}
 
 
@@ -119,7 +119,8 @@ def test_settings_choose_among_optional_columns(anchor, other):
 @settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(1, 8), min_size=2, max_size=6), seed=st.integers(0, 2**20))
 def test_micro_batches_add_up_to_the_mini_batch(name, lengths, seed):
-    """Loss, gradient and metrics of every registered loss, whatever the split; masked tokens hold NaN throughout."""
+    """Loss, gradient and metrics of every registered loss, for any split; tokens outside the mask hold NaN
+    throughout."""
     terms = (
         {} if name in ("value_clip", "reward_model") else {"kl_coef": 0.3, "kl_estimator": "k3+", "entropy_coef": 0.2}
     )
@@ -180,7 +181,7 @@ def test_a_micro_batch_without_a_trained_token_is_zero():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_empty_micro_batch_is_zero(name):
-    """A rank with fewer sequences than micro-batches runs empty ones."""
+    """A rank with fewer sequences than micro-batches gets empty micro-batches."""
     objective = objective_from_spec(LossSpec(name=name))
     columns, current, sequence_T = mini_batch([5])
     columns |= objective.prepare(columns | in_pairs([5]), sequence_T, seed=0)
@@ -205,7 +206,7 @@ def test_every_entry_point_loads_a_function_that_the_package_lists(group):
 
 
 def test_the_table_of_contents_is_complete():
-    """What it lists exists where it says, and the type checker's imports list the same names."""
+    """Every listed name exists in its module, and the imports for type checkers list the same names."""
     source = ast.parse(Path(algorithms.__file__).read_text())
     checked = [alias.name for node in ast.walk(source) if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert set(algorithms.__all__) <= set(checked)

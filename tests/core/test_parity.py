@@ -1,4 +1,4 @@
-"""The parity table: what a suite measured, as a page that does not depend on the order of the tests."""
+"""The parity table: a suite's measurements as a page that does not depend on the order of the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise on parameters: of the stated size, the same however they are split, gone bit for bit."""
+"""Noise on parameters: of the stated size, equal however they are split, and removed bit for bit."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_the_noise_of_a_piece_is_that_part_of_the_wholes():
     for piece, found in zip(pieces, noise(pieces), strict=True):
         rows, columns = found.shape
         row, column = piece.offset
-        # The size of the whole parameter is a sum of the pieces' here: another order of rounding.
+        # Here the norm of the whole parameter is a sum over its pieces, with another order of rounding.
         assert torch.allclose(found, expected[row : row + rows, column : column + columns], atol=1e-6)
 
 
 @pytest.mark.parametrize(("parameter", "expected"), [(2.0, 1.0), (0.0, 0.5 * 400**-0.5)], ids=["large", "zero"])
 def test_its_size_is_a_part_of_the_parameters_or_of_an_initialisations(parameter: float, expected: float):
     (found,) = noise([whole(torch.full((300, 400), parameter))])
-    assert float(found.square().mean().sqrt()) == pytest.approx(expected, rel=0.02)  # 120,000 numbers: 4 errors
+    assert float(found.square().mean().sqrt()) == pytest.approx(expected, rel=0.02)  # 4 standard errors
 
 
 def test_other_seeds_and_other_parameters_get_other_noise():

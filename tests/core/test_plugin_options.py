@@ -1,4 +1,4 @@
-"""Keys that engines and generators bring are loaded, checked, shown, written and documented like those of the core."""
+"""Keys of engines and generators are loaded, checked, shown, written and documented like those of the core."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def create_generator(config, client):
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An engine, another with a key of vllm's name, and a generator, in packages of their own."""
+    """An engine, another engine with a key named like one of vllm's, and a generator, in separate packages."""
     site = tmp_path / "site"
     site.mkdir()
     install(
@@ -341,7 +341,7 @@ def test_a_file_that_was_written_for_one_engine_runs_with_another(tmp_path: Path
         config = load(str(file), [f"{ENGINE}.backend=local"]).config
     assert [str(warning.message) for warning in caught] == [
         f"{ENGINE}.router_port: without effect: only backend=vllm reads it; this run has backend=local"
-    ], "one line, and nothing of keys that say what is said anyway"
+    ], "one warning, and none for keys that only repeat a default"
     assert engine_spec(config)[1].options is None
     assert "heartbeat_interval_s" not in dump_yaml(config)
 

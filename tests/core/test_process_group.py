@@ -1,4 +1,4 @@
-"""What a rank's process group does for a rank alone."""
+"""Process groups: a rank without one, a second one in a process, and a store opened before the ranks join."""
 
 from __future__ import annotations
 

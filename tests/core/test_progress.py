@@ -1,4 +1,4 @@
-"""Progress: readable where it is piped, alive on a terminal."""
+"""Progress output: plain lines in a pipe, a live line on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_core.reports.progress import Progress, duration, readable
 
 
 class Clock:
-    """Seconds that pass only when told."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0

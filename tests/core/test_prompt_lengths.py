@@ -1,4 +1,4 @@
-"""A prompt is trained on only if a response fits behind it; which ones do not is known before the run."""
+"""A prompt is trained on only if a response fits behind it; prompts that are too long are known before the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_core.trainer.prompt_lengths import fitting
 
 
 class Counts:
-    """A prompt has as many tokens as its row says."""
+    """A generator whose prompts have as many tokens as their row says."""
 
     def prompt_length(self, row: Any) -> int:
         return row["length"]
@@ -77,7 +77,7 @@ async def test_the_engines_own_limit_counts_where_it_is_smaller_and_a_model_that
 
 
 async def test_the_context_of_a_model_in_the_hubs_cache_is_read_there(tmp_path, monkeypatch):
-    """Of one that was fetched after the first look too, which a run does before it counts the prompts' tokens."""
+    """Also for a model that is downloaded after the first look-up; a run looks before it counts the prompts' tokens."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     keys = {"trainer.max_prompt_length": 50, "data.on_long_prompt": "drop"}
     key = f"{TRAINING}.max_generate_length"

@@ -1,4 +1,4 @@
-"""A weight sync waits for the engines that are there."""
+"""A weight sync waits only for the engines that are alive."""
 
 from __future__ import annotations
 

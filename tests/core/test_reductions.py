@@ -1,4 +1,4 @@
-"""Loss weights by hand, against the reduction written as nested means, and for independence from split and order."""
+"""Loss weights compared with numbers worked by hand and with nested means, and checked to ignore split and order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.core.token_streams import Stream, reordered, streams
 MASK = torch.tensor([False, True, True, True, False, False, True])
 SEQUENCE = torch.tensor([0, 0, 0, 1, 2, 2, 3])
 GROUPS = torch.tensor([5, 1, 9, 5])
-# Weights are rounded to float32 once; a sum of 700 of them is good to 1e-5.
+# Weights are rounded to float32 once; a sum of 700 of them is accurate to 1e-5.
 ROUNDED = {"rtol": 1e-5, "atol": 1e-7}
 
 
@@ -61,7 +61,7 @@ def test_the_token_sum_of_prompts_by_hand():
 
 
 def slow_loss(name: str, losses: list[float], stream: Stream, groups: list[int]) -> float:
-    """The reduction as the papers write it: means of means over whoever trains a token."""
+    """The reduction as in the papers: means of means over the trained tokens."""
     by_sequence: dict[int, list[float]] = {}
     for t, (trained, sequence) in enumerate(zip(stream.mask_T.tolist(), stream.sequence_T.tolist(), strict=True)):
         if trained:
@@ -125,7 +125,7 @@ def test_parts_of_a_mini_batch_add_up_and_weights_made_per_part_would_not(name: 
     at = sum(stream.lengths[: round(cut * len(stream.lengths))])
     parts = (weights_T[:at] * losses_T[:at]).sum() + (weights_T[at:] * losses_T[at:]).sum()
     torch.testing.assert_close(parts, (weights_T * losses_T).sum())
-    # Of sums per prompt, parts that hold all prompts have the same weights as the whole.
+    # For sums per prompt, parts that contain whole prompts have the same weights as the whole batch.
     if name != "prompt_token_sum" and stream.mask_T[:at].any() and stream.mask_T[at:].any():
         per_part_T = torch.cat(
             [

@@ -1,4 +1,4 @@
-"""Checkpoints that are copied elsewhere, and a run that goes on from there."""
+"""Checkpoints are copied to a remote store, and a run resumes from there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def saver(root: Path, address: str, *, keep: int = -1, timeout_s: float = 60) ->
 
 
 class Reached(Exception):
-    """A run came as far as its directory."""
+    """Raised when a run reaches its directory."""
 
 
 def reached(config: Config) -> NoReturn:
@@ -71,7 +71,7 @@ async def test_another_machine_goes_on_from_the_newest_copy(tmp_path: Path, addr
     await fetch_checkpoint(config)
     (found,) = complete_checkpoints(config.ckpt_dir)
     assert load_state(found) == state_of(3)
-    await fetch_checkpoint(config)  # it is there by now
+    await fetch_checkpoint(config)  # the copy is there by now
     with pytest.raises(ConfigError, match=r"holds checkpoints \(step_000003\).*resume_mode=none does not resume"):
         await fetch_checkpoint(from_mapping({**keys, "trainer.resume_mode": "none"}))
 
@@ -115,7 +115,7 @@ async def test_a_store_that_fails_ends_no_run_before_its_end(tmp_path: Path, cap
 
 
 class SilentStore(AbstractFileSystem):
-    """Is asked, and never answers."""
+    """A store that never answers."""
 
     protocol = "silent"
 

@@ -1,4 +1,4 @@
-"""The report of a run: complete, loading nothing, harmless whatever the policy said, and sensible for half a run."""
+"""The report of a run: complete, loads nothing from elsewhere, escapes the policy's text, and works for half a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ATTACK = "</pre><script>alert(1)</script><img src=https://example.org/x.png oner
 
 
 def metric_rows(num_steps: int) -> list[dict[str, float | None]]:
-    """A run that learns, as the loop logs it: the evaluation before training, then one row per step."""
+    """The metrics of a run that learns: the evaluation before training, then one row per step."""
     rows: list[dict[str, float | None]] = [{"step": 0, "eval/accuracy": 0.2, "eval/reward": 0.2, "time/evaluate": 1.5}]
     for step in range(1, num_steps + 1):
         done = step / num_steps
@@ -91,7 +91,7 @@ def run_directory(path: Path, num_steps: int = 30) -> Path:
 
 
 class Page(HTMLParser):
-    """The page's elements, its text, and whether every element that was opened is closed in its place."""
+    """Parses a page into elements and text, and checks that every element is closed where it should be."""
 
     VOID = frozenset({"meta", "link", "br", "img", "input"})
 
@@ -338,7 +338,9 @@ def test_smoothing_is_not_bent_by_a_lone_spike_and_keeps_gaps():
 
 def test_sampled_tokens_are_those_that_the_policy_sampled(tmp_path):
     text = Page(html_of(run_directory(tmp_path / "run"))).text
-    assert re.search(r"Sampled tokens 30,720 median 1,024 per second", text), "not the prompts' too, which are 122,880"
+    assert re.search(r"Sampled tokens 30,720 median 1,024 per second", text), (
+        "with the prompts' tokens it would be 122,880"
+    )
 
 
 def test_ticks_of_close_values_are_decimal_numbers_that_tell_neighbours_apart():
@@ -385,7 +387,7 @@ def test_a_chat_with_a_call_shows_what_was_called_and_never_the_word_none(tmp_pa
     run_dir = run_directory(tmp_path / "run")
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "Käse"}}}
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", **content, "tool_calls": [call]}]
-    answer = {"role": "tool", "content": "two", "tool_calls": None}  # a Parquet file has all keys in all messages
+    answer = {"role": "tool", "content": "two", "tool_calls": None}  # in a Parquet file every message has all keys
     write_lines(run_dir / "samples.jsonl", [sample_row(1, messages=[*chat, answer])])
     text = Page(html_of(run_dir)).text
     assert json.dumps([call], ensure_ascii=False) in text
@@ -412,7 +414,7 @@ def test_a_run_whose_generation_ran_ahead_shows_how_old_samples_were_and_who_wai
     write_lines(tmp_path / "metrics.jsonl", [row | (ahead if row["step"] else {}) for row in metric_rows(5)])
     text = Page(write_report(tmp_path).read_text()).text
     assert "Staleness" in text
-    # Of steps of 1 s: 0.2 s waiting for groups, 0.5 s without one to play.
+    # Of each step of 1 s, training waited 0.2 s for groups, and generation had no group to play for 0.5 s.
     assert re.search(r"Idle.*training 20\.0 %.*generation 50\.0 %", text, flags=re.DOTALL)
     write_lines(tmp_path / "metrics.jsonl", metric_rows(5))
     in_step = Page(write_report(tmp_path).read_text()).text

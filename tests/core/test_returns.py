@@ -1,4 +1,4 @@
-"""Rewards along the stream, by hand and against a plain recurrence."""
+"""Returns along the stream, compared with numbers worked by hand and with a plain recurrence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_core.algorithms.returns import (
 from rl_core.errors import ConfigError, ShapeError
 from tests.core.token_streams import Stream, streams
 
-# Two turns, an observation between them; then a sequence that begins with a sampled token.
+# A sequence of two turns with an observation between them, then a sequence that begins with a sampled token.
 MASK = torch.tensor([False, True, True, False, True, True])
 SEQUENCE = torch.tensor([0, 0, 0, 0, 0, 1])
 

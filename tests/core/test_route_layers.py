@@ -1,4 +1,4 @@
-"""The routes of a rank's own layers: what is sent, what is read of it, and what is refused."""
+"""The routes of a rank's own layers: what is sent, what the rank reads of it, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = st.sets(st.integers(0, NUM_LAYERS - 1)).map(sorted)
 
 
 def batch_of(lengths: list[int]) -> Batch:
-    """Each token goes to experts that no other token of a layer, and no other layer, has as a pair."""
+    """A batch in which every pair of experts occurs only once, over all tokens and layers."""
     total = sum(lengths)
     first_TL = torch.arange(total * NUM_LAYERS).reshape(total, NUM_LAYERS)
     batch = Batch.from_sequences([{"tokens": [1] * length} for length in lengths])
@@ -36,7 +36,7 @@ def shape_of(layers: list[int], num_layers: int = NUM_LAYERS) -> RouteShape:
 
 @given(LAYERS, st.data())
 def test_a_rank_reads_of_its_part_what_it_would_read_of_the_whole_batch(layers, data):
-    """Of micro-batches too, and after the way to another process."""
+    """Also in micro-batches, and after transfer to another process."""
     batch = batch_of([2, 1, 3])
     sequences = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
     read = data.draw(st.sets(st.sampled_from(layers)).map(sorted)) if layers else []
@@ -65,7 +65,7 @@ def test_a_rank_that_reads_all_layers_gets_the_batch_as_it_is():
 
 @pytest.mark.parametrize("sent", [[], [1, 2], [1, 3, 4], [0, 1, 2, 4, 5]])
 def test_a_layer_that_a_rank_replays_without_its_routes_is_refused(sent):
-    """The control: a selection of other layers."""
+    """Negative control: routes of other layers."""
     part = with_routes_of(batch_of([2, 1]), sent)
     missing = min({1, 2, 3} - set(sent))
     message = f"no routes of layer {missing}, which this rank replays; route_layers names {sent}"

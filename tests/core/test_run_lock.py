@@ -1,4 +1,7 @@
-"""One process at a time has a run's directories; a second one is told who, and changes nothing. With real processes."""
+"""Only one process at a time may hold a run's directories; a second one learns who holds them and changes nothing.
+
+The tests use real processes.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ except ConfigError as error:
     print(error, flush=True)
     sys.exit(2)
 """
-"""Takes the directories at the first line of its input, says so, and has them until the second."""
+"""Prints `ready`, takes the directories at the first line of input and prints that, and releases them at the second
+line."""
 
 
 def settings_of(run_dir: Path | str, **trainer: Path | str) -> dict[str, str]:
@@ -65,7 +69,7 @@ def config_of(run_dir: Path | str, **trainer: Path | str) -> Config:
 
 
 def ready(settings: dict[str, str], *, children: str = "") -> subprocess.Popen[str]:
-    """A process that has everything imported and waits for the word."""
+    """A process that has imported everything and waits for the signal to take the directories."""
     command = [sys.executable, "-c", HOLDS, json.dumps(settings), children]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert said(process) == "ready"
@@ -93,7 +97,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def holding(settings: dict[str, str], *, children: str = "") -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """Another process that has the directories, and the ids of its children."""
+    """Yields another process that holds the directories, and the ids of its children."""
     process = ready(settings, children=children)
     pids: list[int] = []
     try:
@@ -107,7 +111,7 @@ def holding(settings: dict[str, str], *, children: str = "") -> Iterator[tuple[s
 
 
 def tree(root: Path) -> dict[str, tuple[int, bytes]]:
-    """Every path with its time of change and content."""
+    """Every path with its modification time and content."""
     return {
         str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in root.rglob("*")
@@ -154,7 +158,7 @@ def test_a_killed_run_keeps_nobody_out_whatever_children_outlive_it(tmp_path: Pa
         stale = json.loads((tmp_path / ".run.rl-lock").read_text())
         assert stale["pid"] == first.pid
         for child in children:
-            os.kill(child, 0)  # still there
+            os.kill(child, 0)  # still running
         require_unused(config_of(tmp_path / "run"))
         with held_directories(config_of(tmp_path / "run")):
             assert json.loads((tmp_path / ".run.rl-lock").read_text())["pid"] == os.getpid()
@@ -220,7 +224,7 @@ def test_of_many_that_start_at_once_one_has_the_directories_and_all_others_name_
 def test_directories_of_two_runs_do_not_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, str], key: str
 ):
-    """Whichever of the two is first."""
+    """Whichever run starts first."""
     monkeypatch.chdir(tmp_path)
     for directory in ("a", "b", "disk"):
         (tmp_path / directory).mkdir()
@@ -268,7 +272,7 @@ def test_the_lock_stays_when_the_directory_is_moved_away(tmp_path: Path, is_link
 
 
 def test_a_mount_point_has_its_lock_inside(tmp_path: Path):
-    """Each container has a root of its own, where nobody else would see a file."""
+    """Each container has its own root file system, so no other one would see a lock file beside the mount point."""
     assert os.path.ismount("/dev")
     assert run_lock._lock_file(Path("/dev")) == Path("/dev/.rl-lock")
     assert run_lock._directory_of(Path("/dev/.rl-lock")) == Path("/dev")
@@ -282,7 +286,7 @@ from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
 from rl_core.trainer.run_lock import held_directories
 
-if os.geteuid() == 0:  # who may write everywhere
+if os.geteuid() == 0:  # root may write everywhere
     os.setgid(65534)
     os.setuid(65534)
 config = from_mapping({"trainer.run_dir": sys.argv[1]})
@@ -294,11 +298,12 @@ with held_directories(config):
         print(f"process {os.getpid()} on" in str(error))
 print(len(list(Path(sys.argv[1]).iterdir())))
 """
-"""Holds a directory as a user without rights above it: prints what is in it, that it is held, and how much is left."""
+"""Holds a directory as a user who cannot write to its parent; prints the files in it, whether it is held, and how many
+files are left after release."""
 
 
 def test_a_directory_below_one_that_cannot_be_written_has_its_lock_inside():
-    with tempfile.TemporaryDirectory() as above:  # which the other user may enter, unlike pytest's own
+    with tempfile.TemporaryDirectory() as above:  # other users may enter this folder, unlike pytest's own
         run_dir = Path(above) / "run"
         run_dir.mkdir()
         run_dir.chmod(0o777)
@@ -318,7 +323,8 @@ def test_a_lock_file_that_cannot_be_made_is_an_error_with_the_key(tmp_path: Path
 
 
 def test_a_holder_that_has_not_written_its_name_yet_is_waited_for(tmp_path: Path):
-    """Between taking a lock and writing into its file; what an earlier holder left there is not the answer."""
+    """The holder took the lock but has not written its name; the name in the file is an earlier holder's, and is not
+    used."""
     path = tmp_path / ".run.rl-lock"
     for left in ("", json.dumps({"pid": dead_process(), "host": socket.gethostname(), "started": "long ago"}) + "\n"):
         path.write_text(left)
@@ -361,7 +367,7 @@ def test_a_file_system_without_locks_is_warned_of(
 
 
 def named_by_another_host(run_dir: Path) -> Path:
-    """A lock file as a process of another host leaves or holds it, whose lock is not seen here."""
+    """A lock file written by a process on another host, whose lock this host cannot see."""
     path = run_dir.with_name(f".{run_dir.name}.rl-lock")
     path.write_text('{"pid": 1, "host": "another-host", "started": "2026-01-01 00:00:00+00:00"}\n')
     return path
@@ -392,7 +398,7 @@ def test_what_a_dead_process_of_another_host_left_is_taken_over_after_one_watch(
     require_unused(config)
     with held_directories(config):
         assert json.loads(path.read_text())["pid"] == os.getpid()
-    assert time.monotonic() - started < 2.0, "watched once, not at each look"
+    assert time.monotonic() - started < 2.0, "the lock file must be watched only once"
     assert "process 1 on another-host, started 2026-01-01 00:00:00+00:00, left" in caplog.text
     assert not path.exists()
 
@@ -437,7 +443,7 @@ def dead_process() -> int:
 
 
 def delayed(seconds: float, action: Callable[[], object]) -> BaseProcess:
-    """Does it in a forked process, which shares the open files."""
+    """Runs the action after a delay in a forked process, which shares the open files."""
 
     def act() -> None:
         time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""When a checkpoint counts: written at once, or in the background by ranks that answer when they please."""
+"""When a checkpoint is complete: if written directly, and if written in the background by ranks that answer later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_core.trainer.saving import CheckpointSaver
 
 
 class RecordedModels:
-    """Writes one file; in the background only when it is let."""
+    """Models that write one file; in the background they write it when the test says so."""
 
     def __init__(self) -> None:
         self.directory = Path()
@@ -47,7 +47,7 @@ def models() -> RecordedModels:
 
 @pytest.fixture
 def new_saver(tmp_path: Path, models: RecordedModels) -> Callable[..., CheckpointSaver]:
-    """A saver that records what is complete in `saver.completed`."""
+    """Returns a function that makes a saver; `saver.completed` lists the steps of its complete checkpoints."""
 
     def new(*, in_background: bool = True, timeout_s: float = 60.0, keep: int = -1) -> CheckpointSaver:
         completed: list[int] = []
@@ -95,7 +95,7 @@ async def test_the_next_save_waits_for_the_one_before_and_old_ones_go_when_it_is
     models.write()
     await saver.save(state(2))
     assert saver.completed == [1]
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000001"], "the newest complete one stays"
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000001"], "the newest complete one must be kept"
     models.write()
     await saver.finish()
     await saver.finish()

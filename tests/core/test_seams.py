@@ -1,4 +1,4 @@
-"""What is chosen by name is of the right kind and of an accepted version, or one error says what it is."""
+"""A plug-in chosen by name has the right kind and an accepted contract version, or one error says what is wrong."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AbstractEnvironment(idle_plugins.Environment, abc.ABC):
 
 
 class AnswersToEveryName:
-    """Any attribute is there, and none of it is right."""
+    """Has every attribute, but none with a correct value."""
 
     contract_version = 1
 
@@ -58,13 +58,13 @@ class AnswersToEveryName:
 
 @attrs.frozen
 class SlottedBackend:
-    """Its class answers `contract_version` with a member descriptor."""
+    """Has slots, so its class returns a member descriptor for `contract_version`."""
 
     contract_version: int = 3
 
 
 class TakesRow:
-    """An environment that is built with its row alone."""
+    """An environment whose constructor takes only the row."""
 
     def __init__(self, row):
         pass
@@ -212,7 +212,7 @@ def test_what_follows_the_contract_is_taken_as_it_is(group: str, name: str):
         (seam, group, name)
         for seam, group in itertools.permutations(RIGHT, 2)
         for name in RIGHT[group]
-        # A callable without parameters may return a recipe; `load` looks at what it returned.
+        # A callable without parameters may be a function that returns a recipe; `load` checks its result.
         if (seam, name) != ("rl_core.recipes", "Event")
     ],
 )
@@ -284,7 +284,7 @@ SECOND, THIRD = "versioned_engines:to_second", "versioned_engines:to_third"
 
 @pytest.fixture(autouse=True)
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Engines of three versions, and one that states none, as entry points and by path."""
+    """Engines of three contract versions, and one that states none, as entry points and by path."""
     names = ("first", "second", "third", "third_without_options", "in_words", "bare")
     entry_points = {f"inference__{name}": f"versioned_engines:{name}" for name in names}
     install(tmp_path, monkeypatch, "versioned_engines", ENGINES, **entry_points)
@@ -295,7 +295,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def accept(monkeypatch: pytest.MonkeyPatch, **versions: Any) -> None:
-    """Other versions of the engine's contract; `options_class` came with the second."""
+    """Accepts other versions of the engine contract, to which version 2 added `options_class`."""
     monkeypatch.setitem(cast(dict[str, Contract], CONTRACTS), "rl_core.inference", Contract(**versions))
     monkeypatch.setitem(cast(dict[str, Seam], SEAMS), "rl_core.inference", ENGINE_WITH_OPTIONS)
 
@@ -365,7 +365,7 @@ def test_an_earlier_version_goes_on_through_the_adapters_of_the_later_ones(
     for given in (name, f"versioned_engines:{name}"):
         engine = plugins.load("rl_core.inference", given, key=KEY)
         assert engine.history == history
-        assert plugins.load("rl_core.inference", given) is engine, "a plug-in is adapted once"
+        assert plugins.load("rl_core.inference", given) is engine, "a plug-in must be adapted only once"
 
 
 def test_what_a_version_asks_for_is_asked_of_that_version(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Seeds follow from what they are for, in every process."""
+"""A seed depends only on its purpose, in every process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from rl_core.seeds import generator_of, seed_of
 
-# BLAKE2b of "7/3/0" with a digest of 8 bytes, as `b2sum -l 64` prints it, without the last bit.
+# BLAKE2b of "7/3/0" with a digest of 8 bytes, as printed by `b2sum -l 64`, without the last bit.
 KNOWN = 0x750633D68E807538 >> 1
 NAMED = "from rl_core.seeds import seed_of; print(seed_of(7, 3, 0), seed_of('a', 1))"
 

@@ -137,7 +137,7 @@ def test_overlong_filtering_clears_truncated_sequences_and_counts_them():
     mask_T = torch.tensor([True, True, False, True, False])
     kept_T, metrics = overlong_mask(mask_T, torch.tensor([0, 1, 1, 2, 3]), torch.tensor([False, True, False, True]))
     assert kept_T.tolist() == [True, False, False, True, False]
-    # Sequence 3 was truncated too, but had nothing to train on.
+    # Sequence 3 was truncated too, but has no trained token.
     assert metrics == {"selection/overlong_sequences": (1, 3), "selection/overlong_tokens": (1, 3)}
 
 

@@ -1,4 +1,4 @@
-"""A reference behind an engine: what is asked of it, and answers that cannot be trained on."""
+"""A reference model behind an engine: the requests it gets, and answers that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Answer = Callable[[Sequence[Sequence[int]]], Mapping[str, Sequence[Sequence[floa
 
 
 def own_numbers(sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
-    """−token, 0 for the first."""
+    """Log-probs of −token, and 0 for the first token."""
     return {"engine": [[0.0, *(-float(token) for token in tokens[1:])] for tokens in sequences]}
 
 
 class ScriptedEngine:
-    """Answers by a function and keeps what it was asked."""
+    """Answers with a function and records its requests."""
 
     vocab_size = 100
 

@@ -1,4 +1,4 @@
-"""`trainer.share_prefixes`: which backends compute shared beginnings once, and what is said where none can."""
+"""`trainer.share_prefixes`: which backends compute shared prefixes once, and the error for those that cannot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_core.trainer.settings import worker_spec
 
 
 def shares(strategy: str, role: Role = "policy", **trainer: Any) -> bool:
-    """What the ranks are told."""
+    """The value of `share_prefixes` in the ranks' spec."""
     values = {"trainer.policy.model.path": "model", "trainer.strategy": strategy}
     config = resolve(from_mapping({**values, **{f"trainer.{key}": value for key, value in trainer.items()}}))
     return worker_spec(config, role, num_training_steps=None)[1].share_prefixes

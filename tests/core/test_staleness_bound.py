@@ -1,4 +1,4 @@
-"""No group is trained on that is older than the bound, and generation runs as far ahead as it may."""
+"""No trained group is older than the bound, and generation runs as far ahead as it may."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.core.scripted_run import RecordedBuffer, Script, ScriptedRun
 
 
 def require_generation_as_far_ahead_as_it_may(run: ScriptedRun) -> None:
-    """When a version is published, all groups that it may start are started at that moment, and no others until the
-    next one."""
+    """Fails unless all groups that a version may start are started when it is published, and no others before the
+    next."""
     script = run.script
     started, started_by_version = 0, []
     for event in [*run.events_of("start", "published"), "published end"]:
         if event.startswith("start"):
-            assert int(event.split()[3]) == len(started_by_version), "at the version that is published"
+            assert int(event.split()[3]) == len(started_by_version), "groups must start at the latest published version"
             started += 1
         else:
             started_by_version.append(started)
@@ -32,7 +32,7 @@ def require_generation_as_far_ahead_as_it_may(run: ScriptedRun) -> None:
         times = {
             time for time, event in run.log.entries if event.startswith("start") and event.endswith(f"at {version}")
         }
-        assert times <= {run.time_of(f"published {version}")}, "at once"
+        assert times <= {run.time_of(f"published {version}")}, "groups must start when their version is published"
 
 
 @settings(max_examples=40)
@@ -63,7 +63,7 @@ def require_groups_start_at_served_versions(run: ScriptedRun) -> None:
         if event.startswith("serve"):
             served = int(event.split()[1])
         else:
-            assert int(event.split()[3]) == served, f"{event}, while version {served} is served"
+            assert int(event.split()[3]) == served, f"{event} while version {served} is served"
 
 
 class OneMoreVersion(RecordedBuffer):
@@ -82,7 +82,7 @@ class OneMoreVersion(RecordedBuffer):
 
 
 class OneVersionLess(RecordedBuffer):
-    """Wrong: holds generation back by one step."""
+    """Wrong: generation runs one step less ahead than it may."""
 
     def _has_room(self) -> bool:
         self._pipeline_depth -= 1
@@ -93,7 +93,7 @@ class OneVersionLess(RecordedBuffer):
 
 
 class StartsBeforePublishing(TrainingLoop):
-    """Wrong: groups are started with a version that the engine does not serve yet."""
+    """Wrong: starts groups with a version that the engine does not serve yet."""
 
     async def _publish(self) -> dict[str, float]:
         await self._buffer.published(self.steps_done)

@@ -1,4 +1,4 @@
-"""Groups in a checkpoint come back bit for bit, and only those that can still be trained on."""
+"""Groups in a checkpoint are restored bit for bit, and only those that can still be trained on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trajectory(group_id: int, *steps: TrajectoryStep, **changes: Any) -> Traject
 
 
 def plain(value: Any) -> Any:
-    """Compared by value: records of `eq=False` and arrays are not."""
+    """Converts arrays and records with `eq=False` to plain values, which can be compared."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.tolist())
     if attrs.has(type(value)):
@@ -89,7 +89,7 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
             failed=(trajectory(7, failure="OSError: gone", failure_kind="OSError"),),
             greedy_tokens=9,
         ),
-        # A routed step after others: its arrays are found by name, not by position.
+        # A step with routes after steps without: its arrays are found by name, not by position.
         stored(9, 4, trajectory(9, step(3), step(5, routed_experts=routes[:2], reward=np.float32(0.1)))),
     ]
     write_groups(tmp_path, groups)
@@ -170,11 +170,11 @@ def kept(groups: list[StoredGroup], **settings: int) -> list[int]:
 
 def test_a_resumed_run_keeps_what_it_can_train_on_within_its_bound():
     groups = [stored(group, version) for group, version in ((1, 2), (2, 2), (3, 3), (4, 3), (5, 4))]
-    assert kept(groups) == [1, 2, 3, 4, 5], "steps 5, 6, 7 take them: 2, 2 and 2 versions behind"
-    assert kept(groups, max_staleness=1) == [3, 4, 5], "1 and 2 are two versions behind already"
+    assert kept(groups) == [1, 2, 3, 4, 5], "steps 5, 6, 7 take them, each at most 2 versions behind"
+    assert kept(groups, max_staleness=1) == [3, 4, 5], "groups 1 and 2 are two versions behind already"
     assert kept(groups, max_staleness=0) == [5]
-    assert kept(groups, groups_per_step=1) == [1, 3, 5], "one a step: 2, 2 and 2 versions behind"
-    assert kept(groups, last_version=4) == [1, 2], "one step is left"
+    assert kept(groups, groups_per_step=1) == [1, 3, 5], "with one group per step, each is at most 2 versions behind"
+    assert kept(groups, last_version=4) == [1, 2], "one step with room for two groups is left"
     assert kept(list(reversed(groups))) == [1, 2, 3, 4, 5]
 
 
@@ -192,7 +192,9 @@ def test_groups_are_played_again_where_a_setting_changed_by_which_they_were_play
     tmp_path: Path, key: str, is_alike: bool
 ):
     settings = {"trainer.max_training_steps": 1, "generator.n_samples_per_prompt": 1}
-    assert not plays_alike(tmp_path, {"settings": settings}), "it does not say how they were played"
+    assert not plays_alike(tmp_path, {"settings": settings}), (
+        "without a fingerprint it is unknown how the groups were played"
+    )
     (tmp_path / "fingerprint.json").write_text(json.dumps({"settings": settings}))
     assert plays_alike(tmp_path, {"settings": dict(settings)})
     assert plays_alike(tmp_path, {"settings": settings | {key: 2}}) is is_alike
@@ -210,7 +212,7 @@ def test_groups_are_played_again_where_a_setting_changed_by_which_they_were_play
 def test_a_resumed_run_continues_what_it_can_train_on_within_its_bound(
     tmp_path: Path, overrides: list[str], finished: list[int], started: list[int], again: tuple[int, ...]
 ):
-    """Groups 1 and 2 are two versions old, group 3 one; of group 4 nothing is sampled."""
+    """Groups 1 and 2 are two versions old, group 3 is one; nothing of group 4 has been sampled."""
     config = from_mapping({"trainer.max_staleness": 2, "trainer.pipeline_depth": 2, "trainer.train_batch_size": 2})
     now = {"settings": dict(leaves(as_mapping(config)))}
     (tmp_path / "fingerprint.json").write_text(json.dumps(now, default=str))

@@ -1,4 +1,4 @@
-"""Steps whose groups are trained on as they finish: the order of events, that nothing is lost, and the whole step's
+"""Streamed steps, which train on groups as they finish: the order of events, no lost group, and the whole step's
 batch."""
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ STREAMED = Script(
     train_s=6.0,
     play=lambda group: Play(seconds=10.0 + 4.0 * (2 - group % 3)),
 )
-"""A group takes 3 s to score and train; the third ends after 10 s, the second after 14, the first after 18."""
+"""Scoring and training take 3 s per group; the third group ends after 10 s, the second after 14 s, the first after 18
+s."""
 
 
 def test_groups_are_trained_on_while_others_of_the_step_are_still_played(tmp_path: Path):
@@ -48,12 +49,12 @@ def test_groups_are_trained_on_while_others_of_the_step_are_still_played(tmp_pat
     assert row["time/train_overlapped"] == 6.0
     assert row["rollout/parts"] == 3.0
     at_once = ScriptedRun(tmp_path / "at_once", attrs.evolve(STREAMED, steps=1, streams=False), clock=virtual_now).go()
-    assert at_once.time_of("train 1") == 23.0, "and 6 s later it is done"
+    assert at_once.time_of("train 1") == 23.0, "unstreamed, the training only begins when the streamed step ends"
     same = row.keys() - {"time/train_overlapped", "rollout/parts"}
     assert same == at_once.reports.rows[1].keys()
     assert all(row[name] == at_once.reports.rows[1][name] for name in same if not name.startswith(("time", "tokens_p")))
     samples = [[(one.group_id, one.sample_index) for one in each.reports.groups[1]] for each in (run, at_once)]
-    assert samples[0] == samples[1], "in the same order"
+    assert samples[0] == samples[1], "both must have the samples in the same order"
 
 
 def test_a_part_is_all_that_finished_while_the_one_before_was_trained(tmp_path: Path):
@@ -65,7 +66,8 @@ def test_a_part_is_all_that_finished_while_the_one_before_was_trained(tmp_path: 
 
 
 def test_one_step_ahead_a_place_is_left_for_the_group_that_would_expire(tmp_path: Path):
-    """Group 0 takes 100 s: under bound 1, step 2 takes what is there, all but one, and trains it meanwhile."""
+    """Group 0 takes 100 s, and bound 1 requires it in step 2, which trains on group 3 meanwhile and keeps a place
+    free."""
     script = Script(
         steps=3,
         groups_per_step=2,
@@ -94,12 +96,12 @@ def test_however_long_things_take_each_group_is_trained_on_once_within_the_bound
     assert all(len(groups) == script.groups_per_step for groups in run.trained.values())
     assert all(step - 1 - started_at[group] <= bound for step, groups in run.trained.items() for group in groups)
     assert Counter(group for groups in run.trained.values() for group in groups) == Counter([*started_at])
-    assert len(run.events_of("train")) == script.steps, "one optimizer step per batch"
+    assert len(run.events_of("train")) == script.steps, "there must be one optimizer step per batch"
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_stop_at_any_moment_loses_no_group(tmp_path_factory: pytest.TempPathFactory, max_staleness: int):
-    """Also in the middle of a step, whose first groups were trained on in vain: they are trained on again."""
+    """Also during a step, whose first groups were trained on in vain: the resumed run trains on them again."""
     script = attrs.evolve(STREAMED, max_staleness=max_staleness)
     steps_done, given_up = [], 0
     while steps_done.count(script.steps) < 2:
@@ -127,7 +129,7 @@ def test_groups_of_a_step_that_a_stop_cuts_off_are_stored_where_generation_runs_
     run.log.when("row 1", run.loop.stop, after_s=60.0)
     run.go()
     begun = {group for step, groups in run.taken for group in groups if step not in run.reports.rows}
-    assert begun, "a step was under way"
+    assert begun, "a step must be under way when the run ends"
     state = load_state(list_checkpoints(tmp_path / "checkpoints")[-1])
     assert begun <= set(state.finished_groups)
     assert 3 in state.restart_groups
@@ -188,7 +190,7 @@ def test_failed_samples_and_dropped_groups_are_counted_once(tmp_path: Path):
 def could_be_trained(
     outstanding: list[int], *, next_step: int, places: int, groups_per_step: int, max_staleness: int
 ) -> bool:
-    """Start versions, dealt out to steps oldest first: does each one's step come before it expires?"""
+    """Assigns the start versions to steps, oldest first: whether each one's step comes before it expires."""
     return all(
         next_step + max(0, index - places + groups_per_step) // groups_per_step <= version + max_staleness
         for index, version in enumerate(sorted(outstanding))
@@ -198,7 +200,8 @@ def could_be_trained(
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_a_part_is_the_most_that_leaves_every_other_group_its_place(data: st.DataObject):
-    """Against the definition: all prefixes of the finished groups, oldest first, tried by dealing out the others."""
+    """Compared with the definition: tries each prefix of the finished groups, oldest first, and assigns the other
+    groups."""
     size, bound = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     step = data.draw(st.integers(bound, bound + 2))
     versions = data.draw(st.lists(st.integers(step - bound, step), max_size=3 * size))

@@ -1,4 +1,5 @@
-"""Which runs may be streamed: what is refused, with what to do, and what is proved by trying it out."""
+"""Which runs may be streamed: the refusals, which say what to do, and the dependence on other groups, found by
+trial."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ of_version_1 = attrs.evolve(fsdp, contract_version=1)
 
 @attrs.frozen
 class WithOwnLosses:
-    """A backend that adds losses of its own."""
+    """A backend with its own losses."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(fsdp, name)
@@ -46,12 +47,12 @@ with_own_losses = WithOwnLosses()
 
 
 def centred_over_the_batch(scores_N: Tensor) -> Tensor:
-    """Two groups together have another mean than each alone."""
+    """An estimator that uses the batch's mean, which depends on the other groups."""
     return scores_N - scores_N.mean()
 
 
 def by_rank(scores_N: Tensor) -> Tensor:
-    """So does the order of scores."""
+    """An estimator that ranks scores over the batch, which depends on the other groups."""
     return scores_N.argsort().argsort().float()
 
 
@@ -125,7 +126,7 @@ def test_several_reasons_are_told_together():
 
 @pytest.mark.parametrize("num_samples", [1, 2, 16])
 def test_a_small_dependence_on_other_groups_is_seen(num_samples: int):
-    """Negative control: a thousandth of the batch's mean in each advantage."""
+    """Negative control: each advantage contains a thousandth of the batch's mean."""
     config = from_mapping({**STREAMED, "generator.n_samples_per_prompt": max(num_samples, 2)})
     settings = attrs.evolve(update_settings(config), estimator_params={})
 

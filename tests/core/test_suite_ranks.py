@@ -1,4 +1,5 @@
-"""The suite's ranks: one that fails, dies or hangs ends the call with an error that names it, and all processes."""
+"""The suite's ranks: one that fails, dies or hangs ends the call with an error that names it, and ends all
+processes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.core.plain_backend import NoOptions, PlainBackend, PlainWorker
 
 
 class Fails(PlainWorker):
-    """Fails in `save_model`, as the folder's name says."""
+    """Fails in `save_model` in the way that the folder's name says."""
 
     def save_model(self, directory):
         fault, ranks = directory.name.split("-")
@@ -107,7 +108,7 @@ def test_a_rank_gets_its_sequences_and_its_plan_in_an_order_of_their_own():
     shuffled = _shuffled(Part(sequences=sequences, sent=sequences, plan=((0, 1), (2, 3))))
     assert shuffled.sent.tolist() != sequences.tolist()
     computed = [sorted(int(shuffled.sent[i]) for i in micro_batch) for micro_batch in shuffled.plan]
-    assert computed == [[0, 2], [3, 5]], "the micro-batches hold what they held"
+    assert computed == [[0, 2], [3, 5]], "each micro-batch must keep its sequences"
     assert [i for micro_batch in shuffled.plan for i in micro_batch] != [0, 1, 2, 3]
     positions = batch.token_index(torch.from_numpy(shuffled.sequences))
     assert batch["tokens"][positions].tolist() == batch.select(torch.from_numpy(shuffled.sent))["tokens"].tolist()

@@ -1,4 +1,4 @@
-"""What holds for every conformance suite; the modules beside this one feed each suite wrong implementations."""
+"""Properties of every conformance suite; the modules beside this one give each suite faulty implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.testing.generators import GeneratorConformance
 from rl_core.testing.inference import InferenceClientConformance
 
 REJECTED = (AssertionError, Failed)
-"""What a failing check raises; `Failed` comes from `pytest.raises` that saw nothing."""
+"""The errors of a failing check; `pytest.raises` raises `Failed` if nothing was raised."""
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,6 @@ def test_a_suite_that_was_not_told_what_to_test_fails_and_is_not_passed_over(sui
         row: ClassVar = {}
 
     module = request.node.getparent(pytest.Module)
-    assert module.istestclass(TestNothing, "TestNothing"), "pytest would not collect it"
+    assert module.istestclass(TestNothing, "TestNothing"), "pytest would not collect this check"
     with pytest.raises(NotImplementedError, match=message):
         begin(TestNothing())

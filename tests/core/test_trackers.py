@@ -1,4 +1,4 @@
-"""Trackers and the files behind them: complete after a kill at any byte, and no step twice after a resume."""
+"""Trackers and the files behind them: complete after a kill at any byte, and no duplicate step after a resume."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_file_that_was_cut_at_any_byte_is_continued_without_a_broken_row(tmp_p
     lines = [json.dumps({"step": step, "text": "ä ⁻⁴ 語"}, ensure_ascii=False) + "\n" for step in range(5)]
     data = "".join(lines).encode()[:cut]
     path.write_bytes(data)
-    # A row is complete when its closing brace is there, with or without the end of its line.
+    # A row is complete once its closing brace is written, with or without the end of its line.
     num_complete = sum(len("".join(lines[: i + 1]).encode()) - 1 <= cut for i in range(5))
     log = StepLog(path, first_step=first_step)
     log.write([{"step": 99}])
@@ -270,4 +270,4 @@ def test_a_row_that_is_written_again_replaces_the_one_that_was_there(tmp_path):
     resumed.close()
     rows = list(read_rows(tmp_path / "metrics.jsonl"))
     assert rows == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.5, "eval/reward": 1.0}]
-    assert [sample.step for sample in read_samples(tmp_path)] == [1, 2], "samples are not dropped"
+    assert [sample.step for sample in read_samples(tmp_path)] == [1, 2], "samples of the repeated row must be kept"

@@ -1,4 +1,4 @@
-"""The loop, the buffer and the rollouts together: the order of events, at any staleness."""
+"""Loop, buffer and rollouts together: the order of events, at every staleness bound."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_one_step_off_a_batch_is_generated_while_another_is_trained_on(tmp_path:
         *("22.5 pause", "22.5 send 1", "24.5 serve 1", "24.5 published 1", "24.5 row 1"),
         *("24.5 start 4 at 1", "24.5 start 5 at 1"),
         *("24.5 take 2: 2 3", "24.5 score", "25.5 train 2"),
-        # Group 4 would end at 31.5: it is frozen in the engine until the sync is over.
+        # Group 4 would finish at 31.5, but the engine freezes it until the sync is over.
         *("30.5 pause", "30.5 send 2", "32.5 serve 2", "32.5 published 2"),
         *("32.5 evaluate", "32.5 finish 4", "33 finish 5", "38.5 evaluated 2", "38.5 row 2"),
         *("38.5 save 2", "41.5 checkpoint 2"),
@@ -62,8 +62,8 @@ def test_a_slow_group_is_overtaken_by_others_until_it_would_be_too_old(tmp_path:
 
 
 def test_one_step_ahead_under_a_wide_bound_a_slow_group_is_overtaken_and_others_are_young(tmp_path: Path):
-    """Group 1 takes 60 s, a step 8: with depth 1 under bound 4, steps 2 to 5 go on without it, and the fifth after its
-    start waits for it. All other groups are trained on at most one version after their start."""
+    """Group 1 takes 60 s, a step 8 s. With depth 1 under bound 4, steps 2 to 5 overtake it, and the fifth step after
+    its start waits for it. All other groups are trained on at most one version after their start."""
 
     def play(group: int) -> Play:
         return Play(seconds=60.0 if group == 1 else 4.0)
@@ -85,7 +85,7 @@ def test_one_step_ahead_under_a_wide_bound_a_slow_group_is_overtaken_and_others_
 
 
 def test_rows_say_who_waited_for_whom_and_what_was_queued(tmp_path: Path):
-    """Worked by hand: a group takes 10 s, scoring 1, training 5, a sync 2, of which the first one is at 0."""
+    """Worked by hand: a group takes 10 s, scoring 1 s, training 5 s, a sync 2 s; the first sync is at 0."""
     names = ("time/step", "time/generate", "time/generation_idle", "rollout/queued_groups", "rollout/groups_under_way")
 
     def rows(directory: str, depth: int) -> list[tuple[float, ...]]:
@@ -98,12 +98,13 @@ def test_rows_say_who_waited_for_whom_and_what_was_queued(tmp_path: Path):
         (18.0, 10.0, 8.0, 0.0, 0.0),
         (18.0, 10.0, 8.0, 0.0, 0.0),
     ]
-    # Groups 2 and 3 wait for step 2; 4 and 5 are played while it trains, from 20 to 30; then none is needed any more.
+    # Step 2 waits for groups 2 and 3. Groups 4 and 5 are played while it trains, from 20 to 30; then none is left to
+    # play.
     assert rows("ahead", 1) == [(20.0, 10.0, 10.0, 2.0, 0.0), (8.0, 0.0, 0.0, 0.0, 2.0), (10.0, 2.0, 8.0, 0.0, 0.0)]
 
 
 class ManyEngines(ScriptedEngine):
-    """Behind one client: half of them never have anything to do."""
+    """Many engines behind one client, half of which always stay idle."""
 
     def __init__(self, log: EventLog, script: Script) -> None:
         super().__init__(log, script)
@@ -134,13 +135,15 @@ def test_tokens_that_no_step_is_trained_on_are_counted(tmp_path: Path, max_stale
     assert {row["rollout/discarded_tokens"] for row in calm.reports.rows.values()} == {0.0}
     dropping = Script(max_staleness=max_staleness, play=play, drop_zero_variance=True)
     rows = ScriptedRun(tmp_path / "dropping", dropping).go().reports.rows.values()
-    assert sum(row["rollout/discarded_tokens"] for row in rows) == 2.0, "two samples of one token each"
+    assert sum(row["rollout/discarded_tokens"] for row in rows) == 2.0, (
+        "the dropped group has two samples of one token each"
+    )
     rejecting = Script(max_staleness=max_staleness, play=play, min_replace_ratio=0.9)
     rows = ScriptedRun(tmp_path / "rejecting", rejecting).go().reports.rows.values()
-    assert sum(row["rollout/discarded_tokens"] for row in rows) == 4.0, "groups 0 and 1, given up together"
+    assert sum(row["rollout/discarded_tokens"] for row in rows) == 4.0, "groups 0 and 1 are rejected together"
     replacing = Script(max_staleness=max_staleness, play=play, min_replace_ratio=0.3)
     rows = ScriptedRun(tmp_path / "replacing", replacing).go().reports.rows.values()
-    assert sum(row["rollout/discarded_tokens"] for row in rows) == 2.0, "group 1, replaced by a copy of group 0"
+    assert sum(row["rollout/discarded_tokens"] for row in rows) == 2.0, "group 1 is replaced by a copy of group 0"
 
 
 def test_engine_and_models_on_shared_devices_take_turns_and_no_group_is_played_in_between(tmp_path: Path):
@@ -203,7 +206,9 @@ def test_an_evaluation_pauses_neither_the_engine_nor_the_groups_under_way(tmp_pa
     during = [part.split("evaluated")[0] for part in parts]
     assert len(during) == 4
     for part in during:
-        assert not {"pause", "send", "serve", "published", "take"} & set(part.split()), "it sees one version"
+        assert not {"pause", "send", "serve", "published", "take"} & set(part.split()), (
+            "one version must be served during the evaluation"
+        )
     assert ["finish" in part for part in during] == [True, True, False, False], "all groups are finished by step 3"
 
 

@@ -1,4 +1,4 @@
-"""Step-wise trajectories: any order of the rows gives the ordered rows' values; incomplete trajectories are refused."""
+"""Step-wise trajectories: values do not depend on the order of rows, and incomplete trajectories are refused."""
 
 from __future__ import annotations
 

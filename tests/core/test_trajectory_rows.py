@@ -1,4 +1,4 @@
-"""The rule of complete trajectories against a slow version that asks each trajectory by itself, and its two callers."""
+"""The check for complete trajectories, compared with a slow version per trajectory, and its two callers."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def test_a_hundred_thousand_rows_are_checked_in_no_time():
     start = time.process_time()
     assert why_incomplete(trajectory, is_last, step) is None
     assert why_incomplete(trajectory, is_last) is None
-    # Of the processor: 0.2 s on a slow core, where a rule that is quadratic in the rows takes minutes.
+    # Processor seconds: 0.2 s on a slow core; a check that is quadratic in the rows takes minutes.
     assert time.process_time() - start < 3.0

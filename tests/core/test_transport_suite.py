@@ -1,4 +1,4 @@
-"""The suite of weight transports passes one through memory, and fails each wrong one in the check that is named."""
+"""The weight-transport suite passes an in-memory transport and fails each faulty one in the named check."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LosesABucket(FaultySender):
 
 
 class SwapsNames(FaultySender):
-    """Two tensors of one shape arrive under each other's name: sizes and counts are right."""
+    """Swaps the names of two tensors of equal shape, so sizes and counts are right."""
 
     def spoil(self, buckets):
         tensors = dict(pair for bucket in buckets for pair in unpack_bucket(bucket))
@@ -71,7 +71,7 @@ class ReadsOneBucket(FaultySender):
 
 
 class ClaimsTheExpectedVersion(FaultySender):
-    """Stale weights under a new number."""
+    """Sends stale weights under the new version number."""
 
     def spoil_version(self, version):
         return 5
@@ -144,10 +144,10 @@ def test_a_wrong_transport_is_rejected(wrong, check):
         getattr(Suite(), check)(*arguments)
 
 
-# --- ends that never end --------------------------------------------------------------------------------------------
+# --- transports that never finish -----------------------------------------------------------------------------------
 
 LET_GO = threading.Event()
-"""Ends the threads that wait below, once their test is over."""
+"""Set after a test, to end the threads that still wait."""
 
 
 class NeverReceives(MemoryReceiver):
@@ -159,7 +159,7 @@ class NeverReceives(MemoryReceiver):
 
 
 class ReceivesForever(MemoryReceiver):
-    """Gives out what was sent again and again."""
+    """Yields the sent buckets again and again."""
 
     def receive(self, version):
         while not LET_GO.is_set():
@@ -173,7 +173,7 @@ class IsNeverBuilt(MemoryReceiver):
 
 
 class DeafToClose(MemoryReceiver):
-    """Waits for all ranks, also when the sync is closed."""
+    """Waits for all ranks even after the sync is closed."""
 
     def receive(self, version):
         sync = reference_transport.SYNCS[self._number]
@@ -235,7 +235,7 @@ def test_a_transport_that_never_ends_fails_within_the_deadline(endless, check, m
     begin = time.monotonic()
     with pytest.raises(AssertionError, match=f"^{message}.* within 0.3 s"):
         getattr(Suite(), check)(*arguments)
-    assert time.monotonic() - begin < 10, "two waits of 0.3 s, on a busy machine"
+    assert time.monotonic() - begin < 10, "two waits of 0.3 s must end within 10 s even on a busy machine"
 
 
 STUCK_SUITE = """
@@ -265,4 +265,4 @@ def test_pytest_itself_ends_with_a_transport_that_never_does(tmp_path: Path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "did not end within 0.3 s" in result.stdout
-    assert " passed" in result.stdout, "checks in which nobody receives"
+    assert " passed" in result.stdout, "checks without a receiver must still pass"

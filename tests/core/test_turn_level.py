@@ -1,4 +1,4 @@
-"""Turn-level advantages: by hand, against the slow definition, over the steps of step-wise trajectories."""
+"""Turn-level advantages: worked by hand, against a slow definition, and over the steps of step-wise trajectories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_core.trainer.batch_advantages import load_estimator, with_advantages
 
 
 def conversation(turns: list[tuple[int, float]], group: int, trajectory: int, *, step_wise: bool) -> list[dict]:
-    """The sequences of an episode whose turns are (sampled tokens, reward); each turn follows two prompt tokens."""
+    """The sequences of an episode with these turns (sampled tokens, reward); each turn follows two prompt tokens."""
     steps = [
         {"sampled": [False, False] + [True] * length, "rewards": [0.0] * (length + 1) + [reward]}
         for length, reward in turns
@@ -47,7 +47,7 @@ def batch_of(episodes: list[list[tuple[int, float]]], groups: list[int], *, step
 
 
 def slow_advantages(episodes, groups, *, gamma: float, norm: bool) -> list[float]:
-    """Of each sampled token, in Python floats."""
+    """The advantages of all sampled tokens, with Python floats."""
     returns = [
         [sum(gamma ** (v - u) * turns[v][1] for v in range(u, len(turns))) for u in range(len(turns))]
         for turns in episodes
@@ -62,7 +62,7 @@ def slow_advantages(episodes, groups, *, gamma: float, norm: bool) -> list[float
 
 
 def test_by_hand():
-    # Returns with a discount of ½ per turn: 1 + ½ · 4 = 3 and 4 of the first sample, 1 of the second, which has one.
+    # With a discount of ½ per turn, the returns are 1 + ½ · 4 = 3 and 4 for the first sample, and 1 for the second.
     episodes = [[(2, 1.0), (1, 4.0)], [(3, 1.0)]]
     batch = batch_of(episodes, [7, 7], step_wise=False)
     made = with_advantages(batch, turn_level_advantages, {"gamma": 0.5, "grpo_norm_by_std": False})
@@ -85,7 +85,7 @@ def test_it_is_the_slow_definition_also_where_each_turn_is_a_sequence(step_wise,
     batch = batch_of(episodes, groups, step_wise=step_wise)
     made = with_advantages(batch, turn_level_advantages, {"gamma": gamma, "grpo_norm_by_std": norm})
     actual = made["advantages"][batch["sampled"]].tolist()
-    # float32 rewards; a deviation of 0 is divided by 1e-6, which makes 1e-7 of rounding 0.1.
+    # Rewards are float32; a deviation of 0 is divided by 1e-6, which turns a rounding of 1e-7 into 0.1.
     assert actual == pytest.approx(slow_advantages(episodes, groups, gamma=gamma, norm=norm), rel=1e-4, abs=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Paths that cannot be looked up or read: one message that begins with the key, in a dry run already."""
+"""Paths that cannot be accessed: one message that begins with the key, already in a dry run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ config = from_mapping({
     "trainer.resume_mode": "from_path",
     "data.train_data": [f"{closed}/train.jsonl", unread],
 })
-if os.geteuid() == 0:  # who may read everything
+if os.geteuid() == 0:  # root may read everything
     os.setgid(65534)
     os.setuid(65534)
 try:
@@ -71,11 +71,11 @@ try:
 except ConfigErrors as found:
     print(*found.errors, sep="\\n")
 """
-"""Checks the files of a run as a user who may not enter the first folder nor read the second file."""
+"""Checks a run's files as a user who can neither enter the first folder nor read the second file."""
 
 
 def test_a_user_without_rights_is_told_each_path_with_its_key():
-    with tempfile.TemporaryDirectory() as folder:  # which the other user may enter, unlike pytest's own
+    with tempfile.TemporaryDirectory() as folder:  # other users may enter this folder, unlike pytest's own
         above = Path(folder)
         closed, unread = above / "closed", above / "unread.jsonl"
         closed.mkdir()

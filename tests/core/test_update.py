@@ -1,4 +1,4 @@
-"""What the controller makes of a batch before and between optimizer steps."""
+"""How the controller transforms a batch before and between optimizer steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rl_core.workers import MicroBatchLimits
 
 
 def make_batch(rewards: list[float], groups: list[int]) -> Batch:
-    """One sequence per reward: one prompt token, two sampled ones."""
+    """One sequence per reward: one prompt token and two sampled ones."""
     return Batch.from_sequences(
         [
             {
@@ -55,7 +55,7 @@ def make_batch(rewards: list[float], groups: list[int]) -> Batch:
 
 
 class FakeGroup:
-    """Scores every token alike and records what it is asked to train on."""
+    """Scores every token alike and records the batches it is asked to score and train on."""
 
     def __init__(self, *, logprob: float = -1.5, grad_norms: list[float] | None = None):
         self.logprob = logprob
@@ -79,7 +79,7 @@ class FakeGroup:
         return {"loss": (2.0, 1.0), "entropy": (3.0, 6.0), **{name: self._logprobs(batch) for name in returns}}
 
     def _logprobs(self, batch: Batch) -> torch.Tensor:
-        """The prompt's one token, 5, has none."""
+        """The prompt's only token, 5, has no log-prob."""
         return torch.where(batch["tokens"] > 5, self.logprob, 0.0)
 
     async def optim_step(self) -> OptimizerStep:
@@ -256,14 +256,14 @@ async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficien
     batch, metrics = update.prepare(batch)
     assert batch["rewards"].tolist() == pytest.approx([0.0, -0.1, 0.9, 0.0, -0.1, -0.1])
     assert metrics["policy/kl"] == (4.0, 4.0)
-    assert update.kl_coef == 0.1, "it holds for all parts of a step"
+    assert update.kl_coef == 0.1, "the coefficient must stay the same for all parts of a step"
     assert update.observed(batch, metrics) == {}
     assert update.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
 
 
 @pytest.mark.parametrize(("estimator", "params"), [(maxrl_advantages, {}), (pass_at_k_advantages, {"k": 2})])
 async def test_kl_in_the_reward_makes_no_failure_of_a_success(estimator: Any, params: dict[str, Any]):
-    """A KL of 20 nats per token, a coefficient of 0.1: every score is below 0, and the successes are the same two."""
+    """A KL of 20 nats per token at coefficient 0.1 makes every score negative; the same two samples stay successes."""
     changes = {"estimator": estimator, "estimator_params": params}
     update = update_with(FakeGroup(logprob=-1.0), FakeGroup(logprob=-11.0), kl_in_reward="k1", **changes)
     batch = await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [3, 3, 3, 3]))

@@ -1,5 +1,7 @@
-"""The limit of the weight proof: it grows for a model that gives the fixed tokens little, and only where nobody set
-it. What is scored is scripted; tests/rollout/test_verification.py and tests/real_model have real weights."""
+"""The limit of the weight proof grows for a model that finds the fixed tokens unlikely, unless the user set it.
+
+The scores are scripted; tests/rollout/test_verification.py and tests/real_model use real weights.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ from rl_core.trainer.verification import LIMITS, VerificationSettings, WeightVer
 from rl_core.workers import MicroBatchLimits
 
 PRETRAINED, USUAL = -15.3, -5.0
-"""Mean log-probs of random tokens in nats: SmolLM2-135M's, and one from which down limits grow."""
+"""Mean log-probs of random tokens in nats: SmolLM2-135M's, and the value below which the limit grows."""
 BETWEEN_RIGHT_SIDES = 0.12
-"""Nats by which SmolLM2-135M's log-probs differ between the trainer and an engine, both in bfloat16."""
+"""Difference in nats between SmolLM2-135M's log-probs in the trainer and in an engine, both in bfloat16."""
 LIMIT_KEY = "generator.inference_engine.weight_verification.limit"
 
 
 class Sides:
-    """A trainer of two tensors and its engine. Noise on a tensor moves each log-prob by 8 times its scale, up or down,
-    and the engine rounds otherwise."""
+    """A trainer with two tensors and its engine. Noise on a tensor changes each log-prob by 8 times its scale, up or
+    down, and the engine rounds differently."""
 
     vocab_size = 50
 
@@ -61,7 +63,7 @@ class Sides:
 
 
 def settings_of(**keys: Any) -> VerificationSettings:
-    """Those of a run in bfloat16."""
+    """The verification settings of a run in bfloat16."""
     return serving_settings(from_mapping({"trainer.policy.model.path": "a model", **keys})).verification
 
 

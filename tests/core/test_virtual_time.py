@@ -1,4 +1,4 @@
-"""The clock of the loop's tests: timers fire in their order, at their times, without waiting."""
+"""The clock of the loop's tests: timers fire in order, at their times, without real waiting."""
 
 from __future__ import annotations
 

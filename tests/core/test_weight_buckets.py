@@ -1,4 +1,4 @@
-"""Buckets: packed late, once, into whose memory one likes, and never with bytes of another moment."""
+"""Buckets are packed late and only once, into the caller's memory, with the bytes of the moment when they are drawn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_packing_into_memory_gives_the_bytes_and_checksums_of_packing(bucket_byt
         assert written.data.data_ptr() == memory.data_ptr()
         assert bucket_records(written) == {name: tensor_record(tensors[name]) for name in late.names}
         again = packed_into(torch.empty_like(memory), packed)
-        assert again.checksums == written.checksums, "of a bucket that somebody packed already"
+        assert again.checksums == written.checksums, "a bucket that is already packed must keep its checksums"
 
 
 def test_a_bucket_that_is_kept_has_the_bytes_of_when_it_was_drawn():

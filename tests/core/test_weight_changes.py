@@ -1,4 +1,4 @@
-"""Changes of a tensor: made again bit for bit, as few bytes as stated, and refused where they are another tensor's."""
+"""Changes of a tensor are applied bit for bit, have the stated size, and are refused by another tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 
 
 def made_slowly(tensor: torch.Tensor, changes: Changes) -> torch.Tensor:
-    """One change after the other, in plain Python."""
+    """Applies one change after the other, in plain Python."""
     data, size = bytes(changes.data.numpy()), tensor.element_size()
     made = bytearray(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     at, middle = -1, changes.count * changes.width
@@ -75,7 +75,7 @@ def test_every_bit_counts_and_not_the_number_it_stands_for():
 
 @pytest.mark.parametrize(("distance", "count", "width"), [(254, 2, 1), (255, 2, 1), (2000, 2, 2), (70_000, 3, 2)])
 def test_long_distances_take_two_bytes_or_are_filled(distance, count, width):
-    """The first element changes and the one at `distance`: 256 elements lie apart at 255, one more than a byte says."""
+    """The elements 0 and `distance` change: distances up to 255 fit into one byte and up to 65,535 into two."""
     new = torch.zeros(80_000, dtype=torch.bfloat16)
     new[[0, distance]] = 1.0
     changes = take_changes(torch.zeros_like(new), new)

@@ -1,4 +1,5 @@
-"""Delta syncs through memory: the result is the rank's bit for bit, and whatever does not fit is refused."""
+"""Delta syncs through memory: the result equals the rank's weights bit for bit, and whatever does not fit is
+refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def after(delta: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def trained(tensors: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """Other tensors: some elements changed, most did not, and of "embedding.weight" all did."""
+    """Changes one element of some tensors, leaves the others, and replaces all of "embedding.weight"."""
     generator = torch.Generator().manual_seed(100 + seed)
     new = {name: tensor.clone() for name, tensor in tensors.items()}
     new["embedding.weight"] = torch.randn(7, 5, generator=generator)
@@ -47,7 +48,7 @@ class Sides:
     engine: HeldWeights = attrs.field(factory=HeldWeights)
     names_sent: list[str] = attrs.field(factory=list)
     spoil: Callable[[list[WeightBucket]], list[WeightBucket]] = list
-    """What becomes of the buckets between the two; their checksums are then those of what arrives."""
+    """Changes the buckets on their way; their checksums are recomputed afterwards."""
 
     def send(self, tensors: dict[str, Tensor], delta: dict[str, Any], rendezvous: Any) -> Manifest:
         sender = DeltaSender(Spoiling(MemoryTransport().sender(rendezvous, 0, 1), self), delta, self.rank)
@@ -86,7 +87,7 @@ def require_equal(arrived: dict[str, Tensor], tensors: dict[str, Tensor]) -> Non
 
 @pytest.fixture
 def sides() -> Sides:
-    """Both hold `sample_tensors` as `WHOLE`."""
+    """Both sides hold `sample_tensors` after a full sync."""
     sides = Sides()
     sides.sync(sample_tensors(), WHOLE)
     return sides
@@ -99,7 +100,7 @@ def test_changes_arrive_as_whole_weights_again_and_again(sides):
         sent, arrived, manifest = sides.sync(tensors, delta)
         require_equal(arrived, tensors)
         require_same(sent, manifest)
-        assert "embedding.weight" in sides.names_sent, "all of it changed, so it went whole"
+        assert "embedding.weight" in sides.names_sent, "all elements changed, so the tensor must be sent whole"
         assert {"first.weight", "second.weight", "second.weight/changes"}.isdisjoint(sides.names_sent)
         assert "first.weight/changes" in sides.names_sent
 
@@ -141,11 +142,11 @@ def test_what_a_rank_trains_on_does_not_change_what_it_holds(sides):
     require_equal(arrived, tensors)
 
 
-# --- what does not fit ----------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------------------------
 
 
 def require_healed(sides: Sides, tensors: dict[str, Tensor]) -> None:
-    """Nothing is a base any more, so changes are refused; a whole sync serves, and the changes after it."""
+    """Fails unless changes are refused for lack of a base, and a full sync and the changes after it work."""
     assert sides.engine.id is None
     assert not sides.engine.tensors
     with pytest.raises(WeightSyncError, match=r"holds none|holds \d"):
@@ -206,13 +207,13 @@ def without_the_last(buckets: list[WeightBucket]) -> list[WeightBucket]:
 
 
 def without_the_changes(buckets: list[WeightBucket]) -> list[WeightBucket]:
-    """The first tensor that was changed is not there; the table says that it is."""
+    """Removes the first changed tensor's changes, which the table still lists."""
     lacking = next(name for bucket in buckets for name in bucket.names if name.endswith("/changes"))
     return [bucket_of([pair for pair in unpack_bucket(b) if pair[0] != lacking]) for b in buckets]
 
 
 def with_a_flipped_bit(buckets: list[WeightBucket]) -> list[WeightBucket]:
-    """In the value of a change: no transport's checksum would notice, being made afterwards."""
+    """Flips a bit of a change's value before a transport computes its checksum, so the checksum cannot show it."""
     tensors = [dict(unpack_bucket(bucket)) for bucket in buckets]
     changes = next(tensor for of in tensors for name, tensor in of.items() if name.endswith("/changes"))
     changes[-1] ^= 1
@@ -241,7 +242,7 @@ def test_a_torn_delta_is_refused_and_healed_by_whole_weights(sides, spoil):
 
 
 def test_without_the_check_of_the_result_a_flipped_bit_is_loaded(sides, monkeypatch):
-    """The negative control of the test above: nothing else would notice."""
+    """Negative control of the test above: no other check notices the bit."""
     real = weight_deltas.tensor_record
     monkeypatch.setattr(weight_deltas, "_with_changes", unchecked(weight_deltas._with_changes))
     sides.spoil = with_a_flipped_bit

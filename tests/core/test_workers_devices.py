@@ -1,4 +1,4 @@
-"""Groups that share devices: who is on them when."""
+"""Groups that share devices: which group is on them when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.workers.rank import Abilities, Part
 
 
 class RecordedRanks:
-    """Says what was moved."""
+    """Ranks that record what is moved."""
 
     def __init__(self, name: str, events: list[str], *, can_offload: bool = True):
         self.name = name
@@ -34,7 +34,7 @@ class RecordedRanks:
 
 
 def tenants(**policy: Any) -> tuple[SharedDevices, Tenant, Tenant, list[str]]:
-    """Policy and reference, both with all they have on the devices."""
+    """Policy and reference, both with everything on the devices."""
     events: list[str] = []
     devices = SharedDevices()
     both = Tenant(RecordedRanks("policy", events), **policy), Tenant(RecordedRanks("reference", events))

@@ -1,4 +1,4 @@
-"""One rank on a thread of the controller's process, and what a group does before it calls a rank."""
+"""One rank on a thread of the controller's process, and what a worker group does before it calls a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 
 class RecordedWorker:
-    """Says the tokens as log-probs, or does what `fault` says."""
+    """Returns the tokens as log-probs, or fails as `fault` says."""
 
     def __init__(self, fault: str = ""):
         self.fault = fault
@@ -58,7 +58,7 @@ class RecordedWorker:
 
 @attrs.frozen
 class RecordedBackend:
-    """Gives out one worker."""
+    """A backend that always returns the same worker."""
 
     worker: RecordedWorker
     name: str = "recorded"
@@ -230,7 +230,7 @@ def test_several_ranks_without_ray_name_the_extra_that_brings_it():
 
 @pytest.mark.parametrize(("max_tokens", "num_shared", "num_apart"), [(192, 1, 8), (128, 2, 16)])
 async def test_a_budget_of_tokens_counts_what_the_samples_of_a_prompt_share_once(max_tokens, num_shared, num_apart):
-    """A prompt of 64 tokens has 16 answers of 8: together 192 tokens, or 16 times 72."""
+    """A prompt of 64 tokens has 16 answers of 8 tokens: 192 tokens together, or 16 × 72 separately."""
     sequences = [[*range(64), *range(100 * i, 100 * i + 8)] for i in range(1, 17)]
     batch, counts = Batch.from_sequences([{"tokens": tokens} for tokens in sequences]), []
     for shares in (True, False):

@@ -1,4 +1,4 @@
-"""Freed memory stays with a process that computes on a CPU, unless its user decides about the allocator."""
+"""A process that computes on a CPU keeps freed memory, unless the user configures the allocator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main():
     steps(5)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
-# As a rank in the controller's process computes.
+# In a thread, as a rank in the controller's process computes.
 thread = threading.Thread(target=main)
 thread.start()
 thread.join()
@@ -35,14 +35,14 @@ thread.join()
 
 
 def faults(*arguments: str, **environment: str) -> int:
-    """Page faults of five steps that each make and free 360 MiB."""
+    """Page faults of five steps, each of which allocates and frees 360 MiB."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment).stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the allocator of glibc")
 def test_what_is_freed_is_used_again_without_page_faults():
     given_back = faults()
-    assert given_back > 400_000, "without it every page of every step is new: 4 KiB of 1.8 GiB"
+    assert given_back > 400_000, "the control must fault on each 4 KiB page of 1.8 GiB"
     assert faults("keep") < given_back / 10
-    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > given_back / 2, "what the user sets counts"
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > given_back / 2, "the user's setting must win"

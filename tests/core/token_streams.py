@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Stream(NamedTuple):
-    """A mask over the tokens of some sequences, and a seed for whatever values a test lays on them."""
+    """A mask over the tokens of some sequences, and a seed for the values that a test generates."""
 
     lengths: list[int]
     mask_T: Tensor
@@ -32,7 +32,7 @@ class Stream(NamedTuple):
 
 @st.composite
 def streams(draw: st.DrawFn, *, max_sequences: int = 8, max_length: int = 90) -> Stream:
-    """Streams whose blocks of 64 begin and end anywhere; masks from empty to full, with gaps."""
+    """Streams whose boundaries fall anywhere relative to blocks of 64, with masks from empty to full."""
     lengths = draw(st.lists(st.integers(1, max_length), min_size=1, max_size=max_sequences))
     seed = draw(st.integers(0, 2**20))
     share = draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
@@ -43,6 +43,6 @@ def streams(draw: st.DrawFn, *, max_sequences: int = 8, max_length: int = 90) ->
 
 
 def reordered(stream: Stream, values_T: Tensor, order: list[int]) -> Tensor:
-    """Values of the stream with its sequences in another order."""
+    """The values of the stream after its sequences are reordered."""
     parts = values_T.split(stream.lengths)
     return torch.cat([parts[i] for i in order])

@@ -1,8 +1,8 @@
-"""An event loop whose clock jumps to the next timer when nothing is ready: hours of waiting pass in no time.
+"""An event loop whose clock jumps to the next timer when nothing is ready, so waiting takes no real time.
 
-What is awaited must be timers and other tasks: a socket, a process or a thread has no place in virtual time. So work
-for a thread (`asyncio.to_thread`) is done at once, and a loop in which everything waits for something that no timer and
-no task will bring raises `Deadlock`, where a real one would wait for ever.
+Tasks may only await timers and other tasks: virtual time cannot wait for a socket, a process or a thread. Work for a
+thread (`asyncio.to_thread`) is therefore done immediately. If no task is ready and no timer is set, the loop raises
+`Deadlock`, where a real loop would wait for ever.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Deadlock(AssertionError):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Starts at 0 s."""
+    """An event loop whose virtual time starts at 0 s."""
 
     def __init__(self, *, on_turn: Callable[[int], None] = lambda turn: None) -> None:
-        """`on_turn` is called before each turn of the loop, with its number: how tests reach the moments between."""
+        """`on_turn` is called with its number before each turn of the loop, so that tests can act at any turn."""
         self._now = 0.0
         super().__init__(_JumpingSelector(self._advance, on_turn))
 
@@ -43,8 +43,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Is asked once per turn, with the time until the next timer: 0 where something is ready, None where no timer
-    is set."""
+    """Gets one call per turn with the time until the next timer: 0 if something is ready, None if no timer is set."""
 
     def __init__(self, advance: Callable[[float], None], on_turn: Callable[[int], None]) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 def virtual_now() -> float:
-    """The virtual time; 0 before a loop runs."""
+    """The virtual time in seconds; 0 outside of a loop."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -72,6 +71,6 @@ def virtual_now() -> float:
 
 
 def run_virtually(work: Coroutine[Any, Any, _Result], *, on_turn: Callable[[int], None] = lambda turn: None) -> _Result:
-    """The result of `work`, in a loop of its own."""
+    """The result of `work`, run in a new virtual-time loop."""
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(on_turn=on_turn)) as runner:
         return runner.run(work)

@@ -1,4 +1,4 @@
-"""What is published, built once."""
+"""The distributions to be published, built once per session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.workspace.imports import ROOT
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheels and source distributions of all packages; with RL_DIST the one that it names."""
+    """A folder with the wheels and source distributions of all packages; if RL_DIST is set, the folder that it
+    names."""
     if "RL_DIST" in os.environ:
         return Path(os.environ["RL_DIST"])
     folder = tmp_path_factory.mktemp("dist")

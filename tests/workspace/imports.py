@@ -1,4 +1,4 @@
-"""What the source files import, read from their syntax: nothing is executed."""
+"""The imports in source files, read from the syntax trees without executing any code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Import:
     imported: str
     """Dotted name as written; for `from package import name` it is `package.name`, since that may be a module."""
     when: When
-    """On import of the module, when a function is called, or by type checkers only."""
+    """On import of the module, on a function call, or for type checkers only."""
     place: str
     """`file:line`, for messages."""
 
@@ -38,7 +38,7 @@ def source_root(package: str) -> Path:
 
 
 def imports_of(source: Path) -> list[Import]:
-    """Every import below a source root, also those inside functions."""
+    """Every import below a source root, including those inside functions."""
     return [found for path in sorted(source.rglob("*.py")) for found in _imports_of_file(path, source)]
 
 

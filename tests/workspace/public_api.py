@@ -1,10 +1,10 @@
-"""Lists every public name of the workspace, as `public_api.txt` keeps it. `make public-api` writes that file again.
+"""Lists every public name of the workspace for `public_api.txt`; `make public-api` regenerates that file.
 
-Public is what a user imports as `package` or `package.module`: the names in `__all__`, or without one those the module
-defines without a leading underscore. Modules further down are reached through their package's table of contents.
+Public is what a user imports as `package` or `package.module`: the names in `__all__`, or, for a module without it, the
+names it defines without a leading underscore. Deeper modules are reached through their package's table of contents.
 
-Of the modules in SIGNED, on which other packages are built, the listing also has what stands behind each name: fields
-with their defaults, the parameters of methods and functions, values.
+The modules in SIGNED are contracts that other packages build on. For their names the listing also has fields with
+defaults, parameters of methods and functions, and values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign 
 
 
 def public_modules(package: str) -> list[str]:
-    """The package and its direct modules, `_private` ones left out."""
+    """The package and its direct modules, without those that begin with an underscore."""
     source = source_root(package)
     paths = [*source.glob(f"{package}/*.py"), *source.glob(f"{package}/*/__init__.py")]
     names = {module_name(path, source) for path in paths}
@@ -47,7 +47,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def definitions(package: ModuleType) -> dict[str, Definition]:
-    """What the modules of a package define at their top level, by name."""
+    """Top-level definitions in the modules of a package, by name."""
     assert package.__file__ is not None
     found: dict[str, Definition] = {}
     for path in sorted(Path(package.__file__).parent.glob("*.py")):
@@ -61,7 +61,7 @@ def definitions(package: ModuleType) -> dict[str, Definition]:
 
 
 def signed(name: str, node: Definition) -> list[str]:
-    """A public name with what its users rely on, in lines."""
+    """The lines of a public name with everything that its users rely on."""
     match node:
         case ast.ClassDef(bases=bases):
             above = ", ".join(map(ast.unparse, bases))
@@ -75,7 +75,7 @@ def signed(name: str, node: Definition) -> list[str]:
 
 
 def member(node: ast.stmt) -> str | None:
-    """A field, property or method of a class; None for what is private, and for a suite's checks."""
+    """A field, property or method of a class; None for private ones and for a suite's checks."""
     match node:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
             is_public = name in ("__init__", "__call__") or not name.startswith(("_", "test_"))
@@ -87,14 +87,14 @@ def member(node: ast.stmt) -> str | None:
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """A function's name, parameters and result."""
+    """A function's name, parameters and return type."""
     asynchronous = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return f"{asynchronous}{node.name}({ast.unparse(node.args)}){returns}"
 
 
 def contents(module: ModuleType) -> list[str]:
-    """The public names of a module, and of one in SIGNED what stands behind them."""
+    """The public names of a module; for a module in SIGNED, with their signatures."""
     names = public_names(module)
     if module.__name__ not in SIGNED:
         return names
@@ -103,7 +103,7 @@ def contents(module: ModuleType) -> list[str]:
 
 
 def entry_points(package: str) -> list[str]:
-    """`group: name = value` of every plug-in, and the commands, that a package installs."""
+    """`group: name = value` for each plug-in and command that a package installs."""
     project = tomllib.loads((source_root(package).parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = {"command": project.get("scripts", {}), **project.get("entry-points", {})}
     return sorted(f"{group}: {name} = {value}" for group, entries in groups.items() for name, value in entries.items())

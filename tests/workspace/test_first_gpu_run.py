@@ -1,4 +1,4 @@
-"""docs/first_gpu_run.md shows commands that exist, and its benchmark refuses to measure without a GPU."""
+"""docs/first_gpu_run.md shows only existing commands, and its benchmark refuses to measure without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gpu.test_first_run import SAYS, activation
 
 
 def require_real(words: list[str]) -> None:
-    """Fails unless the repository has what the command names."""
+    """Fails unless everything that the command names exists in the repository."""
     command, *arguments = words
     if command.endswith("python"):
         script, *options = arguments

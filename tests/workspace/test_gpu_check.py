@@ -1,6 +1,8 @@
-"""`make gpu-check` finds what a GPU machine would stumble over. Here in the libraries that are installed: their CPU
-builds, whose sources are laid out as those of the wheels. Transformer Engine has none: a few lines stand for it, where
-its wheel has them."""
+"""`make gpu-check` finds names that are missing in the libraries of a GPU machine.
+
+The tests run it on the installed CPU builds, whose sources have the same layout as the GPU wheels. Transformer Engine
+has no CPU build, so a few lines at the paths of its wheel replace it.
+"""
 
 from __future__ import annotations
 
@@ -91,11 +93,11 @@ RENAMED = {
     ),
     "megatron.bridge.models.conversion.param_mapping": ("class AutoMapping", "class Auto", "has no AutoMapping"),
 }
-"""By module: what a release calls otherwise, how, and what is said of it."""
+"""Module → the old name, the new one that a release might use, and the expected message."""
 
 
 class Renamed(Wheels):
-    """Libraries after such a release."""
+    """The libraries after a release that renames the symbols of RENAMED."""
 
     def source_of(self, module: Module) -> str:
         old, new, _ = RENAMED.get(module.name, ("", "", ""))
@@ -106,7 +108,7 @@ class Renamed(Wheels):
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `--fetch` leaves it."""
+    """A folder of unpacked wheels, like the one that `--fetch` fills."""
     folder = tmp_path_factory.mktemp("wheels")
     for package in ("vllm", "megatron"):
         (folder / package).symlink_to(SITE / package)
@@ -138,14 +140,16 @@ def test_a_module_that_moved_is_found_by_its_name_in_quotes(unpacked: Path, tmp_
     )
     (problem,), num_checked = check(Wheels(unpacked), [file])
     assert problem.message == "there is no megatron.core.optimisers"
-    assert num_checked == 5, "three of them are attributes that tell classes"
+    assert num_checked == 5, "the two quoted names, and the three of TELLING_ATTRIBUTES"
 
 
 def test_a_repaired_fault_of_another_version_than_the_pinned_one_is_found(tmp_path: Path):
     fix = tmp_path / "fixes.py"
     fix.write_text('"""vllm 0.29.1 forgets something; Bridge 0.3.1 too."""')
     (problem,) = check_fixes([fix], {"vllm": "0.30.0", "megatron-bridge": "0.3.1"})
-    assert str(problem) == "fixes.py: a fault of vllm 0.29.1, and 0.30.0 is pinned"
+    assert str(problem) == (
+        "fixes.py: fixes a fault of vllm 0.29.1, but 0.30.0 is pinned; check that it still has the fault"
+    )
 
 
 def test_gpu_and_cpu_have_one_version_of_vllm():

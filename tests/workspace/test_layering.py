@@ -1,6 +1,6 @@
-"""Who may import whom: between the packages, between the layers of rl_core, and what stays unloaded.
+"""Allowed imports between the packages and between the layers of rl_core, and modules that must stay unloaded.
 
-Imports inside functions and for type checkers count like all others: a reader follows them too.
+Imports inside functions and for type checkers count too, because a reader follows them as well.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def listed_layers() -> tuple[str, ...]:
 
 
 LAYERS = listed_layers()
-"""Each imports only what stands before it."""
+"""Each layer imports only layers before it."""
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
-"""Rooms that are useful without the rest: of others' modules they import only this, and of rl_core only `GROUND`."""
+"""Layers that are useful without the rest: they import only this library, and of rl_core only `GROUND`."""
 GROUND = {"errors", "columns", "function_settings", "trajectory_rows"}
-"""They import no library."""
+"""Modules that import no library."""
 NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}
 CONTRACTS = "rl_core.interfaces"
-"""Its names are imported from the package, not from the module that defines them."""
+"""Other modules import its names from the package, not from the module that defines them."""
 BEHIND_AN_EXTRA = {
     "rl_core.workers.ray_rank": {"ray"},
     "rl_core.workers.ray_cluster": {"ray"},
@@ -58,7 +58,7 @@ BEHIND_AN_EXTRA = {
     "rl_core.testing": {"transformers"},
     "rl_core.rank_kit.scoring": {"transformers"},
 }
-"""The modules that an extra's package is imported in; nothing else of rl_core imports them when it is loaded."""
+"""The only modules that import the packages of an extra; the rest of rl_core does not load these modules on import."""
 WITHOUT_TORCH = (
     "rl_core",
     "rl_core.config",
@@ -82,7 +82,7 @@ def top(module: str) -> str:
 
 
 def layer(module: str) -> str:
-    """`layout` for rl_core.layout.packing; empty for rl_core itself."""
+    """The layer of a module: `layout` for rl_core.layout.packing; empty for rl_core itself."""
     return module.partition(".")[2].partition(".")[0]
 
 
@@ -125,7 +125,7 @@ def contract_violations(imports: list[Import]) -> list[str]:
 
 
 def extras_of(module: str) -> set[str]:
-    """What an rl_core module may import because it stands behind an extra."""
+    """The packages that a module of rl_core may import because an extra installs them."""
     found = [extras for prefix, extras in BEHIND_AN_EXTRA.items() if f"{module}.".startswith(f"{prefix}.")]
     return set().union(*found)
 
@@ -171,7 +171,8 @@ TYPING_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 
 
 def circles(package: str, imports: list[Import], modules: set[str]) -> list[list[str]]:
-    """Sets of modules of one package that import each other, directly or around, each with its imports."""
+    """Sets of modules of one package that import each other, directly or indirectly, with the imports that connect
+    them."""
     graph = networkx.DiGraph()
     for found in imports:
         imported = found.imported
@@ -286,7 +287,7 @@ def source_tree(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-# --- what is really loaded ------------------------------------------------------------------------------------------
+# --- modules loaded at run time -------------------------------------------------------------------------------------
 
 BLOCK = """
 import importlib.abc, sys
@@ -305,7 +306,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_python_with_only(modules: set[str], code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code where only the standard library and these top-level modules can be imported."""
+    """Runs code in a process that can import only the standard library and these top-level modules."""
     return run_python(f"ALLOWED = {modules | set(sys.stdlib_module_names)!r}\n{BLOCK}\n{code}\n")
 
 
@@ -334,7 +335,7 @@ def with_requirements(distributions: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("name", STANDS_ALONE)
 def test_layout_and_algorithms_work_where_nothing_else_is_installed(name):
-    every_name = f"from rl_core.{name} import *"  # the table of contents is lazy; this loads all it lists
+    every_name = f"from rl_core.{name} import *"  # the table of contents is lazy; `import *` loads everything it lists
     result = run_python_with_only({"rl_core"} | with_requirements(STANDS_ALONE[name]), every_name)
     assert result.returncode == 0, result.stderr
 
@@ -354,11 +355,12 @@ def test_the_check_for_torch_sees_torch():
     assert run_python("import sys, rl_core.batch\nassert 'torch' not in sys.modules\n").returncode != 0
 
 
-# --- what is declared -----------------------------------------------------------------------------------------------
+# --- declared dependencies ------------------------------------------------------------------------------------------
 
 
 def declared(package: str) -> set[str]:
-    """Distributions that a pyproject.toml names, extras included, with those of the workspace packages it needs."""
+    """Distributions that a package's pyproject.toml requires, including extras and those of required workspace
+    packages."""
     extras = project(package).get("optional-dependencies", {}).values()
     lines = itertools.chain(project(package)["dependencies"], *extras)
     names = {canonicalize_name(Requirement(line).name) for line in lines}
@@ -366,7 +368,8 @@ def declared(package: str) -> set[str]:
 
 
 def importable(package: str) -> set[str]:
-    """Top-level modules that a package may import; a distribution that is not installed here is taken by its name."""
+    """Top-level modules that a package may import; for a distribution that is not installed, its own name is
+    assumed."""
     modules = {*sys.stdlib_module_names, *PACKAGES}
     return modules.union(*(installed_modules().get(name, {name.replace("-", "_")}) for name in declared(package)))
 
@@ -375,16 +378,17 @@ def importable(package: str) -> set[str]:
 def test_every_third_party_import_is_a_declared_dependency(package):
     known = importable(package)
     undeclared = [str(found) for found in imports_of(source_root(package)) if top(found.imported) not in known]
-    assert not undeclared, "add to the dependencies or to an extra of its package:\n" + "\n".join(undeclared)
+    assert not undeclared, "add these to the dependencies or to an extra of the package:\n" + "\n".join(undeclared)
 
 
 def project(package: str) -> dict[str, Any]:
-    """What a pyproject.toml says of the package itself."""
+    """The `project` table of a package's pyproject.toml."""
     return tomllib.loads((source_root(package).parent / "pyproject.toml").read_text())["project"]
 
 
 def accepts_the_compatible(specifier: SpecifierSet, version: Version) -> bool:
-    """It takes this version and the later ones that promise the same contracts (0.1.x of 0.1.3), and no others."""
+    """Whether the range accepts this version and later ones with the same contracts (0.1.x for 0.1.3), and no
+    others."""
     compatible = [version, Version(f"{version.major}.{version.minor}.{version.micro + 7}")]
     others = [Version(f"{version.major}.{version.minor + 1}"), Version(f"{version.major + 1}.0"), Version("0.0.1")]
     return all(v in specifier for v in compatible) and not any(v in specifier for v in others)

@@ -1,5 +1,7 @@
-"""constraints.txt and the lock files agree with each other and with what the packages declare: `make constraints` was
-run after the last change. Nothing is resolved or fetched here."""
+"""constraints.txt and the lock files agree with each other and with the packages' declared dependencies.
+
+They disagree if `make constraints` was not run after the last change. Nothing is resolved or downloaded here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tools.locks import (
 )
 
 LOCKS = (CPU_LOCK, GPU_LOCK, KERNELS_LOCK)
-STALE = "stale: make constraints"
+STALE = "stale: run `make constraints`"
 
 
 def pins_of(name):
@@ -34,7 +36,7 @@ def without_hash(pins):
 
 
 def disagreements(pins, constraints):
-    """Packages that the two have in other versions."""
+    """Pins whose version differs from the constraint of the same package."""
     versions = {}
     for pin in constraints:
         versions.setdefault(pin.name, set()).add(pin.version)
@@ -45,7 +47,9 @@ def disagreements(pins, constraints):
 def test_a_lock_has_a_hash_in_every_line_and_the_versions_of_the_constraints(lock):
     assert without_hash(pins_of(lock)) == []
     assert disagreements(pins_of(lock), pins_of(CONSTRAINTS)) == [], STALE
-    assert not any("+" in pin.version for pin in pins_of(lock)), "a site's own wheel"
+    assert not any("+" in pin.version for pin in pins_of(lock)), (
+        "a local version label: the pin is a site's own wheel, not from the index"
+    )
 
 
 def test_every_constraint_is_in_a_lock():
@@ -57,7 +61,7 @@ def test_what_the_packages_declare_is_locked():
     assert len(cpu_requirements()) > 40
     assert unsatisfied(cpu_requirements(), pins_of(CPU_LOCK)) == [], STALE
     assert unsatisfied(gpu_requirements(), [*pins_of(GPU_LOCK), *pins_of(KERNELS_LOCK)]) == [], STALE
-    # Of rl-environments the Dockerfile names no extra, but rl-examples asks for these.
+    # The Dockerfile requests no extra of rl-environments, but rl-examples requires extras with these packages.
     assert {"bm25s", "math-verify"} <= {requirement.name for requirement in gpu_requirements()}
 
 
@@ -69,7 +73,7 @@ def test_the_kernels_stand_apart_and_bridge_is_locked_without_its_requirements()
 
 
 def not_locked(table, pins):
-    """Entries of a table of versions that are not those of the lock."""
+    """Names in a version table whose version is not in the lock."""
     locked = {(pin.name, pin.version) for pin in pins}
     return sorted(name for name, version in table.items() if (name, version) not in locked)
 

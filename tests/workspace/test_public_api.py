@@ -1,4 +1,4 @@
-"""A public name appears, changes or goes only on purpose."""
+"""Public names are added, changed or removed only on purpose."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_the_public_names_are_those_of_the_listing():
     )
     assert not difference, (
         f"{difference}\nIf this is meant, run `make public-api` and commit tests/workspace/public_api.txt; "
-        "a name that goes or changes its meaning also raises the version, and a contract that its plug-ins must follow "
-        "raises its own (docs/plugins.md, CONTRACTS)."
+        "removing a name or changing its meaning needs a new version; a change that plug-ins must follow needs a "
+        "new contract version (docs/plugins.md, CONTRACTS)."
     )
 
 
@@ -30,7 +30,7 @@ def test_every_name_in_a_table_of_contents_can_be_imported(package):
     for name in public_modules(package):
         module = importlib.import_module(name)
         for public_name in public_names(module):
-            assert hasattr(module, public_name), f"{name} promises {public_name!r} and does not have it"
+            assert hasattr(module, public_name), f"{name} lists {public_name!r} but does not define it"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -90,7 +90,7 @@ class Suite:
 
 
 def signatures(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> str:
-    """The lines of a made-up package's names."""
+    """The listing lines of a made-up package's names."""
     package = folder / "made_up_contract"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""`make release` finds what is wrong with a folder that is to be published."""
+"""`make release` finds the faults of a folder that is to be published."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.workspace.imports import ROOT
 from tools.locks import projects
 from tools.release import problems, problems_of, read_distribution
 
-pytestmark = pytest.mark.slow  # the folder is built
+pytestmark = pytest.mark.slow  # builds all distributions
 
 
 def files_of(name: str, dist: Path):
@@ -21,7 +21,7 @@ def files_of(name: str, dist: Path):
 
 
 def replaced(distribution, old: str, new: str):
-    """The metadata says something else."""
+    """A copy of the distribution with some text of its metadata replaced."""
     path = next(path for path in distribution.files if path.endswith(("METADATA", "PKG-INFO")))
     text = distribution.files[path].decode()
     assert old in text
@@ -47,12 +47,12 @@ def test_a_faulty_distribution_is_found(dist: Path, suffix: str):
         (problem,) = problems_of(name, project, distribution)
         return problem
 
-    assert said(without(whole, "py.typed")).endswith("rl_rollout/py.typed is not inside")
-    assert said(without(whole, "LICENSE")) == "the repository's LICENSE is not inside"
-    assert said(replaced(whole, "# rl-rollout\n", "# Else\n")) == "README.md is not its description"
+    assert said(without(whole, "py.typed")).endswith("rl_rollout/py.typed is missing")
+    assert said(without(whole, "LICENSE")) == "there is no copy of the repository's LICENSE"
+    assert said(replaced(whole, "# rl-rollout\n", "# Else\n")) == "the description in the metadata is not README.md"
     assert "metadata names rl-rollout 0.0.9" in said(replaced(whole, "Version: 0.1.0", "Version: 0.0.9"))
     other_core = replaced(whole, "Requires-Dist: rl-core<0.2", "Requires-Dist: rl-core<0.1")
-    assert "and 0.1.0 is released with it" in "".join(problems_of(name, project, other_core))
+    assert "but 0.1.0 is released with it" in "".join(problems_of(name, project, other_core))
 
 
 def test_a_faulty_folder_is_found(dist: Path, tmp_path: Path):
@@ -68,7 +68,7 @@ def test_a_faulty_folder_is_found(dist: Path, tmp_path: Path):
             is_metadata = path.endswith("METADATA")
             packed.writestr(path, data.replace(b"Metadata-Version:", b"Metadata-Sort:") if is_metadata else data)
     found = "\n".join(problems(folder))
-    assert "rl_fsdp-0.1.0.tar.gz: is not there" in found
+    assert "rl_fsdp-0.1.0.tar.gz is missing" in found
     assert "15 files, 14 expected" in found
     assert "twine check: " in found
 

@@ -1,4 +1,4 @@
-"""Promises the repository makes about itself, beyond its code."""
+"""Promises that the repository makes about its documents and files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|opt|mnt)/[\w.]"
 
 
 def git_files(*patterns: str) -> list[str]:
-    """Tracked files, and new ones that git does not ignore."""
+    """Tracked files, and new files that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [name for name in names if (ROOT / name).is_file()]
@@ -25,7 +25,7 @@ def text_of(name: str) -> str:
 
 
 def foreign_places(text: str) -> list[str]:
-    """Lines that would work, or make sense, on one machine only."""
+    """Lines with a path or an index address that makes sense on one machine only."""
     return [line for line in text.splitlines() if INDEX_HOST.search(line) or MACHINE_PATH.search(line)]
 
 
@@ -89,7 +89,7 @@ def test_the_examples_of_rl_core_run():
 
 
 def test_hints_say_where_packages_of_the_project_are_installed_from():
-    """They are on no index: from a clone, or from a folder of wheels."""
+    """The packages are on no index, so hints install them from a clone or from a folder of wheels."""
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "packages").rglob("*.md")]
     files += (ROOT / "packages").rglob("src/**/*.py")
     lines = [line for file in files if file.name != "releasing.md" for line in file.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The Slurm script, run with programs that write down how they were called in place of Slurm, Ray and `rl`."""
+"""The Slurm script, run with stand-ins for Slurm, Ray and `rl` that record their calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.workspace.imports import ROOT
 SCRIPT = ROOT / "tools" / "slurm" / "train.sh"
 PROGRAMS = {
     "scontrol": "printf 'node1\\nnode2\\n'",
-    # Runs the step here, as one task.
+    # Runs the step on this machine, as one task.
     "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
     "hostname": "echo 10.0.0.1 10.0.0.2",
     "ray": "exec sleep 60",
-    # Asks how many nodes the cluster has: those that Ray has been started on.
+    # Stands in for the query of the cluster's size: the number of nodes on which Ray was started.
     "python": 'echo "${NODES_THAT_JOIN:-$(grep -c "^ray start" "$CALLS")}"',
     "rl": 'if [[ "$*" == *trainer.slow=1* && "$*" != *--dry-run* ]]; then trap "echo saved >> $CALLS; exit 130" TERM; '
     'kill -TERM "$PPID"; while true; do sleep 0.1; done; fi; [[ "$*" != *trainer.wrong=1* ]]',
@@ -27,7 +27,7 @@ PROGRAMS = {
 
 @pytest.fixture
 def job(tmp_path: Path):
-    """Runs the script as a job of two nodes; its exit code, what was called, and its errors."""
+    """Runs the script as a job of two nodes; returns its exit code, the recorded calls, and stderr."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, body in PROGRAMS.items():

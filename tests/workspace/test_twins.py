@@ -1,4 +1,4 @@
-"""What two packages both need stands in one place: no function of one has the body of a function of another."""
+"""Code that two packages need exists only once: no function has the same body as a function of another package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.workspace.imports import PACKAGES, source_root
 
 
 def bodies(source: Path) -> Iterator[tuple[str, str]]:
-    """Syntax tree and place of each function below a source root that has two statements or more, docstring aside.
+    """Yields syntax tree and location of each function with at least two statements besides its docstring.
 
     A package's lazy table of contents (`__getattr__`) is left out: it cannot be shared.
     """
@@ -27,7 +27,7 @@ def bodies(source: Path) -> Iterator[tuple[str, str]]:
 
 
 def twins(sources: dict[str, Path]) -> list[list[str]]:
-    """Places of equal functions that stand in more than one package."""
+    """Locations of equal functions that occur in more than one package."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for package, source in sources.items():
         for tree, place in bodies(source):

@@ -1,11 +1,11 @@
-"""Each package as a user gets it: its wheel, installed into an empty environment, with what it declares.
+"""Each package as a user gets it: its wheel, installed into an empty environment together with its declared
+dependencies.
 
-uv installs in `make test`, plain pip, which takes minutes to unpack torch anew each time, in `make soak`. `make
-release` runs this with the folder that is to be published (RL_DIST).
-
-The workspace's overrides and editable installs do not reach these environments. Other packages come from the index, or
-from where pip is told to look (PIP_FIND_LINKS). A package joins an environment that already has another only where it
-needs that other itself, so nothing is there that it does not declare.
+`make test` installs with uv, `make soak` with plain pip, which takes minutes because it unpacks torch each time. `make
+release` runs these tests with the folder that is to be published (RL_DIST). The workspace's overrides and editable
+installs do not apply in these environments. Other packages come from the index, or from where pip is told to look
+(PIP_FIND_LINKS). A package is added to an environment with another one only if it requires that one itself, so the
+environment has no package that it does not declare.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ for name in names:
 
 @attrs.frozen
 class Environment:
-    """An environment of its own, outside the repository."""
+    """A virtual environment outside of the repository."""
 
     folder: Path
     wheels: Path
@@ -63,21 +63,21 @@ class Environment:
         self._pip("check")
 
     def run(self, command: str, *args: str, fails: bool = False) -> str:
-        """Output of a command of this environment; fails the test with the command's output if it fails, or if it
-        ought to fail and does not."""
+        """Runs a command of this environment and returns its output; the exit code must be 0, or 1 if `fails`."""
         foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         return run([self.folder / "bin" / command, *args], self.folder, without=foreign, code=int(fails))
 
     def install_as_told(self, arguments: str) -> None:
-        """What a message says after `pip install`. It may leave contradictions that `pip check` would report."""
+        """Installs the arguments of a printed `pip install` hint, without `pip check`, whose complaints are allowed
+        here."""
         self._pip("install", "--quiet", *arguments.split())
 
     def import_all(self, *packages: str, left_out: str = BEHIND_EXTRAS) -> None:
-        """Imports every module of `packages`, but those that stand behind an extra."""
+        """Imports every module of `packages` except those that need an extra."""
         self.run("python", "-c", IMPORT_ALL, left_out, *packages)
 
     def distributions(self) -> set[str]:
-        """Names of what is installed."""
+        """Names of the installed distributions."""
         return {distribution["name"] for distribution in json.loads(self._pip("list", "--format=json"))}
 
     def _pip(self, command: str, *arguments: str) -> str:
@@ -96,7 +96,7 @@ def run(command: list[str | Path], folder: Path, without: tuple[str, ...] = (), 
 
 @pytest.fixture(params=["uv", pytest.param("pip", marks=pytest.mark.soak)])
 def environment(request: pytest.FixtureRequest, tmp_path: Path, dist: Path) -> Iterator[Environment]:
-    """A new environment; removed after the test, since it holds a torch."""
+    """A new environment, removed after the test because it contains a copy of torch."""
     folder = tmp_path / "environment"
     run([sys.executable, "-m", "venv", "--without-pip", folder], tmp_path)
     yield Environment(folder, dist, request.param)
@@ -113,7 +113,7 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
 
     environment.install("rl-fsdp", "rl-deepspeed", "rl-megatron")
     environment.import_all("rl_fsdp", "rl_deepspeed")
-    # Its workers need the extra `bridge`, which pip installs by itself alone: README.md.
+    # rl-megatron's workers need the extra `bridge`, which pip has to install in a separate call: README.md.
     environment.run("python", "-c", "import rl_megatron.backend, rl_megatron.options, rl_megatron.checks.refusals")
     assert not environment.distributions() & {"rl-rollout", "rl-examples"}
     listed = environment.run("rl", "plugins")
@@ -124,7 +124,7 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     environment.install("rl-core[testing]")
     environment.import_all("rl_core", left_out=ON_RAY)
 
-    # The doctor knows what Megatron lacks, and Megatron needs no more than that.
+    # The doctor reports what Megatron lacks, and after that installation Megatron works.
     missing = environment.run("rl", "doctor", fails=True)
     (command,) = re.findall(r"^MISSING +megatron-bridge +pip install (.*?)(?:  |$)", missing, flags=re.MULTILINE)
     environment.install_as_told(command)
@@ -144,6 +144,6 @@ def test_rl_rollout_stands_alone_and_rl_examples_brings_all_its_recipes_need(env
     environment.import_all("rl_environments")
     environment.install("rl-examples")
     environment.import_all("rl_examples")
-    # What recipes import in other processes, or only when they run.
+    # Distributions that recipes import in other processes, or only when they run.
     assert {"bm25s", "math-verify"} <= environment.distributions()
     assert "trainer" in environment.run("rl", "config", "quickstart")

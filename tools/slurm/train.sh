@@ -11,12 +11,12 @@
 
 # One Ray cluster over the job's nodes, and one training run on it:
 #   sbatch tools/slurm/train.sh gsm8k trainer.run_dir=/shared/runs/gsm8k trainer.policy.model.path=/shared/models/m
-# What follows the script's name is what `rl train` is given. RL_DRY_RUN=1 checks it on the first node and starts nothing.
-# docs/slurm.md explains it.
+# The script's arguments are passed to `rl train`. RL_DRY_RUN=1 checks them on the first node and starts nothing.
+# docs/slurm.md explains the details.
 set -euo pipefail
 
 (($# > 0)) || { echo "usage: sbatch $0 RECIPE [KEY=VALUE]..." >&2; exit 2; }
-# The environment that `rl` is installed in, the same path on every node.
+# The environment in which `rl` is installed, at the same path on every node.
 if [[ -n "${RL_VENV:-}" ]]; then
   # shellcheck disable=SC1091
   source "$RL_VENV/bin/activate"
@@ -33,7 +33,7 @@ if ((nodes > 1)); then keys+=("generator.inference_engine.weight_sync_backend=br
 recipe="$1"
 shift
 
-# Mistakes are found before a cluster is started. Own keys come last and count.
+# A dry run finds mistakes before a cluster starts. The caller's keys come last, so they win.
 rl train "$recipe" "${keys[@]}" "$@" --dry-run
 if [[ "${RL_DRY_RUN:-0}" != 0 ]]; then exit 0; fi
 
@@ -41,7 +41,7 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head="${hosts[0]}"
 address="$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')"
 
-# Each `ray start --block` is a job step of its own, which ends with the job.
+# Each `ray start --block` is a separate job step that ends with the job.
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
   ray start --head --node-ip-address="$address" --port="$port" --num-gpus="$gpus" --block &
 steps=("$!")
@@ -55,7 +55,7 @@ if ((nodes > 1)); then
 fi
 
 export RAY_ADDRESS="$address:$port"
-# Waits for all nodes, for as long as a slow one may take.
+# Waits until all nodes have joined Ray, for RL_NODES_WAIT_S seconds at most.
 for ((waited = 0; waited < ${RL_NODES_WAIT_S:-300}; waited += 5)); do
   alive="$(python -c 'import ray; ray.init(log_to_driver=False); print(sum(n["Alive"] for n in ray.nodes()))' \
     2>/dev/null | tail -n 1 || true)"
@@ -67,14 +67,14 @@ if [[ "${alive:-0}" != "$nodes" ]]; then
   exit 1
 fi
 
-# The signal that Slurm sends before the job's end, or before it is requeued, goes to the run, which saves and ends; the
-# requeued job goes on from there.
+# Slurm sends a signal before the job ends or is requeued. It is passed on to the run, which saves and ends. The
+# requeued job resumes from there.
 rl train "$recipe" "${keys[@]}" "$@" &
 run="$!"
 trap 'kill -TERM "$run" 2>/dev/null || true' TERM
 status=0
 wait "$run" || status="$?"
-# A trapped signal ends the first wait before the run has ended.
+# A trapped signal interrupts the first `wait` while the run is still saving.
 while kill -0 "$run" 2>/dev/null; do
   status=0
   wait "$run" || status="$?"
