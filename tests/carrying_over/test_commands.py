@@ -1,4 +1,6 @@
-"""Commands that users bring resolve as they stand, in the dry run and as a plan, or say why not."""
+"""Commands that users copy from another trainer load in the dry run and in the plan, or fail with an error that says
+why.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, and models without weights."""
+    """A folder with data and with models that have no weights."""
     root = tmp_path_factory.mktemp("carried")
     for split in ("train", "validation"):
         write_tiny_data(root / f"{split}.parquet", split=split)
@@ -95,14 +97,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(texts: tuple[str, ...], folder: Path, model: str) -> list[str]:
-    """As a shell would hand them over. Eight rows are few: they are gone through as often as the batch needs."""
+    """The command's words as a shell would split them. Two steps: with eight rows, a batch repeats rows."""
     text = " ".join(texts).replace("$DATA", shlex.quote(str(folder)))
     return [*shlex.split(text.replace("$MODEL", str(folder / model))), "trainer.max_training_steps=2"]
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """Warnings of the configuration, as they come, in a folder in which nothing may be made."""
+    """The configuration's warnings, in order. Fails if the test writes into the working directory."""
     monkeypatch.chdir(tmp_path)
     texts: list[str] = []
     with warnings.catch_warnings():
@@ -113,7 +115,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
 
 
 def require_dry_run_and_plan(recipe: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What both print."""
+    """What the dry run and the plan print together."""
     loaded = configuration.load(recipe, words)
     assert describe(loaded) == 0
     show_plan(loaded)
@@ -158,7 +160,7 @@ def test_the_page_says_which_recipe_a_script_is():
 
 
 def test_every_fragment_says_what_becomes_of_what_it_drops():
-    """What has no meaning here any more is in a test with its reason, not silently gone."""
+    """A key without a meaning here must be in a test that checks its warning; it must not vanish silently."""
     dropped = {"generator.batched=true", "generator.async_engine=true", "trainer.flash_attn=false"}
     given = {key for fragment in FRAGMENTS for key in (*fragment.base, *fragment.keys)}
     assert dropped <= given

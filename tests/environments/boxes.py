@@ -1,4 +1,4 @@
-"""What the tests of the sandbox share: the mechanisms that this machine has, and a look at its processes."""
+"""Shared by the tests of the sandbox: the mechanisms this machine has, and ways to run programs and find processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rl_environments.sandbox import Limits, Outcome, Sandbox, Test, shared_sandb
 
 MECHANISMS = ("bubblewrap", "landlock")
 LIMITS = Limits(cpu_s=10, wall_s=60.0)
-"""No test of something else fails by them on a busy machine."""
+"""Large enough that tests of something else do not reach them on a busy machine."""
 SLOTS = 8
 DEADLINE_S = 60.0
 
 
 async def sandbox_by(mechanism: Any) -> Sandbox:
-    """A sandbox by one mechanism; the test is skipped where this machine has it not."""
+    """A sandbox by one mechanism; skips the test where this machine does not have the mechanism."""
     try:
         return await shared_sandbox(mechanism, slots=SLOTS)
     except ConfigError as error:
@@ -28,7 +28,7 @@ async def sandbox_by(mechanism: Any) -> Sandbox:
 
 
 async def sandbox_without_mounts(directory: Path) -> Sandbox:
-    """Landlock as in most containers: root, without the right to mount, so without a directory to write in."""
+    """A Landlock sandbox as in most containers: root without the right to mount, so without a writable directory."""
     sandbox = await sandbox_by("landlock")
     python = directory / "python"
     rights = "-sys_admin,-sys_ptrace"
@@ -38,20 +38,20 @@ async def sandbox_without_mounts(directory: Path) -> Sandbox:
 
 
 async def outcome_of(sandbox: Sandbox, program: str, *, limits: Limits = LIMITS, **test: Any) -> Outcome:
-    """One test of a program."""
+    """The outcome of one test of a program."""
     (outcome,) = await sandbox.run(program, [Test(**test)], limits=limits)
     return outcome
 
 
 async def answer_of(sandbox: Sandbox, program: str, *arguments: Any, limits: Limits = LIMITS) -> Any:
-    """What the program's function `attack` returns; the test fails where it does not."""
+    """What the program's function `attack` returns; fails the test if the function does not return."""
     outcome = await outcome_of(sandbox, program, limits=limits, function="attack", arguments=arguments)
     assert outcome.is_complete, outcome
     return outcome.value
 
 
 def processes_named(marker: str) -> list[int]:
-    """The machine's processes that have a word in their command line."""
+    """The ids of all processes on this machine whose command line contains `marker`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -64,7 +64,7 @@ def processes_named(marker: str) -> list[int]:
 
 
 def wait_until_gone(marker: str) -> None:
-    """Fails where processes with this word are still there at the deadline."""
+    """Waits until no process has `marker` in its command line; fails at the deadline."""
     deadline = time.monotonic() + DEADLINE_S
     while left := processes_named(marker):
         assert time.monotonic() < deadline, f"still there after {DEADLINE_S:g} s: {left}"

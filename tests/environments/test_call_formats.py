@@ -31,7 +31,7 @@ def calls(name: str, **arguments: Any) -> list[Call]:
     [
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', calls("f", a=1)),
         ('So:\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n', calls("f")),
-        # What ends a call may stand in a text of it.
+        # The marker that ends a call may occur in a string argument.
         (
             '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
             calls("f", a="</tool_call>"),
@@ -145,7 +145,7 @@ TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
 
 def example_of(template: str) -> str | None:
-    tokenizer = copy.copy(tokenizer_of("tool_chatml"))  # whose words do not matter here
+    tokenizer = copy.copy(tokenizer_of("tool_chatml"))  # any tokenizer will do: only the template matters
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     return TurnTokens(TokenCodec(tokenizer, chat_template_kwargs={})).example_call
 
