@@ -65,11 +65,11 @@ class Fragment:
     keys: tuple[str, ...]
     base: tuple[str, ...] = BASE
     model: str = "dense"
-    """Of the models that the test makes."""
+    """Which of the test's models `$MODEL` stands for."""
     says: tuple[str, ...] = ()
-    """Parts of warnings."""
+    """Parts of the warnings that the command must give."""
     refused: str | None = None
-    """Why it cannot run, a part of the error; None: it resolves."""
+    """A part of the error that refuses the command; None: the command loads."""
 
 
 FRAGMENTS = (
@@ -258,18 +258,18 @@ class Script:
     """A launch script of SkyRL and the recipe that replaces it. docs/coming_from.md has a table row for each."""
 
     name: str
-    """Where it lies there, or what it trains."""
+    """The script's path in SkyRL, or what it trains."""
     recipe: str
     keys: tuple[str, ...] = ()
-    """What stands behind the recipe's name."""
+    """What follows the recipe's name on the command line."""
     appended: tuple[str, ...] = ()
-    """What users of the script put behind it."""
+    """Keys that users of the script append to it."""
     says: tuple[str, ...] = ()
-    """Parts of warnings."""
+    """Parts of the warnings that the command must give."""
     rows: str = "train.parquet"
-    """The file it reads."""
+    """The file of rows that the command reads."""
     plan: str = ""
-    """A part of the policy's line in its plan."""
+    """A part of the policy's line in the printed plan."""
 
     @property
     def command(self) -> str:

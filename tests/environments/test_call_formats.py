@@ -141,7 +141,7 @@ def test_no_text_makes_a_reader_raise(text: str):
 
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-"""Those of real model families, as TRL carries them."""
+"""Chat templates of real model families, which TRL ships."""
 
 
 def example_of(template: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What the documentation shows runs as it stands there."""
+"""The code in the documentation runs as printed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(scope="module")
 def shown() -> dict[str, Any]:
-    """The names that the Python blocks of docs/plugins.md define, run one after the other."""
+    """The names that the Python blocks of docs/plugins.md define when they run one after the other."""
     names: dict[str, Any] = {"__name__": "shown"}
     for block in re.findall(r"```python\n(.*?)```", (DOCS / "plugins.md").read_text(), flags=re.DOTALL):
         exec(compile(block, "docs/plugins.md", "exec"), names)
@@ -49,7 +49,7 @@ def test_the_environment_passes_its_suite(shown: dict[str, Any]):
     checks = [name for name in dir(suite) if name.startswith("test_")]
     assert len(checks) >= 5
     for check in checks:
-        # A check of an ability that it has not skips itself.
+        # A check of an ability that the environment lacks skips itself.
         with contextlib.suppress(pytest.skip.Exception):
             getattr(suite, check)()
 

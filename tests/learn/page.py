@@ -1,4 +1,4 @@
-"""docs/learning.md and its picture, made from docs/learning.jsonl: `python -m tests.learn.page`."""
+"""Makes docs/learning.md and its picture from docs/learning.jsonl: `python -m tests.learn.page`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ bound 1.
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """What one case reached."""
+    """The result of one case."""
 
     case: str
     says: str
@@ -68,9 +68,9 @@ class Result:
     steps: int
     rl_seconds: float
     measured: str
-    """Date and machine."""
+    """Date and machine of the run."""
     curve: tuple[tuple[int, float], ...]
-    """Step, held-out accuracy."""
+    """Pairs of a step and the held-out accuracy after it."""
     recipe: str = "quickstart"
 
     @classmethod
@@ -84,7 +84,7 @@ class Result:
         *,
         recipe: str = "quickstart",
     ) -> Self:
-        """From a run's `summary.json` and its evaluations."""
+        """Made from a run's `summary.json` and its evaluations."""
         kept = ("accuracy_before", "accuracy_after", "steps", "rl_seconds")
         measured = f"{date.today().isoformat()}, {platform.machine()}"
         return cls(
@@ -99,7 +99,7 @@ class Result:
 
 
 def record(result: Result) -> None:
-    """Puts a case's row in the place of its earlier one and makes the page again."""
+    """Replaces the case's row in docs/learning.jsonl, or appends it, and makes the page again."""
     results = {each.case: each for each in read_results()} | {result.case: result}
     lines = (json.dumps(attrs.asdict(each)) for each in results.values())
     (DOCS / "learning.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -114,7 +114,7 @@ def read_results() -> list[Result]:
 
 
 def write_page() -> None:
-    """The page and its picture."""
+    """Writes the page and its picture."""
     results = read_results()
     rows = [
         f"| `{r.case}` | {r.says} | {r.accuracy_before:.3f} | {r.accuracy_after:.3f} | {r.steps} "
@@ -132,7 +132,7 @@ def write_page() -> None:
 
 
 def _by_depth_and_bound(results: Sequence[Result]) -> str:
-    """Of the cases `depth_D_bound_K_seedS`: what they reached, a row per depth and a column per bound."""
+    """The accuracies of the cases `depth_D_bound_K_seedS`, as a table with a row per depth and a column per bound."""
     found: dict[tuple[int, int], list[str]] = {}
     for result in results:
         if cell := re.fullmatch(r"depth_(\d+)_bound_(\d+)_seed(\d+)", result.case):
@@ -153,7 +153,7 @@ def _quoted(override: str) -> str:
 
 
 def _draw(results: Sequence[Result], path: Path) -> None:
-    """A panel per case, all on one scale."""
+    """Draws a panel per case, all with the same y-axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -169,7 +169,7 @@ def _draw(results: Sequence[Result], path: Path) -> None:
         axes.tick_params(labelsize="x-small")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
-    for axes in panels:  # those that no case was left for
+    for axes in panels:  # panels without a case
         axes.set_axis_off()
     figure.supxlabel("step", fontsize="small")
     figure.supylabel("held-out accuracy or reward", fontsize="small")
