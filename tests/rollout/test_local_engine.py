@@ -1,4 +1,4 @@
-"""The local engine's own promises: padding, caches, rows, weights, failures, and which models it serves."""
+"""Properties of the local engine alone: padding, caches, rows, weights, failures, and which models it serves."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_prompts_of_all_lengths_side_by_side_have_the_logprobs_of_a_plain_forwar
     scheduler.submit(samples)
     ended = finish(scheduler)
     assert sorted(sample.index for sample, _ in ended) == list(range(20))
-    # float32 rounding over two layers, seen 1e-6.
+    # float32 rounding over two layers; measured 1e-6.
     assert largest_difference(model, ended) < 1e-5
 
 
 def test_a_wrong_position_or_mask_would_be_seen(model, monkeypatch):
-    """Negative control of the test above: without the padding's mask the log-probs are far off."""
+    """Negative control of the test above: if padding is not masked, the log-probs differ much."""
     forward = Rows._forward
 
     def without_padding(self, inputs_BQ, pad_B, past):
@@ -134,12 +134,12 @@ def test_a_prompt_that_samples_share_is_computed_once_and_no_more_rows_run_than_
     scheduler = Scheduler(model, max_num_seqs=8)
     scheduler.submit([sample_of((1, 2, 3), SamplingParams(max_tokens=3), index=i, seed=i) for i in range(16)])
     assert len(finish(scheduler)) == 16
-    # Two waves: one prefill of one row each, then decoding of all rows.
+    # Two waves, each with one prefill of a single row and then decoding of all 8 rows.
     assert shapes == [(1, 3), (8, 1), (8, 1)] * 2
 
 
 def test_a_cache_that_is_not_recomputed_after_an_update_would_be_seen(model, monkeypatch):
-    """Also the negative control of recomputing: both log-prob differences are measured the same way."""
+    """Compares recomputed and stale caches in the same way, so it is also the negative control of recomputing."""
     differences = {}
     for name in ("recomputed", "stale"):
         if name == "stale":
@@ -281,7 +281,7 @@ async def test_the_event_loop_goes_on_while_the_engine_computes(model):
     while not task.done():
         await asyncio.sleep(0.005)
         beats += 1
-    # Eight forwards of 50 ms: a blocked loop would beat about once in each.
+    # Eight forward passes of 50 ms: if they blocked the event loop, it would run about once during each.
     assert beats > 20
     await engine.close()
 
@@ -370,7 +370,7 @@ async def test_the_plugin_serves_the_policy_in_the_configured_dtype(checkpoint, 
     (completion,) = await client.generate(request_of("x"))
     reference = load_checkpoint(checkpoint)
     difference = largest_difference(reference, [(sample_of((1, 2, 3)), completion)])
-    # bfloat16 has 8 bits: log-probs of two layers differ in the third digit, seen 0.02; equal ones would prove float32.
+    # bfloat16 has 8 bits of precision, so log-probs over two layers differ by about 0.02; equal ones would be float32.
     assert difference < 1e-5 if dtype == "float32" else 1e-4 < difference < 0.2
     assert (await client.health()).version == -1
     await client.close()

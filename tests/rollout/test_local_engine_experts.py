@@ -1,4 +1,4 @@
-"""The local engine on Mixture-of-Experts models: their weights, and the routes it returns."""
+"""The local engine with Mixture-of-Experts models: their weights, and the routes that it returns."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ def staged(tensors: dict[str, torch.Tensor], version: int = 1) -> StagedWeights:
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The parameters as a checkpoint names them; a router's bias is a buffer, which no optimizer moves."""
+    """The parameters by their names in a checkpoint, without router biases: those are buffers, which no optimizer
+    changes.
+    """
     return {n: t for n, t in load_file(checkpoint / "model.safetensors").items() if "correction_bias" not in n}
 
 
 @torch.no_grad()
 def router_choices(model: Any, tokens: tuple[int, ...]) -> dict[int, np.ndarray]:
-    """Layer → the experts that the model's own router returns for each token, best first or in any order."""
+    """Layer → [tokens, k] experts that the model's own router chooses for each token. Their order depends on the
+    family.
+    """
     seen: dict[int, np.ndarray] = {}
     handles = [
         router.register_forward_hook(lambda _, args, output, layer=layer: seen.update({layer: output[2].numpy()}))
@@ -71,7 +75,7 @@ def test_routes_are_the_routers_choices_for_every_input_token(family: str, field
 
 
 def test_routes_follow_the_weights_that_the_rest_is_sampled_with(tmp_path: Path):
-    """An update recomputes the cache; the routes are those of the cache that later tokens saw."""
+    """An update recomputes the cache, so the routes must be those of the new weights, which later tokens depend on."""
     model = load_checkpoint(make_checkpoint(tmp_path / "a", family="qwen3_moe"))
     other = make_checkpoint(tmp_path / "b", family="qwen3_moe", seed=1)
     scheduler = Scheduler(model, max_num_seqs=4, choices=ExpertChoices.of(model, where="test"))
