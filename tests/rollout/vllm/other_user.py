@@ -1,5 +1,6 @@
-"""What a user of the machine finds who knows where a server listens and no token. Started by root, whose rights it
-gives up first; with the standard library alone, which it must have imported by then."""
+"""Tries what another user of the machine could, who knows a server's address but no token. Root starts it, and it gives
+up root's rights first. It may use only the standard library, imported before it gives up those rights.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def outcome_of_reading(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    "localhost".encode("idna")  # the codec's module, which the first request would import
+    "localhost".encode("idna")  # imports the codec's module, which the first request would import too late
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
