@@ -15,7 +15,7 @@ BASE = (
     "data.val_data=\"['$DATA/validation.parquet']\"",
     'trainer.policy.model.path="$MODEL"',
 )
-"""The shortest command; its recipe brings the rest."""
+"""The shortest command; the recipe sets all other keys."""
 
 SCRIPT = (
     *BASE,
@@ -54,7 +54,7 @@ SCRIPT = (
     "trainer.resume_mode=null",
     'trainer.ckpt_path="$DATA/ckpts"',
 )
-"""The same as a script writes it out."""
+"""A whole launch script: the keys of BASE and those that such scripts also set."""
 
 
 @attrs.frozen(kw_only=True)

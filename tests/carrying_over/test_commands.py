@@ -74,7 +74,9 @@ FIELDS = {
         "topk_method": "noaux_tc",
     },
 }
-"""Fields of config.json, in small: unequal stages and latent attention as a model of 27 layers has them."""
+"""Small values of config.json for models with experts. The second has latent attention, and 27 layers that do not
+divide evenly into pipeline stages.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(texts: tuple[str, ...], folder: Path, model: str) -> list[str]:
-    """The command's words as a shell would split them. Two steps: with eight rows, a batch repeats rows."""
+    """The command's words as a shell would split them, with two training steps: eight rows do not fill a batch."""
     text = " ".join(texts).replace("$DATA", shlex.quote(str(folder)))
     return [*shlex.split(text.replace("$MODEL", str(folder / model))), "trainer.max_training_steps=2"]
 

@@ -1,4 +1,4 @@
-"""The table of docs/coming_from.md says of another trainer's keys what the configuration does with them."""
+"""The table in docs/coming_from.md agrees with what the configuration does with other trainers' keys."""
 
 from __future__ import annotations
 

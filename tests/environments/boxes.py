@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 
 async def sandbox_by(mechanism: Any) -> Sandbox:
-    """A sandbox by one mechanism; skips the test where this machine does not have the mechanism."""
+    """A sandbox that uses `mechanism`; skips the test if this machine cannot provide it."""
     try:
         return await shared_sandbox(mechanism, slots=SLOTS)
     except ConfigError as error:

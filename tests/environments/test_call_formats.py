@@ -1,4 +1,4 @@
-"""Calls in a policy's text, and which of the formats a chat template writes."""
+"""Reading calls in a policy's text, and finding the call format of a chat template."""
 
 from __future__ import annotations
 

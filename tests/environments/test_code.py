@@ -88,7 +88,7 @@ async def test_what_is_printed_before_an_error_does_not_pass():
 
 
 async def test_programs_cannot_read_the_answers_or_the_environment(monkeypatch):
-    """The expected output is nowhere in the sandbox: not in a file, an environment variable, or the process's memory."""
+    """The sandbox does not contain the expected output: not in a file, a variable, or the process's memory."""
     monkeypatch.setenv("SECRET_ANSWER", "swordfish")
     program = """
 import gc, os, sys

@@ -29,7 +29,7 @@ NUM_GROUPS, NUM_SAMPLES = 50, 4
 
 
 class ReadsCallsEverywhere:
-    """Reads calls into any text, chosen by the text's checksum: a random model writes no real calls."""
+    """Derives calls from the checksum of any text, because a random model writes no real calls."""
 
     name = "anything"
 

@@ -112,7 +112,7 @@ print("main")
 
 async def test_a_program_may_use_files_processes_and_the_standard_library(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     program = """
 import asyncio, multiprocessing, subprocess, tempfile
 def attack():
@@ -139,7 +139,7 @@ async def test_hashes_are_the_same_in_every_run(sandbox):
 
 async def test_programs_run_side_by_side_and_do_not_meet(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     program = """
 import os, time
 with open("mine", "w") as file:
@@ -158,7 +158,7 @@ async def test_the_machine_has_at_least_one_mechanism_or_says_what_to_install():
     try:
         sandbox = await probe_sandbox()
     except ConfigError as error:
-        pytest.skip(f"this machine has none: {error}")
+        pytest.skip(f"this machine has no sandbox: {error}")
     assert (await escapes(sandbox))[0] == []
 
 
@@ -210,7 +210,7 @@ asyncio.run(main())
     assert run.stdout == "no disk\n ([], False)\n", run.stderr
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="the other tests run as a user without rights")
+@pytest.mark.skipif(os.getuid() != 0, reason="without root, the other tests already cover this")
 async def test_bubblewrap_holds_for_a_user_without_rights():
     """As on a laptop. All imports happen as root, because the user may be unable to read the files."""
     await sandbox_by("bubblewrap")
@@ -254,7 +254,7 @@ def test_limits_out_of_bounds_are_named():
             attrs.evolve(Limits(), **{name: value})
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="slots have users of their own for root alone")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give slots their own users")
 async def test_who_ends_a_slots_processes_cannot_be_stopped_by_them():
     async with locked_slot(SLOTS, wait_s=60.0) as slot:
         script = """

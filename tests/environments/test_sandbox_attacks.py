@@ -180,7 +180,7 @@ async def test_a_program_that_waits_ends_at_its_time_on_the_clock(sandbox):
 
 async def test_a_full_disk_is_an_error_of_the_program_and_empty_for_the_next_test(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     program = """
 import os
 def attack():
@@ -204,7 +204,7 @@ def attack():
 
 async def test_a_large_file_and_a_great_many_small_ones_are_refused(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     limits = attrs.evolve(LIMITS, file_bytes=MEBIBYTE, files=500)
     large = await outcome_of(sandbox, "open('a', 'wb').write(bytes(2 << 20))", limits=limits)
     assert "File too large" in large.stderr
@@ -214,7 +214,7 @@ async def test_a_large_file_and_a_great_many_small_ones_are_refused(sandbox):
 
 async def test_a_deep_tree_of_files_does_not_outlive_its_test(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     program = """
 import os
 if input():
@@ -412,7 +412,7 @@ def attack():
 
 async def test_a_symlink_leads_nowhere_and_is_removed_itself(sandbox, tmp_path):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     tmp_path.chmod(0o777)
     (tmp_path / "kept").write_text("kept")
     outcomes = await sandbox.run(_follows_links(tmp_path), [Test(), Test()], limits=LIMITS)

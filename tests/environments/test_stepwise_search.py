@@ -1,4 +1,4 @@
-"""If the template keeps earlier turns, the merged steps of a search episode cost about as many tokens as one sequence."""
+"""If the template keeps earlier turns, merged steps of a search cost about as many tokens as one sequence."""
 
 from __future__ import annotations
 

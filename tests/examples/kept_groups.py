@@ -39,7 +39,7 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
     compared token for token if the rows have tokens.
     """
     rows = {row["step"]: row for row in read_rows(run_dir / "metrics.jsonl")}
-    assert list(rows) == list(range(sizes.steps + 1)), f"rows of steps {list(rows)}"
+    assert list(rows) == list(range(sizes.steps + 1)), f"expected one row per step, got steps {list(rows)}"
     assert all(row["rollout/staleness_max"] <= sizes.max_staleness for step, row in rows.items() if step)
     state = json.loads((run_dir / "checkpoints" / f"step_{sizes.steps:06d}" / "run.json").read_text())
     assert state["step"] == sizes.steps
@@ -60,7 +60,9 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
             source = next((other for other in others if _told(other, sizes) == samples), None)
             assert source, f"group {group} is a copy of no other group in its step"
         assert samples == _told(source, sizes), f"group {group} is not what was played last"
-        assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, f"group {group} in step {step}"
+        assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, (
+            f"group {group} breaks the staleness bound in step {step}"
+        )
         sources.setdefault(step, []).append(source)
     for step, groups in sources.items():
         _require_versions(rows[step], groups, step - 1)
@@ -88,10 +90,12 @@ def require_listed_groups_once(run_dir: Path, resumed_from: Sequence[RunState], 
 def _require_versions(row: Mapping[str, float], groups: Sequence[Mapping[str, Any]], version: int) -> None:
     """The metrics of the step that trains `version` give the right age of its groups and of their tokens."""
     ages = [version - group["start_version"] for group in groups]
-    assert row["rollout/staleness_mean"] == pytest.approx(sum(ages) / len(ages)), f"ages of step {version + 1}"
+    assert row["rollout/staleness_mean"] == pytest.approx(sum(ages) / len(ages)), (
+        f"wrong ages of groups in step {version + 1}"
+    )
     versions = [one for group in groups for sample in _good(group) for one in sample["versions"]]
     stale = sum(one != version for one in versions) / len(versions)
-    assert row["rollout/stale_tokens"] == pytest.approx(stale), f"versions of tokens of step {version + 1}"
+    assert row["rollout/stale_tokens"] == pytest.approx(stale), f"wrong versions of tokens of step {version + 1}"
 
 
 def _require_left_out(

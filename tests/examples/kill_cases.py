@@ -61,7 +61,7 @@ BOUNDS_AND_DEPTHS = ((0, 0), (2, 1), (4, 2), (2, 2))
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """The case of one seed."""
+    """A run's settings, and the strikes that hit it."""
 
     max_staleness: int
     pipeline_depth: int

@@ -9,8 +9,8 @@ from rl_examples.one_file import train
 
 
 async def test_an_untrained_model_learns_in_a_few_steps_to_say_nothing(start: Path):
-    """The right answer to every problem is the end of sequence alone, which an untrained model samples once in 24
-    times.
+    """The right answer to every problem is the end of sequence alone, which an untrained model samples with probability
+    1/24.
     """
     rng = random.Random(0)
     rows = [{"prompt": f"{rng.randrange(100):02d}+{rng.randrange(100):02d}=", "answer": ""} for _ in range(100)]

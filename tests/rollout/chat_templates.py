@@ -139,7 +139,7 @@ REASONING = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"""
-"""The generation prompt opens the thinking. Later turns do not show it."""
+"""The generation prompt opens the thinking; the template drops the thinking of earlier turns."""
 
 
 @attrs.frozen(kw_only=True)

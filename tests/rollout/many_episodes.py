@@ -34,7 +34,7 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 
 NUM_GROUPS, GROUP_SIZE = 40, 5
 TOLERANCE = 1e-4
-"""Nats, float32: batched decoding with a cache against one forward pass differs by rounding alone."""
+"""Nats, float32: batched decoding with a cache and one forward pass differ only by rounding."""
 
 
 class Chatter:
@@ -59,7 +59,7 @@ class Chatter:
 
 @attrs.define(eq=False)
 class Watched:
-    """Wraps the engine and records the requests under way and the reasons for which responses stopped."""
+    """Wraps the engine; records the requests under way and the stop reasons of responses."""
 
     engine: InferenceClient
     running: set[str] = attrs.field(factory=set)

@@ -96,7 +96,7 @@ class EndsItsLoop(Blocks):
 
 
 class InItsOwnProcess:
-    """Each step does what `row["does"]` says; otherwise its reward is the id of its process."""
+    """Each step fails as `row["does"]` says, or returns the id of its process as the reward."""
 
     placement = "process"
 

@@ -97,7 +97,7 @@ class TokenEngine(ScriptedEngine):
                 sampled.append((token, logprob_of(token, self.version), self.version))
         del self._aborted[request.sample_id]
         if aborted.is_set():
-            await asyncio.sleep(0.25)  # the time that the answer travels
+            await asyncio.sleep(0.25)  # the answer takes this long to arrive
         tokens, logprobs, versions = zip(*sampled, strict=True) if sampled else ((), (), ())
         stop_reason = "abort" if aborted.is_set() else "stop"
         return (

@@ -1,4 +1,4 @@
-"""The files transport passes its suite, leaves no files behind, and names the file and the tensor that is damaged."""
+"""The files transport passes its suite, leaves no files behind, and names damaged files and tensors."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ def copied(kind, num_tokens):
 def test_what_is_copied_grows_with_the_tokens_and_not_with_their_square():
     sampled = 4 * COLUMN_BYTES
     short, long = (copied(RowCache, count) / (sampled * count) for count in (1024, 4096))
-    # Each token is written once and copied about twice when the cache doubles; short rows are also copied when they
-    # join and move.
+    # A token is copied once when it is written and about twice more as the cache doubles; short rows are also copied
+    # when they join and move.
     assert long < 1.25 * short < 1.25 * 5
     # Negative control: a plain cache copies quadratically.
     short, long = (copied(PlainCache, count) / (sampled * count) for count in (1024, 4096))

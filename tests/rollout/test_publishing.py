@@ -56,7 +56,7 @@ async def test_an_engine_samples_while_a_staged_version_arrives(model_path, tran
 
 
 async def test_an_engine_pauses_while_a_version_comes_that_is_not_staged(model_path):
-    """The negative control of the test above."""
+    """Negative control: broadcast does not stage versions."""
     assert await versions_sampled_meanwhile(model_path, "broadcast") == ()
 
 

@@ -1,4 +1,4 @@
-"""The shared memory transport passes its suite, reuses memory, never overwrites it under a reader, and names its
+"""The shared memory transport passes its suite, reuses memory, never overwrites what is being read, and explains
 errors.
 """
 

@@ -51,7 +51,7 @@ _CALLS: Mapping[When, tuple[str, float]] = {
     "swapping": ("update_weights", 0.2),
     "resuming": ("resume", 0.02),
 }
-"""Phase of a sync → the client's call in it, and its approximate seconds. In `receiving`, the weights arrive."""
+"""Phase of a sync → the client's call in it, and about how many seconds it takes. `receiving` has no call."""
 _BACK_WITHIN_S = 900.0
 _PAUSE_S = 2.0
 _LIMIT = 1e-3
@@ -87,7 +87,7 @@ class Fault:
 
     @property
     def noticed_within_s(self) -> float:
-        """The longest time that this fault may prolong a sync, by the deadline that notices it."""
+        """How long the fault may prolong a sync: until a deadline notices it or, for a pause, until it is over."""
         if self.what == "pause":
             return _PAUSE_S
         if self.what != "freeze":
@@ -103,8 +103,8 @@ class Fault:
 
 
 def faults_of_shard(shard: int) -> list[Fault]:
-    """Twenty faults. Each phase of a sync is hit once by each transport, and each transport once gets a damaged byte
-    and once stops sending.
+    """Twenty faults. With each transport, each phase of a sync is hit once, one byte is flipped, and the sender stops
+    once.
 
     The kind of fault changes with the phase, the transport and the shard, so that two consecutive shards kill a server
     in every phase with every transport. Servers, cores and workers are killed equally often, and frozen equally often.
@@ -268,8 +268,8 @@ class Cluster:
         return completion
 
     async def _in_time(self, sync: Coroutine[Any, Any, None], within_s: float) -> None:
-        """The sync must end by its own deadline. If no server is left, it may wait for one to start for that long
-        again.
+        """The sync must end within `within_s`, by its own deadline. Time without any server does not count, but a
+        server must start within its own limit.
         """
         syncing, took_s, waited_s = asyncio.ensure_future(sync), 0.0, 0.0
         while not syncing.done():

@@ -1,5 +1,5 @@
-"""Tries what another user of the machine could, who knows a server's address but no token. Root starts it, and it gives
-up root's rights first. It may use only the standard library, imported before it gives up those rights.
+"""Tries what another user of this machine could do who knows a server's address but no token. Root starts this script,
+which first gives up root's rights. It uses only the standard library, imported before that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def outcome_of_reading(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    "localhost".encode("idna")  # imports the codec's module, which the first request would import too late
+    "localhost".encode("idna")  # imports the codec now; the first request would import it without root's rights
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)

@@ -86,9 +86,7 @@ async def status_of(server: RunningServer, path: str, token: str | None = None, 
 
 
 async def test_without_a_token_nothing_but_health_answers_on_loopback_too(dense_server: RunningServer):
-    """With the agents' token, no route that changes a server answers either. Covers every route in the application's
-    schema.
-    """
+    """The agents' token opens no route that changes a server. Covers every POST route in the application's schema."""
     async with open_session(TOKENS.control) as session, session.get(f"{dense_server.url}/openapi.json") as answer:
         of_application = [path for path, methods in (await answer.json())["paths"].items() if "post" in methods]
     assert "/v1/completions" in of_application
@@ -160,7 +158,7 @@ async def test_no_web_page_from_elsewhere_may_read_an_answer(dense_server: Runni
 
 @pytest.mark.parametrize("path", ["/rl/generate", "/v1/completions"])
 async def test_a_body_without_end_is_refused_before_it_fills_the_memory(dense_server: RunningServer, path: str):
-    """Whether the body is declared too large or arrives in chunks that declare no length."""
+    """Both if the body is declared too large and if it is sent in chunks, which declare no length."""
     url = urlsplit(dense_server.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     head = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKENS.control}", "Transfer-Encoding: chunked"]
@@ -264,9 +262,7 @@ async def test_a_server_of_another_run_refuses_that_transport(moe_server: Runnin
 
 
 async def test_an_error_names_no_path_but_those_of_its_request(dense_server: RunningServer, tmp_path: Path):
-    """The requests use a manifest that names a file elsewhere, one that names a missing file, and one in a parent
-    directory.
-    """
+    """The manifests name a file elsewhere, by an absolute path and through `..`, and a file that does not exist."""
     transport = FilesTransport(timeout_s=0.2)
     secret = tmp_path / "secret"
     secret.write_text("twelve bytes")

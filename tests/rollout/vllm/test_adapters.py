@@ -282,7 +282,7 @@ async def test_two_adapters_by_name_are_pefts_and_the_policy_stays(adapter_serve
         before = await scores_of(client)
         for name in "ab":
             await client.load_lora_from_disk(name, tmp_path / name)
-        for _ in range(2):  # two rounds with more models than a batch may have adapters
+        for _ in range(2):  # three adapters, but at most two in a batch
             served = await asyncio.gather(*(scores_of(client, name) for name in ("a", "b", None)))
             for found, of in zip(served, (expected["a"], expected["b"], before), strict=True):
                 assert found == pytest.approx(of, abs=LIMIT)
@@ -349,7 +349,7 @@ class TwoCores:
 
 
 def named_adapters(engine: Any) -> tuple[NamedAdapters, dict[str, Any]]:
-    """The adapters of an engine with one name, `kept`, taken; and the dict of its names and adapters."""
+    """One name, `kept`, has an adapter already. Returns the adapters, and the dict from their names to the adapters."""
     held: dict[str, Any] = {"kept": SimpleNamespace(lora_int_id=7)}
     counter = itertools.count(1)
     models: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A sync that breaks off: which servers are given up, and what the others that wait in it get."""
+"""A sync that breaks off: which servers are given up, and which error its participants get."""
 
 from __future__ import annotations
 

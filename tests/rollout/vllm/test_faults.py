@@ -115,7 +115,7 @@ async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Clu
         waiting = [asyncio.ensure_future(cluster.client.generate(each)) for each in requests]
         while sum(task.done() for task in waiting) < kill_after:
             await asyncio.sleep(0.001)
-        # On a busy machine all requests may be done before this loop sees it; then it kills during the next ones.
+        # On a busy machine all requests may be done before this loop wakes up; then the next batch is tried.
         if cluster.members[index].load > 0:
             os.kill(victim, signal.SIGKILL)
             is_killed = True

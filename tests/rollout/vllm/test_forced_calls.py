@@ -67,7 +67,7 @@ async def play(
 
 
 def scored(running: RunningServer, batch: Batch) -> Batch:
-    """The batch with the model's own log-probs as those of the trainer."""
+    """The batch with the model's own log-probs as `old_logprobs`."""
     model, offsets = load(running), batch.offsets.tolist()
     own = [own_scores(model, batch["tokens"][a:b].tolist())[0] for a, b in itertools.pairwise(offsets)]
     return batch.with_columns(old_logprobs=torch.cat([torch.cat([torch.zeros(1), one_T]) for one_T in own]).float())

@@ -40,8 +40,8 @@ async def test_a_session_stays_on_its_server_and_others_go_where_there_is_least_
 
 
 async def test_the_idle_time_of_each_server_is_the_time_without_samples():
-    """Worked by hand: the first server has samples from 2 to 7, and two requests for part of that time. The second
-    server has no samples, only a request that samples nothing.
+    """Worked by hand. The first server has samples from 2 to 7, for part of that time from two calls. The second server
+    has a call too, but without samples.
     """
     now, pool = 0.0, Pool(2)
     for member in pool.members:
@@ -131,7 +131,7 @@ class StartedAgain:
 
 
 async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
-    """By the time it starts, training uses the memory that the server takes at its start."""
+    """A server takes its memory when it starts, but training needs that memory while the other servers sleep."""
     pool, server = Pool(1), StartedAgain()
     pool.wanted = Wanted(adapters={"judge": "/at"}, sleep_level=2)
     supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")

@@ -175,7 +175,7 @@ async def test_a_request_that_servers_are_lost_under_again_and_again_goes_to_no_
 
 
 async def test_the_runs_own_request_goes_to_no_other_server_either(start):
-    """The server says that the engine gave the request up, as an engine does that ends."""
+    """The server answers 502, because an engine that ends gives up its requests."""
 
     async def engine_ends(request: web.Request) -> web.StreamResponse:
         return web.Response(status=502, body=wire.encode({"message": "the engine gave up its requests"}))

@@ -1,6 +1,4 @@
-"""The router with hostile paths: servers see only paths of the OpenAI API. And what an agent is told about lost
-servers.
-"""
+"""The router forwards only paths of the OpenAI API, however disguised; and what agents learn of lost servers."""
 
 from __future__ import annotations
 

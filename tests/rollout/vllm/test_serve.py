@@ -1,4 +1,4 @@
-"""Servers that a user starts with `rl_rollout.vllm.serve` and a configuration names: tokens, and split engines."""
+"""Servers that a user starts with `rl_rollout.vllm.serve`: their start, their tokens, and split engines."""
 
 from __future__ import annotations
 

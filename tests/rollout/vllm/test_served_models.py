@@ -161,7 +161,7 @@ def write_judge(model_path: str, directory: Path) -> None:
 
 
 def with_new_policy(server: RunningServer, look: Callable[[RemoteInferenceClient], Any], *, seed: int = 0) -> Any:
-    """Publishes a policy that differs much from the base model, and returns the result of `look`."""
+    """Publishes a policy that differs a lot from the base model, and returns the result of `look`."""
 
     async def publish() -> Any:
         client = await connect(server)
