@@ -92,7 +92,7 @@ class PressTwiceAtStep3(Callback):
 
 
 def pressing_tracker(*_: object, **__: object) -> JsonlTracker:
-    """Ctrl-C during set-up: the run makes its trackers before it loads models."""
+    """Ctrl-C during set-up: the models are loaded, and the run makes its trackers."""
     os.kill(os.getpid(), signal.SIGINT)
     return JsonlTracker(*_, **__)  # pyright: ignore[reportArgumentType]
 

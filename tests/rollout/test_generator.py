@@ -178,7 +178,7 @@ async def test_a_broken_environment_is_a_failure_on_the_trajectory_and_is_closed
 
 async def test_one_failing_sample_leaves_the_others_alone(tokenizer):
     class FailsOnce(Sums):
-        placement = "in_process"  # one sample at a time
+        placement = "in_process"  # samples take their steps in order
 
         async def step(self, action):
             if self.calls["step"] == 1:
