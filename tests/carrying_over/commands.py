@@ -1,8 +1,8 @@
-"""Commands and keys that users of this field start from, as they are written elsewhere.
+"""Commands and keys as other trainers' documentation writes them; tests run them with `rl train`.
 
-`BASE` and `SCRIPT` are whole commands, everything in `FRAGMENTS` is appended to one of them. `SCRIPTS` are shipped
-elsewhere as files, and are recipes here. `$DATA` and `$MODEL` are what the test makes. What is expected to be said is a
-part of a warning.
+`BASE` and `SCRIPT` are whole commands; a test appends each of `FRAGMENTS` to one of them. `SCRIPTS` are launch scripts
+of SkyRL, each with the recipe that replaces it here. The test replaces `$DATA` and `$MODEL` with the paths of its data
+and its model. `says` holds parts of the warnings that the command must give.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BASE = (
     "data.val_data=\"['$DATA/validation.parquet']\"",
     'trainer.policy.model.path="$MODEL"',
 )
-"""The shortest command; its recipe brings the rest."""
+"""The shortest command; the recipe sets all other keys."""
 
 SCRIPT = (
     *BASE,
@@ -54,22 +54,22 @@ SCRIPT = (
     "trainer.resume_mode=null",
     'trainer.ckpt_path="$DATA/ckpts"',
 )
-"""The same as a script writes it out."""
+"""A whole launch script: the keys of BASE and those that such scripts also set."""
 
 
 @attrs.frozen(kw_only=True)
 class Fragment:
-    """What is appended to a command."""
+    """Keys that a test appends to a command."""
 
     name: str
     keys: tuple[str, ...]
     base: tuple[str, ...] = BASE
     model: str = "dense"
-    """Of the models that the test makes."""
+    """Which of the test's models `$MODEL` stands for."""
     says: tuple[str, ...] = ()
-    """Parts of warnings."""
+    """Parts of the warnings that the command must give."""
     refused: str | None = None
-    """Why it cannot run, a part of the error; None: it resolves."""
+    """A part of the error that refuses the command; None: the command loads."""
 
 
 FRAGMENTS = (
@@ -255,25 +255,25 @@ FRAGMENTS = (
 
 @attrs.frozen(kw_only=True)
 class Script:
-    """A launch script of SkyRL, and the recipe that stands for it. docs/coming_from.md has a row of each."""
+    """A launch script of SkyRL and the recipe that replaces it. docs/coming_from.md has a table row for each."""
 
     name: str
-    """Where it lies there, or what it trains."""
+    """The script's path in SkyRL, or what it trains."""
     recipe: str
     keys: tuple[str, ...] = ()
-    """What stands behind the recipe's name."""
+    """What follows the recipe's name on the command line."""
     appended: tuple[str, ...] = ()
-    """What users of the script put behind it."""
+    """Keys that users of the script append to it."""
     says: tuple[str, ...] = ()
-    """Parts of warnings."""
+    """Parts of the warnings that the command must give."""
     rows: str = "train.parquet"
-    """The file it reads."""
+    """The file of rows that the command reads."""
     plan: str = ""
-    """A part of the policy's line in its plan."""
+    """A part of the policy's line in the printed plan."""
 
     @property
     def command(self) -> str:
-        """As the page shows it."""
+        """The command as docs/coming_from.md prints it."""
         return " ".join(("rl train", self.recipe, *self.keys)).replace("$DATA/", "").replace("$MODEL", "MODEL")
 
 
@@ -381,7 +381,7 @@ SCRIPTS = (
         recipe="glm_4_7_flash",
         keys=(
             "trainer.policy.model.lora.rank=32",
-            # Attention alone: transformers holds the experts of a layer as one tensor.
+            # Attention layers only: transformers stores the experts of a layer as one tensor.
             "trainer.policy.model.lora.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj]",
         ),
         plan="zai-org/GLM-4.7-Flash (fsdp, bfloat16), data 16",

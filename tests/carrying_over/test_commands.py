@@ -1,4 +1,6 @@
-"""Commands that users bring resolve as they stand, in the dry run and as a plan, or say why not."""
+"""Commands that users copy from another trainer load in the dry run and in the plan, or fail with an error that says
+why.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +74,14 @@ FIELDS = {
         "topk_method": "noaux_tc",
     },
 }
-"""Fields of config.json, in small: unequal stages and latent attention as a model of 27 layers has them."""
+"""Small values of config.json for models with experts. The second has latent attention, and 27 layers that do not
+divide evenly into pipeline stages.
+"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, and models without weights."""
+    """A folder with data and with models that have no weights."""
     root = tmp_path_factory.mktemp("carried")
     for split in ("train", "validation"):
         write_tiny_data(root / f"{split}.parquet", split=split)
@@ -95,14 +99,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(texts: tuple[str, ...], folder: Path, model: str) -> list[str]:
-    """As a shell would hand them over. Eight rows are few: they are gone through as often as the batch needs."""
+    """The command's words as a shell would split them, with two training steps: eight rows do not fill a batch."""
     text = " ".join(texts).replace("$DATA", shlex.quote(str(folder)))
     return [*shlex.split(text.replace("$MODEL", str(folder / model))), "trainer.max_training_steps=2"]
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """Warnings of the configuration, as they come, in a folder in which nothing may be made."""
+    """The configuration's warnings, in order. Fails if the test writes into the working directory."""
     monkeypatch.chdir(tmp_path)
     texts: list[str] = []
     with warnings.catch_warnings():
@@ -113,7 +117,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
 
 
 def require_dry_run_and_plan(recipe: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What both print."""
+    """What the dry run and the plan print together."""
     loaded = configuration.load(recipe, words)
     assert describe(loaded) == 0
     show_plan(loaded)
@@ -158,7 +162,7 @@ def test_the_page_says_which_recipe_a_script_is():
 
 
 def test_every_fragment_says_what_becomes_of_what_it_drops():
-    """What has no meaning here any more is in a test with its reason, not silently gone."""
+    """A key without a meaning here must be in a test that checks its warning; it must not vanish silently."""
     dropped = {"generator.batched=true", "generator.async_engine=true", "trainer.flash_attn=false"}
     given = {key for fragment in FRAGMENTS for key in (*fragment.base, *fragment.keys)}
     assert dropped <= given

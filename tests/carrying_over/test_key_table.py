@@ -1,4 +1,4 @@
-"""What docs/coming_from.md says of another trainer's keys is what the configuration does with them."""
+"""The table in docs/coming_from.md agrees with what the configuration does with other trainers' keys."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ KEYS = keys()
 
 
 def rows() -> dict[str, str]:
-    """Key → its row in the page."""
+    """Key → its row in the table."""
     table = PAGE.read_text().partition(BEGIN)[2]
     return {found[1]: found[0] for found in re.finditer(r"^\| `([\w.]+)` \| .*$", table, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_row_says_what_the_configuration_does(key: str):
-    assert rows()[key] == row(key, KEYS[key]), "run python -m tools.key_table"
+    assert rows()[key] == row(key, KEYS[key]), "the table is out of date: run python -m tools.key_table"
 
 
 def test_the_page_has_every_key_and_no_row_says_unknown():

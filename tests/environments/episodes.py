@@ -1,4 +1,4 @@
-"""Episodes with a scripted engine: the policy says what the test has it say."""
+"""Episodes with a scripted engine, which answers with the responses that the test gives it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 
 
 async def judged(environment: Any, row: Mapping[str, Any], response: str, **options: Any) -> StepResult:
-    """The result of one response."""
+    """The environment's result for one response."""
     episode = environment(row, options)
     await episode.reset()
     try:
@@ -27,7 +27,7 @@ async def judged(environment: Any, row: Mapping[str, Any], response: str, **opti
 async def played(
     environment: Any, row: Mapping[str, Any], responses: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[Trajectory, ...]:
-    """Samples of one prompt, each with its response, through the generator."""
+    """Plays one group through the generator: one sample per response."""
     tokenizer = character_tokenizer(string.printable)
     encoded = [tokenizer(response, add_special_tokens=False)["input_ids"] for response in responses]
     assert [tokenizer.decode(tokens) for tokens in encoded] == list(responses), "the tokenizer lacks characters"

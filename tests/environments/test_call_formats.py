@@ -1,4 +1,4 @@
-"""Calls in a policy's text, and which of the formats a chat template writes."""
+"""Reading calls in a policy's text, and finding the call format of a chat template."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def calls(name: str, **arguments: Any) -> list[Call]:
     [
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', calls("f", a=1)),
         ('So:\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n', calls("f")),
-        # What ends a call may stand in a text of it.
+        # The marker that ends a call may occur in a string argument.
         (
             '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
             calls("f", a="</tool_call>"),
@@ -141,11 +141,11 @@ def test_no_text_makes_a_reader_raise(text: str):
 
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-"""Those of real model families, as TRL carries them."""
+"""Chat templates of real model families, which TRL ships."""
 
 
 def example_of(template: str) -> str | None:
-    tokenizer = copy.copy(tokenizer_of("tool_chatml"))  # whose words do not matter here
+    tokenizer = copy.copy(tokenizer_of("tool_chatml"))  # any tokenizer will do: only the template matters
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     return TurnTokens(TokenCodec(tokenizer, chat_template_kwargs={})).example_call
 

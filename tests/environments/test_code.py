@@ -56,7 +56,7 @@ async def test_without_partial_credit_all_tests_have_to_pass():
     for response, reward, passed in ((RIGHT, 1.0, 1.0), (POSITIVE_ONLY, 0.0, 1 / 3)):
         result = await judged(CodeEnvironment, ROW, response, **OPTIONS)
         assert result.reward == result.metrics["accuracy"] == reward
-        assert result.metrics["passed"] == passed, "tests behind the first that fails are not run"
+        assert result.metrics["passed"] == passed, "tests after the first failing one must not run"
     assert any(name.startswith("sandbox_") for name in result.metrics)
 
 
@@ -71,7 +71,7 @@ async def test_functions_and_checks_are_tests_too():
     good = await judged(CodeEnvironment, row, "```python\ndef add(a, b):\n    return a + b\n```", **OPTIONS)
     assert good.reward == 1.0
     bad = await judged(CodeEnvironment, row, "```python\ndef add(a, b): return 3\n```", reward="fraction", **OPTIONS)
-    assert bad.reward == 0.5  # the first; and 3 > 0.3
+    assert bad.reward == 0.5  # the first and the last pass: 3 == 3 and 3 > 0.3
 
 
 async def test_a_program_that_cannot_be_compiled_is_counted():
@@ -88,7 +88,7 @@ async def test_what_is_printed_before_an_error_does_not_pass():
 
 
 async def test_programs_cannot_read_the_answers_or_the_environment(monkeypatch):
-    """The answer is nowhere in the sandbox: not in a file, in the environment, or in the memory of the process."""
+    """The sandbox does not contain the expected output: not in a file, a variable, or the process's memory."""
     monkeypatch.setenv("SECRET_ANSWER", "swordfish")
     program = """
 import gc, os, sys

@@ -1,4 +1,4 @@
-"""The environments: their suites, and what each says about rows and options that it cannot play."""
+"""The environments pass their conformance suites and refuse rows and options that they cannot use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is trained on is what the engine sampled, token for token, over hundreds of episodes with tools.
+"""Training uses exactly the tokens that the engine sampled, over hundreds of episodes with tools.
 
-The engine's own log is the measure: a recorder around it keeps each request and each answer as they left it.
+A recorder around the engine logs each request and each answer; the trained batches are compared with this log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_GROUPS, NUM_SAMPLES = 50, 4
 
 
 class ReadsCallsEverywhere:
-    """A random model writes no call, so its text decides by its checksum what it is taken for."""
+    """Derives calls from the checksum of any text, because a random model writes no real calls."""
 
     name = "anything"
 
@@ -46,7 +46,7 @@ class ReadsCallsEverywhere:
 
 
 class Echo(ToolEnvironment):
-    """Its tools repeat what the policy said, so that anything may stand between two turns."""
+    """Its tools repeat the policy's text, so any text may come between two turns."""
 
     call_format: ClassVar[CallFormat | None] = ReadsCallsEverywhere()
 
@@ -66,7 +66,7 @@ class Echo(ToolEnvironment):
 
 @attrs.define(eq=False)
 class Recorder:
-    """A Sampler that keeps what the engine was given and what it answered."""
+    """A Sampler that records each request to the engine and its answer."""
 
     engine: Any
     exchanges: list[Exchange] = attrs.field(factory=list)
@@ -138,7 +138,7 @@ async def play(path: str, prompt: Any, *, step_wise: bool) -> tuple[list[Traject
 
 
 def differences(trajectories: Sequence[Trajectory], sessions: Mapping[int, Sequence[Exchange]]) -> list[int]:
-    """Episodes of which what is trained on is not, bit for bit, what the engine's log has."""
+    """Indices of the episodes whose trained tokens, mask or log-probs differ in any bit from the engine's log."""
     wrong = []
     for number, trajectory in enumerate(trajectories):
         batch, turns = merged(collate([trajectory]))[0], sessions[number]
@@ -168,18 +168,18 @@ async def test_the_tokens_trained_on_are_those_that_the_engine_sampled(model: st
     for exchange in exchanges:
         by_session.setdefault(exchange.request.session_id or "", []).append(exchange)
     assert len(by_session) == len(trajectories) == 200
-    # Sessions are numbered in the order in which episodes begin, which is the trajectories' own.
+    # Session ids count episodes in the order in which they begin, which is also the order of the trajectories.
     in_order = sorted(by_session, key=lambda session: int(session.rpartition("-")[2]))
     sessions = {number: by_session[session] for number, session in enumerate(in_order)}
     assert differences(trajectories, sessions) == []
 
-    # Otherwise this proved little: several turns, wrong calls among them, and tokens that no text encodes to.
+    # The comparison proves something only with several turns, wrong calls, and tokens that no text encodes to.
     assert {len(trajectory.turns) for trajectory in trajectories} == {1, 2, 3, 4}
     assert sum(trajectory.metrics["wrong_calls"] for trajectory in trajectories) > 50
     codec = TokenCodec(tokenizer_of("tool_chatml"), chat_template_kwargs={})
     odd = sum(codec.encode_text(codec.response_text(e.completion.tokens)) != e.completion.tokens for e in exchanges)
     assert odd > 100
-    # A log that has one token or log-prob other than what is trained on is seen.
+    # Negative control: a log with one other token or log-prob is noticed.
     first = sessions[7][0]
     for field, value in (
         ("tokens", (3, *first.completion.tokens[1:])),

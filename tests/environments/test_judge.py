@@ -1,4 +1,4 @@
-"""A model as judge, behind a real HTTP server of this process."""
+"""A model as judge, served over HTTP by this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW = {"prompt": [{"role": "user", "content": "Name a {colour}."}], "reference":
 
 
 class Judge:
-    """Answers each request as it is told to, and keeps what it was asked."""
+    """Answers with the replies in `replies` and records each request."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -40,7 +40,7 @@ class Judge:
                     self.end_headers()
                     self.wfile.write(content.encode())
                 except OSError:
-                    pass  # the environment did not wait
+                    pass  # the environment stopped waiting and closed the connection
 
             def log_message(self, *_: Any) -> None: ...
 
@@ -94,7 +94,7 @@ def test_it_is_shown_question_reference_and_answer_without_the_thought(judge: Ju
     content = asked["messages"][0]["content"]
     assert "user: Name a {colour}." in content
     assert "A right answer:\nred" in content
-    assert "blue {reference}" in content, "what the policy says is never filled in"
+    assert "blue {reference}" in content, "placeholders in the policy's answer must stay"
     assert "secret" not in content
 
 

@@ -1,4 +1,4 @@
-"""The environment `mathematics`: what is equal, what hangs, and that no process is left."""
+"""The environment `mathematics`: equal answers, answers that hang, and no process left behind."""
 
 from __future__ import annotations
 

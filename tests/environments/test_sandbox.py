@@ -1,4 +1,4 @@
-"""What programs in the sandbox can do, which mechanism is taken, and the slots they share."""
+"""What programs in the sandbox can do, which mechanism is chosen, and the slots that sandboxes share."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ print("main")
 
 async def test_a_program_may_use_files_processes_and_the_standard_library(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     program = """
 import asyncio, multiprocessing, subprocess, tempfile
 def attack():
@@ -139,7 +139,7 @@ async def test_hashes_are_the_same_in_every_run(sandbox):
 
 async def test_programs_run_side_by_side_and_do_not_meet(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     program = """
 import os, time
 with open("mine", "w") as file:
@@ -158,7 +158,7 @@ async def test_the_machine_has_at_least_one_mechanism_or_says_what_to_install():
     try:
         sandbox = await probe_sandbox()
     except ConfigError as error:
-        pytest.skip(f"this machine has none: {error}")
+        pytest.skip(f"this machine has no sandbox: {error}")
     assert (await escapes(sandbox))[0] == []
 
 
@@ -186,13 +186,13 @@ async def test_an_interpreter_that_cannot_be_read_is_named():
 async def test_a_probe_finds_what_does_not_hold(tmp_path):
     await sandbox_by("landlock")
     tmp_path.chmod(0o755)
-    # All temporary files may be read, the one of the probe too.
+    # All temporary files may be read, so the probe's own secret file can be read too.
     with pytest.raises(ConfigError, match="it is not secure: a program in it could read a file of the run"):
         await probe_sandbox("landlock", readable=["/tmp"])
 
 
 async def test_landlock_holds_where_nothing_can_be_mounted():
-    """As in a container: root, without the right to administer the system."""
+    """As in a container: root without CAP_SYS_ADMIN and CAP_SYS_PTRACE."""
     await sandbox_by("landlock")
     script = f"""
 import asyncio
@@ -210,9 +210,9 @@ asyncio.run(main())
     assert run.stdout == "no disk\n ([], False)\n", run.stderr
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="the other tests run as a user without rights")
+@pytest.mark.skipif(os.getuid() != 0, reason="without root, the other tests already cover this")
 async def test_bubblewrap_holds_for_a_user_without_rights():
-    """As on a laptop. The process imports all it needs as root, whose files the user may be unable to read."""
+    """As on a laptop. All imports happen as root, because the user may be unable to read the files."""
     await sandbox_by("bubblewrap")
     script = f"""
 import asyncio, os
@@ -231,7 +231,7 @@ print(asyncio.run(escapes(sandbox)))
 
 
 def test_bubblewrap_is_started_from_where_it_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The PATH of programs is shorter than that of who looks for it."""
+    """By its full path: programs in the sandbox get a shorter PATH than the process that looks for bubblewrap."""
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
@@ -254,7 +254,7 @@ def test_limits_out_of_bounds_are_named():
             attrs.evolve(Limits(), **{name: value})
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="slots have users of their own for root alone")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give slots their own users")
 async def test_who_ends_a_slots_processes_cannot_be_stopped_by_them():
     async with locked_slot(SLOTS, wait_s=60.0) as slot:
         script = """
@@ -287,7 +287,7 @@ os.kill(ender, signal.SIGKILL)
 
 
 async def test_a_slot_belongs_to_one_at_a_time_and_a_wait_for_it_ends():
-    # Others on this machine may hold some too.
+    # Other processes on this machine may hold some slots too.
     async with locked_slot(SLOTS, wait_s=60.0) as first, locked_slot(SLOTS, wait_s=60.0) as second:
         assert first.work != second.work
         assert os.getuid() != 0 or first.uid != second.uid

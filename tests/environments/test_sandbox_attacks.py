@@ -1,6 +1,7 @@
-"""Programs that try to get out of the sandbox, take what is not theirs, or stay. Each mechanism holds against each.
+"""Programs that try to escape from the sandbox, to take more than their share, or to outlive their test. Every
+mechanism must stop each of them.
 
-What does no harm to the machine is tried without a sandbox as well, where it succeeds: an attack that fails everywhere
+Attacks that do the machine no harm also run without a sandbox, where they must succeed: an attack that fails everywhere
 proves nothing.
 """
 
@@ -66,14 +67,14 @@ async def no_sandbox() -> Sandbox:
 
 @pytest.fixture
 def marker() -> Iterator[str]:
-    """A number that no other process has in its command line. What has it at the end is ended."""
+    """A number that no other process has in its command line. At the end, all processes that have it are killed."""
     word = str(secrets.randbelow(10**15) + 10**15)
     yield word
     for pid in processes_named(word):
         os.kill(pid, signal.SIGKILL)
 
 
-# --- what it takes ----------------------------------------------------------------------------------------------------
+# --- resources --------------------------------------------------------------------------------------------------------
 
 
 async def test_a_fork_bomb_ends_at_the_number_of_processes(sandbox):
@@ -89,7 +90,7 @@ def attack():
     except OSError:
         return count
 """
-    # Itself counts as well, and so do processes of the slot's last user that the kernel has not buried yet.
+    # The limit counts the program itself, and dead processes of the slot's previous user that are not reaped yet.
     assert 1 <= await answer_of(sandbox, program, limits=attrs.evolve(LIMITS, processes=10)) <= 9
 
 
@@ -179,7 +180,7 @@ async def test_a_program_that_waits_ends_at_its_time_on_the_clock(sandbox):
 
 async def test_a_full_disk_is_an_error_of_the_program_and_empty_for_the_next_test(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     program = """
 import os
 def attack():
@@ -203,7 +204,7 @@ def attack():
 
 async def test_a_large_file_and_a_great_many_small_ones_are_refused(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     limits = attrs.evolve(LIMITS, file_bytes=MEBIBYTE, files=500)
     large = await outcome_of(sandbox, "open('a', 'wb').write(bytes(2 << 20))", limits=limits)
     assert "File too large" in large.stderr
@@ -213,7 +214,7 @@ async def test_a_large_file_and_a_great_many_small_ones_are_refused(sandbox):
 
 async def test_a_deep_tree_of_files_does_not_outlive_its_test(sandbox):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     program = """
 import os
 if input():
@@ -254,7 +255,7 @@ def attack():
     assert await answer_of(sandbox, program) == []
 
 
-# --- what it sees -----------------------------------------------------------------------------------------------------
+# --- access -----------------------------------------------------------------------------------------------------------
 
 
 async def test_nothing_outside_can_be_written(sandbox, tmp_path):
@@ -411,7 +412,7 @@ def attack():
 
 async def test_a_symlink_leads_nowhere_and_is_removed_itself(sandbox, tmp_path):
     if not sandbox.has_disk:
-        pytest.skip("no directory to write in")
+        pytest.skip("this sandbox has no writable directory")
     tmp_path.chmod(0o777)
     (tmp_path / "kept").write_text("kept")
     outcomes = await sandbox.run(_follows_links(tmp_path), [Test(), Test()], limits=LIMITS)
@@ -444,7 +445,7 @@ async def test_dangerous_system_calls_are_refused(sandbox):
 
 
 async def test_without_a_sandbox_system_calls_are_answered(no_sandbox):
-    """Those that concern the program alone."""
+    """Only those that affect nothing but the program."""
     assert await answer_of(no_sandbox, _CALLS, ["memfd", "hide"]) == ["memfd", "hide"]
 
 
@@ -501,7 +502,7 @@ def signals(pids, numbers):
 """
 
 
-# --- what stays -------------------------------------------------------------------------------------------------------
+# --- leftovers --------------------------------------------------------------------------------------------------------
 
 
 async def test_orphans_are_gone_when_the_test_has_ended(sandbox, marker):
@@ -543,7 +544,7 @@ async def test_nothing_is_left_when_the_supervisor_is_killed(sandbox, marker):
         session.process.kill()
         with pytest.raises(SandboxError, match="ended: by SIGKILL"):
             await run
-    # Teardown of a namespace is the kernel's.
+    # The kernel tears the namespace down after the supervisor is dead.
     wait_until_gone(f"600.{marker}")
 
 

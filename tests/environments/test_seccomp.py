@@ -1,4 +1,4 @@
-"""The filter of system calls, run here instruction by instruction, also for processors that this machine has not."""
+"""The system call filter, interpreted here instruction by instruction, for this machine's processor and for others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLONE_NEWUSER, CLONE_VM, SIGCHLD = 0x10000000, 0x100, 17
 
 
 def verdict(machine: str, number: int, argument: int = 0, *, audit: int | None = None) -> int:
-    """What the kernel would answer to a call, from the instructions' definition (linux/filter.h)."""
+    """What the filter returns for a system call, by the definition of its instructions (linux/filter.h)."""
     program = list(struct.iter_unpack("<HBBI", seccomp_filter(machine)))
     data = {0: number, 4: ARCHITECTURES[machine].audit if audit is None else audit, 16: argument}
     accumulator, at = 0, 0

@@ -1,4 +1,4 @@
-"""skyrl-gym's environments, run unchanged, against skyrl-gym itself."""
+"""The environments of the package skyrl-gym, run unchanged through `SkyrlGymEnvironment`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestGsm8kOfSkyrl(EnvironmentConformance):
 
 
 class Plain:
-    """An environment of a user, in skyrl-gym's form; does what its configuration says."""
+    """A user's environment in skyrl-gym's form; the row's `output` overrides what `step` returns."""
 
     closed = 0
 

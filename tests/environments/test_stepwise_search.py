@@ -1,4 +1,4 @@
-"""Searching step by step costs the tokens of one sequence each, where the template keeps earlier turns."""
+"""If the template keeps earlier turns, merged steps of a search cost about as many tokens as one sequence."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def test_merged_steps_cost_at_most_a_tenth_more_than_one_sequence(
 ):
     found = measure(template, observer, write_corpus(tmp_path / "documents.jsonl"))
     assert 1.0 <= found["merged"] <= 1.1
-    assert found["apart"] > 1.5, "else there was nothing to merge"
+    assert found["apart"] > 1.5, "the test needs steps that can be merged"

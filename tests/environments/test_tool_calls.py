@@ -1,4 +1,4 @@
-"""Calls of one turn: they run side by side, and whatever goes wrong is an answer."""
+"""The calls of one turn run side by side, and every failure becomes an answer to the policy."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def fail() -> None:
 
 
 def leave() -> None:
-    """Wants to end the process."""
+    """Tries to end the process."""
     raise SystemExit(3)
 
 
 async def cancel() -> None:
-    """Pretends that it was cancelled."""
+    """Raises CancelledError although nobody cancelled it."""
     raise asyncio.CancelledError
 
 
 async def own_timeout() -> None:
-    """Has a deadline of its own, which it misses."""
+    """Raises a TimeoutError of its own."""
     raise TimeoutError("mine")
 
 
@@ -45,12 +45,12 @@ async def sleep_long() -> None:
 
 
 def table() -> dict[str, Any]:
-    """Something that is no text."""
+    """Returns a value that is not text."""
     return {"ü": [1, None]}
 
 
 def surrogate() -> str:
-    """Half a character."""
+    """Returns a lone surrogate."""
     return "a\ud800b"
 
 
@@ -93,7 +93,7 @@ def test_a_result_is_shown_as_text_or_json_and_answers_are_in_the_order_of_the_c
 
 
 def test_calls_of_one_turn_run_side_by_side():
-    """Each waits for all others: one after the other, none would ever pass."""
+    """Each call waits for all the others: run one after the other, none would return."""
     barrier = threading.Barrier(3)
 
     def meet() -> str:
@@ -108,7 +108,7 @@ def test_a_call_that_misses_its_deadline_is_told_and_holds_up_no_other():
     released = threading.Event()
 
     def hang() -> str:
-        """Does not come back by itself."""
+        """Blocks until the test releases it."""
         released.wait(timeout=60)
         return "late"
 
@@ -116,7 +116,7 @@ def test_a_call_that_misses_its_deadline_is_told_and_holds_up_no_other():
     try:
         started = time.monotonic()
         hung, slept, added = run([*calls, Call(name="add", arguments={"a": 1})], hang, sleep_long, add, timeout_s=0.5)
-        assert time.monotonic() - started < 30, "the event loop waited for the thread that hangs"
+        assert time.monotonic() - started < 30, "the event loop must not wait for the thread that hangs"
     finally:
         released.set()
     assert [hung.text, slept.text] == ["Error: no answer within 0.5 s"] * 2
@@ -129,7 +129,7 @@ def test_many_functions_that_hang_are_an_error_and_those_that_came_back_are_forg
     released = threading.Event()
 
     def hang() -> None:
-        """Does not come back by itself."""
+        """Blocks until the test releases it."""
         released.wait(timeout=60)
 
     hanging: list[Call | BrokenCall] = [Call(name="hang", arguments={})] * 2

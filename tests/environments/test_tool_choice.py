@@ -1,4 +1,4 @@
-"""A required call can be read and has valid arguments, whatever the model wants to say."""
+"""A required call is always readable and has valid arguments, whatever tokens the model prefers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AlwaysCalls(Shop):
 
 
 def said_at_random(rng: random.Random, grammar: xgrammar.CompiledGrammar | None) -> str | None:
-    """What a model without preferences says under the grammar; None if it is cut off."""
+    """Tokens drawn uniformly from those the grammar allows (None: from all), as text; None if cut off at MAX_TOKENS."""
     tokenizer = tokenizer_of("tool_chatml")
     tokens: list[int] = []
     if grammar is None:

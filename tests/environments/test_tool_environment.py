@@ -1,4 +1,4 @@
-"""The environment of functions of docs/environments.md, played through the generator with a template's own calls."""
+"""The tool environment of docs/environments.md, played through the generator with calls in the template's format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALL = '<tool_call>{"name": "price", "arguments": {"article": "apple", "count": 
 
 
 def shown() -> tuple[type[ToolEnvironment], str]:
-    """The class `Shop` of the page, and its text."""
+    """The class `Shop` of docs/environments.md, and its source text."""
     text = next(part.split("```")[0] for part in PAGE.split("```python\n") if "class Shop" in part)
     names: dict[str, Any] = {"__name__": "shown"}
     exec(compile(text, "docs/environments.md", "exec"), names)

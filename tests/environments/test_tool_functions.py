@@ -1,4 +1,4 @@
-"""A Python function as a tool: schema, arguments, and what is said about mistakes."""
+"""A Python function as a tool: its schema, its arguments, and the messages about mistakes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_it_agrees_with_transformers_where_that_has_a_schema():
         return first + second
 
     def kept(schema: Any) -> Any:
-        """Without what only one of the two writes."""
+        """The schema's fields that both libraries write."""
         function = schema["function"]
         parameters = {key: function["parameters"][key] for key in ("type", "properties", "required")}
         return {"type": schema["type"], "name": function["name"], "text": function["description"], **parameters}

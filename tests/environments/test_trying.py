@@ -1,4 +1,4 @@
-"""`rl try`: an environment played by hand, as a user types it."""
+"""`rl try`: a user plays an environment by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RL = str(Path(sys.executable).with_name("rl"))
 
 
 class Odd:
-    """Raises or hangs where the row says so."""
+    """Raises, hangs, or returns a wrong result, as the row's `raises` says."""
 
     def __init__(self, row: Any, options: Any) -> None:
         self._row = row
@@ -61,7 +61,7 @@ class NotAsync(Odd):
 
 
 class TwoTurns:
-    """Whatever is said: a hint, and then the end."""
+    """Answers the first response with a hint and ends at the second, whatever the responses are."""
 
     def __init__(self, row: Any, options: Any) -> None:
         self._number, self._is_first = row["number"], True
@@ -148,13 +148,13 @@ def test_ctrl_c_ends_the_game_without_a_traceback():
         stderr=subprocess.PIPE,
         text=True,
         cwd=HERE,
-        # A shell's background job, as this test may be part of, ignores the signal, and so would its children.
+        # A shell's background job ignores SIGINT, and its children inherit that; this test may be part of such a job.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     while "lines" not in process.stdout.readline():
         assert process.poll() is None
-    time.sleep(0.5)  # until it reads; earlier, the signal ends it just the same
+    time.sleep(0.5)  # until it waits for input; an earlier signal would end it just the same
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -165,7 +165,7 @@ def test_ctrl_c_ends_the_game_without_a_traceback():
 
 @pytest.fixture(scope="module")
 def of_a_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the recipe `guess` is told to play four rows with a model that has learned nothing."""
+    """Options of `rl try` that let an untrained model of the recipe `guess` play, over four rows."""
     directory = tmp_path_factory.mktemp("guess")
     write_rows(directory / "rows.parquet", numbers()[4:8])
     write_model(directory / "model", seed=0)

@@ -1,4 +1,4 @@
-"""What a forked child prints, in a file."""
+"""Writes what a forked child prints to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 def print_into(path: Path) -> None:
-    """Standard error, Python's own and that of what it starts, and log messages from warnings on."""
+    """Sends this process's standard error to a file: Python's, that of its children, and log messages of level WARNING
+    and above.
+    """
     os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND), 2)
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # pytest has put its own in that place
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # pytest has replaced sys.stderr
     logging.basicConfig(level=logging.WARNING, force=True)

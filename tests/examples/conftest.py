@@ -1,4 +1,4 @@
-"""A small arithmetic run: the real recipe's model, untrained, and few, small steps."""
+"""A small arithmetic run: the quick start's model, untrained, and a few small steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_examples.quickstart import recipe
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with data and the untrained model."""
+    """A directory with data and an untrained model."""
     directory = tmp_path_factory.mktemp("arithmetic")
     write_data(directory / "train.parquet", directory / "held_out.parquet")
     held_out = pyarrow.parquet.read_table(directory / "held_out.parquet")

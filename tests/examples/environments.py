@@ -1,4 +1,4 @@
-"""Environments of these tests."""
+"""Environments that the tests of runs use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from rl_examples.guess import MAX_GUESSES, GuessEnvironment
 
 
 class FirstDigit(ArithmeticEnvironment):
-    """Right when the first digit is: an untrained model gets it now and then, so that even a few steps have a
-    gradient."""
+    """Rewards a right first digit: an untrained model samples it now and then, so even a few steps have a gradient."""
 
     async def step(self, action: Action) -> StepResult:
         is_right = float(action.text[:1] == self._answer[0])
@@ -26,14 +25,16 @@ class FirstDigit(ArithmeticEnvironment):
 
 
 class Spelled(FirstDigit):
-    """A reward that says what the answer was: the sum of its characters' numbers."""
+    """The reward identifies the answer: it is the sum of the answer's character codes."""
 
     async def step(self, action: Action) -> StepResult:
         return StepResult(reward=float(sum(map(ord, action.text))), done=True, metrics={"accuracy": 0.0})
 
 
 class Failing(FirstDigit):
-    """Raises for every problem whose first number is odd (`options.fails=odd`) or for all."""
+    """Raises for every problem whose first number is odd (`options.fails=odd`), or for every problem
+    (`options.fails=all`).
+    """
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         super().__init__(row, options)
@@ -46,7 +47,7 @@ class Failing(FirstDigit):
 
 
 class Exits(Failing):
-    """Leaves, as a script does."""
+    """Calls sys.exit(0), as a script does."""
 
     async def step(self, action: Action) -> StepResult:
         if self._fails:
@@ -55,7 +56,7 @@ class Exits(Failing):
 
 
 class Cancels(Failing):
-    """Lets a cancellation through that is nobody's but its own."""
+    """Raises CancelledError although nobody cancelled it."""
 
     placement = "thread"
 
@@ -66,7 +67,7 @@ class Cancels(Failing):
 
 
 class FailsLater(FirstDigit):
-    """Fails after so many episodes of the process (`options.after`)."""
+    """Fails every step after the first `options.after` steps in this process."""
 
     _numbers = itertools.count()
 
@@ -81,7 +82,7 @@ class FailsLater(FirstDigit):
 
 
 class PressesTheKey(FirstDigit):
-    """Presses Ctrl-C once, and blocks for ten minutes."""
+    """Sends SIGINT to the process once, as Ctrl-C does; every step blocks for ten minutes."""
 
     placement = "thread"
     _numbers = itertools.count()
@@ -94,7 +95,9 @@ class PressesTheKey(FirstDigit):
 
 
 class OddNumbers(FirstDigit):
-    """A reward beyond float32's range (`options.odd=reward`) or a metric that is no number."""
+    """Returns a reward outside float32's range (`options.odd=reward`), a metric with a reserved name (`name`), or a
+    metric that is not a number (`metric`).
+    """
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         super().__init__(row, options)
@@ -108,14 +111,16 @@ class OddNumbers(FirstDigit):
 
 
 class NotFinite(FirstDigit):
-    """A reward that is no number."""
+    """Returns NaN as the reward."""
 
     async def step(self, action: Action) -> StepResult:
         return StepResult(reward=float("nan"), done=True)
 
 
 class Patient(GuessEnvironment):
-    """Goes on for four turns whatever is said; half a point for each digit, so that an untrained model earns some."""
+    """Lasts four turns whatever the policy says. Each turn that begins with a digit earns 0.5, so that an untrained
+    model earns something.
+    """
 
     async def step(self, action: Action) -> StepResult:
         await super().step(action)

@@ -1,4 +1,6 @@
-"""Whether a run that was killed lost or doubled a group: its rows against the ledger of what was played."""
+"""Finds groups that a killed run lost or trained on twice: compares the run's rows with the ledger of all played
+groups.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from rl_core.trainer.checkpoint import RunState
 
 @attrs.frozen(kw_only=True)
 class Sizes:
-    """What each step must have."""
+    """The sizes and limits that every step of the run must keep to."""
 
     steps: int
     groups: int
@@ -26,30 +28,28 @@ class Sizes:
     dynamic_sampling: str | None
     min_replace_ratio: float
     with_tokens: bool
-    """Rows of samples have the tokens and log-probs that were trained on."""
+    """Whether the rows of samples contain the trained tokens and log-probs."""
 
 
 def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
-    """Every group that the final run started stands once in its rows, trained on or left out for a reason that its
-    samples bear out, within the bound; and what stands there is what was played.
+    """Every group that the run started is in the rows of exactly one step, within the staleness bound, or was left out
+    for a reason that its samples confirm; and its rows equal what was played.
 
-    A group may be played more than once, because an attempt was killed: its last playing counts, token for token where
-    the rows have tokens.
+    A group may have been played more than once, because an attempt was killed. Only the last time counts; it is
+    compared token for token if the rows have tokens.
     """
     rows = {row["step"]: row for row in read_rows(run_dir / "metrics.jsonl")}
-    assert list(rows) == list(range(sizes.steps + 1)), f"rows of steps {list(rows)}"
+    assert list(rows) == list(range(sizes.steps + 1)), f"expected one row per step, got steps {list(rows)}"
     assert all(row["rollout/staleness_max"] <= sizes.max_staleness for step, row in rows.items() if step)
     state = json.loads((run_dir / "checkpoints" / f"step_{sizes.steps:06d}" / "run.json").read_text())
     assert state["step"] == sizes.steps
-    assert not state["restart_groups"] + state["finished_groups"], (
-        "missing: groups that the last checkpoint still lists"
-    )
+    assert not state["restart_groups"] + state["finished_groups"], "the last checkpoint still lists groups"
     started = set(range(state["next_group"]))
     played = _played(ledger)
     trained, failed = _in_samples(run_dir, sizes)
     step_of = {group: step for group, (step, _) in trained.items()}
     assert Counter(step_of.values()) == dict.fromkeys(range(1, sizes.steps + 1), sizes.groups)
-    assert trained.keys() <= started, f"trained on, and never started: {sorted(trained.keys() - started)}"
+    assert trained.keys() <= started, f"trained on, but never started: {sorted(trained.keys() - started)}"
     _require_left_out(started - trained.keys(), played, rows, sizes)
     informative = {group for group in started if _has_signal(played[group])}
     sources: dict[int, list[dict[str, Any]]] = {}
@@ -58,9 +58,11 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
         if sizes.dynamic_sampling == "replace" and group not in informative:
             others = [played[other] for other in informative if step_of.get(other) == step]
             source = next((other for other in others if _told(other, sizes) == samples), None)
-            assert source, f"group {group} is a copy of none of its step"
+            assert source, f"group {group} is a copy of no other group in its step"
         assert samples == _told(source, sizes), f"group {group} is not what was played last"
-        assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, f"group {group} in step {step}"
+        assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, (
+            f"group {group} breaks the staleness bound in step {step}"
+        )
         sources.setdefault(step, []).append(source)
     for step, groups in sources.items():
         _require_versions(rows[step], groups, step - 1)
@@ -72,25 +74,28 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
 
 
 def require_listed_groups_once(run_dir: Path, resumed_from: Sequence[RunState], sizes: Sizes) -> None:
-    """Every group that a checkpoint lists, from which the run went on, is trained on in a later step, those that it
-    holds and those to be played again; or it is left out, for which `require_every_group_once` finds the reason."""
+    """Every group listed by a checkpoint from which the run resumed, finished or to be played again, is trained on in a
+    later step. A group may be left out instead; `require_every_group_once` checks the reason.
+    """
     step_of = {group: step for group, (step, _) in _in_samples(run_dir, sizes)[0].items()}
     for state in resumed_from:
         for group in (*state.finished_groups, *state.restart_groups):
             step = step_of.get(group, state.step + 1)
             assert step > state.step, f"group {group} of step {step} is listed by the checkpoint of step {state.step}"
-        if sizes.dynamic_sampling != "replace":  # which gives up whole batches
+        if sizes.dynamic_sampling != "replace":  # "replace" may drop whole batches
             missing = set(state.finished_groups) - step_of.keys()
-            assert not missing, f"held by the checkpoint of step {state.step}, and never trained on: {sorted(missing)}"
+            assert not missing, f"in the checkpoint of step {state.step}, but never trained on: {sorted(missing)}"
 
 
 def _require_versions(row: Mapping[str, float], groups: Sequence[Mapping[str, Any]], version: int) -> None:
-    """The row of the step that trains `version` says how old its groups and their tokens are."""
+    """The metrics of the step that trains `version` give the right age of its groups and of their tokens."""
     ages = [version - group["start_version"] for group in groups]
-    assert row["rollout/staleness_mean"] == pytest.approx(sum(ages) / len(ages)), f"ages of step {version + 1}"
+    assert row["rollout/staleness_mean"] == pytest.approx(sum(ages) / len(ages)), (
+        f"wrong ages of groups in step {version + 1}"
+    )
     versions = [one for group in groups for sample in _good(group) for one in sample["versions"]]
     stale = sum(one != version for one in versions) / len(versions)
-    assert row["rollout/stale_tokens"] == pytest.approx(stale), f"versions of tokens of step {version + 1}"
+    assert row["rollout/stale_tokens"] == pytest.approx(stale), f"wrong versions of tokens of step {version + 1}"
 
 
 def _require_left_out(
@@ -99,13 +104,13 @@ def _require_left_out(
     signals = [group for group in sorted(left_out) if _has_signal(played[group])]
     dropped = sum(row[f"rollout/dropped_{why}"] for row in rows.values() for why in _REASONS if row["step"])
     if sizes.dynamic_sampling == "replace":
-        # Whole batches are given up, each with too few groups that have a signal.
+        # "replace" drops whole batches in which too few groups have a signal.
         dropped_failed = [group for group in left_out if not _good(played[group])]
         assert (len(left_out) - len(dropped_failed)) % sizes.groups == 0, f"missing: {sorted(left_out)}"
         assert not left_out or len(signals) < sizes.min_replace_ratio * len(left_out), f"missing: {signals}"
         assert dropped == len(dropped_failed)
         return
-    assert not signals, f"groups with a signal that no row has: {signals}"
+    assert not signals, f"groups with a signal are in no row: {signals}"
     assert dropped == len(left_out), f"rows count {dropped} dropped groups, {len(left_out)} are missing"
     if sizes.dynamic_sampling is None:
         assert not [group for group in left_out if _good(played[group])], f"missing: {sorted(left_out)}"
@@ -120,7 +125,7 @@ def _played(ledger: Path) -> dict[int, dict[str, Any]]:
 
 
 def _in_samples(run_dir: Path, sizes: Sizes) -> tuple[dict[int, tuple[int, list[Any]]], Counter[int]]:
-    """Of each group its step and samples; and how many of its samples failed."""
+    """The step and the samples of each group, and the number of failed samples of each group."""
     trained: dict[int, tuple[int, list[Any]]] = {}
     failed: Counter[int] = Counter()
     for row in read_rows(run_dir / "samples.jsonl"):
@@ -130,9 +135,9 @@ def _in_samples(run_dir: Path, sizes: Sizes) -> tuple[dict[int, tuple[int, list[
             failed[row["group"]] += 1
             continue
         step, samples = trained.setdefault(row["group"], (row["step"], []))
-        assert step == row["step"], f"group {row['group']} stands in steps {step} and {row['step']}"
+        assert step == row["step"], f"group {row['group']} is in steps {step} and {row['step']}"
         entry = [row[name] for name in _compared(sizes)]
-        assert entry not in samples, f"group {row['group']} stands in step {step} twice"
+        assert entry not in samples, f"group {row['group']} is in step {step} twice"
         samples.append(entry)
     return trained, failed
 
@@ -143,7 +148,7 @@ def _compared(sizes: Sizes) -> tuple[str, ...]:
 
 
 def _told(entry: Mapping[str, Any], sizes: Sizes) -> list[Any]:
-    """What the rows of samples say of a group that was played."""
+    """What the rows of samples must say about a played group."""
     return [[sample[name] for name in _compared(sizes)] for sample in _good(entry)]
 
 

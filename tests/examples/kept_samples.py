@@ -1,4 +1,4 @@
-"""A callback that keeps the samples that a run of this process was trained on."""
+"""A callback that keeps the samples that runs in this process train on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SAMPLES: list[Trajectory] = []
 
 
 class KeptSamples(Callback):
-    """Adds them to SAMPLES."""
+    """Appends the samples of every step to SAMPLES."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         SAMPLES.extend(trajectories)

@@ -1,7 +1,8 @@
-"""The cases of the kill soak: what a run is struck by, and the attempts that play it out in processes of their own.
+"""The cases of the kill soak: which process is killed or stopped, and when; and the attempts that play a case, each in
+a process of its own.
 
-A case follows from its seed: bound and depth, dynamic sampling, where the ranks run, what is struck, how, when and how
-often.
+The seed of a case determines its staleness bound and pipeline depth, its dynamic sampling, where the ranks run, and all
+of its strikes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ VISITS = {
     "export": 3,
     "last_export": 1,
 }
-"""How often an uninterrupted run comes by each phase; by `checkpoint`, where every second step is saved."""
+"""How often an uninterrupted run begins each phase; `checkpoint` if every second step is saved."""
 STOPPED, ENDED_WITH_ERROR = 130, 3
 MOST_LOGGED = 30 << 20
 RAY_STARTS = 3
@@ -55,19 +56,19 @@ PLUGINS = "tests.examples.kill_plugins"
 OF_RAY: tuple[Victim, ...] = ("rank", "raylet", "gcs_server")
 DynamicSampling = Literal["filter", "replace"] | None
 BOUNDS_AND_DEPTHS = ((0, 0), (2, 1), (4, 2), (2, 2))
-"""`max_staleness` and `pipeline_depth`: in step, and three ways of generating ahead."""
+"""`max_staleness` and `pipeline_depth`: synchronous, and three ways of generating ahead."""
 
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """What a seed stands for."""
+    """A run's settings, and the strikes that hit it."""
 
     max_staleness: int
     pipeline_depth: int
     dynamic_sampling: DynamicSampling
     num_ranks: int
     overrides: dict[str, object]
-    """Of keys that change no number of a run in step."""
+    """Keys that do not change the numbers of a synchronous run."""
     strikes: tuple[Strike, ...]
 
     @property
@@ -76,8 +77,9 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """Alone every bound meets every phase twice, on Ray each of its processes is struck in every phase. All
-    else is drawn for itself."""
+    """With one rank in this process, every bound meets every phase twice. On Ray, each kind of process is struck in
+    each phase. Everything else is drawn at random.
+    """
     dice = random.Random(seed)
     (max_staleness, pipeline_depth), victim, first, num_ranks = _enumerated()[seed]
     ckpt_interval = dice.choice((1, 2, 2, 4))
@@ -95,7 +97,7 @@ def case_of(seed: int) -> Case:
             "trainer__ckpt_interval": ckpt_interval,
             "trainer__async_save": dice.random() < 0.4,
             "generator__inference_engine__weight_sync_backend": dice.choice(("files", "shared_memory")),
-            # Its own is in process; processes of environments take seconds to start.
+            # None: the environment's own placement, which is in process. Environment processes take seconds to start.
             "environment__placement": dice.choices((None, "thread", "process"), (0.7, 0.2, 0.1))[0],
         },
         strikes=tuple(strikes),
@@ -104,7 +106,9 @@ def case_of(seed: int) -> Case:
 
 @functools.cache
 def _enumerated() -> list[tuple[tuple[int, int], Victim, str, int]]:
-    """Bound and depth, victim, phase and number of ranks of each first strike, shuffled; two of seven on Ray."""
+    """The staleness bound and depth, victim, phase and number of ranks of each case's first strike, shuffled. Two of
+    every seven cases run on Ray.
+    """
     dice, phases = random.Random(15), list(SECONDS)
     products = itertools.product(BOUNDS_AND_DEPTHS, phases)
     alone = [(bound, "controller", phase, 1) for bound, phase in products for _ in range(2)]
@@ -127,15 +131,15 @@ def _strike(dice: random.Random, victim: Victim, phase: str, visits: int) -> Str
 
 @attrs.frozen(kw_only=True)
 class Place:
-    """Where the attempts of a case leave things."""
+    """The directories of one case."""
 
     root: Path
     pid: int = attrs.field(factory=os.getpid)
-    """Of the process that plays the case."""
+    """The process that plays the case."""
 
     @property
     def run_dir(self) -> Path:
-        # Its name is in those of folders under /dev/shm, where other runs have theirs.
+        # Folders under /dev/shm contain this name, which tells them from those of other runs.
         return self.root / f"struck_{self.pid}_{self.root.name}"[-40:]
 
     @property
@@ -148,12 +152,12 @@ class Place:
 
     @property
     def of_ray(self) -> Path:
-        """Ray keeps its logs in it, and the paths of its sockets must be short."""
+        """Ray's temporary directory, which holds its logs. The path is short, because Ray's socket paths must be."""
         return Path(tempfile.gettempdir(), f"struck_{self.pid}")
 
 
 def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -> None:
-    """In a process of its own: exit codes as of the command line, everything printed in a file."""
+    """Runs in a process of its own: prints into `output` and exits with the exit code of the command line."""
     print_into(output)
     os.environ["RAY_TMPDIR"] = str(place.of_ray)
     os.environ["TMPDIR"] = tempfile.tempdir = str(place.temporary)
@@ -174,7 +178,7 @@ def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -
 
 
 def run_attempt(config: Config, strike: Strike | None, place: Place, output: Path, target: Any = attempt) -> int:
-    """Its exit code; negative: the signal that ended it."""
+    """The exit code of one attempt; if negative, the number of the signal that ended it."""
     place.temporary.mkdir(exist_ok=True)
     process = multiprocessing.get_context("fork").Process(target=target, args=(config, strike, place, output))
     process.start()
@@ -190,7 +194,7 @@ def run_attempt(config: Config, strike: Strike | None, place: Place, output: Pat
 def require_expected_end(code: int, strike: Strike, output: Path) -> None:
     said = output.read_text()
     if strike.victim in ("raylet", "gcs_server"):
-        return  # Ray ends its processes itself, and not always by an error that can be caught
+        return  # Ray ends the run's processes itself, sometimes without an error that the run can catch
     if strike.victim == "rank":
         assert code in (0, ENDED_WITH_ERROR), (code, said)
         assert "Traceback (most recent call last)" not in said or code == ENDED_WITH_ERROR, said
@@ -198,7 +202,7 @@ def require_expected_end(code: int, strike: Strike, output: Path) -> None:
     if strike.signal == signal.SIGKILL:
         assert code == -signal.SIGKILL, (code, said)
         return
-    # A run that was through before the signal has no handler any more.
+    # A run that had finished before the signal came has removed its signal handler.
     assert code in (0, STOPPED, -strike.signal), (code, said)
     assert not any(word in said for word in ("Traceback", "never", "destroyed")), said
 
@@ -207,12 +211,12 @@ def build(small_run: BuildConfig, case: Case, run_dir: Path) -> Config:
     values = {
         "trainer__max_staleness": case.max_staleness,
         "trainer__pipeline_depth": case.pipeline_depth,
-        # In step the run's own numbers are compared, and its engine's tokens follow from them.
+        # Synchronous runs need no tokens in the rows: they are compared with an uninterrupted run instead.
         "trainer__log_sample_logprobs": case.runs_ahead,
         "trainer__algorithm__dynamic_sampling__type": case.dynamic_sampling,
         "trainer__placement__policy_num_gpus_per_node": case.num_ranks,
         "trainer__max_training_steps": STEPS,
-        # Slow enough that groups have a signal until the end.
+        # A low learning rate, so that groups have a signal until the end.
         "trainer__policy__optimizer_config__lr": 1e-4,
         "trainer__train_batch_size": GROUPS,
         "trainer__hf_save_interval": 2,
@@ -242,37 +246,38 @@ def sizes_of(config: Config) -> Sizes:
 
 
 def newest_state(place: Place) -> RunState | None:
-    """Of the checkpoint that the next attempt goes on from; None where there is none."""
+    """The state of the checkpoint that the next attempt resumes from; None if there is none."""
     checkpoints = complete_checkpoints(place.run_dir / "checkpoints")
     return load_state(checkpoints[-1]) if checkpoints else None
 
 
 def played_groups(place: Place) -> list[int]:
-    """By all attempts so far, in training."""
+    """The training groups that all attempts so far have played, in order."""
     lines = place.ledger.read_text().splitlines() if place.ledger.exists() else []
     return [entry["group"] for entry in map(json.loads, lines) if entry["is_training"]]
 
 
 @attrs.frozen(kw_only=True)
 class PlayedOut:
-    """What became of a case."""
+    """The outcome of a case."""
 
     strikes: tuple[str, ...]
-    """Those that came."""
+    """The strikes that took place."""
     resumed_from: tuple[RunState, ...]
-    """The checkpoints that attempts went on from."""
+    """The checkpoints that attempts resumed from."""
 
     @property
     def num_waiting(self) -> int:
-        """Finished groups that those checkpoints held."""
+        """The number of finished groups in those checkpoints."""
         return sum(len(state.finished_groups) for state in self.resumed_from)
 
 
 def play_out(
     small_run: BuildConfig, case: Case, place: Place, target: Any = attempt, *, first: Any = attempt
 ) -> PlayedOut:
-    """One attempt for each strike, and one more, until the run is through. The first one is by `first`, the others by
-    `target`. None plays a group again that the checkpoint it goes on from holds."""
+    """Runs one attempt per strike, and a last one without a strike that must finish. `first` runs the first attempt,
+    `target` the others. No attempt may play a group that is finished in the checkpoint it resumes from.
+    """
     config = build(small_run, case, place.run_dir)
     resumed_from: list[RunState] = []
     for number, strike in enumerate((*case.strikes, None)):
@@ -281,7 +286,7 @@ def play_out(
         resumed_from += [state] if state else []
         code = run_attempt(config, strike, place, output, target if number else first)
         for _ in range(RAY_STARTS - 1):
-            # Of a machine that is too busy, not of the run: nothing was written.
+            # The machine was too busy to start Ray; the run has written nothing.
             if code == ENDED_WITH_ERROR and "Ray did not start on this machine" in output.read_text():
                 code = run_attempt(config, strike, place, output, target if number else first)
         if strike is None:
@@ -289,14 +294,14 @@ def play_out(
         elif code != 0:
             require_expected_end(code, strike, output)
         again = set(state.finished_groups if state else ()).intersection(played_groups(place)[num_played:])
-        assert not again, f"groups that the checkpoint held were played again: {sorted(again)}"
+        assert not again, f"groups finished in the checkpoint were played again: {sorted(again)}"
     strikes = place.root / "strikes"
     came = tuple(strikes.read_text().splitlines()) if strikes.exists() else ()
     return PlayedOut(strikes=came, resumed_from=tuple(resumed_from))
 
 
 def living_children(before: set[int]) -> list[str]:
-    """Those that are not in `before`; the dead are buried."""
+    """The living children of this process that are not in `before`. Reaps those that have ended."""
     found = []
     for child in psutil.Process().children(recursive=True):
         if child.pid in before:
@@ -329,7 +334,7 @@ def require_nothing_left(place: Place, before: set[int]) -> None:
 
 
 def _require_logs_alone(of_ray: Path) -> None:
-    """Ray keeps its sessions' logs. Nothing listens at a socket of theirs, and nothing large is left; then they go."""
+    """Ray may leave its logs, which this removes, but no socket that accepts connections and nothing large."""
     files = [path for path in of_ray.rglob("*") if not path.is_symlink() and not path.is_dir()]
     listening = [str(path) for path in files if path.is_socket() and _is_answered(path)]
     assert not listening, f"Ray still listens at {listening}"

@@ -1,5 +1,6 @@
-"""What strikes a run from within, at a moment that a case of the kill soak names, and what notes the groups that it
-played. All are plug-ins, so the run under test is the one that a user starts."""
+"""Plug-ins that kill or stop a run from within, at the moment a case of the kill soak names, and that record the groups
+it played. Apart from them, the run is one that a user could start.
+"""
 
 from __future__ import annotations
 
@@ -42,30 +43,31 @@ SECONDS = {
     "export": 0.15,
     "last_export": 0.3,
 }
-"""The phases of a run, and about how long each of them takes: a strike comes at a random moment of this time. `export`
-is a step's (`trainer.hf_save_interval`), `last_export` the run's own."""
+"""The phases of a run and about how many seconds each takes: a strike comes at a random moment of this time. `export`
+is the export of a step (`trainer.hf_save_interval`), `last_export` that of the finished run.
+"""
 _APPEARS_S = 100.0
-"""Ray and the ranks are there at the latest then; in every phase but the first they are there."""
+"""The longest time until Ray and the ranks are running. Only a strike in the first phase has to wait for them."""
 
 
 @attrs.frozen(kw_only=True)
 class Strike:
-    """One kill or stop."""
+    """One kill or stop of a process."""
 
     victim: Victim = "controller"
     signal: signal.Signals = signal.SIGKILL
     presses: int = 1
-    """Signals, each 1.1 s after the one before: the second ends a run at once."""
+    """The number of signals, 1.1 s apart: the second one ends a run at once."""
     phase: str
-    """One of SECONDS."""
+    """A key of SECONDS."""
     visit: int = 0
-    """How often the phase begins before."""
+    """How many times the phase begins before the one that is struck."""
     delay_s: float = 0.0
-    """From the beginning of the phase."""
+    """Seconds from the beginning of the phase to the signal."""
 
 
 class _Armed:
-    """What this process, which is forked for one attempt, is struck by."""
+    """The strike and the ledger of this process, which is forked for one attempt."""
 
     def __init__(self) -> None:
         self.strike: Strike | None = None
@@ -78,13 +80,13 @@ _armed = _Armed()
 
 
 def arm(strike: Strike | None, ledger: Path) -> None:
-    """Called in the process of an attempt, before its run. `ledger` is the file of the groups that are played."""
+    """Called in the process of an attempt before its run. `ledger` is the file that lists the played groups."""
     _armed.strike, _armed.ledger = strike, ledger
     reached("start")
 
 
 def reached(phase: str) -> None:
-    """The run is at the beginning of `phase`."""
+    """Called when the run begins `phase`; starts the strike if its turn has come."""
     strike = _armed.strike
     if strike is None or strike.phase != phase:
         return
@@ -95,7 +97,7 @@ def reached(phase: str) -> None:
 
 
 def await_strike() -> None:
-    """At the end of a run that was faster than the strike that had begun: it comes all the same."""
+    """Waits for a strike that has begun, if the run ended before the signal."""
     if _armed.thread is not None:
         _armed.thread.join()
 
@@ -111,7 +113,7 @@ def _strike(strike: Strike) -> None:
 
 
 def _pid_of(victim: Victim) -> int:
-    """Of the newest such process; in the first phase, once there is one."""
+    """The newest process of this kind; in the first phase, waits until there is one."""
     if victim == "controller":
         return os.getpid()
     wanted, deadline = "ray::RayRank" if victim == "rank" else f"/{victim}", time.monotonic() + _APPEARS_S
@@ -128,7 +130,7 @@ def _child_names() -> Iterator[tuple[int, str]]:
 
 
 class PhaseTracker:
-    """A tracker that is told of phases."""
+    """A tracker that gets the name of each phase as it begins."""
 
     def phase(self, name: str) -> None:
         reached(name)
@@ -141,20 +143,21 @@ class PhaseTracker:
 
 
 def phase_tracker(config: object, run_dir: Path, *, total_steps: int, first_step: int) -> PhaseTracker:
-    """A TrackerFactory."""
+    """A TrackerFactory, as `trainer.logger` names it."""
     return PhaseTracker()
 
 
 class BeforeLastExport(Callback):
-    """The last step is done; the run's model is written next."""
+    """Begins the phase `last_export`: the last step is done, and the run writes its model next."""
 
     def on_run_end(self, step: int) -> None:
         reached("last_export")
 
 
 class LowDigit(ArithmeticEnvironment):
-    """Rewards an answer that begins with one of five digits, and fails for one that begins with another: an untrained
-    model does either now and then, so that some groups have a signal, some have none, and some lack samples."""
+    """Rewards an answer that begins with one of the digits 0 to 4, and raises if it begins with 9. An untrained model
+    does both now and then, so some groups have a signal, some have none, and some lack samples.
+    """
 
     async def step(self, action: Action) -> StepResult:
         if action.text[:1] == "9":
@@ -164,7 +167,7 @@ class LowDigit(ArithmeticEnvironment):
 
 
 class NotingGenerator:
-    """Plays as the generator under it does, and writes what each group gave into the ledger."""
+    """Plays as the wrapped generator does, and appends each group's samples to the ledger."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
@@ -187,7 +190,9 @@ class NotingGenerator:
 
 
 def _noted(trajectory: Trajectory) -> dict[str, object]:
-    """As rows of samples name it; log-probs in the type in which they are trained on."""
+    """One sample with the names that the rows of samples use. The log-probs are rounded to float32, in which they are
+    trained on.
+    """
     steps = trajectory.steps
     return {
         "sample": trajectory.sample_index,
@@ -206,7 +211,7 @@ def _noted(trajectory: Trajectory) -> dict[str, object]:
 
 @attrs.frozen
 class NotingGeneratorPlugin(EnvironmentGeneratorPlugin):
-    """The `environment` generator, and a ledger beside it."""
+    """The `environment` generator, which also writes the ledger."""
 
     name: str = "noting"
 

@@ -1,4 +1,6 @@
-"""The local engine, behind a client that loses it once: it then serves nothing until it gets the same weights again."""
+"""The local engine behind a client that loses it once; from then on it serves nothing until it gets the same weights
+again.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from rl_rollout.local.plugin import local
 
 LOST_AT_VERSION = 2
 updates: list[int] = []
-"""Versions that were published, in order."""
+"""The versions that were published, in order."""
 
 
 class RecoveringClient:
-    """InferenceClient and Recovering."""
+    """Implements InferenceClient and Recovering."""
 
     def __init__(self, engine: InferenceClient) -> None:
         self._engine = engine

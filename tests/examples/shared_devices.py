@@ -1,6 +1,6 @@
-"""An engine and a trained model of which only one has its weights: what leaves the devices is gone until it comes back.
+"""An engine and a backend that share devices. Weights that leave the devices are unusable until they return.
 
-Both record what they do in `EVENTS`, and whoever computes while the other is there fails.
+Both record what they do in `EVENTS`, and fail if one computes while the other is on the devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ON_DEVICES: set[str] = set()
 
 
 class SleepingEngine(ReferenceEngine):
-    """Generates only when no model is on the devices, if it ever slept."""
+    """Once it has slept, fails if it generates while a model is on the devices."""
 
     async def generate(self, request):
         if EVENTS[-1] != "generate":
@@ -31,7 +31,7 @@ class SleepingEngine(ReferenceEngine):
 
     async def wake(self, tags=None):
         EVENTS.append(f"engine wakes: {tags}")
-        assert not ON_DEVICES - {"engine"}, "the models have left before the engine takes memory"
+        assert not ON_DEVICES - {"engine"}, "the models must leave before the engine takes memory"
         ON_DEVICES.add("engine")
         await super().wake(tags)
 
@@ -59,7 +59,7 @@ engine = SleepingEnginePlugin()
 
 
 class LeavingFsdp(FsdpBackend):
-    """Its models really leave: parameters and moments that are off the devices are not a number."""
+    """Fills parameters and moments with NaN while they are off the devices."""
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         from rl_fsdp.worker import FsdpWorker

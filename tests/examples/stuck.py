@@ -1,4 +1,4 @@
-"""A rank in this process that is deep in a long call when Ctrl-C is pressed twice."""
+"""A backend whose rank, in the run's own process, is deep in a long call when Ctrl-C is pressed twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_fsdp.backend import FsdpBackend
 
 
 class StuckFsdp(FsdpBackend):
-    """Its second scoring takes ten minutes, in many short operations, and presses the keys itself."""
+    """The rank's second forward pass sends SIGINT twice and then lasts ten minutes, in many short operations."""
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         from rl_fsdp.worker import FsdpWorker
@@ -25,7 +25,7 @@ class StuckFsdp(FsdpBackend):
                 self.num_calls += 1
                 if self.num_calls == 2:
                     os.kill(os.getpid(), signal.SIGINT)
-                    time.sleep(5)  # on a busy machine the main thread may take long to see the first
+                    time.sleep(5)  # on a busy machine the main thread may take long to handle the first signal
                     os.kill(os.getpid(), signal.SIGINT)
                     end = time.monotonic() + 600
                     while time.monotonic() < end:

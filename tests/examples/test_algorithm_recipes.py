@@ -1,4 +1,4 @@
-"""The recipes of algorithms: a few steps of each with an untrained model, and what makes each what it is."""
+"""The recipes of algorithms: a few steps of each with an untrained model, and a check of what is special about each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SUM = {"prompt": "37+45=", "answer": "280"}
 
 
 def trained(module: Any, directory: Path, **keys: Any) -> list[dict[str, float]]:
-    """The metrics of three steps of 8 problems."""
-    # An untrained model is never right, but half right often enough.
+    """The metrics of a run of three steps with 8 problems each."""
+    # An untrained model never answers right, but often gets the first digit right, which FirstDigit rewards.
     env_class = module.recipe.config.get("environment.env_class", "tests.examples.environments:FirstDigit")
     write_rows(directory / "rows.parquet", [{**row, "env_class": env_class} for row in problems()[:40]])
     write = write_moe_model if module is async_r3 else write_model
@@ -64,7 +64,7 @@ def test_dapo_trains_on_full_batches_of_prompts_that_differ(tmp_path: Path):
     for row in rows[1:]:
         assert row["environment/penalty"] < 0
         assert row["reward/std"] > 0
-    # Two of an untrained model's answers that are equally long say nothing.
+    # Two answers of an untrained model that are equally long get the same reward, so their group has no signal.
     assert sum(row["rollout/dropped_zero_variance"] for row in rows[1:]) > 0
 
 
@@ -85,10 +85,10 @@ def test_gspo_weighs_every_answer_alike(tmp_path: Path):
     )
     for row in trained(gspo, tmp_path)[1:]:
         assert row["policy/grad_norm"] > 0
-        assert 0 < abs(row["policy/ratio"] - 1) < 0.15  # of two updates, the first of which has a ratio of 1
+        assert 0 < abs(row["policy/ratio"] - 1) < 0.15  # the mean over two updates; in the first one the ratio is 1
 
 
 def test_a_mixture_of_experts_is_trained_behind_its_engine_along_its_routes(tmp_path: Path):
     rows = trained(async_r3, tmp_path)
     assert [row["rollout/staleness_max"] for row in rows[1:]] == [0, 1, 2]
-    assert rows[1]["rollout/logprob_diff_max"] < 1e-4  # of the version that sampled; later ones have moved
+    assert rows[1]["rollout/logprob_diff_max"] < 1e-4  # later, the trainer is ahead of the engine

@@ -1,4 +1,4 @@
-"""Engine and models share devices: each is gone while the other works, and the run is as if nobody had moved."""
+"""Engine and models share devices: each leaves the devices while the other works, and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_engine_and_models_take_turns_and_train_as_if_they_had_not(small_run: Bu
     apart = events_of(small_run, tmp_path / "apart", **WITH_REFERENCE, trainer__placement__colocate_all=False)
     assert not [event for event in apart if event.startswith(("engine sleeps", "engine wakes"))]
     require_same_run(tmp_path / "shared", tmp_path / "apart")
-    assert events[:2] == ["engine starts", "engine sleeps"], "before a model is loaded"
+    assert events[:2] == ["engine starts", "engine sleeps"], "the engine must sleep before a model is loaded"
     rest = [event for event in events if not event.startswith("reference")]
     joined = " · ".join(_without_repeats(rest))
     handover = (
@@ -42,8 +42,8 @@ def test_engine_and_models_take_turns_and_train_as_if_they_had_not(small_run: Bu
     assert "generate · engine sleeps · policy comes back · " in joined
     assert handover.format(1) in joined, joined
     assert f"checkpoint · {handover.format(2)}" in joined, joined
-    assert events.count("weights 2") == 2, "after the checkpoint of step 2 the engine is given its weights again"
-    assert events.count("weights 4") == 1, "after the last one nobody generates"
+    assert events.count("weights 2") == 2, "after the checkpoint of step 2 the engine must get its weights again"
+    assert events.count("weights 4") == 1, "after the last checkpoint nobody generates, so the engine needs no weights"
 
 
 @pytest.mark.parametrize("overrides", [{"trainer__max_staleness": 1}, {"trainer__placement__colocate_all": False}])

@@ -1,4 +1,6 @@
-"""The recipes that train on answers, pairs and a teacher: a few steps of each, from nothing."""
+"""The recipes that train on given answers, on preference pairs and with a teacher: a few steps of each, from an empty
+folder.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(recipe: str, *overrides: str) -> dict[str, float]:
-    """The last row of metrics."""
+    """Runs the recipe and returns the last row of metrics."""
     loaded = load(recipe, [*FEW, *overrides])
     assert isinstance(loaded.config, Config)
     run_training(loaded)
@@ -58,7 +60,7 @@ def test_it_trains_from_an_empty_folder(recipe: str, overrides: tuple[str, ...],
 
 
 def test_a_teacher_in_an_engine_teaches_what_one_on_ranks_does():
-    """Up to rounding: the engine's kernels and the rank's are not the same."""
+    """The numbers agree up to rounding: the engine and the rank use different kernels."""
     on_ranks = train("distill", "generator.n_samples_per_prompt=2", "trainer.run_dir=ranks")
     served = train(
         "distill", "generator.n_samples_per_prompt=2", "trainer.run_dir=served", "trainer.ref.inference_backend=local"
@@ -69,7 +71,7 @@ def test_a_teacher_in_an_engine_teaches_what_one_on_ranks_does():
 
 
 class StopsInStepOne(Callback):
-    """Stops the run as Ctrl-C does."""
+    """Stops the run after step 1, as Ctrl-C would."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control:
         return Control(stop=step == 1)
@@ -101,7 +103,7 @@ def test_the_control_of_supervised_fine_tuning_has_the_same_answers_in_other_row
     shuffled = sft.with_shuffled_answers(rows)
     assert [row["prompt"] for row in shuffled] == [row["prompt"] for row in rows]
     assert sorted(row["answer"] for row in shuffled) == sorted(row["answer"] for row in rows)
-    # Two random sums below 199 are equal in 0.67 % of all pairs.
+    # Two random sums below 199 are equal with a probability of 0.67 %.
     assert sum(one["answer"] == other["answer"] for one, other in zip(shuffled, rows, strict=True)) < 0.01 * len(rows)
 
 

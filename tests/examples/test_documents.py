@@ -1,4 +1,4 @@
-"""Every command in the documents is accepted, and indexes and tables name all that there is."""
+"""Every command in the documents is accepted, and the documents' indexes and tables are complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 
 
 def commands() -> dict[str, list[str]]:
-    """Command line → its words, of every `rl` command in the shell blocks of the documents."""
+    """Page and command line → its words after `rl`, for every `rl` command in the shell blocks of the documents."""
     found = {}
     for page in (*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))):
         for block in re.findall(r"```(?:sh|bash)\n(.*?)```", page.read_text(), flags=re.DOTALL):
@@ -43,7 +43,7 @@ NAMES_OF_A_USER = {"run.sh": "", "rows.parquet": "", "my_recipe": "quickstart", 
 def test_every_command_in_the_documents_is_accepted(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ):
-    """Subcommand, options and every key; `rl train` and others also load their configuration. Nothing runs."""
+    """Checks the subcommand, its options and every key; loads the command's configuration, if any. Nothing runs."""
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     for name in ("run.sh", "rows.parquet"):
         (tmp_path / name).touch()
@@ -53,7 +53,7 @@ def test_every_command_in_the_documents_is_accepted(
         subcommand = rl.get_command(root, name)
         assert subcommand is not None, f"rl {name} does not exist"
         options = subcommand.make_context(name, words, parent=root).params
-    if "source" in options and "plain_ddp" not in command:  # that backend is installed for its own tests alone
+    if "source" in options and "plain_ddp" not in command:  # plain_ddp is installed for its own tests only
         source = "quickstart" if options["source"].endswith(".yaml") else options["source"]
         load(source, options["overrides"])
 

@@ -1,4 +1,4 @@
-"""Configurations drawn at random: each is refused by the dry run, or trains for two steps. No traceback, no hang."""
+"""Random configurations: the dry run refuses each, or it trains for two steps. None raises another error or hangs."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ FRACTIONS = (-1.0, 0.0, 1e-9, 0.1, 0.5, 0.99, 1.0, 1.5, 2.0, 100.0, 1e9, float("
 WORDS = ("", "x", "none", "local", "fsdp", "megatron", "grpo", "gae", "rloo", "no_such:thing", "a/b", "..", "null")
 SECONDS = (-1.0, 0.0, 60.0, 1e9)
 UNTOUCHED = ("trainer.run_dir", "trainer.callbacks", "trainer.max_training_steps", "data.train_data", "data.val_data")
-"""The test's own: where the run is, how it ends, and what it plays."""
+"""Keys that the test itself sets: the run's directory, its end, and what it plays."""
 NAMES = {
     "trainer.algorithm.policy_loss_type": ("regular", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "cross_entropy"),
     "trainer.algorithm.advantage_estimator": ("grpo", "rloo", "reinforce++", "gae", "maxrl", "pass_at_k", "remax"),
     "generator.inference_engine.weight_sync_backend": ("files", "shared_memory", "broadcast", "cuda_ipc"),
     "environment.env_class": (f"{__name__}:ParityEnvironment", "arithmetic", "gsm8k", "guess"),
-    "trainer.update_epochs_per_batch": (0, 1, 2, 3, 2**31),  # 100 would take a minute, which proves no more
+    "trainer.update_epochs_per_batch": (0, 1, 2, 3, 2**31),  # 100 would take a minute and prove no more
     "trainer.logger": ("console", "jsonl", "tensorboard", "nothing"),
 }
 
 
 class ParityEnvironment:
-    """Rewards about every second answer, whatever a policy says."""
+    """Rewards about every second answer of any policy."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]):
         self._prompt: str = row["prompt"]
@@ -75,7 +75,7 @@ class StopsAfterTwo(Callback):
 
 
 def keys(cls: type = Config, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of the core, or of a plug-in's options, with its type."""
+    """Every key of the core's configuration, or of a plug-in's options, with its type."""
     for name in own_keys(cls):
         hint = hints(cls)[name]
         if attrs.has(hint):
@@ -92,11 +92,11 @@ PLUGIN_KEYS = [
     *keys(EnvironmentGeneratorOptions, "generator."),
     ("trainer.policy.fsdp_config.no_such_key", int),
 ]
-"""Those of a plug-in that is not chosen are checked too."""
+"""The options of plug-ins are checked even if another plug-in is chosen."""
 
 
 def drawn(rng: random.Random, key: str, hint: Any) -> Any:
-    """A value that suits the key's type, or one in eight that does not."""
+    """A value that fits the key's type; in one case of eight, a value that may not."""
     if rng.random() < 0.125:
         return rng.choice([None, "x", -3, 2.5, True, [], ["a"], {"a": 1}])
     if key in NAMES:
@@ -118,13 +118,13 @@ def drawn(rng: random.Random, key: str, hint: Any) -> Any:
 
 
 def overrides(rng: random.Random) -> dict[str, Any]:
-    """One to four keys of a configuration."""
+    """One to four keys, each with a random value."""
     known = [(key, hint) for key, hint in (*keys(), *PLUGIN_KEYS) if key not in UNTOUCHED]
     return {key: drawn(rng, key, hint) for key, hint in rng.sample(known, rng.randint(1, 4))}
 
 
 def is_of_one_process(config: Config) -> bool:
-    """Several ranks, Megatron and vLLM start processes of their own: of those the dry run is all that is asked."""
+    """Several ranks, Megatron and vLLM start processes of their own; such configurations get a dry run only."""
     trainer = config.trainer
     return (
         trainer.strategy == "fsdp"
@@ -136,7 +136,7 @@ def is_of_one_process(config: Config) -> bool:
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
     def ring(*_: object) -> None:
-        raise AssertionError(f"not through within {seconds:g} s")
+        raise AssertionError(f"did not end within {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -148,7 +148,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def outcome(folder: Path, start: Path, given: Mapping[str, Any]) -> str:
-    """`refused`, `ran`, `checked` (of several processes), or what went wrong."""
+    """`refused`; `ran`; `checked` if a dry run is all that the configuration gets; otherwise the error."""
     folder.mkdir()
     base = {
         "data.train_data": [str(start / "few.parquet")],
@@ -170,7 +170,7 @@ def outcome(folder: Path, start: Path, given: Mapping[str, Any]) -> str:
     (folder / "config.yaml").write_text(json.dumps({**base, **given}))  # JSON is YAML
     StopsAfterTwo.steps = 0
     try:
-        # Paths that are drawn lie in a folder of their own.
+        # Relative paths among the drawn values end up in this folder.
         with contextlib.chdir(folder), deadline(LIMIT_S), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -190,7 +190,9 @@ def outcome(folder: Path, start: Path, given: Mapping[str, Any]) -> str:
 
 
 def sweep(tmp_path: Path, start: Path, *, seed: int, count: int) -> dict[str, int]:
-    """How many had which outcome; fails with every configuration that was neither refused nor ran."""
+    """The number of configurations with each outcome. Fails if any configuration ends with an error, and lists them
+    all.
+    """
     (start / "two.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+1="}\n')
     rng, counted, failures = random.Random(seed), {"refused": 0, "ran": 0, "checked": 0}, []
     for number in range(count):
@@ -219,7 +221,7 @@ def test_a_thousand_random_configurations_are_refused_or_run(tmp_path: Path, sta
 
 
 def test_a_configuration_that_fails_later_is_seen(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch):
-    """Negative control."""
+    """Negative control: without the checks of the dry run, the run fails, and the sweep must notice."""
     monkeypatch.setattr(f"{__name__}.preflight", lambda config: None)
     (start / "two.jsonl").write_text('{"prompt": "1+1="}\n')
     found = outcome(tmp_path / "one", start, {"trainer.max_prompt_length": 1})

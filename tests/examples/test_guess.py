@@ -1,4 +1,4 @@
-"""The game of several turns: its rules, and a few steps of training on it."""
+"""The guessing game of several turns: its rules, and a few steps of training on it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_run_trains_on_episodes_of_several_turns(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for row in rows[1:]:
         assert row["rollout/turns"] == 4.0
-        # An asynchronous step may have no token of the version that it trains.
+        # In an asynchronous run a step may have no tokens of the version that it trains, and so no such metric.
         assert row.get("rollout/logprob_diff_max", 0.0) < 1e-4
         assert row["rollout/sampled_tokens"] == pytest.approx(row["rollout/response_length"] * 20 * 16)
         assert (row.get("rollout/merged_tokens", 0.0) > 0.3) == is_merged
@@ -109,14 +109,14 @@ PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 
 
 def table(heading_row: str, number: int = 0) -> dict[str, list[str]]:
-    """The rows of the page's table that begins so, by their first cell."""
+    """First cell → the other cells, of each row of the page's table that begins with `heading_row`."""
     text = [part for part in PAGE.split("\n\n") if part.startswith(heading_row)][number]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     return {name: cells for name, *cells in rows}
 
 
 async def two_guesses(start: Path, *, max_tokens: int) -> Batch:
-    """`5`, then `2`, for the number 2, under versions 7 and 8."""
+    """An episode for the number 2: the policy answers `5` with weight version 7, then `2` with version 8."""
     tokenizer = load_tokenizer(str(start / "model"))
 
     def script(request: GenerateRequest) -> list[int]:
@@ -154,7 +154,7 @@ async def test_the_masks_in_the_documentation_are_those_of_a_game(start: Path):
 async def test_the_masks_of_a_response_that_was_cut_are_as_documented(start: Path):
     batch, shown = await two_guesses(start, max_tokens=1), table("| token |", 1)
     expected = [int(cell) for cell in shown["`sampled`, `loss_mask`"]]
-    # Here the second response is cut too, and nothing follows it.
+    # In the test the second response is cut too, so the end of sequence in the table's last column is missing.
     assert batch["sampled"].int().tolist() == expected[:-1]
 
 

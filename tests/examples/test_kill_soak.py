@@ -1,5 +1,5 @@
-"""Runs that are killed or stopped at a random moment of a named phase, until they are through: nothing is lost, nothing
-is doubled, nothing is left behind.
+"""Runs that are killed or stopped at a random moment of a named phase, and resumed until they finish: they lose
+nothing, do nothing twice, and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Path]:
 def uninterrupted(
     references: dict[object, Path], small_run: BuildConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Case], Path]:
-    """The run of a case's numbers that nothing disturbs, made once."""
+    """Plays a case without strikes, once for all cases with the same numbers; returns the run's directory."""
 
     def find(case: Case) -> Path:
         key = (case.pipeline_depth, case.dynamic_sampling, case.num_ranks)
@@ -74,7 +74,9 @@ def uninterrupted(
 
 @pytest.fixture
 def adopted() -> Iterator[None]:
-    """Whatever loses its parent becomes a child of this process, where it is found."""
+    """Makes this process adopt orphans, so that the search for living children finds processes that have lost their
+    parent.
+    """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     yield
@@ -114,10 +116,10 @@ def test_a_run_that_is_struck_at_a_random_moment_loses_nothing(
     print(case)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     played = play_out(small_run, case, place)
-    assert played.strikes, "nothing was struck"
+    assert played.strikes, "no strike took place"
     require_nothing_left(place, before)
     require_nothing_lost(small_run, case, place, played, uninterrupted)
-    # For the table in docs/multi_node.md: `--junitxml` writes them.
+    # `--junitxml` writes these for the table in docs/multi_node.md.
     record_property("ahead", case.runs_ahead)
     record_property("strikes", len(played.strikes))
     record_property("kills", sum("SIGKILL" in strike for strike in played.strikes))
@@ -140,7 +142,7 @@ def test_the_cases_cover_every_kind():
 
 
 class LosingRollouts(Rollouts):
-    """Forgets the first group that is to be started again; where there is none, the next new one."""
+    """Forgets the first group that is to be played again, or the next new group if there is none."""
 
     def __init__(self, *parts: Any, next_group: int, restart_groups: tuple[int, ...], **named: Any):
         first = next_group if restart_groups else next_group + 1
@@ -167,14 +169,14 @@ AHEAD = attrs.evolve(
     overrides={"trainer__ckpt_interval": 1},
     strikes=(Strike(phase="train", visit=2),),
 )
-"""Killed in its third step, every step being saved, up to two batches ahead."""
+"""Saves after every step, generates up to two batches ahead, and is killed in step 3."""
 
 
 @pytest.mark.parametrize("pipeline_depth", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_the_comparison_notices_a_resume_that_skips_a_group(
     pipeline_depth: int, small_run: BuildConfig, uninterrupted: Callable[[Case], Path], tmp_path: Path
 ):
-    """Negative control."""
+    """Negative control: the resumed run forgets a group."""
     case = attrs.evolve(IN_STEP, max_staleness=pipeline_depth, pipeline_depth=pipeline_depth)
     place = Place(root=tmp_path)
     played = play_out(small_run, case, place, losing_attempt)
@@ -185,13 +187,13 @@ def test_the_comparison_notices_a_resume_that_skips_a_group(
 
 @pytest.fixture(scope="module")
 def killed_while_groups_wait(small_run: BuildConfig, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """What an attempt at AHEAD left."""
+    """The directories after the first attempt at AHEAD, which was killed while finished groups waited."""
     place = Place(root=tmp_path_factory.mktemp("killed"))
     (strike,) = AHEAD.strikes
     assert run_attempt(build(small_run, AHEAD, place.run_dir), strike, place, place.root / "first") < 0
     state = newest_state(place)
     assert state is not None
-    assert len(state.finished_groups) > 1, "too few groups wait: the tests show nothing"
+    assert len(state.finished_groups) > 1, "too few groups wait for these tests to show anything"
     return place
 
 
@@ -229,7 +231,7 @@ def other_versions(stored: list[StoredGroup], state: RunState) -> Resumed:
 
 
 def _with_steps(stored: list[StoredGroup], change: Callable[[TrajectoryStep], dict[str, Any]]) -> list[StoredGroup]:
-    """The first group with other steps."""
+    """Changes every step of the first group."""
     group = stored[0].group
     trajectories = tuple(
         attrs.evolve(one, steps=tuple(attrs.evolve(step, **change(step)) for step in one.steps))
@@ -244,7 +246,7 @@ def _with_steps(stored: list[StoredGroup], change: Callable[[TrajectoryStep], di
         (whole, None),
         (played_again, "were played again"),
         (one_lost, "never trained on"),
-        (one_twice, "group 0 stands in steps 1 and"),
+        (one_twice, "group 0 is in steps 1 and"),
         (other_logprobs, "is not what was played last"),
         (other_versions, "versions of tokens of step"),
     ],
@@ -257,8 +259,8 @@ def test_groups_that_wait_in_the_last_checkpoint_are_trained_on_once_as_they_are
     uninterrupted: Callable[[Case], Path],
     tmp_path: Path,
 ):
-    """All but the first are negative controls."""
-    # Its name is part of that of the run's directory.
+    """All but `whole` are negative controls."""
+    # The folder keeps its name, because the run directory's name contains it.
     place = Place(root=tmp_path / killed_while_groups_wait.root.name)
     shutil.copytree(killed_while_groups_wait.root, place.root)
 

@@ -1,4 +1,4 @@
-"""A rank that is killed while a checkpoint is written: the run says so, and goes on from the checkpoint before."""
+"""A rank is killed while a checkpoint is written: the run ends with an error and resumes from the checkpoint before."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def checkpoints(run_dir: Path) -> list[str]:
 
 
 def train_and_expect(config: Config, methods: str) -> None:
-    """The run must end with the error of the rank that died."""
+    """Trains until the run ends with the error of the rank that died."""
     with pytest.raises(WorkerError, match=rf"^policy rank 1 of 2 \(node .*\) died in ({methods}): "):
         run_training(config)
 
 
 def in_child(target: Callable[..., object], *args: object) -> int | None:
-    """The exit code of a process that starts Ray for itself, which takes minutes where others use the machine."""
+    """The exit code of a child process that runs `target` with its own Ray; takes minutes on a busy machine."""
     process = multiprocessing.get_context("fork").Process(target=target, args=args)
     process.start()
     process.join(400)
@@ -67,7 +67,7 @@ def test_a_run_goes_on_exactly_from_the_checkpoint_before_the_one_a_rank_was_kil
         "trainer__policy__fsdp_config__fault_time": 1,
         "trainer__async_save": phase == "start_saving",
     }
-    # In the background, training may be at anything when the rank dies.
+    # If the save is in the background, the rank may die in any method.
     anything = {method for methods in METHODS.values() for method in methods} | {"publish"}
     methods = "save_state" if phase == "save_state" else "|".join(anything)
     run_dir = tmp_path / "run"
@@ -81,7 +81,9 @@ def test_a_run_goes_on_exactly_from_the_checkpoint_before_the_one_a_rank_was_kil
 
 
 class SlowStorage(Callback):
-    """From the second checkpoint on, writing takes for ever; the run is killed while it does."""
+    """The second checkpoint is never written completely: its writer sleeps for ten minutes, and the run is killed
+    meanwhile.
+    """
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
         class SlowWriter(rl_core.rank_kit.scoring.state.FileSystemWriter):

@@ -1,5 +1,6 @@
-"""The recipes of large models: their real forms are checked and planned without a GPU or a network, their tiny forms
-train."""
+"""The recipes of large models: their real form passes the dry run and the planner without a GPU or a network, and their
+tiny form trains.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ SMALL_BATCH = ("trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Overrides that name a few rows: GSM8K itself is the user's to fetch."""
+    """Overrides that name a few rows: the recipes leave it to the user to download GSM8K."""
     directory = tmp_path_factory.mktemp("gsm8k")
     for split in ("train", "validation"):
         write_tiny_data(directory / f"{split}.parquet", split=split)
@@ -69,10 +70,11 @@ def test_the_real_form_fits_its_gpus(
 
 @pytest.mark.slow
 def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """On 4 × 8 GPUs of 80 GB, DP4·TP2·EP8 trains with Megatron (the recipe) and FSDP2 runs out of memory.
+    """Published: on 4 × 8 GPUs of 80 GB, DP4·TP2·EP8 trains with Megatron (the recipe), and FSDP2 runs out of memory.
 
-    FSDP2 does so here where every machine has a copy (fsdp_size=8), and on one machine. Sharded over all 32 it fits,
-    also with a reference and all logits of a micro-batch at once: the planner does not explain that half.
+    The planner agrees about Megatron. It also finds FSDP2 too large on one machine, and on four machines that each have
+    a copy (fsdp_size=8). Sharded over all 32 GPUs, however, FSDP2 fits, even with a reference and with all logits of a
+    micro-batch at once, so the planner does not explain every failure.
     """
     monkeypatch.chdir(tmp_path)
     limit = ("--gpu-memory", "80")
@@ -95,7 +97,9 @@ def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("third", ["pipeline_model_parallel_size", "context_parallel_size"])
 def test_other_readings_of_dp4_tp2_ep8_fit_too(third: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """4 × 2 are 8 of 32 ranks. The recipe takes the 4 for the copies of the experts; so does a third size of 4."""
+    """4 × 2 are only 8 of 32 ranks. The recipe makes 4 the number of expert copies; a third parallel size of 4 fits as
+    well.
+    """
     monkeypatch.chdir(tmp_path)
     result = run("plan", "qwen3_30b_a3b", "--gpu-memory", "80", f"trainer.policy.megatron_config.{third}=4")
     assert result.exit_code == 0, result.exception
@@ -127,13 +131,15 @@ def trained(name: str, *overrides: str) -> list[dict[str, float]]:
 def test_the_tiny_form_trains(name: str, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     rows = trained(name, *overrides)
-    # float32 on both sides: the engine scores what the trainer scores.
+    # Engine and trainer both score in float32.
     assert max(row["rollout/logprob_diff_max"] for row in rows[-2:]) < 1e-4
 
 
 @pytest.fixture(scope="module")
 def beside_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where one Ray for several runs was started, which takes as long as they train: its processes look there."""
+    """The working directory for runs that share one Ray, because starting Ray takes as long as training. Ray's
+    processes look for files there.
+    """
     directory = tmp_path_factory.mktemp("recipes")
     with contextlib.chdir(directory):
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
@@ -155,7 +161,7 @@ def beside_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_the_tiny_form_trains_on_ranks_of_megatron_and_deepspeed(
     name: str, overrides: tuple[str, ...], beside_ray: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Two ranks for the models with experts, one for the dense model."""
+    """On two ranks for models with experts, and on one for the dense model."""
     monkeypatch.chdir(beside_ray)
     rows = trained(name, *overrides)
     is_synchronous = name != "moonlight_16b_a3b"

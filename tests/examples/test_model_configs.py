@@ -1,4 +1,4 @@
-"""Shipped configurations of public models, against the parameter counts that their makers publish."""
+"""The shipped configurations of public models give the parameter counts that the models' makers publish."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PUBLISHED: dict[str, tuple[str, str | None]] = {
     "moonshotai/Moonlight-16B-A3B-Instruct": ("16", None),
     "zai-org/GLM-4.7-Flash": ("30", None),
 }
-"""Billions of parameters, in all and met by a token, as on the models' cards."""
+"""Published billions of parameters, total and active per token, as on the models' cards."""
 WITHOUT_EMBEDDINGS: dict[str, tuple[str, str | None]] = {
     "Qwen/Qwen2.5-1.5B": ("1.31", None),
     "Qwen/Qwen2.5-3B": ("2.77", None),
@@ -41,8 +41,9 @@ WITHOUT_EMBEDDINGS: dict[str, tuple[str, str | None]] = {
     "moonshotai/Moonlight-16B-A3B": ("15.29", "2.24"),
     "zai-org/GLM-4.7-Flash": ("29", "3"),
 }
-"""The same without embedding and output layer: of Qwen on the cards, of Moonlight in its report (arXiv 2502.16982,
-table 3); of GLM-4.7-Flash its card's 30B-A3B, which fits no closer than to a billion."""
+"""The same without the embedding and the output layer. Sources: the cards of Qwen; for Moonlight, table 3 of its report
+(arXiv 2502.16982). The 30B-A3B on the card of GLM-4.7-Flash is exact only to a billion.
+"""
 
 
 def shape_of(name: str) -> ModelShape:
@@ -52,7 +53,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 def require_published(count: int, published: str | None, name: str) -> None:
-    """Cards round to the nearest or cut off: within one unit of the last digit that they give."""
+    """Cards round or cut off, so the count may differ by one unit of their last digit."""
     if published is not None:
         unit = 10.0 ** -len(published.partition(".")[2])
         assert abs(count / BILLION - float(published)) <= unit, f"{name}: {count:,} counted, {published}B published"

@@ -1,4 +1,4 @@
-"""What the quick start's preparation makes, and what it leaves alone."""
+"""What the quick start makes before it trains, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def config(*overrides: str) -> Config:
 
 @pytest.fixture
 def warm_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The models that a preparation in this empty folder writes, in place of the minute that each takes."""
+    """The start models that the recipe wrote. Replaces the warm start, which takes a minute, and works in an empty
+    folder.
+    """
     written: list[Path] = []
     monkeypatch.chdir(tmp_path)
 
@@ -124,4 +126,4 @@ def test_what_is_made_is_in_its_place_whole_or_not_at_all(tmp_path: Path, start:
     (model / "config.json").write_text("{}")
     make_whole(model, lambda partial: shutil.copytree(start / "model", partial))
     assert is_whole(model)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"], "what a killed process left is gone too"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "partial folders must be removed too"

@@ -1,4 +1,4 @@
-"""An engine that comes back without the current weights gets them while the run waits for it."""
+"""An engine that restarts without the current weights gets them while the run waits for it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a run would fail on later is refused before: by the dry run, by `rl config`, and by playing for what playing
-needs."""
+"""The dry run and `rl config` refuse what a run would fail on later; commands that only play check only what playing
+needs.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def refused(check: Callable[[], object]) -> str:
     ],
     ids=lambda value: next(iter(value)).removeprefix("trainer__") if isinstance(value, dict) else "",
 )
-@pytest.mark.skipif(os.environ.get("CUDA_VISIBLE_DEVICES", "") != "", reason="cuda_ipc serves where there are GPUs")
+@pytest.mark.skipif(os.environ.get("CUDA_VISIBLE_DEVICES", "") != "", reason="with GPUs, cuda_ipc is not refused")
 def test_the_dry_run_refuses_what_a_run_would_fail_on(
     overrides: dict[str, Any], message: str, small_run: BuildConfig, tmp_path: Path
 ):
@@ -181,10 +182,10 @@ def test_rl_config_refuses_unknown_settings_and_names_the_successors_of_old_keys
 def test_a_hub_that_is_out_of_reach_is_asked_once(
     is_offline: bool, small_run: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """transformers alone would ask again and again, for 45 s."""
+    """Without our check, transformers would retry for 45 s."""
     monkeypatch.setenv("HF_HUB_OFFLINE", str(int(is_offline)))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the port of discard, where nobody listens
-    preflight(small_run(tmp_path / "run"))  # what is imported first takes seconds
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port, where nobody listens
+    preflight(small_run(tmp_path / "run"))  # imports modules first, which takes seconds and is not timed
     started = time.monotonic()
     said = refused(lambda: preflight(small_run(tmp_path / "run", trainer__policy__model__path="some/mistyped-name")))
     assert time.monotonic() - started < 5.0

@@ -1,5 +1,6 @@
-"""Router replay of conversations: the engine's answer in a later turn has routes of the tokens of earlier turns too.
-Training replays the newest ones, token by token, whether an episode is one sequence or steps that are merged."""
+"""Router replay of conversations: the engine's answer in a later turn also has routes for the tokens of earlier turns.
+Training replays the newest route of each token, whether an episode is one sequence or merged steps.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ PLACES: dict[str, tuple[Any, Any, int, dict[str, Any]]] = {
 
 
 class RoutingClient(ScriptedClient):
-    """Every answer routes all of its tokens anew, at random: as new weights might."""
+    """Routes all tokens of a request at random in every answer, as if the weights had changed."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         rng = np.random.default_rng(len(self.exchanges))
@@ -65,11 +66,11 @@ class RoutingClient(ScriptedClient):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Played:
-    """Games of four turns as the trainer gets them, and what the engine said last of the tokens of each."""
+    """Games of four turns as a batch for the trainer, and the routes of the engine's last answer in each game."""
 
     batch: Batch
     last_routes: list[np.ndarray]
-    """uint8 [T − 1, L, K] of each game."""
+    """uint8 [T − 1, L, K] for each game."""
 
 
 def play(model: Path, *, step_wise: bool) -> Played:
@@ -110,7 +111,7 @@ def token_rows(batch: Batch) -> list[tuple[int, ...]]:
 
 
 def with_routes(batch: Batch, routes: list[np.ndarray]) -> Batch:
-    """Of all tokens but each sequence's last, which was never an input."""
+    """The batch with these routes, for all tokens except the last of each sequence, which was never an input."""
     columns: dict[str, list[torch.Tensor]] = {"routed_experts": [], "routed": []}
     for routes_TLK in routes:
         known_TLK = torch.from_numpy(routes_TLK)
@@ -120,7 +121,7 @@ def with_routes(batch: Batch, routes: list[np.ndarray]) -> Batch:
 
 
 def trainable(batch: Batch, reference: ReferenceWorker) -> Batch:
-    """With what a loss reads; old log-probs lie around the current ones."""
+    """The batch with the columns that the loss reads; the old log-probs are near the current ones."""
     mask_T, generator = batch["loss_mask"], torch.Generator().manual_seed(1)
     logprobs_T = expected_scores(reference, batch)["logprobs"]
     noise_T, ref_noise_T, advantages_T = 0.3 * torch.randn(3, batch.num_tokens, generator=generator)
@@ -165,10 +166,10 @@ def test_what_is_trained_replays_the_newest_routes(
             batch, reference = trainable(played.batch, case.reference), case.new_reference()
             expected = ForcedNumbers.of(reference, trainable(told, case.reference))
             scores = require_replayed(group, batch, expected)
-            if "routed_experts" in scores:  # Megatron's ranks say what they took
+            if "routed_experts" in scores:  # only Megatron's ranks report the routes that they took
                 routed_T = told["routed"]
                 assert torch.equal(scores["routed_experts"][routed_T], told["routed_experts"][routed_T].short())
-            # The control: of each token the route that it had when it was new.
+            # Negative control: each token keeps the first route that it got.
             with pytest.raises(AssertionError, match="log-probs differ"):
                 require_replayed(group, trainable(broken_batch, case.reference), expected)
             group.close()
@@ -191,7 +192,7 @@ def test_experts_are_given_the_tokens_of_the_newest_routes_in_every_pass(step_wi
         plan = [[number] for number in range(NUM_SAMPLES)]
         worker.forward(batch, plan, temperature=1.0)
         worker.forward_backward(batch, plan, LOSS, temperature=1.0)
-    # Two passes of one game after the other, two layers each.
+    # Two passes, each over one game after the other, with two layers per game.
     assert len(used) == 2 * NUM_SAMPLES * LAYERS
     for number, chosen_TK in enumerate(used):
         newest_TLK = played.last_routes[number // LAYERS % NUM_SAMPLES]

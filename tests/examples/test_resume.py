@@ -1,4 +1,4 @@
-"""A run that was killed and resumed leaves exactly what an uninterrupted one leaves."""
+"""A killed and resumed run leaves exactly the files that an uninterrupted run leaves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BuildConfig = Callable[..., Config]
 
 
 class KillAtGroups(Callback):
-    """SIGKILL in the middle of step 3: weights are published, its metrics are not written yet."""
+    """SIGKILL in step 3, after the weights are published and before the step's metrics are written."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if step == 3:
@@ -42,7 +42,7 @@ class KillAfterCheckpoint(Callback):
 
 
 class KillInStepAfterCheckpoint(Callback):
-    """SIGKILL in step 5, whose predecessor has a checkpoint and some of whose rows are written."""
+    """SIGKILL in step 5: step 4 has a checkpoint, and some rows of step 5 are written."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == 5:
@@ -50,7 +50,7 @@ class KillInStepAfterCheckpoint(Callback):
 
 
 class KillAtStep4(Callback):
-    """SIGKILL in step 4: the row of step 3 is the last."""
+    """SIGKILL in step 4, before its metrics are written."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if step == 4:
@@ -58,14 +58,14 @@ class KillAtStep4(Callback):
 
 
 class StopAtStep3(Callback):
-    """What Ctrl-C does, at a known step."""
+    """Stops the run after step 3, as Ctrl-C would."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control | None:
         return Control(stop=True) if step == 3 else None
 
 
 class PressAtStep3(Callback):
-    """Ctrl-C in step 3, and the bounce of the key."""
+    """Ctrl-C in step 3, pressed twice at once, as a bouncing key does."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if step == 3:
@@ -74,7 +74,7 @@ class PressAtStep3(Callback):
 
 
 class TerminateAtStep3(Callback):
-    """What a scheduler does before it kills."""
+    """SIGTERM in step 3, as a scheduler sends it before it kills."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if step == 3:
@@ -82,7 +82,7 @@ class TerminateAtStep3(Callback):
 
 
 class PressTwiceAtStep3(Callback):
-    """Ctrl-C, and again when it does not end soon enough."""
+    """Ctrl-C in step 3, and again 1.05 s later."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if step == 3:
@@ -92,13 +92,13 @@ class PressTwiceAtStep3(Callback):
 
 
 def pressing_tracker(*_: object, **__: object) -> JsonlTracker:
-    """Ctrl-C during set-up: when trackers are made, models are loaded."""
+    """Ctrl-C during set-up: the models are loaded, and the run makes its trackers."""
     os.kill(os.getpid(), signal.SIGINT)
     return JsonlTracker(*_, **__)  # pyright: ignore[reportArgumentType]
 
 
 def train_and_say(config: Config, stderr: Path) -> None:
-    """As the command line: exit code 130 after an interruption, everything that is printed into a file."""
+    """Trains as the command line does: exits with 130 after an interruption, and prints into `stderr`."""
     print_into(stderr)
     try:
         summary = run_training(config)
@@ -108,18 +108,18 @@ def train_and_say(config: Config, stderr: Path) -> None:
 
 
 def interrupted_in_child(config: Config, stderr: Path) -> str:
-    """Trains in a forked process that is interrupted; what it printed."""
+    """Trains in a forked process that interrupts itself; returns what it printed."""
     process = multiprocessing.get_context("fork").Process(target=train_and_say, args=(config, stderr))
     process.start()
     process.join(120)
     assert process.exitcode == 130
     printed = stderr.read_text()
-    assert "press Ctrl-C again" in printed, "nothing that is printed arrives here"
+    assert "press Ctrl-C again" in printed, "the message about a second Ctrl-C is missing"
     return printed
 
 
 def train_in_child(config: Config) -> int:
-    """Trains in a forked process; its exit code (−9 when it was killed)."""
+    """Trains in a forked process and returns its exit code: −9 after SIGKILL."""
     process = multiprocessing.get_context("fork").Process(target=run_training, args=(config,))
     process.start()
     process.join(120)
@@ -133,8 +133,10 @@ def without_times(run_dir: Path) -> list[dict[str, float]]:
 
 
 def require_same_run(run_dir: Path, expected: Path, *, engine_tolerance: float = 0.0) -> None:
-    """Bit for bit; but the engine's log-probs may differ by `engine_tolerance` where requests meet by chance in its
-    batches, because environments run beside it: float32 sums of another batch are rounded otherwise."""
+    """Requires equal metrics, samples and weights, bit for bit. Where environments run in other threads or processes,
+    chance decides which requests share an engine batch, and float32 sums round differently. Then the metrics of the
+    difference between engine and trainer log-probs need not be equal, only at most `engine_tolerance`.
+    """
     rows, expected_rows = without_times(run_dir), without_times(expected)
     for row in (*rows, *expected_rows) if engine_tolerance else ():
         for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_max"):
@@ -244,7 +246,7 @@ def test_going_back_and_then_on_with_latest_is_one_run(small_run: BuildConfig, e
 
 
 def test_the_comparison_notices_another_seed(small_run: BuildConfig, expected: Path, tmp_path: Path):
-    """Negative control."""
+    """Negative control: a run with another seed must differ."""
     assert train_in_child(small_run(tmp_path / "run", trainer__seed=1)) == 0
     with pytest.raises(AssertionError):
         require_same_run(tmp_path / "run", expected)
@@ -255,7 +257,7 @@ def test_the_comparison_notices_another_seed(small_run: BuildConfig, expected: P
 def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(
     seed: int, small_run: BuildConfig, expected: Path, tmp_path: Path
 ):
-    """SIGKILL at a random moment of every attempt, also within a save, until the run is through."""
+    """Every attempt is killed at a random moment, which may be within a save, until one finishes."""
     rng = random.Random(seed)
     config = small_run(tmp_path / "run", trainer__ckpt_interval=1)
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""Router replay end to end: the engine's choices of experts reach the trainer, and weights come back."""
+"""Router replay end to end: the trainer replays the engine's expert choices, the engine gets the trained weights."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def test_a_mixture_of_experts_is_trained_along_the_routes_of_its_engine(
     )
     assert run_training(config).steps == 3
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    # float32 on both sides and the same experts: what is left is rounding. Step 3 is sampled with weights synced twice.
+    # Both sides compute in float32 with the same experts, so only rounding differs. The weights of step 3 were synced
+    # twice.
     assert [row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:]] == [True] * 3
-    # Of every sequence all tokens but the last, which was never an input.
+    # Each sequence has routes for all of its tokens except the last, which was never an input.
     assert len(known) >= 3 * 2
     assert min(known) > 0.7

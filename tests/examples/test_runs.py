@@ -1,4 +1,4 @@
-"""The whole path, from a configuration to what a run leaves, with a real model and engine."""
+"""Whole runs with a real model and engine: from a configuration to the files that the run leaves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_run_leaves_everything_it_promises(small_run: BuildConfig, tmp_path: P
     for sample in train:
         assert sample.rollout_logprobs
         assert sample.trainer_logprobs
-        # The engine says nothing of prompt tokens (0.0); the trainer scores them too.
+        # The engine returns no log-probs of prompt tokens (0.0); the trainer scores them too.
         pairs = [pair for pair in zip(sample.rollout_logprobs[0], sample.trainer_logprobs[0], strict=True) if pair[0]]
         assert pairs
         assert [engine for engine, _ in pairs] == pytest.approx([trainer for _, trainer in pairs], abs=1e-4)
@@ -83,7 +83,7 @@ def test_asynchronous_training_keeps_the_bound_on_every_step(
     rows = rows_of(tmp_path / "run")[1:]
     assert len(rows) == 8
     assert max(row["rollout/staleness_max"] for row in rows) <= max_staleness
-    # Generation really runs ahead: the last steps train on groups started before the weights they train.
+    # Generation really runs ahead: the last step trains on groups that older weights started.
     assert rows[-1]["rollout/staleness_max"] >= 1
     assert all(row.get("rollout/logprob_diff_max", 0.0) < 1e-4 for row in rows)
 
@@ -130,7 +130,7 @@ def test_what_would_train_on_wrong_numbers_is_refused_from_python_too_before_any
 
 
 def test_remax_compares_every_answer_with_the_models_greedy_one(small_run: BuildConfig, tmp_path: Path):
-    """One sample per prompt. The greedy rewards are those of what transformers' own greedy search gives."""
+    """One sample per prompt. The greedy rewards equal those of transformers' own greedy search."""
     changes = {
         "trainer__algorithm__advantage_estimator": "remax",
         "generator__n_samples_per_prompt": 1,
@@ -152,7 +152,7 @@ def test_remax_compares_every_answer_with_the_models_greedy_one(small_run: Build
 
 
 def greedy_reward(config: Config, step: TrajectoryStep) -> float:
-    """The reward (`Spelled`) of the start model's greedy answer to the prompt of this step, by transformers alone."""
+    """The reward (`Spelled`) of the start model's greedy answer to the prompt of `step`, by transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(config.policy_model_path)
     model = AutoModelForCausalLM.from_pretrained(config.policy_model_path, dtype=torch.float32)
     prompt = torch.tensor([list(step.tokens[: step.sampled.index(True)])])
@@ -187,7 +187,7 @@ def test_a_failing_environment_is_counted_and_its_samples_are_left_out(
         "environment__options": {"fails": "odd"},
         "trainer__max_training_steps": 2,
         "trainer__max_failure_rate": 1.0,
-        # Of its first twelve groups three fail: with more than eight in a row the run would end.
+        # With this seed, three of the first twelve groups fail; more than eight failures in a row would end the run.
         "trainer__seed": 3,
     }
     run_training(small_run(tmp_path / "run", **changes))
@@ -199,7 +199,7 @@ def test_a_failing_environment_is_counted_and_its_samples_are_left_out(
     assert all(re.search(place, sample.failure or "") for sample in failed)
     for purpose, name, file in (("train", "rollout/failed", "train.parquet"), ("eval", "eval/failed", "few.parquet")):
         found = [sample.failure or "" for sample in failed if sample.purpose == purpose]
-        assert 0 < len(found) == sum(row.get(name, 0) for row in rows), "every failure is written"
+        assert 0 < len(found) == sum(row.get(name, 0) for row in rows), "every failure must be in the rows of samples"
         assert len(found) == sum(row.get(f"{name}/{failure.split(':')[0]}", 0) for row in rows)
         assert all(file in text for text in found)
     page = (tmp_path / "run" / "report.html").read_text()
@@ -228,7 +228,7 @@ def test_a_run_in_which_most_samples_fail_stops_with_a_checkpoint_and_says_why(
 
 
 def test_a_signal_is_answered_while_the_environments_of_an_evaluation_block(small_run: BuildConfig, tmp_path: Path):
-    """Each would for ten minutes, which is longer than a test may take."""
+    """Each environment would block for ten minutes, longer than a test may take."""
     changes = {
         "environment__env_class": "tests.examples.environments:PressesTheKey",
         "trainer__eval_before_train": True,
@@ -281,7 +281,7 @@ def test_numbers_that_cannot_be_trained_on_are_failures_of_their_rollouts(
 
 @pytest.fixture
 def unknown_environment(tmp_path: Path) -> dict[str, Any]:
-    """Changes by which a run plays a row of an environment that is not installed."""
+    """Overrides for a run whose row names an environment that is not installed."""
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "12+34=", "answer": "640", "env_class": "arithmetik"}\n')
     return {
@@ -304,7 +304,9 @@ def test_a_row_of_an_unknown_environment_is_refused_before_anything_is_made(
 def test_a_row_of_an_unknown_environment_ends_the_run_as_what_it_is(
     small_run: BuildConfig, tmp_path: Path, unknown_environment: dict[str, Any], evaluates: bool
 ):
-    """Of a generator that is named by import path nobody knows that it plays environments."""
+    """A generator named by its import path cannot be checked before the run: the run does not know that it plays
+    environments.
+    """
     changes = {
         **unknown_environment,
         "generator__type": "rl_rollout.generator_plugin:environment",
@@ -315,7 +317,7 @@ def test_a_row_of_an_unknown_environment_ends_the_run_as_what_it_is(
 
 
 def test_a_prompt_that_the_tokenizer_refuses_is_named(small_run: BuildConfig, tmp_path: Path):
-    """`gsm8k` leaves a row's prompt to the tokenizer."""
+    """`gsm8k` returns the row's prompt unchanged, so the tokenizer is the first to see it."""
     data = tmp_path / "train.jsonl"
     answer = {"ground_truth": "46"}
     rows = [

@@ -1,4 +1,6 @@
-"""Runs whose responses are the rows' own: supervised, of pairs, and of a reward model. No engine is started."""
+"""Runs that train on the rows' own responses: supervised fine-tuning, preference pairs, and a reward model. They start
+no engine.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def rows_of(run_dir: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is asked for fails the run."""
+    """Fails the run if it starts an engine."""
 
     async def create(self: object, spec: object) -> None:
         raise AssertionError("an engine was started")
@@ -51,7 +53,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> dict[str, Any]:
-    """Sums, each with a wrong answer beside the right one; where they are, as keys of a run."""
+    """Keys of a run on preference pairs: sums, each with a right and a wrong answer."""
     sums = [(a, b) for a in range(12) for b in range(12)]
     rows = [{"prompt": f"{a:02}+{b:02}=", "chosen": f"{a + b:03}", "rejected": f"{a + b + 1:03}"} for a, b in sums]
     file = tmp_path / "pairs.jsonl"
@@ -84,7 +86,7 @@ def test_preferences_move_the_margin_and_leave_the_reference(
     run_training(small_run(tmp_path / "run", **PAIRS, **pairs, trainer__max_training_steps=12))
     rows = rows_of(tmp_path / "run")
     evaluated = [row for row in rows if "eval/pair_accuracy" in row]
-    # The policy begins as its reference: no margin, and the loss of a coin.
+    # At the start the policy equals its reference, so the margin is 0 and the loss is log 2.
     assert evaluated[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert evaluated[0]["eval/pair_margin"] == pytest.approx(0.0, abs=1e-5)
     assert evaluated[-1]["eval/pair_margin"] > 0.01

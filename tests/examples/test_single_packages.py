@@ -1,4 +1,4 @@
-"""What docs/single_packages.md shows runs as it stands there, and computes what it says."""
+"""The code of docs/single_packages.md runs as printed and computes what the page says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs/single_packages.md"
 
 @pytest.fixture(scope="module")
 def shown() -> dict[str, Any]:
-    """The names that the blocks before the script define, run one after the other."""
+    """The names that the page's blocks before the script define when they run one after the other."""
     names: dict[str, Any] = {"__name__": "shown"}
     for block in BLOCKS:
         exec(compile(block, str(PAGE), "exec"), names)
@@ -30,7 +30,7 @@ def shown() -> dict[str, Any]:
 
 
 def rectangles(*, padded_on: str) -> dict[str, Tensor]:
-    """Four sequences of two prompts in a rectangle of seven columns, with numbers in the padding too."""
+    """Four responses to two prompts, padded to 7 columns; the padding holds random numbers too."""
     generator = torch.Generator().manual_seed(0)
     response = [[0, 0, 1, 1, 1], [0, 1], [0, 0, 0, 1, 0, 1, 1], [0, 1, 1, 1]]
     rows = [([0] * (7 - len(r)) + r) if padded_on == "left" else (r + [0] * (7 - len(r))) for r in response]
@@ -67,7 +67,7 @@ def test_the_padded_ppo_loss_and_its_gradient_are_those_of_the_formula(shown: di
     (slow_gradient_NW,) = torch.autograd.grad(slow, slow_logprobs_NW)
     torch.testing.assert_close(loss, slow)
     torch.testing.assert_close(gradient_NW, slow_gradient_NW)
-    assert int(slow_gradient_NW.count_nonzero()) < int(given["mask"].sum()), "some ratios are clipped"
+    assert int(slow_gradient_NW.count_nonzero()) < int(given["mask"].sum()), "some ratios must be clipped"
     torch.testing.assert_close(loss_NW.sum() / given["mask"].sum(), slow)
     assert not loss_NW[~given["mask"]].any()
     assert 0 < float(metrics["clip_fraction"]) < 1
@@ -102,7 +102,7 @@ def test_packed_log_probs_are_those_of_each_row_alone_and_every_row_is_in_one_mi
     mask_NW, tokens_NW = torch.stack(masks), torch.randint(1, 9, (4, 7), generator=generator)
 
     def model(tokens: Tensor, positions: Tensor, boundaries: Tensor) -> Tensor:
-        """Looks at all earlier tokens of the segment and at the position."""
+        """Logits that depend on all earlier tokens of the segment and on the position."""
         segments = tokens.tensor_split(boundaries[1:-1])
         summed = torch.cat([table_VV[segment].cumsum(0) for segment in segments])
         return summed * (1 + positions[:, None])
@@ -110,7 +110,7 @@ def test_packed_log_probs_are_those_of_each_row_alone_and_every_row_is_in_one_mi
     logprobs_NW, planned = torch.zeros(4, 7, dtype=torch.float64), []
     for rank in (0, 1, 2, 3, 4):
         micro_batches = shown["rows_of_micro_batches"](mask_NW, rank=rank, num_ranks=5, max_tokens=6)
-        assert len(micro_batches) == 1, "also of the rank without rows"
+        assert len(micro_batches) == 1, "every rank must have one micro-batch, also the rank without rows"
         for rows in micro_batches:
             planned.extend(rows.tolist())
             logprobs_NW = logprobs_NW + shown["packed_logprobs"](model, tokens_NW, mask_NW, rows)
@@ -140,11 +140,11 @@ def test_the_script_of_one_rank_trains_through_megatron_and_with_two_names_chang
         assert list((tmp_path / "state").iterdir())
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").eval()
         said = model(torch.tensor([[3, 7, 10, 4, 5]])).logits.argmax(-1)[0, :-1].tolist()
-        assert said == [7, 10, 4, 5], "what was trained is what was written"
+        assert said == [7, 10, 4, 5], "the exported model must have learned the sequence"
 
     shutil.copytree(start / "model", tmp_path / "model")
     (tmp_path / "script.py").write_text(SCRIPT)
-    # Megatron needs a process of its own.
+    # Megatron must run in a process of its own.
     process = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
     check("megatron", process.stdout)
 
@@ -156,5 +156,5 @@ def test_the_script_of_one_rank_trains_through_megatron_and_with_two_names_chang
     monkeypatch.chdir(tmp_path)
     exec(compile(script, str(PAGE), "exec"), {"__name__": "shown"})
     check("fsdp", capsys.readouterr().out)
-    # Both compute in float32; their sums differ in order.
+    # Both compute in float32, but add in a different order.
     assert losses["megatron"] == pytest.approx(losses["fsdp"], abs=2e-3)

@@ -1,5 +1,6 @@
-"""The recipes that teach a small model mathematics, programs, puzzles and word problems, and those of skyrl-gym's
-environments and of a judge: their problems, their demonstrations, and their tiny runs."""
+"""Small recipes: mathematics, programs, puzzles, word problems, skyrl-gym's environments, and a judge. Tests their
+problems, their demonstrations, and their tiny runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from rl_examples import arithmetic, code, gsm8k_turns, judge, mathematics, reaso
 from tests import rule_judge
 
 pytestmark = [
-    # cellpylib, which reasoning-gym imports, compares with `is`.
+    # cellpylib, which reasoning-gym imports, uses `is` with a literal.
     pytest.mark.filterwarnings("ignore::SyntaxWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -42,7 +43,7 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def problems() -> Problems:
-    """Of each recipe."""
+    """Recipe → its problems."""
     return {name: module.problems() for name, module in RECIPES.items()}
 
 

@@ -1,4 +1,4 @@
-"""The recipe of a pretrained model: its reward, its data, what it says when the model cannot be made, and its way."""
+"""The recipe of a pretrained model: its reward, its data, the error without the model's package, and a tiny run."""
 
 from __future__ import annotations
 

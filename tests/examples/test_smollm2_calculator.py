@@ -1,4 +1,4 @@
-"""The recipe of a pretrained model with a tool: its calls, its rewards, its data, and its way."""
+"""The recipe of a pretrained model with a tool: its calls, its rewards, its data, and a tiny run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TestSmolCalculator(EnvironmentConformance):
     rewards: ClassVar[dict[Any, float]] = {
         "2436": 1.0,
         ("calc(84*29)", "2436"): 1.0,
-        ("calc(84*", "2436"): 1.0,  # told what a call looks like, it knows all the same
+        ("calc(84*", "2436"): 1.0,  # a broken call gets a hint and costs nothing
         ("calc(84*29)", "calc(84*29)", "2436"): 0.0,
         "2437": 0.0,
         "": 0.0,

@@ -1,4 +1,4 @@
-"""What a run stores: damage is found before it is trained on, other prompts are refused, a full disk ends nothing."""
+"""What a run stores: damaged checkpoints and changed prompts are refused, and a full disk does not end the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(trained: Path, small_run: BuildConfig) -> Path:
-    """A run of 6 steps."""
+    """The directory of a finished run of 6 steps."""
     if not trained.exists():
         assert train_in_child(small_run(trained)) == 0
     return trained
@@ -50,7 +50,7 @@ def finished(trained: Path, small_run: BuildConfig) -> Path:
 
 @pytest.fixture
 def stopped(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the run as if it had been killed after the checkpoint of step 4."""
+    """A copy of the finished run, cut back to its state right after the checkpoint of step 4."""
     shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("step_000006", "model"))
     for name in ("metrics.jsonl", "samples.jsonl"):
         lines = (tmp_path / "run" / name).read_text().splitlines(keepends=True)
@@ -74,11 +74,11 @@ def test_a_flipped_byte_in_any_file_of_a_checkpoint_is_found_before_the_run_chan
             run_training(small_run(stopped))
         file.write_bytes(written)
     assert left_by(stopped) == before
-    run_training(small_run(stopped))  # a control: undamaged, it goes on
+    run_training(small_run(stopped))  # control: the undamaged checkpoint resumes
 
 
 def left_by(run_dir: Path) -> dict[str, bytes]:
-    """Its files but the configurations of attempts."""
+    """Path → content of the run's files, without the configurations that resumed attempts write."""
     files = (path for path in run_dir.rglob("*") if path.is_file() and not path.name.startswith("config.resumed"))
     return {str(path): path.read_bytes() for path in files}
 
@@ -194,7 +194,7 @@ def test_the_start_of_any_run_removes_what_a_killed_one_left(
     left.mkdir(parents=True)
     os.utime(left, (0, 0))
     monkeypatch.setattr(tempfile, "tempdir", str(left.parent))
-    monkeypatch.setattr(Interrupts, "run", lambda self, train: None)  # an engine and its transport may do it too
+    monkeypatch.setattr(Interrupts, "run", lambda self, train: None)  # no training: an engine may remove it too
     run_training(small_run(tmp_path / "run"))
     assert not left.exists()
 
@@ -203,7 +203,7 @@ def test_the_start_of_any_run_removes_what_a_killed_one_left(
 
 
 class MakesRoomAtStep5(Callback):
-    """Removes what fills the disk."""
+    """Fills the disk at the start, and removes the filler at step 5."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
         self._filler = run_dir / "filler"
@@ -216,7 +216,7 @@ class MakesRoomAtStep5(Callback):
 
 
 class FillsAtStep3(Callback):
-    """And leaves it full."""
+    """Fills the disk at step 3 and leaves it full."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
         self._run_dir = run_dir
@@ -237,8 +237,9 @@ def fill(path: Path) -> None:
 
 
 def on_small_disk(folder: Path, function: Callable[[], None]) -> int:
-    """Runs the function in a forked process that alone sees a disk of 24 MiB in `folder`; its exit code. What is left
-    there is copied to `<folder>.left`, what is logged stands in `<folder>.log`."""
+    """Runs `function` in a forked process that alone sees a disk of 24 MiB mounted at `folder`, and returns the exit
+    code. The disk's files are copied to `<folder>.left`, and log messages go to `<folder>.log`.
+    """
 
     def inside() -> None:
         user, group = os.getuid(), os.getgid()
@@ -261,9 +262,9 @@ def on_small_disk(folder: Path, function: Callable[[], None]) -> int:
     process = multiprocessing.get_context("fork").Process(target=inside)
     process.start()
     process.join(200)
-    assert process.exitcode is not None, "it did not end within 200 s"
+    assert process.exitcode is not None, "the process did not end within 200 s"
     if process.exitcode == 77:
-        pytest.skip("this machine lets no user mount a disk")
+        pytest.skip("a user may not mount a disk on this machine")
     return process.exitcode
 
 
@@ -294,7 +295,7 @@ def test_a_run_goes_on_over_a_full_disk_and_saves_once_there_is_room(
     assert on_small_disk(disk, lambda: print(run_training(config))) == 0
     left = tmp_path / "disk.left" / "run"
     require_same_run(left, finished)
-    # Those of steps 2 and 4 found no room. The one of step 5 is made as soon as there is some.
+    # The checkpoints of steps 2 and 4 found no room. The next one is saved as soon as there is room, at step 5.
     assert [path.name for path in list_checkpoints(left / "checkpoints")] == ["step_000005", "step_000006"]
     assert len(list((left / "checkpoints").iterdir())) == 2
     said = (tmp_path / "disk.log").read_text()

@@ -26,7 +26,7 @@ def test_a_rank_deep_in_a_long_call_does_not_keep_the_process_alive(start: Path,
     }
     command = [Path(sys.executable).with_name("rl"), "train", "quickstart"]
     command += [f"{key}={value}" for key, value in overrides.items()]
-    # Ten minutes would be the rank's call; the rest is the start on a busy machine.
+    # The rank's call alone would take ten minutes; 250 s are enough for the start on a busy machine.
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 130, ended.stderr[-3000:]
     assert "did not close: still busy after 5 s" in ended.stderr

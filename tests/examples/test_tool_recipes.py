@@ -1,4 +1,4 @@
-"""The recipes with tools and tries: their rules, their demonstrations, and a few steps of training on each."""
+"""The recipes with tools and with several tries: their rules, their demonstrations, and a few training steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestPocketCalculator(EnvironmentConformance):
     rewards: ClassVar[dict[Any, float]] = {
         "1665": 1.0,
         ("<37*45>", "1665"): 1.0,
-        ("<37*45", "1665"): 1.0,  # told `?=`, it knows all the same
+        ("<37*45", "1665"): 1.0,  # a broken call gets the observation `?=` and costs nothing
         ("<37*45>", "<37*45>", "1665"): 0.0,
         "1666": 0.0,
         "": 0.0,
@@ -100,7 +100,7 @@ def test_a_mixed_up_search_shows_the_name_and_another_number(corpus: dict[str, A
 
 
 def test_demonstrations_are_episodes_as_the_environment_plays_them():
-    """What stands between two of the policy's turns is what the environment says there."""
+    """The text between two of the policy's turns in a demonstration equals the environment's observation."""
     rng = random.Random(1)
     for _ in range(300):
         for environment, problem, demonstrated in (
@@ -143,12 +143,12 @@ def test_a_few_steps_train_on_its_episodes(name: str, tmp_path: Path, corpus: di
         assert row["rollout/turns"] >= 1.0
         assert row["rollout/logprob_diff_max"] < 1e-4
         assert row.get("rollout/failed", 0.0) == 0.0
-    if name == "look_up":  # an untrained model neither searches nor answers: it is told so, and the episode ends
+    if name == "look_up":  # an untrained model neither searches nor answers; the second such turn ends the episode
         assert {len(sample.turns or ()) for sample in read_samples(tmp_path / "run")} == {2}
 
 
 def small(config: Mapping[str, Any], directory: Path, corpus: Mapping[str, Any]) -> Config:
-    """Two steps of 8 prompts × 4 samples with the untrained model."""
+    """The recipe's configuration with two steps of 8 prompts × 4 samples and the untrained model."""
     changed = {
         "data.train_data": [str(directory / "rows.parquet")],
         "data.val_data": [str(directory / "rows.parquet")],

@@ -1,4 +1,4 @@
-"""Two real runs of one directory: the second is refused with one message and changes nothing."""
+"""Two runs of one directory at the same time: the second is refused with one message and changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = {"trainer__max_training_steps": 2, "trainer__eval_before_train": False, "
 
 
 class WaitsForWord(Callback):
-    """Is in step 1, with a file `waits` beside its directory, until a file `word` is there too."""
+    """Waits in step 1, after it has made a file `waits` beside the run directory, until there is a file `word`."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
         self._folder = run_dir.parent
@@ -50,14 +50,14 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def command(arguments: list[str], output: Path) -> None:
-    """A command line in this process, everything that it prints in a file."""
+    """Runs the command line `rl` in this process, and appends everything that it prints to `output`."""
     sys.stdout = sys.stderr = output.open("a", buffering=1)
     main(arguments)
 
 
 @contextmanager
 def rl(*arguments: str, output: Path) -> Iterator[BaseProcess]:
-    """`rl` in a process of its own."""
+    """Runs `rl` in a process of its own."""
     process = multiprocessing.get_context("fork").Process(target=command, args=(list(arguments), output))
     process.start()
     try:
@@ -79,7 +79,7 @@ def written(config: Config, path: Path) -> str:
 
 
 def tree(root: Path) -> dict[str, tuple[int, bytes]]:
-    """Every path with its time of change and content; of locks, which their runs touch, without the time."""
+    """Every path → its modification time and content. Lock files get no time, because a refused run touches them."""
     return {
         str(path.relative_to(root)): (
             0 if path.suffix == ".rl-lock" else path.stat().st_mtime_ns,

@@ -1,4 +1,4 @@
-"""docs/learning.md and its picture, made from docs/learning.jsonl: `python -m tests.learn.page`."""
+"""Makes docs/learning.md and its picture from docs/learning.jsonl: `python -m tests.learn.page`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,32 @@ _HEAD = """\
 
 Made by `make learn` (`tests/learn/`) from `docs/learning.jsonl`. Do not edit.
 
-Each row is the quick start (`rl train quickstart`) with the named settings, run once on two CPU cores: greedy accuracy
-on 1,000 held-out problems before and after, and the time of all steps and evaluations. Times depend on the machine and
-on its other load. Accuracies of one seed repeat exactly on one machine; on another processor the warm start ends at
-another accuracy, so seed 0 begins between 0.177 and 0.251 in these rows. `one_file` is `python -m
-rl_examples.one_file`: the same task, start model and settings with the loop written out. The backend of
-`third_party_2_ranks` is installed for its run from `tests/third_party_backend`. `smollm2` is another recipe, with a
-pretrained model: the mean reward of sampled replies to held-out questions. `guess_moe_…` are the recipe `guess`, a game
-of several turns: which of the ten numbers are found greedily, all of them trained on, so a tenth is one number.
-`calculator_…`, `look_up_…`, `second_try_…` and `smollm2_calculator` are recipes of those names, with tools or several
-tries: the mean reward of sampled episodes of held-out problems. `mathematics_…`, `code_…`, `reasoning_gym_…`,
-`gsm8k_turns_…`, `skyrl_gym_…` and `judge_…` are recipes of those names, each with the environment of its name: the
-fraction of held-out problems that sampled episodes solve (`reasoning_gym` and `judge`: the mean score; `skyrl_gym`: the
-mean reward of the last turn, a tenth for a wrong number). The judge of `judge_…` is `python -m tests.rule_judge`, which
-scores by rule. `sft…` and `dpo…` are recipes of those names, which sample nothing. The quick start plays the start and
-the exports of `sft…` greedily; for `dpo…`, it is the fraction of held-out pairs in which the policy has moved towards
-the right sum: none at the start, half of them by chance. `dapo`, `ppo`, `gspo` and `async_r3` are recipes of those
-names on the quick start's problems. Cases without a row, such as `lora_two_servers` with its two vLLM servers, were not
-run yet. The recipe `gsm8k` and the recipes of public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they
-need pretrained models and GPUs.
+Unless stated otherwise below, a row is the quick start (`rl train quickstart`) with the named settings, run once on two
+CPU cores. `before` and `after` are the greedy accuracy on 1,000 held-out problems; the time covers all steps and
+evaluations, and depends on the machine and its other load. On one machine, a seed always gives the same accuracies. On
+another processor the warm start ends at another accuracy, so seed 0 begins between 0.177 and 0.251 in these rows.
+
+- `one_file` is `python -m rl_examples.one_file`: the quick start's task, start model and settings, with the loop
+  written out.
+- `third_party_2_ranks` uses a backend that is installed for this run from `tests/third_party_backend`.
+- `smollm2` and `smollm2_lora` are the recipe `smollm2`, with a pretrained model: the mean reward of sampled replies to
+  held-out questions.
+- `guess_moe_…` are the recipe `guess`, a game of several turns: the fraction of the ten numbers that greedy play finds.
+  The model is trained on all ten.
+- `calculator_…`, `look_up_…`, `second_try_…` and `smollm2_calculator` are the recipes of these names, in which the
+  policy has a tool or several tries: the mean reward of sampled episodes of held-out problems.
+- `mathematics_…`, `code_…`, `reasoning_gym_…`, `gsm8k_turns_…`, `skyrl_gym_…` and `judge_…` are the recipes of these
+  names: the fraction of held-out problems that sampled episodes solve. For `reasoning_gym` and `judge` it is the mean
+  score, for `skyrl_gym` the mean reward of the last turn, in which a wrong number earns 0.1. The judge scores by
+  rule (`python -m tests.rule_judge`).
+- `sft`, `dpo` and their controls are the recipes `sft` and `dpo`, which sample nothing. For `sft`, the quick start's
+  evaluation plays the start model and the exports greedily. For `dpo`, the number is the fraction of held-out pairs in
+  which the policy has moved towards the right sum: 0 at the start, and 0.5 by chance.
+- `sft_grpo`, `distill`, `dapo`, `ppo`, `gspo` and `async_r3` are the recipes of these names on the quick start's
+  problems.
+
+Cases without a row, such as `lora_two_servers` with its two vLLM servers, were not run yet. The recipe `gsm8k` and the
+recipes of public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they need pretrained models and GPUs.
 
 ![Held-out accuracy against the step, a panel per case](learning.png)
 
@@ -50,15 +57,15 @@ _AHEAD = """
 
 Accuracy after the quick start by `trainer.pipeline_depth` (rows) and `trainer.max_staleness` (columns), for those of
 the seeds 0, 1, 2 that were run; depth 0 with bound 0 is synchronous training. Importance weights correct for age, which
-is the default. No group takes long here: with depth 1, 99 % of the groups are one version old, with bound 4 as with
-bound 1.
+is the default. The bound hardly matters here, because no group takes long: with depth 1, 99 % of the groups are one
+version old, whether the bound is 1 or 4.
 
 """
 
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """What one case reached."""
+    """The result of one case."""
 
     case: str
     says: str
@@ -68,9 +75,9 @@ class Result:
     steps: int
     rl_seconds: float
     measured: str
-    """Date and machine."""
+    """Date and machine of the run."""
     curve: tuple[tuple[int, float], ...]
-    """Step, held-out accuracy."""
+    """Pairs of a step and the held-out accuracy after it."""
     recipe: str = "quickstart"
 
     @classmethod
@@ -84,7 +91,7 @@ class Result:
         *,
         recipe: str = "quickstart",
     ) -> Self:
-        """From a run's `summary.json` and its evaluations."""
+        """Made from a run's `summary.json` and its evaluations."""
         kept = ("accuracy_before", "accuracy_after", "steps", "rl_seconds")
         measured = f"{date.today().isoformat()}, {platform.machine()}"
         return cls(
@@ -99,7 +106,7 @@ class Result:
 
 
 def record(result: Result) -> None:
-    """Puts a case's row in the place of its earlier one and makes the page again."""
+    """Replaces the case's row in docs/learning.jsonl, or appends it, and makes the page again."""
     results = {each.case: each for each in read_results()} | {result.case: result}
     lines = (json.dumps(attrs.asdict(each)) for each in results.values())
     (DOCS / "learning.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -114,7 +121,7 @@ def read_results() -> list[Result]:
 
 
 def write_page() -> None:
-    """The page and its picture."""
+    """Writes the page and its picture."""
     results = read_results()
     rows = [
         f"| `{r.case}` | {r.says} | {r.accuracy_before:.3f} | {r.accuracy_after:.3f} | {r.steps} "
@@ -132,7 +139,7 @@ def write_page() -> None:
 
 
 def _by_depth_and_bound(results: Sequence[Result]) -> str:
-    """Of the cases `depth_D_bound_K_seedS`: what they reached, a row per depth and a column per bound."""
+    """The accuracies of the cases `depth_D_bound_K_seedS`, as a table with a row per depth and a column per bound."""
     found: dict[tuple[int, int], list[str]] = {}
     for result in results:
         if cell := re.fullmatch(r"depth_(\d+)_bound_(\d+)_seed(\d+)", result.case):
@@ -153,7 +160,7 @@ def _quoted(override: str) -> str:
 
 
 def _draw(results: Sequence[Result], path: Path) -> None:
-    """A panel per case, all on one scale."""
+    """Draws a panel per case, all with the same y-axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -169,7 +176,7 @@ def _draw(results: Sequence[Result], path: Path) -> None:
         axes.tick_params(labelsize="x-small")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
-    for axes in panels:  # those that no case was left for
+    for axes in panels:  # panels without a case
         axes.set_axis_off()
     figure.supxlabel("step", fontsize="small")
     figure.supylabel("held-out accuracy or reward", fontsize="small")

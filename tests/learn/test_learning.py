@@ -1,6 +1,6 @@
-"""Runs that must learn, and one that must not: `make learn`, or one of them with `make learn CASE=lora`.
+"""Runs that must learn, and controls that must not: `make learn`, or a single case with `make learn CASE=lora`.
 
-Every case is a recipe with other settings, nearly all the quick start, run as a user runs it. What it reached goes into
+Every case runs a recipe with changed settings, most of them the quick start, as a user runs it. The results go into
 docs/learning.jsonl, from which docs/learning.md is made.
 """
 
@@ -30,30 +30,32 @@ pytestmark = pytest.mark.learn
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A run and what it must reach, on two CPU cores."""
+    """A run and the results that it must reach on two CPU cores."""
 
     name: str
     says: str
-    """What it shows, for the page."""
+    """What the case shows, as the page prints it."""
     overrides: tuple[str, ...] = ()
     seed: int = 0
     at_least: float = 0.0
-    """Greedy accuracy on held-out problems after the last step."""
+    """The lowest allowed accuracy on held-out problems (greedy) after the last step."""
     below: float = 1.01
-    """The same, for a run that must not learn."""
+    """The accuracy after the last step must stay below this; a control that must not learn sets it."""
     starts_below: float = 0.35
-    """Held-out accuracy of a start from which learning shows."""
+    """The highest allowed held-out accuracy before training: a better start leaves too little to learn."""
     rl_seconds: float = 600.0
-    """Steps and evaluations together; generous where several people share the cores."""
+    """The limit for steps and evaluations together; generous, because other programs may use the cores."""
     recipe: str = "quickstart"
     measure: str = "eval/accuracy"
-    """The metric that is recorded, from 0 to 1."""
+    """The metric that is recorded and compared; from 0 to 1."""
     exports_every: int | None = None
-    """Steps between the exports of a run that samples nothing; the quick start plays them afterwards."""
+    """Steps between exports, for a run that samples nothing itself; `rl eval quickstart` then evaluates each export."""
     installs_backend: bool = False
-    """The backend of `tests/third_party_backend` is installed for it."""
+    """Whether to install the backend of `tests/third_party_backend` for the case."""
     max_logprob_diff: float | None = None
-    """Of every step: the largest |engine − trainer| log-prob, in nats, over tokens of the trainer's own version."""
+    """The limit in every step: the largest |engine − trainer| log-prob, in nats, over tokens that the trainer's current
+    version sampled.
+    """
 
 
 TP2_PP2 = (
@@ -64,7 +66,7 @@ TP2_PP2 = (
 ONE_VLLM_SERVER = ("generator.inference_engine.backend=vllm", "generator.inference_engine.num_engines=1")
 PERMUTED_REWARDS = "trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages"
 DEPTHS_AND_BOUNDS = ((0, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4), (8, 8))
-SECONDS_OF_SMALL_RECIPES = {"code": 1800.0}  # 6,000 programs, each a process of its own in the sandbox
+SECONDS_OF_SMALL_RECIPES = {"code": 1800.0}  # 6,000 programs, each in its own process in the sandbox
 CASES = (
     *(
         Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, rl_seconds=240.0)
@@ -135,7 +137,7 @@ CASES = (
         says="DeepSpeed's ZeRO-3 on two Ray ranks",
         overrides=("trainer.placement.policy_num_gpus_per_node=2", "trainer.strategy=deepspeed"),
         at_least=0.85,
-        rl_seconds=1200.0,  # every layer is gathered and let go by hooks in Python
+        rl_seconds=1200.0,  # hooks in Python gather and free every layer
     ),
     Case(
         name="third_party_2_ranks",
@@ -375,7 +377,7 @@ CASES = (
             starts_below=0.3,
             overrides=overrides,
             at_least=0.7,
-            # Seen 20 minutes of computing on one thread for the full weights.
+            # With the full weights, one thread took 20 minutes.
             rl_seconds=7200.0,
             max_logprob_diff=1e-3,
         )
@@ -397,7 +399,7 @@ CASES = (
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all runs start: cases of one seed share its warm-started model."""
+    """The working directory of all runs; cases with the same seed share its warm-started model."""
     return tmp_path_factory.mktemp("learning")
 
 
@@ -423,18 +425,19 @@ def test_it_learns_what_it_must(case: Case, directory: Path, tmp_path: Path):
         curve = curve_of_exports(directory, run_dir)
     summary |= {"accuracy_before": curve[0][1], "accuracy_after": curve[-1][1]}
     record(Result.of_run(case.name, case.says, case.overrides, summary, curve, recipe=case.recipe))
-    assert summary["accuracy_before"] <= case.starts_below, "the start is too good to show learning"
+    assert summary["accuracy_before"] <= case.starts_below, "the start model is too good to show learning"
     assert case.at_least <= summary["accuracy_after"] < case.below
     assert summary["rl_seconds"] < case.rl_seconds
     if case.max_logprob_diff is not None:
-        # A step all of whose tokens are of an earlier version has none to compare; its own metric reports those.
+        # A step without tokens of the current version has nothing to compare; another metric covers tokens of older
+        # versions.
         compared = [row["rollout/logprob_diff_max"] for row in rows if "rollout/logprob_diff_max" in row]
         assert compared
         assert max(compared) <= case.max_logprob_diff
 
 
 def rl(directory: Path, *arguments: str) -> str:
-    """What the command prints on its standard output."""
+    """Runs `rl` and returns its standard output."""
     command = [str(Path(sys.executable).with_name("rl")), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=directory, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -447,7 +450,7 @@ def played(directory: Path, model: str) -> float:
 
 
 def curve_of_exports(directory: Path, run_dir: Path) -> list[tuple[int, float]]:
-    """Step and greedy accuracy of the model that a run starts from and of every export."""
+    """Pairs of step and greedy accuracy: of the start model (step 0) and of every export."""
     start = yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["policy"]["model"]["path"]
     exports = sorted((run_dir / "model").glob("step_*"))
     models = {0: start} | {int(path.name.removeprefix("step_")): path for path in exports}
@@ -466,13 +469,13 @@ def test_distillation_closes_most_of_the_gap_to_the_teacher(directory: Path):
     record(Result.of_run("distill", says, (), summary, curve, recipe="distill"))
     teacher = played(directory, "runs/arithmetic/teacher_seed0")
     before, after = summary["accuracy_before"], summary["accuracy_after"]
-    assert before <= 0.35, "the start is too good to show learning"
+    assert before <= 0.35, "the start model is too good to show learning"
     assert teacher >= 0.9
     assert after - before >= 0.8 * (teacher - before)
 
 
 def test_the_loop_in_one_file_learns(directory: Path):
-    """As a user runs it; its accuracies are read from what it prints."""
+    """Runs the file as a user does, and reads the accuracies from its output."""
     command = [sys.executable, "-m", "rl_examples.one_file"]
     curve, times = [], []
     with subprocess.Popen(
@@ -490,6 +493,6 @@ def test_the_loop_in_one_file_learns(directory: Path):
         "rl_seconds": round(times[-1] - times[0], 3),
     }
     record(Result.of_run("one_file", "the loop in one file, `rl_examples/one_file.py`", (), summary, curve))
-    assert summary["accuracy_before"] <= 0.35, "the start is too good to show learning"
+    assert summary["accuracy_before"] <= 0.35, "the start model is too good to show learning"
     assert summary["accuracy_after"] >= 0.85
     assert summary["rl_seconds"] < 600

@@ -51,7 +51,9 @@ TOOL_CHATML = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""Shows tools in the system's message, tool calls in an assistant's, and who answers in a tool's."""
+"""Shows tools in the system message, tool calls in assistant messages, and the tool's name and call id in tool
+messages.
+"""
 
 TOOLS_LAST = """\
 {{- bos_token }}
@@ -66,7 +68,9 @@ TOOLS_LAST = """\
     {%- elif message.role == 'assistant' %}{{ message.content + eos_token }}
     {%- endif %}
 {%- endfor %}"""
-"""Shows tools before the last user's message, so that another one changes what was before; results count the tools."""
+"""Shows the tools before the last user message, so a new user message changes earlier text. Each result states the
+number of tools.
+"""
 
 THINKING_CHATML = """\
 {%- set ns = namespace(last_query=-1) %}
@@ -135,22 +139,22 @@ REASONING = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"""
-"""The opening of a turn begins the thinking, which later turns do not show."""
+"""The generation prompt opens the thinking; the template drops the thinking of earlier turns."""
 
 
 @attrs.frozen(kw_only=True)
 class Family:
-    """A template and what goes with it."""
+    """A chat template, and the tokens and options that it needs."""
 
     template: str
     end_of_turn: str
     special: tuple[str, ...]
     plain: tuple[str, ...] = ()
-    """Tokens of their own that decode as text."""
+    """Special tokens that decode as text."""
     bos: str | None = None
     is_sentence_piece: bool = False
     observers: tuple[str, ...] = ("user",)
-    """Roles of observations."""
+    """The roles that observations may have."""
     has_system: bool = True
     keeps_thinking: bool = True
     shows_tools: bool = False
@@ -228,7 +232,7 @@ _SENTENCES = [
 
 @cache
 def tokenizer_of(name: str) -> Any:
-    """The family's tokenizer, with its template."""
+    """The tokenizer of the family, with its template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

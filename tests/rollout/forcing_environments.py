@@ -1,4 +1,4 @@
-"""Environments that force a response by a grammar, in a module that a process of its own imports quickly."""
+"""Environments that force a response with a grammar. Environment processes import this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from rl_core.interfaces import StepResult
 
 CALL = r"add=[0-9]{1,2},[0-9]{1,2}\."
-"""What a random model with one token per character says at most by accident."""
+"""A random model with one token per character writes this only by rare accident."""
 
 
 class Forces:
-    """Three turns with a reward of 1, 2 and 4. The second must be a call: `add=12,3.`"""
+    """Three turns with rewards of 1, 2 and 4. A grammar forces the second response to be a call like `add=12,3.`"""
 
     def __init__(self, row: Any, options: Any) -> None:
         self._turn = 0

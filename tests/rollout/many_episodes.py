@@ -1,7 +1,7 @@
-"""Two hundred episodes of several turns at a time, on an engine that is paused, aborted and updated meanwhile.
+"""Plays 200 episodes of several turns at once, while the engine is paused, aborts requests and gets new weights.
 
-Played on the local engine and on a server. Each episode ends as exactly one trajectory or one stated failure, and every
-sampled token has the log-prob and the version of the weights that sampled it.
+Used for the local engine and for a server. Each episode must end as exactly one trajectory or one recorded failure, and
+every sampled token must have the version and the log-prob of the weights that sampled it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 
 NUM_GROUPS, GROUP_SIZE = 40, 5
 TOLERANCE = 1e-4
-"""Nats, float32: batched decoding with a cache against one forward pass differs by rounding alone."""
+"""Nats, float32: batched decoding with a cache and one forward pass differ only by rounding."""
 
 
 class Chatter:
-    """One to five turns, by its number; every seventh episode's judge is gone after its first turn."""
+    """One to five turns, depending on its number; in every seventh episode the first step raises."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -59,7 +59,7 @@ class Chatter:
 
 @attrs.define(eq=False)
 class Watched:
-    """The engine, and the requests that it works on."""
+    """Wraps the engine; records the requests under way and the stop reasons of responses."""
 
     engine: InferenceClient
     running: set[str] = attrs.field(factory=set)
@@ -79,7 +79,7 @@ class Watched:
 
 @attrs.define(eq=False)
 class Disturbance:
-    """Pauses, aborts and publishes at random, until it is told to end."""
+    """Pauses, aborts and publishes at random times until `ended` is set."""
 
     bench: Bench
     watched: Watched
@@ -109,7 +109,7 @@ class Disturbance:
 
 
 async def play_disturbed(bench: Bench, first_version: int) -> tuple[list[Trajectory], Watched, Disturbance]:
-    """All episodes, beginning with the model's own weights as this version."""
+    """Plays all episodes; publishes the model's own weights as `first_version` before the first one."""
     own = {name: tensor.detach().clone() for name, tensor in bench.model.named_parameters()}
     watched = Watched(bench.client)
     disturbance = Disturbance(bench, watched, {first_version: own})
@@ -122,7 +122,7 @@ async def play_disturbed(bench: Bench, first_version: int) -> tuple[list[Traject
         TokenCodec(bench.tokenizer, chat_template_kwargs={}),
         Episodes(environment_of=lambda row: lambda row, options: Chatter(next(numbers)), limits=Limits(max_turns=8)),
     )
-    async with asyncio.TaskGroup() as together:  # an error of the one ends the other
+    async with asyncio.TaskGroup() as together:  # if one task fails, the other is cancelled
         together.create_task(disturbance.run(seed=0))
         trajectories = await play_all(generator, first_version)
         disturbance.ended = True
@@ -149,7 +149,9 @@ async def play_all(generator: EnvironmentGenerator, first_version: int) -> list[
 def require_own_logprobs(
     bench: Bench, weights: dict[int, dict[str, Tensor]], trajectories: Sequence[Trajectory]
 ) -> Counter[int]:
-    """Compares every sampled token with a plain forward pass of the weights it names; the tokens of each version."""
+    """Compares every sampled token with a plain forward pass of the weights that its version names. Returns the number
+    of tokens of each version.
+    """
     counts: Counter[int] = Counter()
     for version, tensors in weights.items():
         bench.now_serving(tensors, version)
@@ -169,7 +171,9 @@ def require_own_logprobs(
 def require_exact_accounting(
     bench: Bench, trajectories: Sequence[Trajectory], watched: Watched, disturbance: Disturbance
 ) -> None:
-    """Every episode once, every sample asked for once, every token by the weights that it names."""
+    """Every episode has one result, every request was sent once, and every token has the log-prob of the version it
+    names.
+    """
     names = [(trajectory.group_id, trajectory.sample_index) for trajectory in trajectories]
     assert names == [(group, index) for group in range(NUM_GROUPS) for index in range(GROUP_SIZE)]
     assert len(names) == 200
@@ -180,9 +184,9 @@ def require_exact_accounting(
     assert Counter(len(trajectory.turns) for trajectory in played) == Counter(
         1 + number % 5 for number in range(200) if number % 7 != 6
     )
-    assert all(count == 1 for count in watched.seen.values()), "a sample was asked for twice"
+    assert all(count == 1 for count in watched.seen.values()), "a request was sent twice"
     assert not watched.running
-    assert watched.reasons["abort"] > 20, "the disturbance gave hardly a sample back"
+    assert watched.reasons["abort"] > 20, "too few requests were aborted for this test to show anything"
     assert {turn.stop_reason for trajectory in played for turn in trajectory.turns} <= {"stop", "length"}
     counts = require_own_logprobs(bench, disturbance.weights, played)
     assert len([version for version, count in counts.items() if count]) > 2

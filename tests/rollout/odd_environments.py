@@ -14,7 +14,9 @@ from rl_core.interfaces import StepResult
 
 
 class Blocks:
-    """Needs `row["blocks_s"]` for a step without awaiting anything. Notes thread and loop of everything it does."""
+    """Blocks the thread for `row["blocks_s"]` in each step. Records the thread and the event loop of every call in
+    `row["notes"]`.
+    """
 
     def __init__(self, row: Any, options: Any) -> None:
         self._row = row
@@ -41,7 +43,7 @@ class Blocks:
 
 
 class Throws(Blocks):
-    """Raises what `row["raises"]` names, in the call `row["where"]`; at once, or where `row["waits"]`, after a wait."""
+    """Raises the error `row["raises"]` in the call `row["where"]`, after a short wait if `row["waits"]`."""
 
     def __init__(self, row: Any, options: Any) -> None:
         super().__init__(row, options)
@@ -94,7 +96,7 @@ class EndsItsLoop(Blocks):
 
 
 class InItsOwnProcess:
-    """Its first turn's reward is its process; `row["does"]` is done in the second."""
+    """Each step fails as `row["does"]` says, or returns the id of its process as the reward."""
 
     placement = "process"
 

@@ -1,4 +1,4 @@
-"""Broadcast passes the suite, and every way in which it can break off ends both sides with an error that says why."""
+"""The broadcast transport passes its suite, and whatever breaks off a sync ends both sides with a clear error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def receive(rendezvous, version=0):
 
 
 class Spoiled(broadcast_ends.BroadcastSender):
-    """Announces one thing and does another, by changing what stands in the log."""
+    """Changes the messages that the sender writes to the log, so that they do not match what it sends."""
 
     def __init__(self, rendezvous, spoil):
         super().__init__(rendezvous, 0)
@@ -129,7 +129,7 @@ def test_one_receiver_too_many_is_refused(sync):
 
 
 def stranger(rendezvous):
-    """Whoever reaches the store's port, as every user of the machine does."""
+    """A store client without the sync's secret, which any user of the machine can make."""
     return TCPStore("127.0.0.1", rendezvous.data["port"], is_master=False, wait_for_workers=False)
 
 
@@ -149,15 +149,15 @@ def test_a_receiver_that_registers_without_the_secret_gets_nothing(sync):
 
 @pytest.mark.parametrize("key", ["log/0", "broken", "group/0/0/0"])
 def test_what_a_stranger_writes_is_never_taken_for_a_participants(sync, threads, key):
-    """It ends the sync: a user of the machine can disturb one, and sends nobody anywhere."""
+    """A stranger can end a sync, but cannot make a participant accept a message or connect to another address."""
     transport, rendezvous = sync
     stranger(rendezvous).set(key, json.dumps({"kind": "failed", "rank": 0, "error": "nothing failed"}))
     receiving = threads.submit(receive, rendezvous)
-    if key == "group/0/0/0":  # where the rank listens
+    if key == "group/0/0/0":  # the key under which the rank publishes the address it listens at
         joined = Channel(rendezvous.data)
         with pytest.raises(WeightSyncError, match=r"'group/0/0/0' in the sync's store is not signed"):
             PrefixStore("group/0", joined.store).get("0/0")
-        joined.store.wait(["receiver/0"], timedelta(seconds=60))  # one that comes later finds no store at all
+        joined.store.wait(["receiver/0"], timedelta(seconds=60))  # a receiver that registers later would find no store
         transport.close(rendezvous)
     with pytest.raises(WeightSyncError, match=r"is not signed|closed"):
         receiving.result(30)
@@ -181,7 +181,7 @@ def test_a_closed_sync_is_refused_at_once(sync):
     drained = pack_buckets(WEIGHTS.items(), ONE_EACH)
     with pytest.raises(WeightSyncError, match="is closed"):
         transport.sender(rendezvous, 0, 1).send(drained, 0)
-    assert next(drained, None) is None, "the other ranks would wait for this one"
+    assert next(drained, None) is None, "the buckets must be drained, or the other ranks would wait for this one"
 
 
 def dies_after_a_bucket(rendezvous):
@@ -233,7 +233,7 @@ def test_a_receiver_that_fails_ends_the_others_at_once_though_its_error_is_kept(
 
 
 class Endless:
-    """A process group whose collectives notice nobody's end, as NCCL's do."""
+    """A process group whose collectives never end when a peer is gone, like NCCL's."""
 
     def __init__(self):
         self.calls = []
@@ -263,7 +263,7 @@ def test_a_participant_that_fails_ends_a_collective_that_does_not_notice(sync, t
 def test_a_rank_in_a_collective_on_gpus_aborts_it_when_the_sync_is_over(sync):
     transport, rendezvous = sync
     process_group = Endless()
-    group = Group(process_group, Channel(rendezvous.data), torch.device("meta"))  # stands for a GPU
+    group = Group(process_group, Channel(rendezvous.data), torch.device("meta"))  # stands in for a GPU
     group.start_broadcast(torch.ones(3))
     transport.close(rendezvous)
     with pytest.raises(WeightSyncError, match="the sync was closed"):
@@ -284,7 +284,7 @@ def test_closing_the_sync_ends_a_rank_that_waits_for_the_connection_of_a_receive
     joined = Channel(rendezvous.data)
     joined.register_receiver({"device": "cpu", "version": 0})
     sending = threads.submit(send, transport, rendezvous)
-    joined.read(0)  # the rank connects now, and nobody else does
+    joined.read(0)  # the rank now waits for connections, and nobody connects
     transport.close(rendezvous)
     with pytest.raises(WeightSyncError):
         sending.result(30)
@@ -296,7 +296,7 @@ def test_closing_the_sync_ends_a_broadcast_under_way(threads):
     is_told, may_go_on = threading.Event(), threading.Event()
 
     class StandsStill(broadcast_ends.BroadcastSender):
-        """Announces a bucket, opens its group, and sends nothing."""
+        """Announces a bucket and opens its group, but sends nothing until the test allows it."""
 
         def _open_group(self, channel, data, version):
             group = super()._open_group(channel, data, version)

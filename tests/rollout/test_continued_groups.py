@@ -1,7 +1,7 @@
-"""A run that generates ahead and is killed continues its responses from the tokens in the checkpoint.
+"""A run that generates ahead and is killed continues its responses from the tokens in its checkpoint.
 
-The loop, the buffer, the rollouts and the `environment` generator are real, in virtual time; the engine samples
-a token at a time.
+The loop, the buffer, the rollouts and the `environment` generator are real and run in virtual time; the scripted engine
+samples one token at a time.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tests.core.test_loop_stops import ended_after
 
 TOKENIZER = character_tokenizer()
 LENGTH = 21
-"""Tokens of a prompt, which is one token, and its response."""
+"""The length of the prompt, which is one token, plus its response."""
 Sampled = list[tuple[int, float, int]]
-"""Token, log-prob and version of each sampled token."""
+"""The token, log-prob and version of each sampled token."""
 
 
 class Parity:
-    """One turn; worth 1 if the response has an odd sum."""
+    """One turn; the reward is 1 if the sum of the response's token ids is odd."""
 
     placement = "in_process"
 
@@ -77,7 +77,7 @@ def logprob_of(token: int, version: int) -> float:
 
 
 class TokenEngine(ScriptedEngine):
-    """Samples a token of each request every one to five seconds. It follows from seed, position and version."""
+    """Samples one token for each request every one to five seconds. Seed, position and version determine the token."""
 
     num_aborted = 0
 
@@ -97,7 +97,7 @@ class TokenEngine(ScriptedEngine):
                 sampled.append((token, logprob_of(token, self.version), self.version))
         del self._aborted[request.sample_id]
         if aborted.is_set():
-            await asyncio.sleep(0.25)  # the answer's way
+            await asyncio.sleep(0.25)  # the answer takes this long to arrive
         tokens, logprobs, versions = zip(*sampled, strict=True) if sampled else ((), (), ())
         stop_reason = "abort" if aborted.is_set() else "stop"
         return (
@@ -105,7 +105,7 @@ class TokenEngine(ScriptedEngine):
         )  # fmt: skip
 
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
-        assert sample_ids, "only requests of training"
+        assert sample_ids, "only training requests may be aborted"
         for sample_id in sample_ids:
             self._aborted[sample_id].set()
             self.num_aborted += 1
@@ -115,7 +115,7 @@ class TokenEngine(ScriptedEngine):
 
 
 class LoggedGenerator:
-    """The `environment` generator; logs starts as the scripted one does."""
+    """The `environment` generator; it logs the start of each group as the scripted generator does."""
 
     def __init__(self, engine: TokenEngine) -> None:
         self._engine = engine
@@ -149,7 +149,7 @@ def sampled_of(trajectory: Trajectory) -> Sampled:
 
 
 def stored_of(started: StartedGroup, sample_index: int) -> Sampled:
-    """What the checkpoint has of one sample, found through the requests of which its response is joined."""
+    """The tokens of one sample in the checkpoint. A response may span several requests, looked up one by one."""
     seed, params = sample_seed(0, started.group_id, sample_index), SamplingParams()
     found: Sampled = []
     for part in range(100):
@@ -167,13 +167,13 @@ def stored_of(started: StartedGroup, sample_index: int) -> Sampled:
 
 
 def trained_by(*runs: ScriptedRun) -> dict[tuple[int, int], Trajectory]:
-    """By group and sample; later runs replace what earlier ones trained in the same steps."""
+    """The trained trajectory of each group and sample. If two runs trained the same step, the later one counts."""
     steps = {step: trajectories for run in runs for step, trajectories in run.reports.groups.items()}
     return {(one.group_id, one.sample_index): one for trajectories in steps.values() for one in trajectories}
 
 
 def require_continued(started: Sequence[StartedGroup], trained: dict[tuple[int, int], Trajectory]) -> None:
-    """Each sample begins with its stored tokens, log-probs and versions, at the age that its group had."""
+    """Each sample begins with its stored tokens, log-probs and versions, and keeps its group's start version."""
     for group in started:
         for index in range(2):
             trajectory, stored = trained[group.group_id, index], stored_of(group, index)
@@ -182,7 +182,7 @@ def require_continued(started: Sequence[StartedGroup], trained: dict[tuple[int, 
 
 
 def require_sound(run: ScriptedRun) -> None:
-    """Every token has the log-prob of the version that it is marked with, and no version is older than the group."""
+    """Every token has the log-prob of its version, and no version is older than its group's start version."""
     for step, trajectories in run.reports.groups.items():
         for trajectory in trajectories:
             sampled = sampled_of(trajectory)
@@ -199,11 +199,11 @@ def test_a_killed_run_continues_from_the_tokens_in_its_checkpoint(tmp_path: Path
     ended_after(run, 112.0)
     started, checkpoint = started_in(tmp_path), list_checkpoints(tmp_path / "checkpoints")[-1]
     stored = [stored_of(group, index) for group in started for index in range(2)]
-    assert any(0 < len(one) < LENGTH - 1 for one in stored), "responses are half done"
+    assert any(0 < len(one) < LENGTH - 1 for one in stored), "some responses must be half done"
     state = load_state(checkpoint)
     assert {group.group_id for group in started} <= set(state.restart_groups)
     assert any(group.start_version < state.step for group in started)
-    # Negative control: the same checkpoint without the stored answers.
+    # Negative control: resume without the stored answers.
     again = run_of(tmp_path / "again", state=state, stored=read_groups(checkpoint)).go()
     with pytest.raises(AssertionError, match="sample"):
         require_continued(started, trained_by(again))
@@ -232,7 +232,7 @@ def test_a_run_that_is_killed_at_random_moments_continues_and_loses_nothing(tmp_
 
 
 def killed_thrice(directory: Path, seed: int, *, streams: bool) -> int:
-    """Number of groups that its resumed runs continued."""
+    """Kills a run three times at random moments. Returns the number of groups that the resumed runs continued."""
     dice = random.Random(seed)
     depth, bound = dice.choice([(1, 3), (2, 2), (2, 4), (3, 3)])
     settings = {"ckpt_interval": dice.choice([1, 2]), "saves_in_background": dice.random() < 0.5}
@@ -253,7 +253,7 @@ def killed_thrice(directory: Path, seed: int, *, streams: bool) -> int:
 
 
 class Refuses(TokenEngine):
-    """Aborts nothing."""
+    """Its `abort` fails."""
 
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
         raise DeadlineError("no server answers")
@@ -267,7 +267,7 @@ class Breaks(TokenEngine):
 
 
 class Ignores(TokenEngine):
-    """Says that it aborts, and lets requests run on, like those that moved to another server."""
+    """Its `abort` returns without aborting anything, as for requests that have moved to another server."""
 
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
         pass
@@ -327,7 +327,7 @@ class Echo:
 
 
 class TwoTurns:
-    """Answers each request with three tokens drawn from `dice`; returns the second turn unfinished, once."""
+    """Answers each request with three tokens drawn at random; aborts the second request, after its tokens."""
 
     def __init__(self, seed: int) -> None:
         self._dice = random.Random(seed)
@@ -359,14 +359,14 @@ async def test_a_later_turn_is_continued_if_the_environment_answers_as_before(ob
 
     before = GroupAnswers(7)
     first = await play(TwoTurns(1), before, ",")
-    # Both turns and the part of the second that was returned unfinished; the last answer is not known.
+    # The first turn's answer and the unfinished part of the second turn; the rest of the second turn is unknown.
     known = dict(list(before.so_far.items())[:2])
     client = TwoTurns(2)
     client.num_asked = 5
     second = await play(client, GroupAnswers(7, recorded=known), observation)
     assert second[:num_known] == first[:num_known]
     assert second[num_known:] != first[num_known : len(second)]
-    assert client.num_asked == 6, "one request is sampled"
+    assert client.num_asked == 6, "only one request may be sampled"
 
 
 async def test_a_forced_response_is_not_aborted_for_a_checkpoint():
@@ -411,6 +411,6 @@ async def test_an_answer_is_used_once_and_kept_until_it_is_asked_for():
     assert again != answer
     assert client.num_asked == 1
     await sampler.generate(attrs.evolve(request, seed=4))
-    assert dict(answers.so_far) == {request_key(request): again}, "outside a group nothing is recorded"
+    assert dict(answers.so_far) == {request_key(request): again}, "outside `recording()` nothing must be recorded"
     waiting = Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")
-    assert not GroupAnswers(2, recorded={"request": (waiting,)}).so_far, "nothing to continue"
+    assert not GroupAnswers(2, recorded={"request": (waiting,)}).so_far, "an answer without tokens must not be kept"

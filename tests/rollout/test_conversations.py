@@ -1,7 +1,8 @@
-"""Conversations of several turns: what is trained on is what the engine was given and what it sampled, to the token.
+"""Conversations of several turns: training uses exactly the prompts that the engine got and the tokens that it sampled.
 
-The engine here answers with arbitrary tokens, most of which no text encodes to. What stands between the turns is
-checked against the template itself: the conversation rendered with marks in place of the responses, and cut at them.
+The engine here answers with arbitrary tokens, most of which no text encodes to. The text between the turns is checked
+against the template itself: the test renders the whole conversation with marks in place of the responses, and splits it
+at the marks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WORDS = ["higher", " lower\n", "東京 🙂", "{'x': 1}", "[INST]", "3", "user:"
 
 
 class Talks:
-    """Plays the row's script, whatever is said. Remembers what it heard."""
+    """Answers with its row's observations, whatever the policy says; records each response in `row["heard"]`."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._row = row
@@ -51,7 +52,7 @@ class Talks:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Played:
-    """A conversation: its row, the engine's side of it, and the trajectory."""
+    """A conversation: its row, the engine's requests and answers, and the trajectory."""
 
     row: Mapping[str, Any]
     exchanges: list[Exchange]
@@ -76,7 +77,7 @@ def random_row(name: str, rng: random.Random, num_turns: int) -> dict[str, Any]:
 
 
 def random_script(tokenizer: Any, rng: random.Random) -> Callable[[GenerateRequest], list[int]]:
-    """Any tokens; about a third of the responses is cut off by its length."""
+    """Answers with random tokens; the token limit cuts about a third of the responses off."""
 
     def script(request: GenerateRequest) -> list[int]:
         length = rng.randint(1, MAX_TOKENS * 3 // 2)
@@ -118,7 +119,7 @@ async def play(
 
 
 def expected_prompts(name: str, played: Played) -> list[list[int]]:
-    """Each turn's prompt of a conversation that is only appended to, from one rendering of all of it."""
+    """The prompt of each turn, from one rendering of the whole conversation. For templates that keep earlier turns."""
     tokenizer = tokenizer_of(name)
     messages, turns = list(played.row["prompt"]), len(played.exchanges)
     for turn, observation in enumerate(played.row["observations"][: turns - 1]):
@@ -130,7 +131,7 @@ def expected_prompts(name: str, played: Played) -> list[list[int]]:
         before = before.removesuffix(" ") if name == "llama2" and turn < turns - 1 else before
         piece = tokenizer(before, add_special_tokens=False)["input_ids"]
         if tokens and tokens[-1] == tokenizer.eos_token_id:
-            # The end of the turn was sampled: the template's stands only where it was not.
+            # If the response ends with the end of the turn, the template's own end of turn is dropped.
             piece = piece[piece.index(tokenizer.eos_token_id) + 1 :]
         tokens = [*tokens, *piece]
         prompts.append(tokens)
@@ -139,7 +140,7 @@ def expected_prompts(name: str, played: Played) -> list[list[int]]:
 
 
 def require_exact(played: Played) -> None:
-    """The trajectory's tokens are the engine's, and only what it sampled is marked as such."""
+    """The trajectory has the engine's tokens, and only tokens that the engine sampled are marked as sampled."""
     batch = collate([played.trajectory])
     sampled = batch["sampled"]
     for name, expected in (
@@ -219,7 +220,7 @@ async def test_steps_of_an_appended_conversation_merge_into_the_one_sequence(nam
 
 
 def thinking_script(tokenizer: Any, rng: random.Random) -> Callable[[GenerateRequest], list[int]]:
-    """Mostly a thought and an answer, as such models speak; now and then anything."""
+    """Answers mostly with thinking and an answer, as such models do, and now and then with random tokens."""
     anything = random_script(tokenizer, rng)
 
     def script(request: GenerateRequest) -> list[int]:
@@ -232,7 +233,7 @@ def thinking_script(tokenizer: Any, rng: random.Random) -> Callable[[GenerateReq
 
 
 def rendered_prompts(name: str, played: Played) -> list[str]:
-    """Each turn's prompt as the template writes it, with the responses as text."""
+    """The prompt of each turn as the template renders it, with the responses decoded to text."""
     tokenizer = tokenizer_of(name)
     messages, texts = list(played.row["prompt"]), []
     for exchange, observation in zip(played.exchanges, [*played.row["observations"], None], strict=True):
@@ -297,7 +298,7 @@ async def test_dropped_thinking_is_not_in_later_prompts_and_what_is_kept_merges(
         user("?") + thought + end,
         user("?") + "the answer" + end + "\n" + user("go on") + thought + end,
     ]
-    # A tool's answer belongs to the same query, whose thinking stays.
+    # A tool's result belongs to the same query, and the template keeps the thinking of the current query.
     assert await sequences_after("tool", "tool") == [user("?") + thought + end + 2 * (tool + thought + end)]
     assert await sequences_after("tool", "user") == [
         user("?") + thought + end + tool + thought + end,
@@ -338,7 +339,7 @@ async def test_samples_that_are_given_back_unfinished_are_continued():
         row, drawn = random_row("chatml", rng, 3), {}
 
         def script(request: GenerateRequest, rng: random.Random = rng, drawn: dict[str, Any] = drawn) -> list[int]:
-            """The rest of the session's turn, wherever its parts begin."""
+            """What is left of the turn's response after the parts that earlier requests returned."""
             name, _, part = request.sample_id.partition(".")
             if not part:
                 drawn[name] = (random_script(tokenizer, rng)(request), len(request.prompt_tokens))

@@ -1,4 +1,4 @@
-"""CUDA IPC says why it cannot run without a GPU; with one it passes the suite between processes that share it."""
+"""CUDA IPC is refused with a clear error without a GPU; with one it passes the suite between two processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rl_rollout.transports.channel import Channel, close_store, open_store
 from rl_rollout.transports.cuda_ipc import cuda_ipc
 from rl_rollout.transports.cuda_ipc_ends import CudaIpcReceiver, CudaIpcSender
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is refused where there is no GPU")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the errors of a machine without a GPU")
 
 
 @pytest.fixture
 def rendezvous():
-    """Of a sync whose two ends were not stopped at `open`."""
+    """A rendezvous that both sides accept: `open`, which would fail here without a GPU, is not called."""
     data = open_store("127.0.0.1", num_ranks=1, num_receivers=1, timeout_s=20.0, join_timeout_s=20.0)
     yield Rendezvous(transport="cuda_ipc", receiver="", data=data)
     close_store(data["port"])
@@ -42,7 +42,7 @@ def test_weights_on_the_cpu_end_both_sides_and_are_drained(rendezvous):
     buckets = pack_buckets(sample_tensors().items(), 64)
     with pytest.raises(WeightSyncError, match="shares GPU memory, but the weights are on the cpu; use shared_memory"):
         CudaIpcSender(rendezvous, 0).send(buckets, 0)
-    assert next(buckets, None) is None, "the other ranks would wait for this one"
+    assert next(buckets, None) is None, "the buckets must be drained, or the other ranks would wait for this one"
     assert channel.read(0)["kind"] == "failed"
 
 

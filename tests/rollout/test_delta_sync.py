@@ -1,4 +1,6 @@
-"""Syncs that send what changed, from a real optimizer step to an engine's log-probs; what breaks is healed whole."""
+"""Delta syncs, which send only changed weights: from a real optimizer step to the engine's log-probs. After a failure,
+the next sync sends whole weights.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experts_path(tmp_path_factory):
-    """transformers packs the experts of a layer into two tensors; they travel one by one."""
+    """transformers packs a layer's experts into two tensors; a sync sends each expert's tensors separately."""
     sizes = {"num_experts": 4, "hidden_size": 256, "moe_intermediate_size": 128}
     return write_model(tmp_path_factory.mktemp("experts") / "model", **sizes)
 
@@ -40,7 +42,7 @@ async def local_engine(path):
 
 
 async def train(policy: Any, seed: int) -> None:
-    """One AdamW step at lr 1e-6."""
+    """One AdamW step with a learning rate of 1e-6."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, VOCAB, (4, 32), generator=generator).tolist()
     rows = [{"tokens": row, "loss_mask": [False] + [True] * 31, "loss_weights": [1 / 124] * 32} for row in tokens]
@@ -61,10 +63,10 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         before = await scores_of(changed)
         for version in (1, 2, 3):
             await train(policy, version)
-            assert 0 < (await by_changes.publish(version))[SHARE] < 0.08, "5 % and the tables of tiny tensors"
+            assert 0 < (await by_changes.publish(version))[SHARE] < 0.08, "5 %, and index tables of tiny tensors"
             assert SHARE not in await by_whole.publish(version)
             assert await scores_of(changed) == await scores_of(whole)
-        assert await scores_of(changed) != before, "a step of 1e-6 is seen in bfloat16"
+        assert await scores_of(changed) != before, "a step of 1e-6 must change bfloat16 log-probs"
     await changed.close()
     await whole.close()
 

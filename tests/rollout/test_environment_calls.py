@@ -1,5 +1,6 @@
-"""Where an environment's code runs: in a thread or process of the episode's own, or beside the other episodes; and what
-becomes of an environment that hangs, or raises whatever it likes."""
+"""Where an environment's code runs: in a thread or a process of the episode's own, or in the event loop of the run; and
+what happens if an environment hangs or raises.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def until_threads_end() -> None:
 
 
 async def longest_pause_during(awaitable: Any) -> float:
-    """How long the event loop stood still at the most."""
+    """The longest time, in seconds, for which the event loop did not run while `awaitable` ran."""
     longest, last, task = 0.0, time.monotonic(), asyncio.ensure_future(awaitable)
     while not task.done():
         await asyncio.sleep(0.005)
@@ -152,7 +153,7 @@ async def test_environments_run_beside_the_loop_where_they_or_the_configuration_
 async def test_episodes_that_block_in_threads_block_neither_the_loop_nor_each_other():
     start = time.monotonic()
     longest = await longest_pause_during(play(Blocks, num_samples=8, blocks_s=1.0))
-    # One after the other they take 8 s.
+    # One after the other, the eight episodes would take 8 s.
     assert time.monotonic() - start < 4.0
     assert longest < 0.8
     assert await longest_pause_during(play(InPlace, blocks_s=1.0)) >= 1.0
@@ -209,7 +210,7 @@ async def test_a_cancelled_group_closes_its_threaded_environments():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    # The group's end does not wait for all of its samples.
+    # The cancelled group ends without waiting for its samples.
     async with asyncio.timeout(30.0):
         while sum(what == "close" for what, _, _ in notes) < 3:
             await asyncio.sleep(0.01)
@@ -220,7 +221,7 @@ async def test_a_cancelled_group_closes_its_threaded_environments():
 
 
 class Waits(InPlace):
-    """Its step waits in several ways before it answers."""
+    """Its step awaits in several ways before it answers."""
 
     async def step(self, action: Any) -> StepResult:
         await asyncio.sleep(0)
@@ -234,7 +235,7 @@ class Waits(InPlace):
 
 
 class BlocksAndHangs(InPlace):
-    """Its step blocks, and then hangs."""
+    """Its step blocks, then awaits something that never happens."""
 
     async def step(self, action: Any) -> StepResult:
         await super().step(action)
@@ -246,7 +247,7 @@ class BlocksAndHangs(InPlace):
 
 
 async def timers_of(environment: Any) -> tuple[Any, int]:
-    """An episode, and how many timers of the event loop it set."""
+    """Plays an episode; returns its trajectory and the number of timers that it set on the event loop."""
     loop = asyncio.get_running_loop()
     set_timer, count = loop.call_at, itertools.count()
 
@@ -264,7 +265,7 @@ async def test_a_call_that_waits_for_nothing_has_no_deadline_and_one_that_waits_
     trajectory, num_timers = await timers_of(InPlace)
     assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 0)
     trajectory, num_timers = await timers_of(Waits)
-    assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 2), "its own, and that of the call"
+    assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 2), "the step's timer and the call's"
 
 
 async def test_a_deadline_counts_from_the_beginning_of_the_call():
@@ -332,7 +333,7 @@ async def test_an_environment_whose_loop_ends_just_before_it_is_closed_counts_as
         await environment.step(Action(text="", tokens=(), stop_reason="stop"))
     environment._thread.join(10)
     with monkeypatch.context() as context:
-        context.setattr(environment._loop, "is_closed", lambda: False)  # as it was a moment before
+        context.setattr(environment._loop, "is_closed", lambda: False)  # as if the loop ended right after this check
         await environment.close()
 
 
@@ -353,7 +354,7 @@ async def test_an_episode_in_a_process_is_played_there_and_the_process_is_used_a
     pids = {int(trajectory.reward) for trajectory in trajectories}
     assert os.getpid() not in pids
     assert 1 <= len(pids) <= 4 * (os.cpu_count() or 1)
-    assert {trajectory.metrics["turns"] for trajectory in trajectories} == {1.0}, "each episode has an environment"
+    assert {trajectory.metrics["turns"] for trajectory in trajectories} == {1.0}, "each episode needs a new environment"
     assert not any(map(is_alive, pids))
 
 
@@ -374,11 +375,11 @@ async def test_a_process_that_hangs_or_dies_fails_its_sample_and_is_ended(does: 
 
 
 def processes() -> set[str]:
-    """Those that this one started."""
+    """The ids of this process's children."""
     tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
     found: set[str] = set()
     for task in tasks:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # this thread has ended
             found.update((task / "children").read_text().split())
     return found
 
@@ -409,7 +410,7 @@ async def test_threads_that_hang_are_counted_and_too_many_of_them_end_the_run(mo
         await generator.generate(request_of(num_samples=2))
     until_threads_end()
     again = await generator.generate(request_of(num_samples=2))
-    assert [trajectory.failure for trajectory in again] == [None, None], "threads that came back count no more"
+    assert [trajectory.failure for trajectory in again] == [None, None], "threads that returned must no longer count"
     until_threads_end()
 
 
@@ -417,7 +418,7 @@ async def test_threads_that_hang_are_counted_and_too_many_of_them_end_the_run(mo
 
 
 class OnlyHere:
-    """A factory that no other process can find."""
+    """A factory that cannot be pickled for another process."""
 
     placement = "process"
     __name__ = "OnlyHere"
@@ -460,7 +461,7 @@ async def test_a_placement_that_cannot_be_done_is_refused_before_anything_starts
     _, spec = generator_spec(from_mapping({"environment.env_class": name, "trainer.policy.model.path": "model"}))
     with pytest.raises(ConfigError, match=rf"environment\.env_class: {message}"):
         plugin.validate(spec)
-    # Rows' own environments are met later, and end the run.
+    # An environment that only a row names is checked when the row is played, and then ends the run.
     with pytest.raises(ConfigError, match=f"rows:1: {message}"):
         await play(environment)
 

@@ -1,4 +1,4 @@
-"""The files transport passes the suite, leaves nothing behind, and says what is wrong with a file."""
+"""The files transport passes its suite, leaves no files behind, and names damaged files and tensors."""
 
 from __future__ import annotations
 

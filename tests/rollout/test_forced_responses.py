@@ -1,4 +1,6 @@
-"""A response that a grammar forces is recorded and not trained on; the turns around it are."""
+"""A response that a grammar forces is recorded but not trained on; the policy's free responses around it are trained
+on.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ EOS = int(TOKENIZER.eos_token_id)  # pyright: ignore[reportArgumentType]
 
 
 def saying(free: str, forced: str, **settings: Any) -> ScriptedClient:
-    """An engine that says `forced` under a grammar and `free` else."""
+    """An engine that answers `forced` to requests with a grammar and `free` to all others."""
 
     def script(request: GenerateRequest) -> list[int]:
         said = free if request.params.structural_tag is None else forced
@@ -62,7 +64,7 @@ async def play(
 
 
 def marked(batch: Any) -> list[str]:
-    """Each sequence as text, trained tokens in capital letters, the end of sequence as `$`."""
+    """Each sequence as text: trained tokens in capital letters, the end of sequence as `$`."""
     letters = [str(TOKENIZER.decode([token])).replace("<eos>", "$") for token in batch["tokens"].tolist()]
     shown = [t.upper() if is_trained else t for t, is_trained in zip(letters, batch["loss_mask"].tolist(), strict=True)]
     offsets = batch.offsets.tolist()
@@ -79,7 +81,7 @@ async def test_a_forced_response_is_recorded_and_not_trained_on(placement: Place
     assert marked(batch) == ["count= A$1,bcd$2,A$"]
     forced_T = batch["sampled"] & ~batch["loss_mask"]
     assert TOKENIZER.decode(batch["tokens"][forced_T]) == "bcd<eos>"
-    assert batch["loss_mask"].sum() == 4, "the two free responses, with their ends"
+    assert batch["loss_mask"].sum() == 4, "the two free responses and their ends must be trained on"
     assert batch["rollout_logprobs"].isnan().tolist() == forced_T.tolist()
     assert (batch["policy_version"][forced_T] == 0).all()
     assert batch["rewards"].sum() == 7.0
@@ -104,12 +106,12 @@ async def test_an_episode_of_forced_responses_alone_trains_nothing():
 async def test_forced_tokens_are_no_drift_between_engine_and_trainer():
     batch = collate([await play(saying("a", "bcd"))])
     forced_T = batch["sampled"] & ~batch["loss_mask"]
-    # The trainer's log-probs are those of the engine where the policy was free, and far from 0 where it was not.
+    # The trainer's log-probs equal the engine's for free tokens and are far from them for forced tokens.
     old_T = torch.where(forced_T, -9.0, batch["rollout_logprobs"])
     metrics = rollout_agreement(batch.with_columns(old_logprobs=old_T), version=0)
     assert metrics["rollout/logprob_diff_max"] == (0.0, 1.0)
     assert metrics["rollout/stale_tokens"] == (0.0, 4.0)
-    # A NaN where the policy was free is an error, and shows.
+    # A NaN at a free token is an error, and must reach the metric.
     spoiled_T = batch["rollout_logprobs"].index_fill(0, batch["loss_mask"].nonzero()[0], math.nan)
     spoiled = batch.with_columns(old_logprobs=old_T, rollout_logprobs=spoiled_T)
     assert math.isnan(rollout_agreement(spoiled, version=0)["rollout/logprob_diff_max"][0])

@@ -1,4 +1,6 @@
-"""The generator: what the engine sampled is what the trajectory holds, and every failure is data."""
+"""The environment generator: trajectories contain exactly what the engine sampled, and failures are recorded, not
+raised.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 class EchoClient:
-    """Answers `4` and the end of sequence; remembers requests and how many were in flight at a time."""
+    """Answers `4` and the end of sequence; records all requests, and the largest number in flight at once."""
 
     def __init__(self, tokenizer, stop_reason="stop"):
         self.answer = (*tokenizer("4")["input_ids"], tokenizer.eos_token_id)
@@ -44,7 +46,7 @@ class EchoClient:
 
 
 class Sums:
-    """Right when the response is the row's answer. Counts what was called on it."""
+    """Rewards a response that equals the row's answer, and counts the calls of each method."""
 
     calls: ClassVar[Counter[str]] = Counter()
 
@@ -104,7 +106,7 @@ async def test_a_trajectory_holds_the_prompt_and_exactly_what_the_engine_returne
 
 
 async def test_every_sample_has_its_own_seed_and_id(tokenizer):
-    """Environments run in threads, so a group's requests come in any order."""
+    """Environments run in threads, so the requests of a group arrive in any order."""
     client = EchoClient(tokenizer)
     generator = generator_of(tokenizer, client)
     await generator.generate(request_of())
@@ -176,7 +178,7 @@ async def test_a_broken_environment_is_a_failure_on_the_trajectory_and_is_closed
 
 async def test_one_failing_sample_leaves_the_others_alone(tokenizer):
     class FailsOnce(Sums):
-        placement = "in_process"  # one sample after another
+        placement = "in_process"  # samples take their steps in order
 
         async def step(self, action):
             if self.calls["step"] == 1:

@@ -1,4 +1,4 @@
-"""The environment generator passes the suite of generators, and generators that cheat do not."""
+"""The environment generator passes the conformance suite, and generators that cheat fail it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW = {"prompt": "count to 3: "}
 
 
 class ThreeTurns:
-    """Done after three responses."""
+    """Ends after three responses."""
 
     def __init__(self, row: Any, options: Any) -> None:
         self._prompt, self._turn = row["prompt"], 0
@@ -60,7 +60,7 @@ class TestStepWise(GeneratorConformance):
 
 @attrs.frozen
 class Tampered:
-    """The generator, with something done to what it answers."""
+    """The generator, with a change made to each trajectory."""
 
     inner: EnvironmentGenerator
     tamper: Callable[[Trajectory], Trajectory]
@@ -73,7 +73,7 @@ class Tampered:
 
 
 def on_step(**changes: Callable[[Any], Any]) -> Callable[[Trajectory], Trajectory]:
-    """Changes fields of every trajectory's last step."""
+    """Makes a function that changes fields of a trajectory's last step."""
 
     def tamper(trajectory: Trajectory) -> Trajectory:
         step = trajectory.steps[-1]

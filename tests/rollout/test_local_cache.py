@@ -1,4 +1,4 @@
-"""The local engine's cache against a plain one that copies everything, and what it copies itself."""
+"""The local engine's cache gives the same samples as a plain cache that copies everything, and copies far less."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMN_BYTES = 2 * HEADS * HEAD_DIM * 4
 
 @attrs.define(eq=False, slots=False)
 class PlainCache:
-    """The same by other means: exactly as large as what it holds, and new whenever that changes."""
+    """A plain reference cache: exactly as large as its contents, and reallocated at every change."""
 
     pad_B: np.ndarray = attrs.field(factory=lambda: np.empty(0, np.int64))
     layers: list = attrs.field(factory=list)
@@ -74,7 +74,7 @@ class PlainCache:
 
 
 class CopiedBytes(TorchDispatchMode):
-    """Counts what is copied from tensor to tensor."""
+    """Counts the bytes that tensor operations copy."""
 
     num_bytes = 0
 
@@ -99,7 +99,7 @@ def model(tmp_path_factory):
 
 
 def completions(model):
-    """Of samples that join, and end, at different times, in two waves."""
+    """Completions of samples that join and end at different times, in two waves."""
     numbers, scheduler = random.Random(0), Scheduler(model, max_num_seqs=9)
     ended = []
     for wave in range(2):
@@ -135,8 +135,9 @@ def test_samples_are_bit_for_bit_those_of_a_cache_that_is_copied_at_every_change
 
 @torch.inference_mode()
 def copied(kind, num_tokens):
-    """Bytes that 4 rows copy, of which two have so many tokens; of the others the older ends every 64 tokens, and
-    another one joins."""
+    """The bytes that a cache of 4 rows copies. Two rows decode `num_tokens` tokens. Every 64 tokens, the older one of
+    the other two rows ends and a new row joins.
+    """
     cache = kind()
     like = [(torch.ones(1, HEADS, 8, HEAD_DIM), torch.ones(1, HEADS, 8, HEAD_DIM))]
     one, no_padding = np.zeros(1, np.int64), np.zeros(1, np.int64)
@@ -164,9 +165,10 @@ def copied(kind, num_tokens):
 def test_what_is_copied_grows_with_the_tokens_and_not_with_their_square():
     sampled = 4 * COLUMN_BYTES
     short, long = (copied(RowCache, count) / (sampled * count) for count in (1024, 4096))
-    # Once as it is written, about twice more as columns double, and the short rows as they join and move.
+    # A token is copied once when it is written and about twice more as the cache doubles; short rows are also copied
+    # when they join and move.
     assert long < 1.25 * short < 1.25 * 5
-    # Negative control.
+    # Negative control: a plain cache copies quadratically.
     short, long = (copied(PlainCache, count) / (sampled * count) for count in (1024, 4096))
     assert long > 2 * short
 

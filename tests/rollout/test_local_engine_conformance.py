@@ -1,4 +1,4 @@
-"""The local engine passes the suite that every engine must pass."""
+"""The local engine passes the conformance suite of engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TestLocalEngine(InferenceClientConformance):
 
 
 class TestLocalEngineWithFewRows(InferenceClientConformance):
-    """Most requests wait, and join others in the middle of their responses."""
+    """With few rows, most requests wait and join in the middle of other responses."""
 
     transport = files
 

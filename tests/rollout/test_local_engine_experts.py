@@ -1,4 +1,4 @@
-"""The local engine on Mixture-of-Experts models: their weights, and the routes it returns."""
+"""The local engine with Mixture-of-Experts models: their weights, and the routes that it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hundred disturbed episodes on the local engine."""
+"""Plays the 200 disturbed episodes of `many_episodes` on the local engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thousand episodes at once, of which some sleep, block, raise and hang: each failure is counted once."""
+"""Of 1,000 concurrent episodes, some sleep, block, raise or hang: exactly those that raise or hang fail, once each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "odd_episodes.py"
 
 @pytest.fixture
 def odd_episodes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """What the benchmark measures."""
+    """The benchmark's module, which plays the episodes."""
     spec = importlib.util.spec_from_file_location("odd_episodes", BENCHMARK)
     assert spec is not None
     assert spec.loader is not None
@@ -29,7 +29,9 @@ def odd_episodes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.slow
 async def test_a_thousand_episodes_at_once_lose_exactly_those_that_raise_or_hang(odd_episodes, caplog, monkeypatch):
-    """The clock is put past the deadline once all others have ended, so a slow machine fails no healthy call."""
+    """The test moves the event loop's clock past the deadline once all other episodes have ended, so healthy calls
+    cannot time out on a slow machine.
+    """
     loop, timeout_s = asyncio.get_running_loop(), 3600.0
 
     def pass_the_deadline(num_ended: int) -> None:
@@ -40,7 +42,7 @@ async def test_a_thousand_episodes_at_once_lose_exactly_those_that_raise_or_hang
     assert ended == {"": 980, "ConnectionError": 10, "DeadlineError": 10}
     assert caplog.text.count("timed out or was cancelled; the thread is abandoned") == 10
     left = [thread for thread in threading.enumerate() if thread.name == "environment"]
-    assert len(left) == 10, "the other threads have ended"
+    assert len(left) == 10, "all other threads must have ended"
     odd_episodes._NEVER.set()
     for thread in left:
         thread.join(timeout=30.0)

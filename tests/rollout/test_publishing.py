@@ -1,4 +1,4 @@
-"""When engines pause for a sync: for the swap alone where a version is staged, and for all of it where it is not."""
+"""When engines pause for a sync: for the swap alone if the version is staged, otherwise for the whole transfer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def model_path(tmp_path_factory):
 
 
 async def versions_sampled_meanwhile(model_path, transport) -> tuple[int, ...]:
-    """Of a request that comes when the rank has sent a bucket, which waits two seconds for the answer; empty if there
-    was none by then."""
+    """The versions that sample a request sent in the middle of a sync. The rank waits two seconds for the answer before
+    it sends the rest; without an answer by then, the result is empty.
+    """
     engine, loop = await local_engine(model_path), asyncio.get_running_loop()
     async with policy_of(model_path) as policy:
         trainer = Trainer(policy, engine, transport)
@@ -55,7 +56,7 @@ async def test_an_engine_samples_while_a_staged_version_arrives(model_path, tran
 
 
 async def test_an_engine_pauses_while_a_version_comes_that_is_not_staged(model_path):
-    """The negative control of the test above."""
+    """Negative control: broadcast does not stage versions."""
     assert await versions_sampled_meanwhile(model_path, "broadcast") == ()
 
 

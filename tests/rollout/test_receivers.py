@@ -1,4 +1,4 @@
-"""Receivers are those of installed transports; nothing in a server's working directory is installed."""
+"""Only installed transports provide receivers; a server imports nothing from its working directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ transport = Transport()
 
 
 def write_transport(directory: Path, name: str) -> None:
-    """A distribution with an entry point, as an installer leaves it."""
+    """A distribution with an entry point, as an installer would write it."""
     metadata = directory / f"{name}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -31,7 +31,7 @@ def write_transport(directory: Path, name: str) -> None:
 
 
 def run_in(directory: Path, *arguments: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Python, started there; the places that this process imports from come behind it."""
+    """Runs Python in `directory`. It imports from `path` first, then from where this process imports."""
     others = [str(Path(place).resolve()) for place in sys.path if place]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *others])}
     environment["RL_CONTROL_TOKEN_FILE"] = str(directory / "token")

@@ -1,4 +1,4 @@
-"""Reward functions as TRL has them, in place of an environment."""
+"""Reward functions in TRL's form replace an environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = "tests.rollout.test_reward_functions"
 
 
 def length(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Counts characters, of text or of the assistant's message."""
+    """The number of characters of each completion, which is text or a list of messages."""
     return [float(len(one if isinstance(one, str) else one[0]["content"])) for one in completions]
 
 

@@ -1,4 +1,4 @@
-"""The sampler against slow definitions, and its random numbers against what random numbers must be."""
+"""The sampler agrees with slow reference definitions, and its random numbers are uniform and independent."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_neighbouring_seeds_and_positions_give_uniform_uncorrelated_numbers(dire
     assert numbers.min() >= 0
     assert numbers.max() < 1
     histogram, _ = np.histogram(numbers, bins=100, range=(0, 1))
-    # 99 degrees of freedom: mean 99, deviation 14.
+    # With 99 degrees of freedom, chi-squared has mean 99 and standard deviation 14.
     assert ((histogram - count / 100) ** 2 / (count / 100)).sum() < 99 + 5 * 14
     for lag in (1, 2, 16):
-        # The correlation of independent numbers has deviation 1/sqrt(count).
+        # The sample correlation of independent numbers has standard deviation 1/sqrt(count).
         assert abs(np.corrcoef(numbers[:-lag], numbers[lag:])[0, 1]) < 5 / count**0.5

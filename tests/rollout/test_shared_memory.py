@@ -1,4 +1,6 @@
-"""Shared memory passes the suite, is reused, is never overwritten under a reader, and says what is wrong."""
+"""The shared memory transport passes its suite, reuses memory, never overwrites what is being read, and explains
+errors.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_memory_that_was_read_is_used_again_and_memory_that_is_read_is_not():
     held = received(first, 1)
     shared_memory.close(first)
     second, path_beside = path_of(2.0, 2)
-    assert path_beside != path, "a reader held the first segment"
+    assert path_beside != path, "a reader still holds the first segment, so it must not be reused"
     assert held["a"].tolist() == [1.0] * 6
     del held
     shared_memory.close(second)

@@ -1,7 +1,8 @@
-"""Environments with tools: the model is shown them, and what stands between turns is the template's with the same ones.
+"""Environments with tools: the prompt shows the tools, and the text between turns is what the template renders with
+them.
 
-Random conversations are checked as in `test_conversations`: against one rendering of the whole, with marks in place of
-the responses.
+Random conversations are checked as in `test_conversations`: against one rendering of the whole conversation, with marks
+in place of the responses.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CALL = {"type": "function", "id": "call00001", "function": {"name": "add", "argu
 
 
 class UsesTools:
-    """Plays the row's script. Offers the row's tools, and forgets them once they were asked for."""
+    """Answers with the observations of its row. Offers the row's tools, and empties the list at the first step."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._row, self._turn = row, 0
@@ -86,7 +87,7 @@ def random_row(name: str, rng: random.Random, num_turns: int) -> dict[str, Any]:
         observations.append([{"role": role, "content": random_text(rng), **extra}])
     prompt: list[dict[str, Any]] = [{"role": "user", "content": random_text(rng)}]
     if name == "tool_chatml" and rng.random() < 0.5:
-        # Earlier calls as a data file may have them: None where a message has no such key.
+        # Earlier calls as a data file may store them: None for a key that a message lacks.
         prompt = [
             {"role": "user", "content": "1+2?", "tool_calls": None},
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -130,7 +131,9 @@ def rendered(name: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> st
 
 
 def expected_prompts(name: str, row: Mapping[str, Any], exchanges: list[Exchange]) -> list[list[int]]:
-    """Each turn's prompt of a conversation that is only appended to, from one rendering of all of it with its tools."""
+    """The prompt of each turn, from one rendering of the whole conversation with its tools. For templates that keep
+    earlier turns.
+    """
     tokenizer, messages, turns = tokenizer_of(name), list(row["prompt"]), len(exchanges)
     for turn, observation in enumerate(row["observations"][: turns - 1]):
         messages += [{"role": "assistant", "content": f"MARK{turn}MARK"}, *observation]
@@ -148,7 +151,7 @@ def expected_prompts(name: str, row: Mapping[str, Any], exchanges: list[Exchange
 
 
 async def mismatches(name: str, num_conversations: int) -> int:
-    """Conversations in which some turn's prompt is not the template's."""
+    """The number of conversations in which the prompt of some turn is not what the template renders."""
     wrong = 0
     for seed in range(num_conversations):
         rng = random.Random(seed)
@@ -178,7 +181,7 @@ async def test_the_check_notices_turns_that_were_cut_from_a_rendering_without_th
         return cut(TurnTokens(self.codec.with_tools(())), *args)
 
     monkeypatch.setattr(TurnTokens, "between", without_tools)
-    # This template writes how many tools there are into each result.
+    # This template writes the number of tools into each result.
     assert await mismatches("tools_last", 20) > 10
 
 
@@ -241,7 +244,7 @@ async def test_samples_of_a_group_may_have_tools_of_their_own():
         start_version=0,
     )
     texts = [trajectory.prompt_text for trajectory in await generator.generate(request)]
-    # Which environment is asked first is not said: each has a thread.
+    # Environments run in threads, so the order in which they are asked for tools is not fixed.
     offered_in = sorted(('"time"' in text, '"add"' in text) for text in texts)
     assert offered_in == [(False, False), (False, True), (True, False)]
 

@@ -1,4 +1,6 @@
-"""What a sync leaves where its process is killed: named by run and process, and gone with the next run's first sync."""
+"""What a sync leaves behind if its process is killed: it is named after run and process, and the next run's first sync
+removes it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def folders_of(rendezvous: Rendezvous) -> list[Path]:
 
 
 def in_killed_process(act: Callable[[], object]) -> int:
-    """Its id, once it was killed with SIGKILL while it held what it made."""
+    """Runs `act` in a process that then kills itself with SIGKILL. Returns its id."""
 
     def run() -> None:
         act()
@@ -81,15 +83,16 @@ def test_the_files_of_a_run_that_lives_stay(temporary: Path):
     ends.set()
     process.join(60)
     other = make_folder(temporary, "mine")
-    assert not folder.exists(), "it ended without removing it"
-    assert all(path.is_dir() for path in folders_of(own)), "this process's own stay"
+    assert not folder.exists(), "the folder of a process that has ended must be removed"
+    assert all(path.is_dir() for path in folders_of(own)), "this process's own folders must stay"
     files.close(own)
     remove_folder(other)
 
 
 def test_a_folder_that_is_being_made_stays_as_long_as_anybody_makes_one(temporary: Path):
-    """Its maker has not locked it yet, or was killed before it could; where there are no locks, it stays until it is
-    old."""
+    """A young folder without a lock stays while any process is making a folder, because its maker may not have locked
+    it yet. Once it is old, it is removed all the same.
+    """
     (temporary / "rl-weights-x-1-young").mkdir()
     (temporary / "rl-weights-x-1-old").mkdir()
     (temporary / "rl-weights-x-1-empty").mkdir()
@@ -118,6 +121,6 @@ def test_nothing_stays_of_processes_that_are_killed_while_they_make_and_remove_f
         for process in processes:
             process.kill()
             process.join()
-            assert process.exitcode == -signal.SIGKILL, "an error of its own"
+            assert process.exitcode == -signal.SIGKILL, "the process failed before it was killed"
     remove_folder(make_folder(temporary, "x"))
     assert not list(temporary.iterdir())

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what ends them, what is told of them, and what an environment must not do."""
+"""Episodes of several turns: what ends them, what is recorded of them, and how faulty environments are handled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EOS = TOKENIZER.eos_token_id
 
 
 class Counts:
-    """Says `1,`, `2,` … and is done when the policy has said `b`; each turn is worth 0.5."""
+    """Observes `1,`, `2,` … and is done when the response contains `b`; each turn earns 0.5."""
 
     def __init__(self, row: Any, options: Any) -> None:
         self.turn = 0
@@ -44,7 +44,7 @@ class Counts:
 
 
 def saying(*responses: str) -> ScriptedClient:
-    """An engine that says these, one per turn, each with an end of sequence."""
+    """An engine that answers turn by turn with `responses`, each followed by the end of sequence."""
 
     def script(request: GenerateRequest) -> list[int]:
         turn = int(request.sample_id.rpartition("-")[2])
@@ -81,7 +81,7 @@ async def play(
 
 
 def masked(trajectory: Trajectory) -> str:
-    """The sequence as text, sampled tokens in capital letters, the end of sequence as `$`."""
+    """The sequence as text: sampled tokens in capital letters, the end of sequence as `$`."""
     (step,) = trajectory.steps
     text = [TOKENIZER.decode([token]).replace("<eos>", "$") for token in step.tokens]
     return "".join(t.upper() if is_sampled else t for t, is_sampled in zip(text, step.sampled, strict=True))
@@ -136,7 +136,7 @@ async def test_max_turns_ends_an_episode_with_what_it_has():
 @pytest.mark.parametrize(
     ("limits", "text"),
     [
-        # "count= a$1," has 11 tokens, "count= a$1,a$2," 15.
+        # "count= a$1," has 11 tokens, "count= a$1,a$2," has 15.
         ({"max_input_length": 11}, "count= A$1,A$"),
         ({"max_input_length": 10}, "count= A$"),
         ({"context_window": 15}, "count= A$1,A$"),

@@ -1,4 +1,6 @@
-"""Weight verification over the local engine: passes when weights are the trainer's, and stops with both numbers."""
+"""Weight verification with the local engine: it passes if the weights are the trainer's, otherwise it stops the run
+with both log-probs.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ async def test_the_proof_passes_and_leaves_every_weight_bit_for_bit(trainer):
     assert before.keys() == after.keys()
     assert all(before[name].equal(after[name]) for name in before)
     found = await trainer.verification.probe(trainer.version)
-    assert found["weight_sync/logprob_diff_max"] < 1e-5, "the same model code in float32 on both sides"
+    assert found["weight_sync/logprob_diff_max"] < 1e-5, "both sides run the same model code in float32"
 
 
 async def test_noise_reaches_every_trained_tensor_and_depends_on_the_seed(trainer):
@@ -60,7 +62,7 @@ async def test_noise_reaches_every_trained_tensor_and_depends_on_the_seed(traine
     assert not [name for name in before if first[name].equal(second[name])]
     await trainer.policy.perturb(1, 0.5)
     again = weights_of(trainer)
-    assert all(first[name].equal(again[name]) for name in before), "noise is not put on noise"
+    assert all(first[name].equal(again[name]) for name in before), "noise must replace earlier noise, not add to it"
     await trainer.policy.restore()
     await trainer.policy.restore()
     assert all(tensor.equal(before[name]) for name, tensor in weights_of(trainer).items())
@@ -137,11 +139,11 @@ async def test_a_resumed_run_probes_after_its_first_sync_and_then_at_the_version
 
 @pytest.mark.parametrize("targets", ["all-linear", ["v_proj"]], ids=str)
 async def test_noise_fits_small_adapters(model_path, targets, caplog):
-    """With the noise of whole weights the run stopped here: adapters of rank 1 move such a model too little."""
+    """Noise scaled for whole weights would fail here: adapters of rank 1 change such a model too little."""
     engine = await local_engine(model_path)
     async with policy_of(model_path, LoraConfig(rank=1, alpha=1, target_modules=targets)) as policy:
         trainer = Trainer(policy, engine, "files")
-        # The limits of bfloat16, ten times and more those of this model's float32.
+        # The limits for bfloat16, at least ten times those for this model's float32.
         trainer.verification._settings = attrs.evolve(
             trainer.verification._settings, limit=verification.LIMITS["bfloat16"]
         )

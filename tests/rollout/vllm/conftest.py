@@ -1,4 +1,4 @@
-"""One server per kind of model for the whole test run: they start in about a minute."""
+"""Shared servers, one per kind of model for the whole test run, because a server takes about a minute to start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.rollout.vllm.servers import RunningServer, make_spec, start_servers, 
 
 @pytest.fixture(scope="session")
 def ray_for_servers() -> Iterator[None]:
-    """Ray, which the tests of tests/ray may have started already."""
+    """Starts Ray, unless the tests of tests/ray have started it already."""
     if ray.is_initialized():
         yield
         return
@@ -38,14 +38,16 @@ def _adapter(directory: Path) -> EngineSpec:
 
 
 _SPECS = {"dense_server": _dense, "moe_server": _moe, "adapter_server": _adapter}
-"""By the fixture's name."""
+"""Fixture name → the function that makes its engine's spec."""
 
 
 @pytest.fixture(scope="session")
 def shared_servers(
     request: pytest.FixtureRequest, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, RunningServer]]:
-    """Those that this run's tests ask for, started at once: one alone leaves a core idle."""
+    """Starts all shared servers that the selected tests need at the same time, because one alone would leave a core
+    idle.
+    """
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     names = [name for name in _SPECS if name in asked]
     running = start_servers(*(_SPECS[name](tmp_path_factory.mktemp(name)) for name in names))
@@ -55,8 +57,9 @@ def shared_servers(
 
 @pytest.fixture(scope="session")
 def dense_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
-    """Serves a tiny Qwen3 in float32; its run's transport is no installed one. Tests may publish weights, by any
-    transport; each brings its own first."""
+    """Serves a tiny Qwen3 in float32. Its run uses a transport that is not installed. Tests may publish weights by any
+    transport, so each test first publishes its own.
+    """
     return shared_servers["dense_server"]
 
 
@@ -68,5 +71,5 @@ def moe_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
 
 @pytest.fixture(scope="session")
 def adapter_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
-    """Serves adapters, two of them in a batch, over the frozen weights of a tiny Qwen3 in float32."""
+    """Serves adapters, at most two in one batch, over the frozen weights of a tiny Qwen3 in float32."""
     return shared_servers["adapter_server"]

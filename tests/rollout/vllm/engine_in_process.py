@@ -1,4 +1,4 @@
-"""A real vLLM engine in one child process, worker included: where a test reaches what a server hides."""
+"""A real vLLM engine and its worker in one child process, for tests that need what a server does not expose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_S = 600.0
 
 
 class EngineInProcess:
-    """As much of an InferenceClient as weights need."""
+    """Those methods of InferenceClient that weight syncs and verification call."""
 
     def __init__(self, model_path: str, **arguments: Any) -> None:
         from vllm import LLM
@@ -37,16 +37,16 @@ class EngineInProcess:
         self.vocab_size = self.llm.model_config.get_vocab_size()
 
     def forgetful(self) -> EngineInProcess:
-        """The engine, as if it had not seen a version yet."""
+        """Makes the engine forget the tensors that earlier versions had; returns the engine."""
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
         worker.__dict__.pop("rl_held", None)
         return self
 
     async def pause(self, mode: str) -> None:
-        """Nothing runs between two calls."""
+        """Does nothing: no request runs between two calls."""
 
     async def resume(self) -> None:
-        """Nothing was stopped."""
+        """Does nothing: nothing was paused."""
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         from rl_rollout.vllm.wire import manifest_of
@@ -62,7 +62,9 @@ class EngineInProcess:
         return {"engine": self.logprobs(sequences)}
 
     def logprobs(self, sequences: Sequence[Sequence[int]], **options: Any) -> list[list[float]]:
-        """Of each token given those before it; 0.0 for the first. `options`: of `LLM.generate`, such as an adapter."""
+        """The log-prob of each token given the tokens before it; 0.0 for the first. `options` go to `LLM.generate`, for
+        example an adapter.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -75,7 +77,7 @@ class EngineInProcess:
 
 
 def run_in_engine(model_path: str, act: Callable[[EngineInProcess], Awaitable[Any]], **arguments: Any) -> Any:
-    """What `act` returns, run over an engine in a child process; `arguments` are vLLM's."""
+    """Runs `act` with an engine in a child process and returns its result; `arguments` are vLLM's."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
         return child.submit(_run, str(model_path), act, arguments).result(_TIMEOUT_S)
 

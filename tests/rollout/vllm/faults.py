@@ -1,4 +1,4 @@
-"""Faults of servers and of syncs at random moments, and a trainer that publishes weights meanwhile."""
+"""Faults that hit servers and weight syncs at random moments, and a trainer that publishes weights meanwhile."""
 
 from __future__ import annotations
 
@@ -36,24 +36,27 @@ Whom = Literal["server", "core", "worker"]
 When = Literal["generating", "idle", "pausing", "receiving", "swapping", "resuming"]
 SYNC_PHASES: Sequence[When] = ("pausing", "receiving", "swapping", "resuming")
 TIMEOUT_S = 300.0
-"""Of a request. A server starts in a minute on two free cores."""
+"""The deadline of a request. On two free cores a server starts in a minute."""
 _UPDATE_S = TIMEOUT_S / 2
 _TRANSPORT_S = TIMEOUT_S / 3
-"""As by default: whoever waits in vain for another one's part of a sync says so before its engine is given up."""
+"""As by default, the transport's deadline ends before the engine's: a participant that waits in vain for another
+reports it before its own engine is given up.
+"""
 HUNG_AFTER_S = 20.0
 _LATE_S = 30.0
-"""What a sync takes on a busy machine, and what a deadline may be late."""
+"""The time of a sync on a busy machine, and the time by which a deadline may be exceeded."""
 _LOOK_S = 0.1
 _CALLS: Mapping[When, tuple[str, float]] = {
     "pausing": ("pause", 0.02),
     "swapping": ("update_weights", 0.2),
     "resuming": ("resume", 0.02),
 }
-"""By phase of a sync: the client's call, and about how many seconds it takes. Weights arrive in the phase without."""
+"""Phase of a sync → the client's call in it, and about how many seconds it takes. `receiving` has no call."""
 _BACK_WITHIN_S = 900.0
 _PAUSE_S = 2.0
 _LIMIT = 1e-3
-"""Of a log-prob in float32, where 1e-5 is measured; weights of another version are off by 0.1 and more."""
+"""The largest allowed error of a log-prob in float32. Measured: 1e-5; weights of another version differ by 0.1 or more.
+"""
 _BUCKET_BYTES = 1 << 15
 TRANSPORTS: Mapping[str, WeightTransport] = {
     "files": FilesTransport(timeout_s=_TRANSPORT_S),
@@ -64,31 +67,32 @@ TRANSPORTS: Mapping[str, WeightTransport] = {
 
 @attrs.frozen(kw_only=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault: what happens, when, and to whom."""
 
     what: What
     when: When
-    """Generating: some of the requests are done. Idle: before they are asked for. Else: a phase of a sync."""
+    """`generating`: when some of the requests are done. `idle`: before the first request. Otherwise a phase of a sync.
+    """
     transport: str = "files"
-    """Of the sync: the one that it hits, or that comes after it."""
+    """The transport of the sync that the fault hits, or of the next sync."""
     whom: Whom = "server"
-    """Of what the operating system does; the sender has the others."""
+    """The process that is killed, frozen or paused. The other faults hit the sender."""
     moment: float = 0.5
-    """From 0 to 1: of the requests, of the buckets, or of the time that the phase takes."""
+    """The share, from 0 to 1, of the requests, buckets or seconds of the phase before the fault."""
 
     @property
     def is_in_sync(self) -> bool:
-        """It hits a sync, instead of coming before one."""
+        """Whether the fault hits a sync instead of preceding it."""
         return self.when in SYNC_PHASES
 
     @property
     def noticed_within_s(self) -> float:
-        """By its deadlines: until a sync has ended, well or with an error."""
+        """How long the fault may prolong a sync: until a deadline notices it or, for a pause, until it is over."""
         if self.what == "pause":
             return _PAUSE_S
         if self.what != "freeze":
             return 0.0
-        # A core that takes weights is busy, and heartbeats do not ask it: the update's own deadline is left.
+        # A core that loads weights is busy and gets no heartbeats, so only the update's own deadline notices the fault.
         is_receiving = self.when == "receiving" and TRANSPORTS[self.transport].is_staged
         return _UPDATE_S if self.whom != "server" and self.is_in_sync and not is_receiving else HUNG_AFTER_S
 
@@ -99,10 +103,11 @@ class Fault:
 
 
 def faults_of_shard(shard: int) -> list[Fault]:
-    """Twenty: each phase of a sync by each transport is hit once, and each transport damages and stops once.
+    """Twenty faults. With each transport, each phase of a sync is hit once, one byte is flipped, and the sender stops
+    once.
 
-    What hits a phase is another thing with the next transport and in the next shard, so that servers are killed in
-    every phase of every transport by two shards in a row. Server, core and worker are killed equally often, and frozen.
+    The kind of fault changes with the phase, the transport and the shard, so that two consecutive shards kill a server
+    in every phase with every transport. Servers, cores and workers are killed equally often, and frozen equally often.
     """
     dice = random.Random(shard)
     whats: Sequence[What] = ("kill", "freeze", "kill", "pause")
@@ -135,7 +140,7 @@ def faults_of_shard(shard: int) -> list[Fault]:
 
 
 class Model:
-    """The engines' model in transformers, with weights that are different in every version."""
+    """The engines' model in transformers; every version has different weights."""
 
     def __init__(self, model_path: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -149,13 +154,13 @@ class Model:
 
     @torch.no_grad()
     def logprobs(self, version: int, tokens: Sequence[int]) -> Tensor:
-        """(T - 1,): of each token but the first, given those before it."""
+        """[T - 1] log-prob of each token but the first, given the tokens before it."""
         self._model.load_state_dict(self.tensors(version), strict=False)
         logprobs_TV = self._model(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
         return logprobs_TV.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
     def require_versions(self, asked: GenerateRequest, completion: Completion) -> None:
-        """Every token has the log-prob of the version that it says it was sampled with, and of no other."""
+        """Every token has the log-prob of the version that it names, and not that of the next version."""
         tokens = [*asked.prompt_tokens, *completion.tokens]
         said, versions = torch.tensor(completion.logprobs), torch.tensor(completion.policy_versions)
         for version in set(completion.policy_versions):
@@ -163,11 +168,11 @@ class Model:
             difference = (self.logprobs(version, tokens)[-len(said) :] - said)[own].abs().max().item()
             assert difference < _LIMIT, f"{asked.sample_id}: version {version}'s tokens are off by {difference:.2g}"
             others = (self.logprobs(version + 1, tokens)[-len(said) :] - said)[own].abs().max().item()
-            assert own.sum() < 8 or others > 0.1, "two versions cannot be told apart: the test shows nothing"
+            assert own.sum() < 8 or others > 0.1, "the two versions are too similar for this test to show anything"
 
 
 class Cluster:
-    """Servers of this run, and a trainer of one rank."""
+    """A run's servers, and a trainer with one rank."""
 
     def __init__(self, client: RemoteInferenceClient, model: Model) -> None:
         self.client = client
@@ -179,8 +184,10 @@ class Cluster:
         return self.client._pool.members
 
     async def survives(self, fault: Fault, name: str) -> None:
-        """Requests are asked for, the fault comes: each is answered once, by the weights it says, within its deadline;
-        afterwards all servers serve the current version, and nothing is left of the one that failed."""
+        """Sends requests and triggers the fault. Every request must be answered once, by the weights that it names,
+        within its deadline. Afterwards all servers must serve the current version, and nothing may be left of the
+        processes that ended.
+        """
         victim = random.Random(name).choice(self.members)
         processes = await self.processes(victim)
         left_by_victim = Left.by([victim_process for those in processes.values() for victim_process in those])
@@ -210,7 +217,7 @@ class Cluster:
         await left_by_victim.require_nothing(but=Left.by(await self.all_processes()))
 
     async def publish(self, transport: str = "files", hit: Hit | None = None) -> None:
-        """The next version, as a trainer does at the end of a step; with a fault that hits the sync."""
+        """Publishes the next version, as a trainer does at the end of a step; `hit` triggers its fault in the sync."""
         self.version += 1
         buckets = pack_buckets(self.model.tensors(self.version).items(), _BUCKET_BYTES)
         rank = _OneRank(TRANSPORTS[transport], buckets if hit is None else hit.among(buckets))
@@ -221,7 +228,7 @@ class Cluster:
             )
 
     async def _publish_until_good(self, fault: Fault, hit: Hit) -> None:
-        """What the trainer of a run that goes on would do; a fault of a sync is in the first."""
+        """Publishes until a sync succeeds, as a trainer does. A fault in a sync hits the first one."""
         within_s = fault.noticed_within_s + _LATE_S
         if fault.is_in_sync:
             try:
@@ -229,7 +236,7 @@ class Cluster:
             except RLError:
                 pass
             else:
-                assert fault.what not in ("flip a byte", "stop sending"), "the damaged version was taken"
+                assert fault.what not in ("flip a byte", "stop sending"), "the engine took a damaged version"
                 return
         await self._again(fault.transport, within_s)
 
@@ -243,7 +250,7 @@ class Cluster:
                     await asyncio.sleep(0.5)
 
     async def _answered(self, waiting: Sequence[asyncio.Future[Completion]]) -> list[Completion]:
-        """As a run does while it generates: a server that was restarted gets the current weights."""
+        """Waits for the answers and meanwhile publishes again for servers that were restarted, as a run does."""
         answers = asyncio.gather(*waiting)
         while not answers.done():
             lacking = asyncio.ensure_future(self.client.needs_weights())
@@ -261,7 +268,9 @@ class Cluster:
         return completion
 
     async def _in_time(self, sync: Coroutine[Any, Any, None], within_s: float) -> None:
-        """Its own deadline ends it, at the latest. It may wait as long again for a server to start, if none is left."""
+        """The sync must end within `within_s`, by its own deadline. Time without any server does not count, but a
+        server must start within its own limit.
+        """
         syncing, took_s, waited_s = asyncio.ensure_future(sync), 0.0, 0.0
         while not syncing.done():
             has_server, began = bool(self.client._pool.up), time.monotonic()
@@ -275,7 +284,7 @@ class Cluster:
         await syncing
 
     async def whole_again(self) -> None:
-        """Returns when all servers hold the current version, which is published again when they ask for it."""
+        """Waits until all servers serve the current version; publishes it again for servers that lack it."""
         async with asyncio.timeout(_BACK_WITHIN_S):
             while len(self.client._pool.serving) < len(self.members):
                 await self.client.needs_weights()
@@ -292,7 +301,7 @@ class Cluster:
             assert not left, f"a sync left {left}"
 
     async def processes(self, member: Member) -> Mapping[str, Sequence[psutil.Process]]:
-        """Of a server: itself, those of its engine by what they are, and all others that it started."""
+        """A server's processes by kind: itself, the cores and workers of its engine, and all others that it started."""
         assert member.connection is not None
         server = psutil.Process((await member.connection.call("health", timeout_s=60))["pid"])
         children = server.children(recursive=True)
@@ -303,22 +312,22 @@ class Cluster:
         return {"server": [server], "core": cores, "worker": workers or cores, "other": others}
 
     async def all_processes(self) -> list[psutil.Process]:
-        """Of all servers."""
+        """The processes of all servers."""
         groups = [await self.processes(member) for member in self.members]
         return [process for group in groups for those in group.values() for process in those]
 
 
 @attrs.frozen
 class Left:
-    """What is left of processes when they have ended."""
+    """The processes and files of servers, which must be gone when the servers have ended."""
 
     processes: frozenset[psutil.Process]
     files: frozenset[Path]
-    """Sockets, and segments in /dev/shm, that they had by name."""
+    """The sockets and the segments in /dev/shm that the processes have opened by name."""
 
     @classmethod
     def by(cls, processes: Iterable[psutil.Process]) -> Left:
-        """Of processes that live."""
+        """What these running processes have opened."""
         every, files = frozenset(processes), set[Path]()
         for process in every:
             sockets = [Path(str(one.laddr)) for one in process.net_connections("unix")]
@@ -327,12 +336,12 @@ class Left:
             inodes = {int(fields[4]) for fields in maps}
             files |= {path for path in sockets if path.is_absolute()}
             files |= {path for path in mapped if path.parent == Path("/dev/shm")}
-            # A semaphore gets its name after it was mapped.
+            # A semaphore may get its name only after it was mapped, so it is found by its inode.
             files |= {path for path in Path("/dev/shm").glob("sem.*") if _inode(path) in inodes}
         return cls(every, frozenset(files))
 
     async def require_nothing(self, *, but: Left | None = None) -> None:
-        """Within a minute."""
+        """Fails if a process or a file, other than those in `but`, is left after a minute."""
         processes = self.processes - (but.processes if but else set())
         files = self.files - (but.files if but else set())
         _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=60)
@@ -341,7 +350,7 @@ class Left:
 
 
 def _inode(path: Path) -> int | None:
-    """None: it is gone."""
+    """The file's inode; None if the file is gone."""
     try:
         return path.stat().st_ino
     except FileNotFoundError:
@@ -349,7 +358,7 @@ def _inode(path: Path) -> int | None:
 
 
 class Hit:
-    """A fault's moment, and its end."""
+    """Triggers one fault and ends it."""
 
     def __init__(self, processes: Mapping[str, Sequence[psutil.Process]], fault: Fault) -> None:
         self._fault = fault
@@ -358,7 +367,7 @@ class Hit:
         self.has_come = False
 
     def __call__(self) -> None:
-        """From any thread."""
+        """Triggers the fault; may be called from any thread."""
         self.has_come = True
         if self._fault.what == "kill":
             self._process.send_signal(signal.SIGKILL)
@@ -369,7 +378,7 @@ class Hit:
 
     @contextlib.contextmanager
     def in_call_of(self, client: RemoteInferenceClient) -> Iterator[None]:
-        """The fault comes while the client makes the phase's call."""
+        """Triggers the fault during the client's call in the phase, if it belongs to a call."""
         name, about_s = _CALLS.get(self._fault.when, ("", 0.0))
         if not name or self._comes_after_buckets:
             yield
@@ -387,7 +396,7 @@ class Hit:
             delattr(client, name)
 
     def among(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
-        """The buckets, with the fault among or after them if it is to be there."""
+        """Yields the buckets; triggers the fault between two of them, or after the last, if it belongs there."""
         every = list(buckets)
         place = round(self._fault.moment * (len(every) - 1)) if self._fault.when == "receiving" else None
         for i, bucket in enumerate(every):
@@ -405,18 +414,20 @@ class Hit:
 
     @property
     def _comes_after_buckets(self) -> bool:
-        """Where weights are loaded as they come, the call that loads them is the one that receives them."""
+        """Whether the fault comes right after the last bucket: if versions are not staged, the call that receives
+        weights also loads them.
+        """
         return self._fault.when == "swapping" and not TRANSPORTS[self._fault.transport].is_staged
 
     def over(self) -> None:
-        """A frozen process goes on, if it still exists."""
+        """Ends the fault: lets a stopped process continue, if it still exists."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.send_signal(signal.SIGCONT)
 
 
 @attrs.frozen
 class _OneRank:
-    """What `publish_weights` asks of a WorkerGroup."""
+    """The attributes of a WorkerGroup that `publish_weights` uses."""
 
     transport: WeightTransport
     buckets: Iterator[WeightBucket]
@@ -424,20 +435,20 @@ class _OneRank:
     adapter: None = None
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Any:
-        del max_bucket_bytes  # they are packed already
+        del max_bucket_bytes  # the buckets are packed already
         sender = self.transport.sender(rendezvous, 0, 1)
         return await asyncio.to_thread(sender.send, self.buckets, version)
 
 
 def _with_flipped_byte(bucket: WeightBucket, where: float) -> WeightBucket:
-    """As if a byte had changed on its way: the checksums are those of what was meant."""
+    """Flips a byte after the checksums were computed, as if it had changed on the way."""
     data = bucket.data.clone()
     data[int(where * (data.numel() - 1))] ^= 0x40
     return attrs.evolve(with_checksums(bucket), data=data)
 
 
 def _flip_byte_of_next_segment(where: float) -> None:
-    """As `_with_flipped_byte`, where checksums are computed of what lies in the memory that engines read."""
+    """Flips a byte in the next segment of shared memory after it was written and its checksums were computed."""
     write = Segment.write
 
     def write_and_flip(self: Segment, bucket: WeightBucket) -> WeightBucket:
@@ -450,7 +461,7 @@ def _flip_byte_of_next_segment(where: float) -> None:
 
 
 def _requests(name: str) -> list[GenerateRequest]:
-    """Each longer than the one before, so that they do not end together."""
+    """24 requests, each longer than the one before, so that they end at different times."""
     return [
         request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=40 + 6 * i, ignore_eos=True) for i in range(24)
     ]

@@ -1,4 +1,6 @@
-"""Seeded requests that no client of ours would send: types, ranges, sizes, paths, encodings, half ones, departures."""
+"""Seeded requests that our clients would never send: wrong types, ranges, sizes, paths and encodings, requests that
+break off, and clients that leave.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from tests.rollout.vllm.servers import TOKENS
 
 _ANSWER_S = 100.0
 _PATIENCE_S = 0.5
-"""For an answer to a request that is not whole: there need not be one."""
+"""Seconds to wait for the answer to a request that is not whole; it may get none."""
 
 
 def nested(depth: int) -> Any:
-    """A list in a list, so deep, as text that `dumped` leaves as it is."""
+    """A list nested `depth` times, as raw JSON, because json.dumps cannot nest so deep."""
     return msgspec.Raw(b"[" * depth + b"]" * depth)
 
 
@@ -86,24 +88,24 @@ _SAMPLING = ("/v1/completions", "/v1/chat/completions")
 
 @attrs.frozen(kw_only=True)
 class HostileRequest:
-    """Bytes on a connection, and what is done with the connection."""
+    """The bytes of one request, and when the client closes the connection."""
 
     kind: str
     head: bytes
     body: bytes
     leaves_after_sent: int | None = None
-    """Bytes sent, after which the connection is closed; None: all of them."""
+    """The connection is closed after this many bytes were sent; None: not before all are sent."""
     leaves_after_received: int | None = None
-    """Bytes received, after which it is closed; None: the answer's end."""
+    """The connection is closed after this many bytes were received; None: not before the answer has ended."""
     is_whole: bool = True
-    """An answer must come."""
+    """Whether the request must get an answer."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.head[:300]!r} {self.body[:300]!r}"
 
 
 def hostile_request(seed: int, *, to_router: bool) -> HostileRequest:
-    """The request of this seed; routers get those of the API alone."""
+    """The request of this seed. Routers get requests to the OpenAI API only."""
     dice = random.Random(seed)
     kinds = [_wrong_field, _wrong_field, _wrong_field, _broken_body, _odd_path, _odd_head, _departure]
     paths = [path for path in WHOLE if path.startswith("/v1/") or not to_router]
@@ -111,7 +113,7 @@ def hostile_request(seed: int, *, to_router: bool) -> HostileRequest:
 
 
 def known_fields() -> Mapping[str, list[str]]:
-    """By route: the fields that vLLM knows, from its own classes."""
+    """Route → the field names of vLLM's own classes for it."""
     from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -151,7 +153,7 @@ def _head(method: str, path: str, body: bytes, *others: str) -> bytes:
 
 
 def dumped(value: Any) -> bytes:
-    """JSON; `Raw` values as they are, lone surrogates and NaN too."""
+    """`value` as JSON. `Raw` values stay as they are, lone surrogates and NaN included."""
     if isinstance(value, msgspec.Raw):
         return bytes(value)
     if isinstance(value, dict):
@@ -207,7 +209,7 @@ def _departure(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
 
 
 def _wrong_control(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
-    """Of the routes that change nothing where they succeed by chance."""
+    """A request to a control route; only to routes that change nothing if the request happens to be valid."""
     del paths
     name = dice.choice(
         ["generate", "score", "cancel", "abort", "load_adapter", "prepare_weights", "update_weights", "wake", "health"]
@@ -233,11 +235,11 @@ def _wrong_control(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
 
 
 async def sent(request: HostileRequest, host: str, port: int) -> tuple[int, bytes] | None:
-    """Status and body of the answer, read to its end; None where none need come and none came.
+    """Sends the request. Returns the status and the body of the answer, or None if there is no answer and none is due.
 
     Raises:
-        TimeoutError: the whole answer was due.
-        ConnectionError: the connection ended before.
+        TimeoutError: an answer is due and did not arrive in time.
+        ConnectionError: the connection ended before the answer did.
     """
     reader, writer = await asyncio.open_connection(host, port)
     everything = request.head + request.body
@@ -246,7 +248,7 @@ async def sent(request: HostileRequest, host: str, port: int) -> tuple[int, byte
             writer.write(everything[: request.leaves_after_sent])
             await writer.drain()
         except ConnectionError:
-            pass  # refused before it was read in whole: the answer may still be there
+            pass  # refused before all of it was read: an answer may have been sent
         if request.leaves_after_sent is not None:
             return None
         if request.leaves_after_received is not None:
@@ -260,7 +262,7 @@ async def sent(request: HostileRequest, host: str, port: int) -> tuple[int, byte
             return None
         if not line.startswith(b"HTTP/1.1 "):
             if request.is_whole:
-                raise ConnectionError(f"{line!r} instead of an answer")
+                raise ConnectionError(f"{line!r} is not an HTTP answer")
             return None
         return int(line.split()[1]), await asyncio.wait_for(_body(reader), _ANSWER_S) if request.is_whole else b""
     finally:
@@ -268,11 +270,11 @@ async def sent(request: HostileRequest, host: str, port: int) -> tuple[int, byte
 
 
 async def _body(reader: asyncio.StreamReader) -> bytes:
-    """Of an answer after which the connection ends. Raises ConnectionError where it is not whole."""
+    """The body of an answer that ends with its connection. Raises ConnectionError if it is incomplete."""
     head = await reader.readuntil(b"\r\n\r\n")
     body = await reader.read()
     headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n") if b": " in line)
     is_chunked = headers.get(b"transfer-encoding") == b"chunked"
     if not (body.endswith(b"0\r\n\r\n") if is_chunked else len(body) == int(headers[b"content-length"])):
-        raise ConnectionError(f"{head!r}, and only {len(body)} bytes came")
+        raise ConnectionError(f"{head!r}: the body broke off after {len(body)} bytes")
     return body

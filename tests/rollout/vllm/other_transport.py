@@ -1,6 +1,7 @@
-"""A transport that does not say which class receives, as all were at first, and an object that no request may name.
+"""A transport without the attribute that names its receiver, like transports written before it existed; and a function
+that a request must not be able to call.
 
-Its receiver can be told to go wrong in one of an engine's workers.
+The receiver can be told to fail in one of an engine's workers.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _repack_tied_heads_on_cpu = fixes.repack_tied_heads_on_cpu
 
 @attrs.frozen
 class OtherTransport:
-    """As `files`, with a receiver of its own, and no attribute that names it."""
+    """The `files` transport with another receiver, and without the attribute that names a receiver."""
 
     contract_version: int = CONTRACT_VERSION
     name: str = f"{__name__}:other"
     is_staged: bool = True
     fault: Fault | None = None
-    """What goes wrong in the last worker: the second tensor-parallel rank, of the second data-parallel engine."""
+    """What goes wrong in the last worker: the last tensor-parallel rank of the last data-parallel engine."""
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         opened = _files.open(num_ranks=num_ranks, num_engines=num_engines)
@@ -45,7 +46,7 @@ class OtherTransport:
 
 
 class OtherReceiver(FilesReceiver):
-    """In a module that no installed transport names."""
+    """A receiver that no installed transport names."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__(rendezvous)
@@ -64,7 +65,7 @@ class OtherReceiver(FilesReceiver):
 
 
 def _is_last() -> bool:
-    """This worker has the last tensor-parallel rank, and its engine, which started it, the last data-parallel one."""
+    """Whether this worker has the last tensor-parallel rank and its parent process is the last data-parallel engine."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     engine = psutil.Process().parent()
@@ -74,7 +75,7 @@ def _is_last() -> bool:
 
 
 def leave_a_trace(rendezvous: Rendezvous) -> Any:
-    """Shows that it was called: no receiver at all."""
+    """Writes a file when called; it is not a receiver."""
     Path(rendezvous.data["trace"]).write_text("called")
     return None
 

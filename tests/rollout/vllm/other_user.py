@@ -1,5 +1,6 @@
-"""What a user of the machine finds who knows where a server listens and no token. Started by root, whose rights it
-gives up first; with the standard library alone, which it must have imported by then."""
+"""Tries what another user of this machine could do who knows a server's address but no token. Root starts this script,
+which first gives up root's rights. It uses only the standard library, imported before that.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def outcome_of_reading(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    "localhost".encode("idna")  # the codec's module, which the first request would import
+    "localhost".encode("idna")  # imports the codec now; the first request would import it without root's rights
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)

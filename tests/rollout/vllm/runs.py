@@ -1,4 +1,4 @@
-"""The quick start, or a recipe like it, on a model that is not trained yet, as a user starts it."""
+"""Starts the quick start or a similar recipe as a user does, with an untrained model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_examples.arithmetic import write_data, write_model
 
 
 def prepare(directory: Path, *, seed: int = 0) -> None:
-    """Writes data and model."""
+    """Writes the data and the untrained model."""
     write_data(directory / "train.parquet", directory / "held_out.parquet")
     write_model(directory / "model", seed=seed)
 
@@ -27,8 +27,9 @@ def started(
     *,
     recipe: str = "quickstart",
 ) -> subprocess.Popen[bytes]:
-    """A run in `directory`/run, which prints into `directory`/printed; `environment`: what it has besides this
-    process's."""
+    """Starts a run in `directory`/run, which prints into `directory`/printed. `environment`: additional environment
+    variables.
+    """
     settings = {
         "data.train_data": f"[{directory}/train.parquet]",
         "data.val_data": "[]",
@@ -49,7 +50,7 @@ def started(
 
 
 def wait_for_step(run: subprocess.Popen[bytes], directory: Path, step: int, *, within_s: float) -> None:
-    """Until its metrics have this step; fails where the run ends before."""
+    """Waits until the run's metrics have this step; fails if the run ends first."""
     metrics, printed, deadline = directory / "run" / "metrics.jsonl", directory / "printed", time.monotonic() + within_s
     while not metrics.exists() or all(row["step"] < step for row in read_rows(metrics)):
         assert run.poll() is None, printed.read_text()

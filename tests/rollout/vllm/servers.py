@@ -1,4 +1,4 @@
-"""Servers that tests share, and clients to them: a client belongs to one event loop, a server to the whole run."""
+"""Servers that tests share, and clients to them: a client belongs to one event loop, a server to the whole test run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rl_rollout.vllm.supervisor import ExternalServer
 from rl_rollout.vllm.tokens import Tokens
 
 TOKENS = Tokens(control="the control token of these tests")
-"""Of all servers that tests share."""
+"""The tokens of all shared servers."""
 MAX_POSITIONS = 512
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 @attrs.frozen(kw_only=True)
 class RunningServer:
-    """A server of the test run."""
+    """A server that runs during the whole test run."""
 
     url: str
     pid: int
@@ -45,7 +45,7 @@ class RunningServer:
 
 
 def write_model(directory: Path, *, num_experts: int = 0, **config: Any) -> Path:
-    """A random model with one token per character and a chat template; `head_dim` is one that vLLM's CPU build has."""
+    """A random model with one token per character and a chat template. vLLM's CPU build supports its `head_dim`."""
     from transformers import AutoTokenizer
 
     experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -61,15 +61,16 @@ def write_model(directory: Path, *, num_experts: int = 0, **config: Any) -> Path
 def engine_config(
     model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | None = None, timeout_s: float = 300.0, **engine: Any
 ) -> Config:
-    """A resolved configuration for small float32 engines; `lora`: keys of trainer.policy.model.lora, `engine`: of
-    generator.inference_engine."""
+    """A resolved configuration for small float32 engines. `lora` sets keys of trainer.policy.model.lora, `engine` keys
+    of generator.inference_engine.
+    """
     values = {
         "backend": "vllm",
         "max_num_seqs": 256,
         "max_num_batched_tokens": 2048,
         "served_model_name": "policy",
         "heartbeat_interval_s": 1.0,
-        # On a machine that others use too, a server may be still for long.
+        # On a busy machine a healthy server may not respond for a long time.
         "hung_after_s": 120.0,
         "start_timeout_s": 900.0,
         "engine_init_kwargs": {"kv_cache_memory_bytes": 64 * 2**20},
@@ -88,12 +89,12 @@ def engine_config(
 
 
 def make_spec(model_path: Path, run_dir: Path, **settings: Any) -> EngineSpec:
-    """What `engine_config` says to the engine."""
+    """The engine's spec for the configuration that `engine_config` makes."""
     return engine_spec(engine_config(model_path, run_dir, **settings))[1]
 
 
 def start_servers(*specs: EngineSpec) -> list[RunningServer]:
-    """Those of all specs at once; Ray must run."""
+    """Starts the servers of all specs at the same time. Ray must be running."""
 
     async def start(spec: EngineSpec) -> list[RunningServer]:
         num_ranks = ranks_per_engine(spec.options)
@@ -112,7 +113,7 @@ def start_servers(*specs: EngineSpec) -> list[RunningServer]:
 
 
 def stop_servers(running: Sequence[RunningServer]) -> None:
-    """And give their places back."""
+    """Stops the servers and frees the places that they reserved."""
 
     async def stop() -> None:
         await asyncio.gather(*(one.server.stop() for one in running))
@@ -123,21 +124,22 @@ def stop_servers(running: Sequence[RunningServer]) -> None:
 
 
 async def connect(*running: RunningServer) -> RemoteInferenceClient:
-    """A client of these servers for the running event loop; `close` leaves the servers alone."""
+    """A client of these servers in the running event loop. Closing it does not stop the servers."""
     settings = client_settings(running[0].spec, TOKENS)
     servers = [ExternalServer(one.url, TOKENS.control, 60.0) for one in running]
     return await supervised_client(servers, settings)
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """A transformers model's weights as a trainer sends them. All tests that share a server send the same names,
-    because a server refuses names that differ from those of the previous version."""
+    """The weights of a transformers model with the names that a trainer sends. A server refuses a version whose names
+    differ from the previous version's, so all tests that share a server send the same names.
+    """
     parameters = model.named_parameters()
     return {k: v for name, weight in parameters for k, v in checkpoint_tensors(model, name, weight.detach())}
 
 
 async def publish(client: RemoteInferenceClient, transport: WeightTransport, tensors: Any, version: int) -> Manifest:
-    """What the trainer does at a sync, with one rank; what arrived."""
+    """Publishes the tensors as a trainer with one rank does, and returns the engine's manifest."""
     rendezvous = transport.open(num_ranks=1, num_engines=client.num_weight_receivers())
     sender = transport.sender(rendezvous, 0, 1)
     try:
@@ -153,7 +155,7 @@ async def publish(client: RemoteInferenceClient, transport: WeightTransport, ten
 
 
 def request(sample_id: str, prompt: Sequence[int] = (1, 2, 3), *, seed: int = 0, **params: Any) -> GenerateRequest:
-    """A request whose id no other test run on the same server has; `params`: fields of SamplingParams."""
+    """A request whose id is unique to this test process. `params` are fields of SamplingParams."""
     return GenerateRequest(
         sample_id=f"{sample_id}-{os.getpid()}", prompt_tokens=tuple(prompt), params=SamplingParams(**params), seed=seed
     )

@@ -1,4 +1,6 @@
-"""Who may do what: control routes open to the run's token alone, receivers are known ones, errors name no path."""
+"""Access control: control routes require the run's token, only known receivers load weights, and errors reveal no
+paths.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ CONTROL = [
     "/collective_rpc",
     "/openapi.json",
 ]
-"""Routes of this package, and those of vLLM that change a server or are there in some of its modes."""
+"""Routes of this package, and routes of vLLM that change a server or exist only in some of its modes."""
 DISGUISED = [
     "/%72l/pause",
     "/rl%2Fpause",
@@ -66,7 +68,7 @@ DISGUISED = [
 
 
 async def status_of(server: RunningServer, path: str, token: str | None = None, *, length: int = 0) -> int:
-    """Of a POST to exactly this path, which a client library would tidy up."""
+    """The status of a POST to exactly this path, which an HTTP client library would normalize."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
@@ -84,7 +86,7 @@ async def status_of(server: RunningServer, path: str, token: str | None = None, 
 
 
 async def test_without_a_token_nothing_but_health_answers_on_loopback_too(dense_server: RunningServer):
-    """And with the agents' token nothing that changes a server. Every route that the application says it has."""
+    """The agents' token opens no route that changes a server. Covers every POST route in the application's schema."""
     async with open_session(TOKENS.control) as session, session.get(f"{dense_server.url}/openapi.json") as answer:
         of_application = [path for path, methods in (await answer.json())["paths"].items() if "post" in methods]
     assert "/v1/completions" in of_application
@@ -100,7 +102,9 @@ async def test_without_a_token_nothing_but_health_answers_on_loopback_too(dense_
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_user_of_the_machine_gets_nothing(dense_server: RunningServer):
-    """Neither from the server nor from what a sync leaves in memory and in folders."""
+    """The server answers only `/health`, and the user can read neither the server's environment nor the folders of a
+    sync.
+    """
     transports = FilesTransport(), SharedMemoryTransport()
     rendezvous = [transport.open(num_ranks=1, num_engines=1) for transport in transports]
     folders = [*rendezvous[0].data["directories"], rendezvous[1].data["directory"]]
@@ -154,13 +158,13 @@ async def test_no_web_page_from_elsewhere_may_read_an_answer(dense_server: Runni
 
 @pytest.mark.parametrize("path", ["/rl/generate", "/v1/completions"])
 async def test_a_body_without_end_is_refused_before_it_fills_the_memory(dense_server: RunningServer, path: str):
-    """Declared too large, and sent in chunks that declare nothing."""
+    """Both if the body is declared too large and if it is sent in chunks, which declare no length."""
     url = urlsplit(dense_server.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     head = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKENS.control}", "Transfer-Encoding: chunked"]
     writer.write("\r\n".join([*head, "Content-Type: application/json", "", ""]).encode())
     answer, sent = asyncio.ensure_future(reader.readline()), 0
-    with contextlib.suppress(ConnectionError):  # the server closes while the rest is being sent
+    with contextlib.suppress(ConnectionError):  # the server closes the connection while the body is being sent
         while sent < 4 * wire.MAX_BODY_BYTES and not answer.done():
             writer.write(b"100000\r\n" + b" " * 2**20 + b"\r\n")
             sent += 2**20
@@ -170,7 +174,7 @@ async def test_a_body_without_end_is_refused_before_it_fills_the_memory(dense_se
     writer.transport.abort()
     assert sent < 3 * wire.MAX_BODY_BYTES
     assert await status_of(dense_server, path, TOKENS.control, length=wire.MAX_BODY_BYTES + 1) == 413
-    assert await status_of(dense_server, path, TOKENS.control) < 500, "it still serves"
+    assert await status_of(dense_server, path, TOKENS.control) < 500, "the server must still serve"
 
 
 def test_no_process_of_a_server_shows_a_token_on_its_command_line(dense_server: RunningServer):
@@ -185,7 +189,7 @@ def test_no_process_of_a_server_shows_a_token_on_its_command_line(dense_server: 
 
 
 async def answer_of(server: RunningServer, method: str, arguments: Mapping[str, Any]) -> str:
-    """The error, as the run's client gets it; empty for none."""
+    """The error that the run's client gets; empty if there is none."""
     async with open_session(TOKENS.control) as session:
         try:
             await Connection(session, server.url, "the server").call(method, arguments, timeout_s=120)
@@ -231,7 +235,7 @@ def test_every_installed_transport_says_its_receiver():
 
 
 async def test_the_transport_of_the_run_that_started_a_server_needs_no_entry_point(dense_server: RunningServer):
-    """And no attribute that names its receiver: those that were written before have none."""
+    """Nor does it need an attribute that names its receiver, which older transports lack."""
     assert receiver_of(other) == "tests.rollout.vllm.other_transport:OtherReceiver"
     client = await connect(dense_server)
     model = AutoModelForCausalLM.from_pretrained(dense_server.model_path)
@@ -258,7 +262,7 @@ async def test_a_server_of_another_run_refuses_that_transport(moe_server: Runnin
 
 
 async def test_an_error_names_no_path_but_those_of_its_request(dense_server: RunningServer, tmp_path: Path):
-    """A manifest with a file elsewhere, one with a file that is not there, and files that no rank has written."""
+    """The manifests name a file elsewhere, by an absolute path and through `..`, and a file that does not exist."""
     transport = FilesTransport(timeout_s=0.2)
     secret = tmp_path / "secret"
     secret.write_text("twelve bytes")
@@ -293,7 +297,7 @@ async def status_and_answer(server: RunningServer, path: str, body: bytes) -> tu
 
 
 async def test_a_body_that_a_route_does_not_take_is_refused_and_the_server_goes_on(dense_server: RunningServer):
-    """`max_tokens=2.5` once reached the engine's core, whose input thread died of it."""
+    """`max_tokens=2.5` once reached the engine's core and killed its input thread."""
     whole = wire.decode(wire.request_body(request("never-sampled", max_tokens=3)))
     for method, body, named in [
         ("generate", wire.encode({**whole, "params": {**whole["params"], "max_tokens": 2.5}}), "max_tokens"),

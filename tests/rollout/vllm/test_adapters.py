@@ -1,4 +1,6 @@
-"""Adapters that are sent alone, to a real vLLM server: in place, verified, refused whole, and others beside them."""
+"""Adapters sent without the base weights to a real vLLM server: updated in place, verified, refused whole, and served
+beside others.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LORA = LoraConfig(rank=4, alpha=8, merge_lora=False)
 LIMIT = 1e-4
-"""Of one log-prob, in float32 on both sides: 1e-5 seen."""
+"""The largest allowed error of a log-prob, in float32 on both sides; measured 1e-5."""
 SEQUENCE = (5, 1, 9, 2, 7, 7, 3, 11, 4, 8)
 _versions = itertools.count(100, 100)
 _alphas = itertools.count(LORA.alpha + 1)
@@ -46,12 +48,12 @@ def trained(client: RemoteInferenceClient, policy: WorkerGroup, transport: Any =
 
 
 def new_configuration() -> LoraConfig:
-    """The server has seen no adapter like it, and cannot miss a tensor of the one before."""
+    """An adapter configuration with a new alpha, for which the server does not know yet which tensors to expect."""
     return LoraConfig(rank=4, alpha=next(_alphas), merge_lora=False)
 
 
 def without(*names: str) -> Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]]:
-    """All tensors but these."""
+    """Sends all tensors except these."""
 
     def part(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
         tensors = {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
@@ -148,7 +150,7 @@ async def test_a_tensor_that_is_left_out_is_refused_by_the_engine(adapter_server
 
 
 def resized(name: str, rows: float, columns: float) -> Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]]:
-    """All tensors; this one with so many times its rows and columns, cut off or with zeros."""
+    """Sends all tensors, but resizes this one by these factors: cuts it off or pads it with zeros."""
 
     def part(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
         tensors = {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
@@ -165,7 +167,7 @@ def resized(name: str, rows: float, columns: float) -> Callable[[Iterator[Weight
 async def test_a_matrix_that_does_not_have_its_layers_size_is_refused(
     adapter_server: RunningServer, matrix: int, rows: float, columns: float
 ):
-    """vLLM fills a part of the slot, or cuts off what is too much, and says nothing."""
+    """vLLM itself would fill part of the slot, or cut the matrix off, without an error."""
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, LORA) as policy:
         trainer = trained(client, policy)
@@ -240,7 +242,7 @@ async def test_whole_weights_and_adapters_of_other_layers_are_refused(adapter_se
 
 
 def write_adapter(model_path: str, directory: Path, seed: int, rank: int = 4) -> list[float]:
-    """A random adapter in peft's format; the log-probs of SEQUENCE with it, by peft and transformers."""
+    """Writes a random adapter in peft's format. Returns the log-probs of SEQUENCE with it, by peft and transformers."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -258,7 +260,7 @@ def write_adapter(model_path: str, directory: Path, seed: int, rank: int = 4) ->
 
 
 async def completed(client: RemoteInferenceClient, **fields: Any) -> Mapping[str, Any]:
-    """What an OpenAI client gets for SEQUENCE, greedily."""
+    """What an OpenAI client gets for SEQUENCE with greedy sampling."""
     connection = client._pool.members[0].connection
     assert connection is not None
     body = {"prompt": list(SEQUENCE), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -280,7 +282,7 @@ async def test_two_adapters_by_name_are_pefts_and_the_policy_stays(adapter_serve
         before = await scores_of(client)
         for name in "ab":
             await client.load_lora_from_disk(name, tmp_path / name)
-        for _ in range(2):  # more adapters than fit into a batch, in turns
+        for _ in range(2):  # three adapters, but at most two in a batch
             served = await asyncio.gather(*(scores_of(client, name) for name in ("a", "b", None)))
             for found, of in zip(served, (expected["a"], expected["b"], before), strict=True):
                 assert found == pytest.approx(of, abs=LIMIT)
@@ -328,7 +330,7 @@ async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_se
 
 
 class TwoCores:
-    """An engine of two data-parallel ones, whose core processes answer as the test says."""
+    """An engine of two data-parallel engines, whose core processes answer with the test's answers."""
 
     errored = False
 
@@ -347,7 +349,7 @@ class TwoCores:
 
 
 def named_adapters(engine: Any) -> tuple[NamedAdapters, dict[str, Any]]:
-    """With one that stands for something, and what stands for what."""
+    """One name, `kept`, has an adapter already. Returns the adapters, and the dict from their names to the adapters."""
     held: dict[str, Any] = {"kept": SimpleNamespace(lora_int_id=7)}
     counter = itertools.count(1)
     models: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A sync that breaks: who is given up, and what those that wait in it are told."""
+"""A sync that breaks off: which servers are given up, and which error its participants get."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.virtual_time import run_virtually
 
 
 class Scripted:
-    """A server whose part of an update is a function."""
+    """A server that answers an update with the result of a function."""
 
     def __init__(self, name: str, update: Callable[[], Awaitable[Any]]) -> None:
         self.name = name
@@ -45,7 +45,7 @@ async def never_answers() -> Any:
 
 
 class Closable:
-    """A transport that carries nothing: ranks and engines wait until it is closed."""
+    """A transport that transfers nothing: ranks and engines wait until it is closed."""
 
     name = "closable"
     contract_version = 1
@@ -69,7 +69,9 @@ class Closable:
 
 
 async def broken(transport: Closable, *updates: Callable[[], Awaitable[Any]]) -> tuple[str, float, list[Member]]:
-    """What is raised by a sync with these servers, after how many seconds, and the members that were reported."""
+    """Breaks a sync of these servers. Returns the error, the seconds until it was raised, and the members reported as
+    failed.
+    """
     pool, failed = Pool(len(updates)), []
     for member, update in zip(pool.members, updates, strict=True):
         scripted: Any = Scripted(str(member), update)
@@ -126,7 +128,7 @@ def test_the_only_server_that_hangs_in_a_sync_is_given_up_seconds_after_the_rank
 
 
 def test_a_staged_version_is_waited_for_on_every_server():
-    """The negative control: there one server's failure is not the others'."""
+    """Negative control: in a staged sync, the failure of one server does not end the others' part."""
 
     async def work() -> None:
         async def slowly() -> Any:
@@ -148,7 +150,7 @@ def test_a_staged_version_is_waited_for_on_every_server():
 def test_whether_a_server_was_lost_in_a_sync_is_said_when_it_is_known_and_one_is_up_again(
     comes_back_s: float | None, expected_s: float
 ):
-    """The server refuses its part half a second before it is known to be dead, as one whose core process was killed."""
+    """The news that the server is dead comes half a second after its refusal, as if its core had been killed."""
 
     async def work() -> None:
         pool = Pool(1)

@@ -1,4 +1,4 @@
-"""The client over HTTP: each request answered once, whatever is paused, retried or cancelled; routed experts exact."""
+"""The HTTP client: each request is answered once despite pauses, retries and aborts; routed experts are exact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def moe_client(moe_server: RunningServer) -> AsyncIterator[RemoteInference
 
 
 async def num_sampled(server: RunningServer) -> float:
-    """Tokens that the server has sampled in its life, as vLLM counts them."""
+    """The number of tokens that the server has sampled since its start, as vLLM counts them."""
     async with open_session(TOKENS.access) as session, session.get(f"{server.url}/metrics") as answer:
         (count,) = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", await answer.text(), re.MULTILINE)
     return float(count)
@@ -114,7 +114,7 @@ async def test_text_is_tokenized_while_generation_is_busy(client: RemoteInferenc
         for i in range(64)
     ]
     tokens = await asyncio.gather(*(client.tokenize(f"{i}+{i}=") for i in range(100)))
-    assert not any(task.done() for task in busy), "tokenizing waited for generation"
+    assert not any(task.done() for task in busy), "tokenizing must not wait for generation"
     assert await client.detokenize(tokens[12]) == "12+12="
     assert await client.tokenize([{"role": "user", "content": "hi"}]) == await client.tokenize("user: hi\nassistant: ")
     await asyncio.gather(*busy)
@@ -139,7 +139,7 @@ async def test_chat_answers_in_text(client: RemoteInferenceClient):
 
 
 async def test_prompts_that_take_several_steps_keep_their_seeds(client: RemoteInferenceClient):
-    """Together they are longer than `max_num_batched_tokens`, so some are read in parts; alone none is."""
+    """Together, the prompts exceed `max_num_batched_tokens`, so some take several steps; alone, each takes one."""
     prompts = [tuple((7 * row + place) % 40 for place in range(400)) for row in range(12)]
     params = {"max_tokens": 8, "ignore_eos": True}
     together = [request(f"parts-{row}", prompt, seed=row, **params) for row, prompt in enumerate(prompts)]
@@ -150,7 +150,9 @@ async def test_prompts_that_take_several_steps_keep_their_seeds(client: RemoteIn
 
 
 async def test_routed_experts_are_the_routers_own_choices(moe_client: RemoteInferenceClient, moe_server: RunningServer):
-    """Of fresh prompts, of turns that begin with an earlier one (prefix cache), of a retry, and across a pause."""
+    """For new prompts, for turns that continue an earlier one (prefix cache), for a repeated request, and across a
+    pause.
+    """
     router = _Router(moe_server.model_path)
     dice = random.Random(0)
     prompts = [tuple(dice.randrange(40) for _ in range(length)) for length in (3, 130, 200)]
@@ -186,7 +188,9 @@ async def test_an_aborted_request_has_the_routed_experts_of_what_it_has(
 async def test_routed_experts_of_a_response_that_weights_changed_under_are_those_of_the_last_weights(
     moe_client: RemoteInferenceClient, moe_server: RunningServer
 ):
-    """Of every token, as of a later turn: also of the prompt and of what the earlier weights sampled."""
+    """The routes of all tokens are those of the last weights, also of the prompt and of tokens that earlier weights
+    sampled.
+    """
     first, second = _Router(moe_server.model_path), _Router(moe_server.model_path)
     second.add_noise(0.03)
     tokenizer = AutoTokenizer.from_pretrained(moe_server.model_path)
@@ -203,18 +207,18 @@ async def test_routed_experts_of_a_response_that_weights_changed_under_are_those
     finally:
         await publish(moe_client, files, first.weights, version + 2)
     versions = np.array(completion.policy_versions)
-    assert set(versions.tolist()) == {version, version + 1}, "the weights changed before or after the response"
+    assert set(versions.tolist()) == {version, version + 1}, "the weights must change during the response"
     assert len(completion.tokens) == 300
     second.require_own_choices(asked, completion)
     logprobs_T = second.logprobs(asked, completion)
-    # float32, paged attention against one forward pass.
+    # Both in float32; paged attention rounds differently from one forward pass.
     assert np.abs(np.array(completion.logprobs) - logprobs_T)[versions == version + 1].max() < 1e-4
     with pytest.raises(AssertionError):
         first.require_own_choices(asked, completion)
 
 
 class _Router:
-    """The Hugging Face model's own routing."""
+    """The routing of the same model in transformers."""
 
     def __init__(self, model_path: str) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
@@ -231,7 +235,7 @@ class _Router:
 
     @torch.no_grad()
     def logprobs(self, asked: GenerateRequest, completion: Completion) -> np.ndarray:
-        """Of the sampled tokens."""
+        """The log-probs of the sampled tokens."""
         tokens_T = torch.tensor(asked.prompt_tokens + completion.tokens)
         all_TV = self._model(input_ids=tokens_T[None], use_cache=False).logits[0, :-1].log_softmax(-1)
         return all_TV.gather(1, tokens_T[1:, None])[len(asked.prompt_tokens) - 1 :, 0].numpy()
@@ -264,7 +268,7 @@ async def test_a_sleeping_server_serves_when_all_of_it_is_awake(client: RemoteIn
     await client.pause("keep")
     await client.resume()
     await asyncio.sleep(0.3)
-    assert not waiting.done(), "it sampled without a cache"
+    assert not waiting.done(), "a server without its cache must not sample"
     await client.wake(("kv_cache",))
     (completion,) = await waiting
     (again,) = await client.generate(request("awake", seed=2, max_tokens=200, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""The engine's arguments and devices from the configuration, and what is refused before a server starts."""
+"""The engine's arguments and devices that follow from the configuration, and what is refused before a server starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rollout.vllm.servers import make_spec
 
 
 def test_a_matrix_of_an_adapter_has_its_layers_size_where_that_is_known():
-    """A layer of 6 outputs and 4 inputs, and rank 2."""
+    """The layer has 6 outputs and 4 inputs; the adapter has rank 2."""
     float32 = "float32"
     stored = {
         "model.q.weight": StoredTensor((6, 4), float32),
@@ -138,7 +138,7 @@ def test_the_ranks_of_an_engine_are_processes_of_its_machine_where_they_fit(
 
 
 def test_engines_fill_the_gpus_that_they_share_node_by_node():
-    """Of a node with 8 and one with 4, in engines of 2: each GPU has one engine."""
+    """Engines of 2 GPUs on a node with 8 and a node with 4: every GPU belongs to exactly one engine."""
     nodes = {"node:a": 8, "node:b": 4}
     places = [shared_gpus(nodes, index, 2) for index in range(6)]
     assert [(place.node, place.first) for place in places] == [

@@ -1,5 +1,6 @@
-"""Servers die, hang and receive damaged weights at any moment: no sample is lost or comes twice, every token is of the
-version it names, and all servers are back afterwards with the right weights."""
+"""Servers die, hang and receive damaged weights at any moment. No sample is lost or returned twice, every token has the
+version that it names, and afterwards all servers serve the right weights.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ SHARDS = [("two engines", 0), ("two engines", 1), ("two engines", 2), ("tensor p
 async def cluster(
     request: pytest.FixtureRequest, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Cluster]:
-    """Of the kind that the test's parameter names; no process, socket or segment of it is left at the end."""
+    """A cluster of the kind that the test's parameter names. At the end, no process, socket or segment may be left."""
     directory = tmp_path_factory.mktemp("cluster")
     model_path = write_model(directory / "model")
     spec = make_spec(
@@ -73,7 +74,7 @@ async def pid(cluster: Cluster, index: int) -> int:
 
 
 def batch_of_requests(name: str, count: int) -> list[GenerateRequest]:
-    """Each longer than the one before, so that they do not end together."""
+    """Requests of growing length, so that they end at different times."""
     return [
         request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=60 + 4 * i, ignore_eos=True) for i in range(count)
     ]
@@ -102,7 +103,9 @@ def test_a_hundred_faults_cover_every_phase_of_every_transport_with_every_kind_o
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
 async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Cluster):
-    """It dies when some of its requests are done; all come back, with the tokens that they have without a kill."""
+    """The server dies when some requests are done. All requests return the tokens that they would have without the
+    kill.
+    """
     dice = random.Random(0)
     expected = await answered(cluster.client, batch_of_requests("calm", 48))
     index, kill_after = dice.randrange(2), dice.randrange(1, 24)
@@ -112,7 +115,7 @@ async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Clu
         waiting = [asyncio.ensure_future(cluster.client.generate(each)) for each in requests]
         while sum(task.done() for task in waiting) < kill_after:
             await asyncio.sleep(0.001)
-        # On a busy machine this loop may wake up when all is done: then with the next requests.
+        # On a busy machine all requests may be done before this loop wakes up; then the next batch is tried.
         if cluster.members[index].load > 0:
             os.kill(victim, signal.SIGKILL)
             is_killed = True
@@ -121,9 +124,9 @@ async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Clu
         assert {version for completion in completions for version in completion.policy_versions} == {cluster.version}
         if is_killed:
             break
-    assert is_killed, "the server never had anything to do when it was to be killed: the test shows nothing"
+    assert is_killed, "the server was idle at every attempt to kill it, so the test shows nothing"
     assert not any(member.load for member in cluster.members)
-    await cluster.publish()  # training goes on while the server starts
+    await cluster.publish()  # training continues while the server restarts
     await cluster.whole_again()
 
 
@@ -150,7 +153,7 @@ async def test_five_faults_lose_no_sample_and_serve_no_wrong_weights(cluster: Cl
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
 async def test_a_server_whose_worker_hangs_in_an_update_is_started_again(cluster: Cluster):
-    """During an update its core process is busy and not asked whether it is well: the update's deadline finds out."""
+    """During an update the core is busy and gets no heartbeats, so only the update's deadline notices the hang."""
     member, before = cluster.members[0], await pid(cluster, 0)
     files = FilesTransport()
     rendezvous = files.open(num_ranks=1, num_engines=1)
@@ -176,7 +179,7 @@ async def test_a_server_whose_worker_hangs_in_an_update_is_started_again(cluster
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
 async def test_a_core_that_dies_while_it_is_asked_whether_it_is_well_is_noticed(cluster: Cluster):
-    """vLLM never answers that question."""
+    """vLLM itself never answers a health request whose core dies meanwhile."""
     member = cluster.members[0]
     connection = member.connection
     assert connection is not None

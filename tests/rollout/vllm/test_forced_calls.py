@@ -1,4 +1,4 @@
-"""Calls that a grammar forces, with a real server and a random model, which never calls by itself."""
+"""Calls that a grammar forces, with a real server and a random model, which makes no calls of its own accord."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def play(
 
 
 def scored(running: RunningServer, batch: Batch) -> Batch:
-    """With the model's own log-probs as the trainer's."""
+    """The batch with the model's own log-probs as `old_logprobs`."""
     model, offsets = load(running), batch.offsets.tolist()
     own = [own_scores(model, batch["tokens"][a:b].tolist())[0] for a, b in itertools.pairwise(offsets)]
     return batch.with_columns(old_logprobs=torch.cat([torch.cat([torch.zeros(1), one_T]) for one_T in own]).float())
@@ -80,7 +80,7 @@ async def test_a_forced_call_can_always_be_read_and_only_the_turns_around_it_are
     trajectories, exchanges = await play(dense_server, Forces, step_wise=step_wise)
     said = [[turn.response for turn in trajectory.turns] for trajectory in trajectories]
     assert all(re.fullmatch(CALL, forced) for _, forced, _ in said)
-    assert len({forced for _, forced, _ in said}) > NUM_EPISODES // 2, "the model chooses the arguments"
+    assert len({forced for _, forced, _ in said}) > NUM_EPISODES // 2, "the model must choose the arguments"
     batch = scored(dense_server, merged(collate(trajectories))[0] if step_wise else collate(trajectories))
     forced_T, free_T = batch["sampled"] & ~batch["loss_mask"], batch["loss_mask"]
     by_kind = {True: 0, False: 0}
@@ -88,12 +88,13 @@ async def test_a_forced_call_can_always_be_read_and_only_the_turns_around_it_are
         by_kind[exchange.request.params.structural_tag is not None] += len(exchange.completion.tokens)
     assert (int(forced_T.sum()), int(free_T.sum())) == (by_kind[True], by_kind[False])
     assert batch["rollout_logprobs"].isnan().equal(forced_T)
-    # The turns after a forced one are the model's own, with its log-probs.
+    # The turns after a forced one are free again: the engine's log-probs equal the model's.
     version = trajectories[0].start_version
     assert rollout_agreement(batch, version)["rollout/logprob_diff_max"][0] < TOLERANCE
-    # The engine's log-probs of forced tokens are those of the constrained distribution: drift, if they were compared.
+    # The engine's log-probs of forced tokens are those under the grammar. Compared with the trainer's, they would look
+    # like drift.
     engines = [logprob for e in exchanges if e.request.params.structural_tag for logprob in e.completion.logprobs]
-    assert 0.0 in engines, "where the grammar allows one token, its probability is 1"
+    assert 0.0 in engines, "if the grammar allows only one token, its log-prob must be 0"
     assert float(batch["old_logprobs"][forced_T].max()) < -0.1
 
 

@@ -1,4 +1,4 @@
-"""Whatever is sent to router and servers, they answer, go on serving, and keep nothing of those who left."""
+"""Router and servers answer whatever is sent to them, keep serving, and drop the requests of clients that left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AT_ONCE = 5
 
 @pytest_asyncio.fixture
 async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
-    """With a router at a free port."""
+    """A client of the shared server, with a router on a free port."""
     spec = make_spec(dense_server.spec.run_dir, dense_server.spec.run_dir, router_port=0)
     servers = [ExternalServer(dense_server.url, TOKENS.control, 60.0)]
     client = await supervised_client(servers, client_settings(spec, TOKENS))
@@ -38,17 +38,17 @@ async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceCl
 
 
 async def require_serving(client: RemoteInferenceClient, name: str) -> None:
-    """And nothing is under way that nobody waits for."""
+    """The server answers a request, and drops within a minute all requests that nobody waits for."""
     (completion,) = await client.generate(request(name, max_tokens=3, ignore_eos=True))
     assert len(completion.tokens) == 3
     deadline = time.monotonic() + 60.0
     while (health := await client.health()).num_running + health.num_waiting:
-        assert time.monotonic() < deadline, f"{health} long after all who asked had left"
+        assert time.monotonic() < deadline, f"{health} a minute after all clients had left"
         await asyncio.sleep(0.1)
 
 
 async def send_all(client: RemoteInferenceClient, server: RunningServer, seeds: range) -> None:
-    """Some at a time."""
+    """Sends the requests of these seeds, AT_ONCE at a time: even seeds to the router, odd ones to the server."""
 
     async def send(seed: int) -> None:
         to_router = seed % NUM_TARGETS == 0
@@ -97,7 +97,7 @@ async def test_json_of_a_model_that_has_no_braces_is_refused(dense_server: Runni
 async def test_a_body_is_checked_however_its_type_is_written(
     client: RemoteInferenceClient, dense_server: RunningServer, kind: str
 ):
-    """vLLM keeps a request with such a number for ever."""
+    """vLLM itself would keep a request with such a number for ever."""
     body = b'{"model": "policy", "prompt": "1", "seed": ' + b"9" * 400 + b"}"
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     head += f"Authorization: Bearer {TOKENS.access}\r\nConnection: close\r\n\r\n"
@@ -118,7 +118,7 @@ async def test_a_websocket_passes_no_check_and_is_refused(dense_server: RunningS
 
 
 async def test_a_body_that_does_not_come_in_time_is_refused():
-    """And the connection ends."""
+    """The connection ends too."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("the routes saw half a request")

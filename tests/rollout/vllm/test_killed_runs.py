@@ -1,4 +1,4 @@
-"""A training run whose servers are killed, as a user starts it: every step's metrics appear, once and in order."""
+"""The servers of a training run are killed: the metrics of every step still appear, once and in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN_WITHIN_S = 3000.0
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_goes_on_when_a_server_is_killed(tmp_path: Path, seed: int, max_staleness: int):
-    """Two kills, each at a random moment after a random step, of a random server."""
+    """Kills a random server twice, each time at a random moment after a random step."""
     prepare(tmp_path, seed=seed)
     overrides = {
         "trainer.max_training_steps": NUM_STEPS,
@@ -46,7 +46,7 @@ def test_a_run_goes_on_when_a_server_is_killed(tmp_path: Path, seed: int, max_st
             run.kill()
     rows = [row for row in read_rows(metrics) if row["step"] > 0]
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
-    assert sum(row["rollout/failed"] for row in rows) == 0, "a killed server's samples go to the other one"
+    assert sum(row["rollout/failed"] for row in rows) == 0, "the samples of a killed server must go to the other server"
     assert all(row.get("rollout/logprob_diff_max", 0.0) <= 1e-3 for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""A run outlives its only engine, which is killed in the middle of a sync that is not staged."""
+"""The run's only engine is killed during a sync that is not staged, and the run continues."""
 
 from __future__ import annotations
 

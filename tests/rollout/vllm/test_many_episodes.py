@@ -1,4 +1,4 @@
-"""Two hundred disturbed episodes on a server, over HTTP."""
+"""Plays the 200 disturbed episodes of `many_episodes` on a server, over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Conversations of several turns with a real server: exact tokens, the model's own log-probs, the router's experts."""
+"""Conversations of several turns with a real server: exact tokens, the model's own log-probs, and its own expert
+choices.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,12 @@ from tests.rollout.vllm.servers import RunningServer, connect, publish, weights_
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
-"""Nats, float32: paged attention against one forward pass differs by rounding alone."""
+"""Nats, float32: paged attention and one forward pass differ only by rounding."""
 SHARED = "a long beginning that every conversation has, so that its tokens lie in the prefix cache. " * 3
 
 
 class Chatters:
-    """Says something at random for some turns; messages, or text for every second row."""
+    """Answers with random text for 2 to 4 turns; as messages in every second row, as text in the others."""
 
     def __init__(self, row: Any, options: Any) -> None:
         self._rng = random.Random(row["seed"])
@@ -64,7 +66,7 @@ class Chatters:
 
 @attrs.define(eq=False)
 class Watched:
-    """A client that remembers what went over it; every third request is sent twice, as a retry is."""
+    """A client that records requests and answers; every third request is sent twice, as in a retry."""
 
     client: RemoteInferenceClient
     exchanges: list[Exchange] = attrs.field(factory=list)
@@ -88,8 +90,10 @@ async def play(
     max_turns: int = 8,
     asks_again: bool = False,
 ) -> tuple[list[Trajectory], list[Exchange]]:
-    """The episodes, and what went over the client; or, `asks_again`, what the server answers to each request when it is
-    asked once more: it keeps finished answers, and computes none a second time."""
+    """Plays the episodes; returns them with the recorded requests and answers. With `asks_again`, each request is sent
+    once more at the end, and the answers are those to the repeated requests: the server keeps finished answers and
+    computes none again.
+    """
     client = await connect(running)
     try:
         version = (await client.health()).version + 1
@@ -130,7 +134,7 @@ async def play(
 
 
 def require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: Sequence[Exchange]) -> None:
-    """Every trajectory is the concatenation of what the engine was given and sampled in its session."""
+    """Every trajectory consists of the engine's prompts and sampled tokens in its session."""
     sessions: dict[str, list[Exchange]] = {}
     for exchange in exchanges:
         sessions.setdefault(exchange.request.session_id or "", []).append(exchange)
@@ -152,7 +156,7 @@ def require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: Se
 
 @torch.no_grad()
 def own_scores(model: Any, tokens: Sequence[int]) -> tuple[Any, Any]:
-    """Log-prob of each token from the second on, and the router's choices [tokens, layers, 2] of a MoE model."""
+    """The log-prob of each token from the second on; and, of a MoE model, the router's choices [tokens, layers, 2]."""
     tokens_T = torch.tensor(tokens)
     is_moe = getattr(model.config, "num_experts", 0) > 0
     output = model(input_ids=tokens_T[None], use_cache=False, **({"output_router_logits": True} if is_moe else {}))
@@ -185,7 +189,7 @@ async def test_two_hundred_episodes_with_tools_are_what_the_server_kept(dense_se
     require_the_engines_tokens(trajectories, kept)
     assert len({len(trajectory.turns) for trajectory in trajectories}) > 2
     assert sum(trajectory.metrics["wrong_calls"] for trajectory in trajectories) > 50
-    # A record that has another token somewhere is seen.
+    # Negative control: a record with one other token is noticed.
     changed = attrs.evolve(kept[7].completion, tokens=(3, *kept[7].completion.tokens[1:]))
     with pytest.raises((AssertionError, KeyError)):
         require_the_engines_tokens(trajectories, [*kept[:7], Exchange(kept[7].request, changed), *kept[8:]])

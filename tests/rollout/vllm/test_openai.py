@@ -1,4 +1,4 @@
-"""An outside agent chats with the policy through the router, with the `openai` package."""
+"""An outside agent chats with the policy through the router, using the `openai` package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MESSAGES = [{"role": "user", "content": "what is 12+3?"}]
 
 @pytest_asyncio.fixture
 async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
-    """With a router at a free port."""
+    """A client of the shared server, with a router on a free port."""
     spec = make_spec(dense_server.spec.run_dir, dense_server.spec.run_dir, router_port=0)
     servers = [ExternalServer(dense_server.url, TOKENS.control, 60.0)]
     client = await supervised_client(servers, client_settings(spec, TOKENS))

@@ -1,4 +1,4 @@
-"""The pool of servers: which one gets a request, and which wait, sleep or are started again."""
+"""The pool of servers: which server gets a request, and which servers wait, sleep or are started again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ async def test_a_session_stays_on_its_server_and_others_go_where_there_is_least_
 
 
 async def test_the_idle_time_of_each_server_is_the_time_without_samples():
-    """Worked by hand: the first has samples from 2 to 7, twice at a time, the second none; it is asked for tokens."""
+    """Worked by hand. The first server has samples from 2 to 7, for part of that time from two calls. The second server
+    has a call too, but without samples.
+    """
     now, pool = 0.0, Pool(2)
     for member in pool.members:
         member.idle = IdleTime(lambda: now)
@@ -98,7 +100,7 @@ async def test_a_server_that_is_known_to_be_hung_is_started_again_though_it_answ
 
 
 class StartedAgain:
-    """A server that answers every route, and keeps what it was told."""
+    """A server that answers every route and records what it was told."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -129,7 +131,7 @@ class StartedAgain:
 
 
 async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
-    """It took its memory when it started, and training has that by then."""
+    """A server takes its memory when it starts, but training needs that memory while the other servers sleep."""
     pool, server = Pool(1), StartedAgain()
     pool.wanted = Wanted(adapters={"judge": "/at"}, sleep_level=2)
     supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
@@ -150,7 +152,7 @@ async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
 
 
 class DoesNotStart:
-    """A server of the run that cannot be started."""
+    """A server of the run that fails to start."""
 
     async def start(self) -> ServerAddress:
         raise GenerationError("no memory")

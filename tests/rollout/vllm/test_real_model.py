@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct in a real vLLM server: real text scores as in transformers."""
+"""SmolLM2-135M-Instruct in a real vLLM server: it scores real text as transformers does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS = {"kv_cache_memory_bytes": 64 * 2**20, "max_model_len": 512}
 def server(
     reference: Reference, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """In float32."""
+    """A server that computes in float32."""
     spec = make_spec(reference.model, tmp_path_factory.mktemp("real"), engine_init_kwargs=LIMITS)
     running = start_servers(spec)
     yield running[0]
@@ -40,7 +40,7 @@ def server(
 def bf16_server(
     reference: Reference, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """In bfloat16."""
+    """A server that computes in bfloat16."""
     spec = make_spec(
         reference.model, tmp_path_factory.mktemp("bf16"), engine_init_kwargs=LIMITS, model_dtype="bfloat16"
     )
@@ -50,7 +50,7 @@ def bf16_server(
 
 
 async def logprobs_of(server: RunningServer, reference: Reference) -> Tensor:
-    """[2000] of the scored tokens."""
+    """[2000] log-probs of the scored tokens."""
     client = await connect(server)
     (logprobs,) = (await client.score(reference.sequences)).values()
     await client.close()
@@ -78,7 +78,7 @@ def mean_difference(a_T: Tensor, b_T: Tensor) -> float:
 
 
 def record(quantity: str, error: float, unit: float) -> None:
-    """Writes a row of the parity table down, and raises AssertionError above its limit."""
+    """Writes a row of the parity table, and fails if the error exceeds its limit."""
     measurement = Measurement(
         backend="vllm",
         mesh="SmolLM2-135M-Instruct, FSDP trains",
@@ -104,4 +104,4 @@ async def test_real_text_scores_as_in_transformers(server: RunningServer, refere
     )
     write_down(measurement)
     print(f"\nvLLM: log-probs {measurement}")
-    assert measurement.difference <= measurement.limit, "30 layers of float32 sums"
+    assert measurement.difference <= measurement.limit, "30 layers of float32 sums must agree within the limit"

@@ -1,4 +1,4 @@
-"""Recipes that need servers, a few steps of each, as a user starts them."""
+"""Recipes that need servers: a few steps of each, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_an_adapter_alone_is_trained_by_the_samples_of_two_servers(tmp_path: Pat
     assert run.wait(timeout=500) == 0, (tmp_path / "printed").read_text()
     rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    # float32 on both sides, and the adapter of the step before: what is left is rounding.
+    # Both sides compute in float32, and the servers have the adapter of the step before, so only rounding differs.
     assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-4
     for row in rows:
         idle = [row["time/engine_idle/0"], row["time/engine_idle/1"]]
-        # All that they sample together goes to both, and neither samples while the step is trained.
+        # Both servers share the samples of a step, and neither samples while the step is trained.
         assert all(0.9 * row["time/train"] < seconds < row["time/step"] for seconds in idle), row
         assert row["time/engine_idle"] == sum(idle) / 2
     adapter = load_file(tmp_path / "run" / "model" / "adapter" / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""What becomes of an agent's request when somebody leaves: the agent itself, a server, or time."""
+"""What happens to an agent's request if the agent leaves, a server is lost, or the deadline passes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ EVENT = b'data: {"n": 1}\n\n'
 
 @attrs.define
 class ScriptedServer:
-    """Answers each request by the next of its scripts; the last one goes on for ever."""
+    """Answers each request with the next of its scripts; repeats the last one."""
 
     scripts: list[Callable[[web.Request], Awaitable[web.StreamResponse]]]
     num_asked: int = 0
     left: asyncio.Event = attrs.field(factory=asyncio.Event)
-    """A request's other side went away before it was answered."""
+    """Set when the client of a request left before it was answered."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.num_asked += 1
@@ -48,7 +48,7 @@ class ScriptedServer:
 
 @attrs.frozen
 class Scene:
-    """A router in front of servers that all do as one script says."""
+    """A router and the servers behind it, which all run the same scripts."""
 
     server: ScriptedServer
     pool: Pool
@@ -58,7 +58,7 @@ class Scene:
 
 @pytest_asyncio.fixture
 async def start() -> AsyncIterator[Callable[..., Awaitable[Scene]]]:
-    """Makes the scene; the servers are one, under several names."""
+    """Starts a router and one HTTP server that stands for all servers of the pool."""
     ends: list[Callable[[], Awaitable[None]]] = []
 
     async def make(*scripts: Callable[[web.Request], Awaitable[web.StreamResponse]], timeout_s: float = 30.0) -> Scene:
@@ -175,7 +175,7 @@ async def test_a_request_that_servers_are_lost_under_again_and_again_goes_to_no_
 
 
 async def test_the_runs_own_request_goes_to_no_other_server_either(start):
-    """Its server said that the engine gave the request up, as engines do that end."""
+    """The server answers 502, because an engine that ends gives up its requests."""
 
     async def engine_ends(request: web.Request) -> web.StreamResponse:
         return web.Response(status=502, body=wire.encode({"message": "the engine gave up its requests"}))
@@ -203,9 +203,9 @@ async def test_a_stream_that_outlives_its_deadline_says_so(start):
 
 @pytest.mark.parametrize("script", ["a stream", "one answer"])
 async def test_an_agent_that_does_not_read_is_left_when_its_deadline_is_over(start, script):
-    """Its system takes some of the answer, then nothing more."""
+    """The operating system buffers part of the answer, then accepts no more."""
 
-    num_bytes = 20_000_000  # more than the system takes for somebody who does not read
+    num_bytes = 20_000_000  # more than the operating system buffers for a client that does not read
 
     async def answer(request: web.Request) -> web.StreamResponse:
         return web.Response(body=b" " * num_bytes)
@@ -252,7 +252,7 @@ async def test_a_session_id_that_is_too_long_is_refused(start):
 
 
 async def test_a_request_moves_when_its_server_is_given_up(start):
-    """A hung server breaks no connection."""
+    """The request must not wait for the connection to break: a hung server keeps it open."""
     scene = await start(never_answers, answers)
     asking = asyncio.ensure_future(posted(scene))
     while not scene.server.num_asked:

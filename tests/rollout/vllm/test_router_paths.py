@@ -1,4 +1,4 @@
-"""The router against hostile paths: servers see those of the OpenAI API alone; and what an agent is told of faults."""
+"""The router forwards only paths of the OpenAI API, however disguised; and what agents learn of lost servers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ELSEWHERE = [
 
 @attrs.define
 class RecordingServer:
-    """Answers everything and keeps the paths as they came, with what was shown as a token."""
+    """Answers every request, and records its path as received and its token."""
 
     url: str
     asked: list[str] = attrs.field(factory=list)
@@ -83,7 +83,7 @@ async def server() -> AsyncIterator[RecordingServer]:
 
 @pytest_asyncio.fixture
 async def pool(server: RecordingServer) -> AsyncIterator[Pool]:
-    """One server that serves version 0, called as the run calls it: with the control token."""
+    """A pool of one server that serves version 0 and is called with the control token."""
     pool = Pool(1)
     async with open_session("the control token") as session:
         await pool.joined(pool.members[0], Connection(session, server.url, "server"), 0, is_quarantined=False)
@@ -93,7 +93,7 @@ async def pool(server: RecordingServer) -> AsyncIterator[Pool]:
 
 @pytest_asyncio.fixture
 async def router(pool: Pool) -> AsyncIterator[tuple[str, int]]:
-    """Where it listens."""
+    """The router's host and port."""
     router = Router(pool, token=TOKEN, timeout_s=0.2, on_failure=lambda member: None)
     host, _, port = (await router.start("127.0.0.1", 0)).removeprefix("http://").removesuffix("/v1").partition(":")
     yield host, int(port)
@@ -101,7 +101,7 @@ async def router(pool: Pool) -> AsyncIterator[tuple[str, int]]:
 
 
 async def ask(address: tuple[str, int], target: str, headers: str = "", *, token: str = TOKEN) -> tuple[int, str]:
-    """Sends exactly this request target, which a client library would tidy up."""
+    """Requests exactly this target, which an HTTP client library would normalize."""
     reader, writer = await asyncio.open_connection(*address)
     try:
         head = f"GET {target} HTTP/1.1\r\nHost: router\r\nConnection: close\r\nAuthorization: Bearer {token}\r\n"
@@ -120,7 +120,7 @@ async def test_what_the_api_has_is_passed_on(server: RecordingServer, router: tu
     assert status == 200
     assert "answered" in body
     assert server.asked == [PASSED_ON[target]]
-    assert server.tokens == [f"Bearer {TOKEN}"], "the run's own token never leaves the run for an agent"
+    assert server.tokens == [f"Bearer {TOKEN}"], "an agent's request must not carry the run's own token"
 
 
 @pytest.mark.parametrize("target", REFUSED)

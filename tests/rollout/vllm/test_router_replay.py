@@ -1,7 +1,7 @@
 """Router replay with the routes of real vLLM servers: how far Megatron's log-probs are from the engine's.
 
-Rounding in bfloat16 tips routers over, so engine and trainer send some tokens to different experts. In float32 they
-agree, and replay must not take anything from that. docs/performance.md has the figures: `-s` prints them.
+Rounding in bfloat16 changes some expert choices, so engine and trainer send some tokens to different experts. In
+float32 they agree, and replay must not reduce the agreement. docs/performance.md has the figures; `-s` prints them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Differences:
 
 @pytest.fixture(scope="module")
 def bf16_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The float32 server's model, stored and computed with in bfloat16."""
+    """A model like the float32 server's, stored and computed in bfloat16."""
     directory = tmp_path_factory.mktemp("bf16")
     spec = make_spec(
         write_model(directory / "model", num_experts=8, dtype="bfloat16"),
@@ -68,7 +68,7 @@ def bf16_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory)
 def differences(
     server: RunningServer, directory: Path, *, bf16: bool, batch: Batch | None = None
 ) -> dict[str, Differences]:
-    """With and without replay."""
+    """The differences with and without replay."""
     batch = batch or asyncio.run(sampled_batch(server))
     return {
         "replay": scored(batch, server, MegatronOptions(moe_enable_routing_replay=True), directory, bf16=bf16),
@@ -77,7 +77,7 @@ def differences(
 
 
 async def sampled_batch(server: RunningServer) -> Batch:
-    """Responses of the server, with its log-probs and routes."""
+    """Prompts with responses of the server, and its log-probs and routes."""
     client = await connect(server)
     dice = random.Random(0)
     prompts = [tuple(dice.randrange(40) for _ in range(dice.randint(4, 40))) for _ in range(NUM_SEQUENCES)]
@@ -119,7 +119,7 @@ def scored(
 
 
 def plain_error(server: RunningServer, batch: Batch) -> float:
-    """Mean |bfloat16 − float32| of transformers over the sampled tokens, by the batch's routes if it has any."""
+    """The mean |bfloat16 − float32| of transformers over the sampled tokens, with the batch's routes if it has any."""
     spec = policy_spec(server.model_path, None, optimizer=None, bf16=True)
     plan = [[i] for i in range(batch.num_sequences)]
     exact_T, rounded_T = (
@@ -148,7 +148,7 @@ def test_replay_brings_the_trainer_closer_to_a_bf16_engine(bf16_server: RunningS
         )
         write_down(measurement)
         print(quantity, measurement)
-        assert measurement.difference <= 1.5, "both err as plain transformers do in bfloat16, by the same routes"
+        assert measurement.difference <= 1.5, "expected plain transformers' bfloat16 error"
     assert found["replay"].mean < found["own routers"].mean
     assert found["replay"].largest < found["own routers"].largest
 
@@ -156,5 +156,5 @@ def test_replay_brings_the_trainer_closer_to_a_bf16_engine(bf16_server: RunningS
 def test_replay_takes_nothing_from_the_agreement_with_a_float32_engine(moe_server: RunningServer, tmp_path: Path):
     found = differences(moe_server, tmp_path, bf16=False)
     print("\nfloat32", found)
-    assert found["replay"].mean <= found["own routers"].mean + 1e-6, "float32's rounding of a sum of log-probs"
+    assert found["replay"].mean <= found["own routers"].mean + 1e-6, "replay may differ only by float32 rounding"
     assert found["replay"].largest < 1e-4

@@ -1,4 +1,4 @@
-"""Servers that somebody else started (`rl_rollout.vllm.serve`), named by a configuration: a token, and split models."""
+"""Servers that a user starts with `rl_rollout.vllm.serve`: their start, their tokens, and split engines."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.rollout.vllm.trainers import Trainer, policy_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HOST = "127.0.0.2"
-"""Another of this machine's own addresses, and none of those where agents need no token."""
+"""An address of this machine for which agents need a token too."""
 ACCESS_TOKEN = "what agents are told"
 START_S = 600.0
 
 
 @attrs.frozen
 class Split:
-    """A model and how its engine is split."""
+    """A model, and how its engine is split."""
 
     num_experts: int = 0
     num_workers: int = 2
@@ -51,11 +51,11 @@ SPLITS = [pytest.param(TENSOR, id="tensor"), pytest.param(DATA, id="data", marks
 
 @attrs.frozen(kw_only=True)
 class Served:
-    """A server, and what the engine of a run that uses it is told."""
+    """A server, and the engine spec of a run that uses it."""
 
     process: subprocess.Popen[bytes]
     metrics: str
-    """What it said at `/metrics` before anybody had asked it for anything."""
+    """The answer at `/metrics` before the first request."""
     token_file: Path
     split: Split
     model_path: Path
@@ -64,7 +64,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=SPLITS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server started as the documentation says, on a free port."""
+    """A server started as the documentation says, but on a free port."""
     split, directory = request.param, tmp_path_factory.mktemp("served")
     model_path = write_model(directory / "model", num_experts=split.num_experts, moe_intermediate_size=64)
     (directory / "run.yaml").write_text(dump_yaml(engine_config(model_path, directory, **split.engine)))
@@ -113,7 +113,9 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def test_a_server_that_says_it_is_ready_has_computed_with_every_engine(served):
-    """Scored a prompt and sampled from it: what is compiled at its first use belongs to the start."""
+    """Each engine has scored a prompt and sampled from it, so that whatever is compiled at first use is compiled at the
+    start.
+    """
     computed = {
         (name, engine): float(value)
         for name, engine, value in re.findall(
@@ -170,9 +172,9 @@ async def test_what_agents_are_told_opens_the_api_alone(served):
 
 
 def test_nothing_of_a_server_that_is_killed_is_left_and_it_said_what_it_was_doing(served):
-    """The last of those that use it."""
+    """Kills the shared server, so it must be the last test that uses it."""
     others = psutil.Process(served.process.pid).children(recursive=True)
-    assert len(others) > served.split.num_workers, "a core per engine and its workers"
+    assert len(others) > served.split.num_workers, "expected a core per engine and its workers"
     served.process.kill()
     _, alive = psutil.wait_procs(others, timeout=30)
     assert not alive

@@ -1,4 +1,4 @@
-"""A judge on the servers that serve the policy: the model without the policy's adapter, or with another one."""
+"""A judge on the servers that serve the policy: the base model without an adapter, or with another adapter."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.rollout.vllm.trainers import Trainer, policy_of
 
 ALONE = {"rank": 4, "merge_lora": False, "max_loras": 2}
 QUESTION = [{"role": "user", "content": "?"}]
-"""All that the judge sees, so that its reply does not depend on the answer."""
+"""The judge sees only this, so its reply does not depend on the policy's answer."""
 GRADE = "score=7"
 REPLY_TOKENS = len(GRADE)
 """The tokenizer has one token per character."""
 
 
 def asking(model: object, directory: Path, **values: object) -> Config:
-    """A run whose judge is `model` on the run's own engine."""
+    """A configuration whose judge is `model` on the run's own engine."""
     given = {
         "trainer.policy.model.path": str(directory),
         "trainer.run_dir": str(directory / "run"),
@@ -144,7 +144,7 @@ def greedy_reply(model_path: str) -> str:
 
 
 def write_judge(model_path: str, directory: Path) -> None:
-    """An adapter that replies GRADE to QUESTION."""
+    """Trains an adapter that replies GRADE to QUESTION."""
     import peft
 
     tokenizer, config = tokenizer_of(model_path), peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
@@ -167,7 +167,7 @@ def write_judge(model_path: str, directory: Path) -> None:
 
 
 def with_new_policy(server: RunningServer, look: Callable[[RemoteInferenceClient], Any], *, seed: int = 0) -> Any:
-    """What `look` finds after a sync of a policy that differs much from the base model."""
+    """Publishes a policy that differs a lot from the base model, and returns the result of `look`."""
 
     async def publish() -> Any:
         client = await connect(server)
@@ -184,7 +184,7 @@ def with_new_policy(server: RunningServer, look: Callable[[RemoteInferenceClient
 
 
 def played(server: RunningServer, model: str, directory: Path) -> list[Mapping[str, Any]]:
-    """The samples of a run with this judge."""
+    """The samples of a run with `model` as judge."""
     prompt = [{"role": "user", "content": "name a colour."}]
     (directory / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     values = {

@@ -1,4 +1,4 @@
-"""A teacher behind a real vLLM server."""
+"""A teacher on a real vLLM server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _versions = itertools.count(9000)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_served_teacher_scores_as_ranks_do(dense_server: RunningServer):
-    """To 1e-4 nats, in float32 on both sides: other tests see 1e-5."""
+    """Agreement to 1e-4 nats in float32; other tests measure 1e-5."""
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(1, 48, (length,), generator=generator).tolist() for length in (2, 40, 17)]
     batch = Batch.from_sequences([{"tokens": tokens, "routed": [False] * len(tokens)} for tokens in sequences])

@@ -1,4 +1,4 @@
-"""The inference conformance suite, over HTTP to a real vLLM server."""
+"""A real vLLM server passes the conformance suite of engines over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TestVLLMServer(InferenceClientConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def bench(cls, dense_server: RunningServer) -> Iterator[Bench]:
-        """Around the shared server, with the model's own weights."""
+        """The bench of the shared server, with the model's own weights."""
         with asyncio.Runner() as runner:
             client = runner.run(connect(dense_server))
             bench = make_bench(client, cls.transport, dense_server.model_path, runner)

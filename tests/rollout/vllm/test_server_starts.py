@@ -1,5 +1,6 @@
-"""A server whose processes die while it starts, and what its log says of it: over Ray, with an actor that loads no
-model."""
+"""A server whose processes die while it starts, and what the error shows of its log. Runs over Ray, with an actor that
+loads no model.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 class Dying:
-    """Dies or hangs while it loads until its file has `deaths` lines, or says that its engine died."""
+    """Each of its first `deaths` loads fails as `kind` says; its log file counts the loads."""
 
     def __init__(self, log_path: str, shared: object) -> None:
         self._log_path = Path(log_path)
 
     def load(self, settings: ServerSettings) -> StartFailure | None:
-        """As the arguments say."""
+        """Fails as the engine arguments say, or returns None."""
         with self._log_path.open("a") as log:
             log.write("started\n")
         deaths, kind = settings.engine_args["deaths"], settings.engine_args["kind"]
@@ -45,14 +46,14 @@ class Dying:
         return StartFailure(summary=kind, log_lines="a line", is_death=kind == "engine died")
 
     def start(self) -> ServerAddress:
-        """An address where nobody listens."""
+        """Returns an address where nobody listens."""
         return ServerAddress(url="http://127.0.0.1:8000", pid=os.getpid())
 
 
 def started(
     directory: Path, monkeypatch: pytest.MonkeyPatch, *, start_timeout_s: float = 60.0, **arguments: Any
 ) -> int:
-    """How often it was started, whether it came up or not."""
+    """Starts the server, and returns how often it loaded, whether or not it came up."""
     remote: Any = ray.remote
     monkeypatch.setattr(server_group, "_ACTOR", remote(max_restarts=0)(Dying))
     log = directory / "log"

@@ -1,4 +1,6 @@
-"""Engines of several workers, started as a run starts them: they compute what one does, and each answers for itself."""
+"""Engines with several workers, started as a run starts them: they compute what one worker would, and each worker
+reports its own weights.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,21 @@ from tests.rollout.vllm.trainers import REFUSED, Trainer, policy_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LIMIT = 1e-4
-"""In float32; measured 1e-5."""
+"""The largest allowed error of a log-prob in float32; measured 1e-5."""
 SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0]]
 TWO_ENGINES = {"vLLM server 0, data-parallel engine 0", "vLLM server 0, data-parallel engine 1"}
 
 
 @attrs.frozen(kw_only=True)
 class Split:
-    """How a server's engines are split."""
+    """How a server splits its engines."""
 
     engine: Mapping[str, int]
     scoring: set[str]
-    """Those that score."""
+    """The names of the engines that return scores."""
     first: str
     last: str
-    """Workers."""
+    """The first and the last worker, as errors name them."""
 
 
 SPLITS = {
@@ -76,14 +78,14 @@ SPLITS = {
 }
 IN_EVERY_RUN_OF_THE_TESTS = ("tensor", "both")
 _versions = itertools.count(1, 10)
-"""No version comes twice."""
+"""Every version has a new number."""
 
 
 @pytest.fixture(scope="module")
 def servers(
     request: pytest.FixtureRequest, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, RunningServer]]:
-    """Those that the chosen tests need start at the same time, with the same tiny Qwen3 in float32."""
+    """Starts the servers that the selected tests need at the same time, all with the same tiny Qwen3 in float32."""
     directory = tmp_path_factory.mktemp("split")
     model_path = write_model(directory / "model")
     transport = OtherTransport().name
@@ -117,14 +119,14 @@ async def client(servers: dict[str, RunningServer], split: str) -> AsyncIterator
 
 
 class Model:
-    """The servers' model in transformers, with weights that are different in every version."""
+    """The servers' model in transformers; every version has different weights."""
 
     def __init__(self, model_path: str) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self._first = {name: tensor.detach().clone() for name, tensor in self._model.named_parameters()}
 
     def tensors(self, version: int) -> dict[str, Tensor]:
-        """Which are also the model's own from now on."""
+        """The weights of a version, which the model uses from now on."""
         generator = torch.Generator().manual_seed(version)
         tensors = {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in self._first.items()}
         self._model.load_state_dict(tensors, strict=False)
@@ -132,12 +134,12 @@ class Model:
 
     @torch.no_grad()
     def logprobs(self, tokens: list[int]) -> list[float]:
-        """Of each token given those before it; 0.0 for the first."""
+        """The log-prob of each token given the tokens before it; 0.0 for the first."""
         logprobs_TV = self._model(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
         return [0.0, *logprobs_TV[range(len(tokens) - 1), tokens[1:]].tolist()]
 
     async def sync(self, client: RemoteInferenceClient, transport: WeightTransport) -> int:
-        """The next version."""
+        """Publishes the next version and returns its number."""
         version = next(_versions)
         tensors = self.tensors(version)
         manifest = await publish(client, transport, tensors, version)
@@ -145,7 +147,9 @@ class Model:
         return version
 
     async def require_served(self, client: RemoteInferenceClient, split: str, version: int) -> None:
-        """Every engine scores, and requests are answered, with the model's weights and the version's number."""
+        """Every engine scores with the model's weights, and every request is answered with them and with the version's
+        number.
+        """
         scores = await client.score(SEQUENCES)
         assert scores.keys() == SPLITS[split].scoring
         for found in scores.values():
@@ -158,7 +162,7 @@ class Model:
             *await asyncio.gather(*map(client.generate, again)),
         ]
         for (first,), (second,) in zip(answers[: len(asked)], answers[len(asked) :], strict=True):
-            assert first.tokens == second.tokens, "a seed determines the tokens, whichever engine answers"
+            assert first.tokens == second.tokens, "a seed must determine the tokens, whichever engine answers"
         for of, (completion,) in zip([*asked, *again], answers, strict=True):
             tokens = [*of.prompt_tokens, *completion.tokens]
             assert list(completion.logprobs) == pytest.approx(self.logprobs(tokens)[len(of.prompt_tokens) :], abs=LIMIT)
@@ -166,7 +170,7 @@ class Model:
 
 
 async def tokens_by_engine(server: RunningServer) -> list[float]:
-    """That each data-parallel engine has sampled in its life, as vLLM counts them."""
+    """The number of tokens that each data-parallel engine has sampled since its start, as vLLM counts them."""
     async with open_session(TOKENS.access) as session, session.get(f"{server.url}/metrics") as answer:
         counted = r'^vllm:generation_tokens_total\{engine="(\d)".*\} (\S+)$'
         return [float(count) for _, count in sorted(re.findall(counted, await answer.text(), re.MULTILINE))]
@@ -213,7 +217,7 @@ async def test_an_update_counts_when_every_worker_has_answered_for_itself(
         await model.sync(client, OtherTransport(fault=fault))
     await client.resume()
     if (fault, split) == ("raises", "tensor"):
-        # Both ranks know of it before either of them loads anything.
+        # The two ranks learn of the error before either of them loads a tensor.
         model.tensors(good)
         await model.require_served(client, split, good)
     else:
@@ -242,7 +246,7 @@ async def test_the_probe_finds_the_engine_that_says_it_has_new_weights_and_compu
 
 @pytest.mark.asyncio
 async def test_a_core_that_dies_answers_no_request_with_what_it_had(servers: dict[str, RunningServer]):
-    """The last test: nothing is left of the engine. vLLM ends the other cores then, and those end their requests."""
+    """Must be the last test: it kills the engine. vLLM then ends the other cores, and with them their requests."""
     running = servers["both"]
     processes = psutil.Process(running.pid).children(recursive=True)
     core = next(process for process in processes if process.cmdline()[0].startswith("VLLM::EngineCore"))
@@ -256,6 +260,6 @@ async def test_a_core_that_dies_answers_no_request_with_what_it_had(servers: dic
         task.cancel()
     await asyncio.gather(*lost, return_exceptions=True)
     await client.close()
-    assert lost, "the core died while it had requests"
+    assert lost, "the core must have requests when it dies"
     for task in done:
         assert task.exception() is not None or len(task.result()[0].tokens) == 400

@@ -1,4 +1,4 @@
-"""SIGTERM, as a scheduler sends it, at a run over Ray: Ray's own handlers would end the process where it stands."""
+"""SIGTERM, as a scheduler sends it, to a run over Ray. Ray's own signal handlers would end the process at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ NOISE = ("Traceback", "SIGTERM received", "Unclosed", "@ 0x")
 
 
 def terminated(tmp_path: Path, overrides: Mapping[str, Any], moment: str) -> str:
-    """What a run prints that is terminated when it has printed `moment`, or written into a file of that name."""
+    """Sends SIGTERM to a run once it has printed `moment` or written to a file of that name. Returns what the run
+    printed.
+    """
     prepare(tmp_path)
     run = started(tmp_path, overrides)
     printed, deadline = tmp_path / "printed", time.monotonic() + 300

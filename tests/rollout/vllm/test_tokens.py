@@ -1,4 +1,4 @@
-"""Where tokens come from, who can read them, what they open; and what errors say."""
+"""Tokens: where they come from, who can read them, and what they give access to; and which paths errors contain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_server_makes_the_file_that_its_run_reads_and_nobody_else_can(tmp_path
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
     assert given_tokens(environment={CONTROL_FILE_VARIABLE: str(path)}).control == token
-    assert made(str(path)) == token, "a server that is started again keeps it"
+    assert made(str(path)) == token, "a restarted server must keep its token"
 
 
 def test_servers_that_start_together_have_one_token(tmp_path: Path):
@@ -89,7 +89,7 @@ def test_a_run_and_its_external_servers_agree_on_what_agents_show():
 
 def test_agents_find_their_token_in_a_file_that_nobody_else_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(ACCESS_VARIABLE, raising=False)
-    for _ in range(2):  # a run that is started again has another one
+    for _ in range(2):  # each run gets a new token
         tokens = tokens_of_run()
         path = Path(tell_agents(tmp_path / "run", tokens))
         assert path.read_text().strip() == tokens.access

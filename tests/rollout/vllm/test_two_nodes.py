@@ -1,4 +1,4 @@
-"""A run over two Ray nodes, whose weights travel by broadcast; one node is lost, and the same command goes on."""
+"""A run on two Ray nodes with broadcast syncs: one node is lost, and the same command resumes the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHIN_S = 300.0
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """Two nodes: two raylets on this machine."""
+    """Two Ray nodes: two raylets on this machine."""
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
     cluster.add_node(**NODE)
     yield cluster
@@ -33,7 +33,7 @@ def test_after_a_lost_node_the_same_command_goes_on(cluster: Any, tmp_path: Path
     metrics = tmp_path / "run" / "metrics.jsonl"
     with start(cluster, tmp_path, steps=100) as run:
         wait_for_step(run, tmp_path, 2, within_s=WITHIN_S)
-        # The head node must stay; the second one takes a rank with it.
+        # The head node must stay. The second node has one of the ranks.
         cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
         code = run.wait(WITHIN_S)
     said = (tmp_path / "printed").read_text()
@@ -45,12 +45,12 @@ def test_after_a_lost_node_the_same_command_goes_on(cluster: Any, tmp_path: Path
         assert run.wait(WITHIN_S) == 0, (tmp_path / "printed").read_text()
     rows = [row for row in read_rows(metrics) if row["step"] > 0]
     assert [row["step"] for row in rows] == list(range(1, lost_after + 2))
-    # The servers computed with the weights that the ranks of both nodes sent them.
+    # The servers computed with the weights that the ranks of both nodes had sent.
     assert all(row["rollout/logprob_diff_max"] <= 1e-3 for row in rows)
 
 
 def start(cluster: Any, directory: Path, *, steps: int) -> subprocess.Popen[bytes]:
-    """A run that joins the cluster: a rank on each node, a vLLM server on one of them."""
+    """Starts a run on the cluster, with one rank on each node and a vLLM server on one of them."""
     overrides = {
         "trainer.resume_mode": "latest",
         "trainer.max_training_steps": steps,

@@ -1,4 +1,4 @@
-"""Weights that change under real vLLM servers: complete, verified, and refused whole when they are not."""
+"""Weights that change in running vLLM servers: updates are complete and verified, or refused as a whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TRANSPORTS = ["files", "shared_memory", "broadcast"]
 _versions = itertools.count(100, 100)
-"""Of one server, for all tests that share it: no version comes twice."""
+"""Version numbers for all tests that share a server; none is used twice."""
 
 
 def trained(client: Any, policy: Any, transport: Any) -> Trainer:
@@ -39,14 +39,14 @@ def trained(client: Any, policy: Any, transport: Any) -> Trainer:
 
 
 def cut_off(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
-    """The rank breaks off before the last bucket."""
+    """The rank fails before it sends the last bucket."""
     every = list(buckets)
     yield from every[:-1]
     raise WeightSyncError("the rank broke off")
 
 
 def half(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
-    """Half of the buckets, then an end as if that were all: both manifests say the same."""
+    """Only half of the buckets, with a manifest that lists only these, so that both sides agree."""
     every = list(buckets)
     yield from every[: len(every) // 2]
 
@@ -105,7 +105,9 @@ async def test_a_tensor_that_is_left_out_later_is_refused_by_the_engine(dense_se
 
 
 def with_tensors(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[..., Iterator[WeightBucket]]:
-    """The version with one layer's `gate_proj` as `change` makes it: nothing that vLLM or a checksum would refuse."""
+    """Sends one layer's `gate_proj` as `change` makes it. vLLM itself would not refuse any of these, and the checksums
+    match.
+    """
 
     def spoil(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
         tensors = (pair for bucket in buckets for pair in unpack_bucket(bucket))
@@ -163,7 +165,7 @@ async def test_a_rank_that_never_sends_leaves_the_old_version(dense_server):
 
 @pytest.mark.parametrize("transport", ["files", "shared_memory"])
 async def test_a_server_samples_while_a_staged_version_arrives(dense_server, transport):
-    """The rank sends its last bucket when a request that came after the first has been answered."""
+    """Before the rank sends its second bucket, the server must answer a request that arrived after the first."""
     client, loop = await connect(dense_server), asyncio.get_running_loop()
     async with policy_of(dense_server.model_path) as policy:
         trainer = trained(client, policy, transport)
@@ -188,7 +190,7 @@ async def test_a_server_samples_while_a_staged_version_arrives(dense_server, tra
 
 
 async def test_a_prepared_version_of_another_sync_is_not_loaded(dense_server):
-    """A sync that was given up after it had arrived leaves nothing that a later one could take for its own."""
+    """A sync that was given up after its weights had arrived leaves nothing that a later sync could load."""
     client = await connect(dense_server)
     async with policy_of(dense_server.model_path) as policy:
         trainer = trained(client, policy, "files")
@@ -200,7 +202,7 @@ async def test_a_prepared_version_of_another_sync_is_not_loaded(dense_server):
             policy.publish(stale, trainer.version + 1, 1 << 16), client.prepare_weights(stale, trainer.version + 1)
         )
         transport.close(stale)
-        assert await client.score([range(1, 20)]) == scores, "it is not served"
+        assert await client.score([range(1, 20)]) == scores, "the prepared version must not be served"
         await policy.restore()
         trainer.transport = BroadcastTransport(timeout_s=60.0)
         await trainer.publish()
@@ -212,7 +214,7 @@ async def test_a_prepared_version_of_another_sync_is_not_loaded(dense_server):
 
 
 def change_a_little(trainer: Trainer, part: str = "") -> None:
-    """One element in fifty of every weight whose name has `part`."""
+    """Changes every fiftieth element of all weights whose name contains `part`."""
     weights = [weight for name, weight in trainer.worker.scorer.named_weights() if part in name]
     assert weights
     for weight in weights:
@@ -225,7 +227,7 @@ def change_a_little(trainer: Trainer, part: str = "") -> None:
     [
         (False, "", "shared_memory"),
         (False, "", "broadcast"),
-        # vLLM packs the experts of a layer into tensors of its own.
+        # vLLM packs a layer's experts into tensors that do not exist in the checkpoint.
         (True, "experts", "shared_memory"),
     ],
 )
@@ -241,14 +243,14 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         before = await client.score([range(1, 20)])
         for version in (trainer.version + 1, trainer.version + 2):
             change_a_little(trainer, part)
-            assert (await changes.publish(version))[share] < 0.3, "most of it are the tables of tiny tensors"
+            assert (await changes.publish(version))[share] < 0.3, "mostly the index tables of tiny tensors"
             after = await client.score([range(1, 20)])
             assert after != before
         await whole.publish(trainer.version + 3)
         assert await client.score([range(1, 20)]) == after
         assert not caplog.messages
 
-        # The whole sync left no base, which the client cannot know.
+        # The sync of whole weights dropped the base of the delta, and the client cannot know that.
         change_a_little(trainer, part)
         assert (await changes.publish(trainer.version + 4))[share] == 1.0
         assert "because the delta was refused" in caplog.text
@@ -257,7 +259,7 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         await whole.publish(trainer.version + 5)
         assert await client.score([range(1, 20)]) == again
         assert (await client.health()).version == trainer.version + 5
-        # Other tests compare the server's routes with the model's files.
+        # Restore the original weights: other tests compare the server's routes with those of the model's files.
         async with policy_of(server.model_path) as untrained:
             await serving(untrained, client, transport, interval=None).publish(trainer.version + 6)
     await client.close()
@@ -265,7 +267,7 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
 
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
 async def test_changes_that_break_off_are_healed_by_whole_weights(dense_server, transport, caplog):
-    """By broadcast the server is in quarantine in between, as after any sync that breaks off."""
+    """With broadcast, the server is in quarantine until the whole weights arrive, as after any failed sync."""
     client = await connect(dense_server)
     async with policy_of(dense_server.model_path) as policy:
         trainer = trained(client, policy, transport)
@@ -287,7 +289,9 @@ async def test_changes_that_break_off_are_healed_by_whole_weights(dense_server, 
 
 
 async def test_agents_requests_at_a_server_that_is_quarantined_end_at_once(dense_server):
-    """Not when a good update comes: an answer is refused, as the router then asks another server; a stream says so."""
+    """They do not wait for a good update. A plain request gets an error, so that the router tries another
+    server; a stream ends with an error event.
+    """
     client = await connect(dense_server)
     fields = {"model": "policy", "prompt": "1+1=", "max_tokens": 450, "ignore_eos": True, "n": 8}
     async with policy_of(dense_server.model_path) as policy, open_session(TOKENS.access) as session:
@@ -319,7 +323,7 @@ async def test_agents_requests_at_a_server_that_is_quarantined_end_at_once(dense
 
 
 async def _proof(engine: EngineInProcess, transport: str, *, leave_out: str | None = None) -> str:
-    """The proof's error; empty where it passes."""
+    """The error of the proof; empty if it passes."""
     async with policy_of(engine.model_path) as policy:
         trainer = Trainer(policy, engine, transport)
         if leave_out:
@@ -332,7 +336,7 @@ async def _proof(engine: EngineInProcess, transport: str, *, leave_out: str | No
 
 
 async def _five_syncs(engine: EngineInProcess) -> dict[str, list[float]]:
-    """By transport."""
+    """Transport → the largest log-prob difference after each of five syncs."""
     found = {}
     for transport in TRANSPORTS:
         async with policy_of(engine.model_path) as policy:
@@ -371,14 +375,14 @@ DENSE_TENSORS = [
 
 def require_exact(syncs: dict[str, list[float]]) -> None:
     assert {name: len(differences) for name, differences in syncs.items()} == dict.fromkeys(TRANSPORTS, 5)
-    assert max(max(differences) for differences in syncs.values()) < 1e-4, "float32 on both sides: measured 1e-5"
+    assert max(max(differences) for differences in syncs.values()) < 1e-4, "float32 on both sides; measured 1e-5"
 
 
 def test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails(tmp_path):
     found = run_in_engine(write_model(tmp_path / "model", num_experts=8), _moe)
     require_exact(found["syncs"])
     assert REFUSED in found["expert left out"]
-    assert REFUSED in found["without the fix"], "vLLM packs MoE experts again by itself: the fix can go"
+    assert REFUSED in found["without the fix"], "vLLM now packs MoE experts by itself: remove the fix"
     assert found["with the fix again"] == ""
 
 

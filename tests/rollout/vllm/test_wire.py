@@ -1,4 +1,4 @@
-"""Bytes on the wire, and requests that are answered once."""
+"""The wire format, and the guarantee that each request is computed once."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_a_repeated_request_joins_the_running_one_or_gets_its_answer():
     first = asyncio.ensure_future(calls.answer("id", b"body", compute))
     second = asyncio.ensure_future(calls.answer("id", b"body", compute))
     await asyncio.sleep(0)
-    second.cancel()  # a lost connection ends neither the request nor the other's wait
+    second.cancel()  # a lost connection ends neither the computation nor the other client's wait
     go.set()
     assert await first == b"answer"
     assert await calls.answer("id", b"body", compute) == b"answer"
@@ -145,7 +145,7 @@ async def test_a_failed_request_is_tried_anew_and_old_answers_make_room():
     assert await calls.answer("a", b"", compute) == b"12345"
     assert await calls.answer("b", b"", compute) == b"1234567"
     with pytest.raises(GenerationError, match="broken"):
-        await calls.answer("a", b"", fail)  # its answer had to go
+        await calls.answer("a", b"", fail)  # its kept answer was dropped to make room
 
 
 async def test_a_cancelled_request_ends():

@@ -1,4 +1,4 @@
-"""A policy that trains in the test's process, and its weights' way to engines: what the trainer does at a sync."""
+"""A policy that trains in the test's process and publishes its weights to engines as a trainer does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_core.trainer.verification import VerificationSettings, WeightVerificatio
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 BUCKET_BYTES = 1 << 15
-"""Small: many buckets, and tensors larger than one."""
+"""Small, so that there are many buckets, and tensors larger than a bucket."""
 LIMITS = MicroBatchLimits(max_sequences=16)
 REFUSED = "does not compute with the trainer's weights"
 
@@ -28,7 +28,7 @@ REFUSED = "does not compute with the trainer's weights"
 def policy_spec(
     model_path: Any, options: Any, *, optimizer: OptimizerConfig | None, bf16: bool, lora: LoraConfig | None = None
 ) -> WorkerSpec:
-    """The model with a backend's options, trained whole or by an adapter."""
+    """The model's spec with a backend's options; `lora` trains an adapter, otherwise all weights are trained."""
     return WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(model_path), lora=lora or LoraConfig()),
@@ -48,7 +48,7 @@ def policy_spec(
 async def policy_of(
     model_path: Any, lora: LoraConfig | None = None, *, strategy: str = "fsdp", bf16: bool = False
 ) -> AsyncIterator[WorkerGroup]:
-    """The model on one rank, in float32, or computing in bfloat16."""
+    """The model on one rank; it computes in float32, or in bfloat16 with `bf16`."""
     backend = plugins.load("rl_core.backends", strategy)
     spec = policy_spec(model_path, backend.options_class(), optimizer=OptimizerConfig(), bf16=bf16, lora=lora)
     group = await WorkerGroup.launch(backend, spec)
@@ -59,8 +59,9 @@ async def policy_of(
 
 
 def serving(policy: Any, client: Any, transport: str = "shared_memory", *, interval: int | None = 100) -> ServedEngines:
-    """The loop's side of an engine that gets changes, whole weights once in `interval` syncs; None: whole ones
-    always."""
+    """Publishes as the training loop does: deltas, and whole weights once in `interval` syncs; if None, always whole
+    weights.
+    """
     never = VerificationSettings(prove_at_start=False, interval=0, num_tokens=256, limit=0.06, seed=0, limits=LIMITS)
     return ServedEngines(
         ServingSettings(
@@ -98,7 +99,7 @@ class Trainer:
         self.verification = WeightVerification(settings, policy, client, self.publish)
 
     async def publish(self) -> None:
-        """Under the next number, so that no answer can be of an earlier sync by accident."""
+        """Publishes under a new version number, so answers of earlier versions cannot be mistaken for this one's."""
         self.version += 1
         await publish_weights(
             self.policy,
@@ -110,12 +111,13 @@ class Trainer:
         )
 
     async def train(self) -> None:
-        """Other weights, all of them: a step that no optimizer would make."""
+        """Changes all weights by a larger step than an optimizer would make."""
         await self.policy.perturb(self.version, 0.2)
 
     async def sync_five_times(self) -> list[float]:
-        """Proves the way, then syncs other weights five times, before each of which the probe must fail; the largest
-        |difference| of a log-prob after each."""
+        """Proves the weight sync, then changes the weights and syncs five times. Before each sync the probe must fail.
+        Returns the largest |difference| of a log-prob after each sync.
+        """
         await self.verification.prove()
         differences = []
         for _ in range(5):
@@ -128,18 +130,18 @@ class Trainer:
         return differences
 
     def leave_out(self, name: str) -> None:
-        """This tensor is sent no more."""
+        """Later syncs leave this tensor out."""
         shards = self.worker.shards
         shards.exported = partial(_without, shards.exported, name)
 
     def send_always_as_now(self, name: str) -> None:
-        """This tensor arrives, but with the values that it has now."""
+        """Later syncs send this tensor with its present values."""
         shards = self.worker.shards
         now = next(tensor.clone() for other, tensor in shards.exported() if other == name)
         shards.exported = partial(_with, shards.exported, name, now)
 
     def send_only(self, part: Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]] | None) -> None:
-        """What `part` makes of the buckets is sent in their place; all of them again, for None."""
+        """Later syncs send `part(buckets)` instead of the buckets; with None, all buckets again."""
         worker, method = self.worker, "export_weights" if self.policy.adapter is None else "export_adapter"
         worker.__dict__.pop(method, None)
         if part is not None:
@@ -148,14 +150,14 @@ class Trainer:
 
     @property
     def worker(self) -> Any:
-        """The policy's one rank."""
+        """The worker of the policy's only rank."""
         ranks: Any = self.policy._ranks
         return ranks._host._worker
 
 
 def _without(exported: Any, name: str) -> Any:
     pairs = list(exported())
-    assert any(pair[0] == name for pair in pairs), f"{name} is none of {[pair[0] for pair in pairs]}"
+    assert any(pair[0] == name for pair in pairs), f"{name} is not among {[pair[0] for pair in pairs]}"
     return ((other, tensor) for other, tensor in pairs if other != name)
 
 
