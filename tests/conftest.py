@@ -1,4 +1,4 @@
-"""What every test runs under. Set before torch or Ray is imported."""
+"""Settings of every test. Environment variables are set before torch or Ray is imported."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MPLBACKEND"] = "agg"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# No test reads the network: a model or data set that is not here is made here.
+# Tests work without the network: they create the models and data sets that they need.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What was proved of a model holds for the next test, and no test writes into the home folder.
+# Tests share a cache of model proofs, and no test writes into the home directory.
 os.environ.setdefault("RL_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "rl"))
-# Ray otherwise switches token authentication on and writes a token into the home folder.
+# Otherwise Ray switches token authentication on and writes a token into the home directory.
 os.environ["RAY_AUTH_MODE"] = "disabled"
-# Ray then listens on loopback alone, on Linux too.
+# With this value, Ray listens only on loopback, on Linux too.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
-# A garbage collection in a forked process would write to, and so copy, all objects of the process that it comes from:
-# a third of the processor time of tests with several ranks.
+# Without this, garbage collection in a forked process writes to all objects inherited from the parent, so their memory
+# is copied: a third of the CPU time of tests with several ranks.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # The same examples on every machine and in every run; no deadline, because a shared machine may pause for seconds.
@@ -41,35 +41,35 @@ OWN_SERVERS = (
     "tests/rollout/vllm/test_split_engines.py",
     "tests/third_party_backend",
 )
-"""Tests that start ranks and servers of their own: one lane of `make test`. The other is those that share servers."""
+"""Tests that start their own ranks and servers; they are one lane of `make test`, and all other tests are the other."""
 
 
 class Lanes(LoadScopeScheduling):
-    """Two lanes, each in one process: servers take long to start, and one core at that."""
+    """Two groups of tests, each in one process, because servers take long to start and use a whole core meanwhile."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "own servers" if nodeid.startswith(OWN_SERVERS) else "shared servers"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:
-    """For `--dist=loadscope`. (Groups of `--dist=loadgroup` are part of a test's id, which xdist 3.8 cannot change
-    under pytest 9.2: without a word, every process started all servers.)"""
+    """The scheduler of `--dist=loadscope`. `--dist=loadgroup` does not work: xdist 3.8 adds a group's name to the test
+    id, which it cannot change under pytest 9.2, so groups are silently ignored and each process starts all servers."""
     return Lanes(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests live until the end, so no collection needs to look at them."""
+    """Freezes modules and tests, so that garbage collection skips them: they live until the end."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Otherwise libraries that count their objects at exit report leaks."""
+    """Unfreezes all objects; otherwise libraries that count their objects at exit report leaks."""
     gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where there is no GPU, a test that needs one is skipped, and says so."""
+    """Skips tests marked `gpu` if torch finds no GPU."""
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -78,7 +78,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_report_header() -> str:
-    """What the numbers of a run depend on."""
+    """The CPU and its instruction sets, on which the numbers of a run depend."""
     try:
         cpu = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""What several ranks do beyond the suite of `test_conformance.py`: states across generations, refusals, adapters.
+"""Tests of several ranks beyond the suite of `test_conformance.py`: states of FSDP1 in FSDP2, refusals, adapters.
 
-RankMesh are forked from one server per run, so a case costs about a second and not the imports.
+Ranks are forked from one server per run that has imported everything, so a case takes about a second.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_a_state_of_fsdp1_is_read_by_fsdp2(case: Case):
 
 
 def test_bfloat16_scores_are_near_those_of_one_rank(case: Case):
-    """Parameters after bfloat16 steps differ as much as in a broken run, so log-probs are compared."""
+    """Compares log-probs, because parameters after bfloat16 steps differ as much as those of a broken run."""
     spec = attrs.evolve(case.spec, bf16=True)
     scores = []
     for backend, size in ((fsdp, 1), (fsdp, 2), (fsdp1, 2)):
@@ -127,7 +127,8 @@ def test_a_critic_on_two_ranks_is_that_of_one(case: Case):
 
 
 def require_same_as_one_rank(case: Case, spec: WorkerSpec, loss: LossSpec) -> None:
-    """Three steps; the state of two ranks continues on one, and its saved model is the same."""
+    """Requires that two ranks train for three steps like one, that one rank continues the state of two, and that saved
+    models are the same."""
     weights = []
     for size in (1, 2):
         group = RankGroup(fsdp, spec, size, directory=case.directory, timeout_s=60)
