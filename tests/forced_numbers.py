@@ -22,12 +22,13 @@ from rl_core.testing.ranks import RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
 
 LOGPROB_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-6, 1e-5
-"""In float32, sums of other order: log-probs absolute, gradients relative (L2, all together). A loss near 0 is a
-difference of large parts and is measured against 1."""
+"""Rounding in float32, because sums are added in another order. Log-probs: absolute. Gradients: relative L2 over all
+parameters. Loss: relative, but absolute below 1, where it is a small difference of large parts."""
 ADAPTER_TOLERANCE = 2e-5
-"""Absolute, after three AdamW steps at 1e-3, which divide by the gradient's own size: rounding of small ones shows."""
+"""Absolute, after three AdamW steps with lr=1e-3. AdamW normalises gradients, so rounding of tiny gradients shows."""
 ATTENTION_ADAPTERS = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
-"""What peft adapts alike: transformers holds all experts of a layer in one tensor."""
+"""Adapters of attention layers only: peft adapts experts differently, because transformers stores all experts of a
+layer in one tensor."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

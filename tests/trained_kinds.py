@@ -21,7 +21,8 @@ from rl_core.testing.cases import LIMITS, TEMPERATURE, Case
 from rl_core.testing.ranks import RankGroup
 
 GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 5e-6, 1e-5
-"""In float32, sums of other order: gradients relative (L2, all together), weights and scores absolute."""
+"""Rounding in float32, because sums are added in another order. Gradients: relative L2 over all parameters. Weights and
+scores: absolute."""
 UNTIED = Variant(checkpoint={"tie_word_embeddings": False})
 LORA = LoraConfig(rank=4, alpha=8)
 _VALUES = LossSpec(name="value_clip", params={"value_clip": 1.0})

@@ -38,7 +38,7 @@ ONE = Variant(checkpoint=UNTIED, options=zero(3))
 TWO = {stage: Variant(world_size=2, checkpoint=UNTIED, options=zero(stage)) for stage in (1, 2, 3)}
 FOUR = Variant(world_size=4, checkpoint=UNTIED, options=zero(3))
 BRIEFLY = attrs.evolve(TWO[3], checkpoint={}, spec=PADDED | RECOMPUTED, parity_only=True)
-"""What `make test` runs: stage 3, tied, padded and recomputed at once."""
+"""The variant that `make test` runs: stage 3 with tied embeddings, padding and recomputation."""
 ROUTED = Variant(
     world_size=2,
     checkpoint=MOE,

@@ -49,9 +49,10 @@ def experts(world_size: int, **options: Any) -> list[Variant]:
 
 
 FORCED = 1
-"""Of `experts`: what sharding can get wrong shows on it. The others concern routers, the same in every sharding."""
+"""Index into `experts` of the variant that detects sharding errors. The other variants test routers, which do not
+depend on the sharding mode."""
 ROUTED = Variant(checkpoint=DENSE_FIRST, options=FsdpOptions(**FOLLOWING), forced_routes=True, spec=RECOMPUTED)
-"""All checks on two ranks, parity on one."""
+"""Two ranks run all checks on this variant, a single rank only the parity checks."""
 
 
 def mixtures(variant: Variant) -> list[Variant]:

@@ -26,7 +26,7 @@ SAYS = {
     7: r"runs/gpu_vllm",
     8: r"runs/gpu_megatron",
 }
-"""Step → what its output has. The first one is these tests."""
+"""Number of a step → pattern of its output. Step 1 is missing, because it runs these tests."""
 
 
 def output_of(commands: list[str]) -> str:

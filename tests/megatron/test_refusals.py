@@ -1,4 +1,5 @@
-"""What cannot run, or would compute wrong numbers, is refused by name, with the nearest mesh that works."""
+"""Configurations that cannot run or would compute wrong numbers are refused; messages name the key, and for a mesh the
+nearest one that works."""
 
 from __future__ import annotations
 
@@ -329,7 +330,7 @@ def test_selective_checkpointing_is_megatrons_own_choice(spec_of):
 
 
 def test_every_field_of_megatrons_sums_is_chosen_or_answered():
-    """Of `DistributedDataParallelConfig`: a key here, or a reason why it is none."""
+    """Each field of `DistributedDataParallelConfig` is a key of `ddp_config`, or has a reason why it is not."""
     options = {field.name for field in attrs.fields(DdpOptions)}
     fields = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
     answered = {name for name in fields if f"{DDP}.{name}" in UNSUPPORTED}
@@ -337,7 +338,7 @@ def test_every_field_of_megatrons_sums_is_chosen_or_answered():
     assert not options & answered
     for name in answered - {"use_distributed_optimizer", "average_in_collective"}:
         found = UNSUPPORTED[f"{DDP}.{name}"]
-        assert found.is_harmless or fields[name] in found.harmless, f"{name} at Megatron's own default"
+        assert found.is_harmless or fields[name] in found.harmless, f"{name}: Megatron's own default must be harmless"
     for name in options - {"overlap_grad_reduce", "overlap_param_gather"}:
         chosen = MegatronOptions(ddp_config=DdpOptions(**{name: True}))
         assert getattr(ddp_config(chosen), name) is True
@@ -362,6 +363,6 @@ def test_a_field_of_megatrons_sums_is_refused_by_name(override: str, said: str):
 
 
 def test_the_size_of_buckets_is_known_to_have_no_effect():
-    """Megatron itself has one bucket where sums do not overlap the backward pass."""
+    """Megatron uses a single bucket if gradient sums do not overlap the backward pass."""
     with pytest.warns(ConfigWarning, match="bucket_size: has no effect .* in one piece"):
         from_mapping({"trainer.strategy": "megatron"}, [f"{DDP}.bucket_size=40000000"])
