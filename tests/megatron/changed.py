@@ -228,7 +228,8 @@ def recompute_by_own_choice() -> None:
 
 
 def count_layers_within_chunks() -> None:
-    """Routers read the wrong layer's routes: they use a layer's index within its model chunk as its index in the model."""
+    """Routers read the wrong layer's routes: they take a layer's index within its model chunk for its index in the
+    model."""
     _count_layers(lambda chunks, choices: next(of.index(choices) for of in chunks if choices in of))
 
 

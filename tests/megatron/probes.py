@@ -107,8 +107,8 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
             return sorted(name for name in kept.keys() | new.keys() if not torch.equal(kept[name], new[name]))
 
         def kept_choices(self) -> int:
-            """Number of choices that are still kept for recomputation, plus number of routers in Megatron's global list.
-            Both should be 0."""
+            """Number of choices still kept for recomputation, plus number of routers in Megatron's global list. Both
+            should be 0."""
             chunks = self.routing._chunks
             assert chunks is not None
             return sum(len(choices.kept) for choices in chunks._all) + len(RouterReplay.global_router_replay_instances)

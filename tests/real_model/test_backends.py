@@ -1,6 +1,7 @@
-"""SmolLM2-135M-Instruct in every backend: real text scores as in transformers, and the export is what was loaded.
+"""SmolLM2-135M-Instruct in every backend: real text gets the scores of transformers, and exported weights equal the
+loaded ones.
 
-Each way of splitting is started once, for both questions; what is measured are rows of docs/parity.md.
+Each mesh is started once for both checks. The measurements are rows of docs/parity.md.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LIMITS = MicroBatchLimits(max_tokens=600)
 
 
 def spec_of(model: Path, options: FsdpOptions | MegatronOptions, *, bf16: bool) -> WorkerSpec:
-    """A frozen policy."""
+    """The spec of a policy without an optimizer."""
     return WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(model)),
@@ -73,8 +74,8 @@ def test_real_text_scores_as_in_transformers_and_the_export_is_what_was_loaded(
 
 
 def require_within(backend: str, name: str, quantity: str, difference: float, limit: float) -> None:
-    """Writes a row of the parity table down, and raises AssertionError above its limit: that of log-probs is for 30
-    layers of float32 sums."""
+    """Records a row of the parity table. Raises AssertionError if `difference` exceeds `limit`; the limit of log-probs
+    allows for rounding of float32 sums over 30 layers."""
     mesh = f"SmolLM2-135M-Instruct, {name.split(', ')[1]}"
     measurement = Measurement(backend=backend, mesh=mesh, quantity=quantity, difference=difference, limit=limit)
     write_down(measurement)
@@ -83,7 +84,7 @@ def require_within(backend: str, name: str, quantity: str, difference: float, li
 
 
 def largest_difference(saved: Path, given: Path) -> float:
-    """Of any weight of two models with the same tensors, whatever dtype stores them."""
+    """The largest difference in any weight between two models with the same tensors. Their dtypes may differ."""
     with (
         safe_open(given / "model.safetensors", "pt") as expected,
         safe_open(saved / "model.safetensors", "pt") as found,
@@ -96,7 +97,7 @@ def largest_difference(saved: Path, given: Path) -> float:
 
 
 def require_loads_alike(saved: Path, given: Path) -> None:
-    """A model and tokenizer that load, and a chat template that is the given one."""
+    """Requires that the saved model and tokenizer load, and that the chat template is unchanged."""
     loaded = AutoModelForCausalLM.from_pretrained(saved)
     assert sum(parameter.numel() for parameter in loaded.parameters()) == 134_515_008
     question = [{"role": "user", "content": "What is the capital of France?"}]
