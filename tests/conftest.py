@@ -26,7 +26,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 # Without this, garbage collection in a forked process writes to all objects inherited from the parent, so their memory
-# is copied: a third of the CPU time of tests with several ranks.
+# is copied. This took a third of the CPU time of tests with several ranks.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # The same examples on every machine and in every run; no deadline, because a shared machine may pause for seconds.

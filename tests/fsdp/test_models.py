@@ -88,7 +88,7 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
 
 
 def test_a_model_that_looks_across_packed_sequences_is_refused_and_runs_unpacked(tmp_path: Path):
-    path = random_model(tmp_path, "bloom", n_layer=2, n_head=4)  # its position bias needs a mask
+    path = random_model(tmp_path, "bloom", n_layer=2, n_head=4)  # BLOOM's position bias needs a mask
     with pytest.raises(ConfigError, match="use_sample_packing=false"):
         fsdp.create_worker(spec_of(path), RankInfo())
     require_reference_scores(path, use_sample_packing=False)

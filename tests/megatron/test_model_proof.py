@@ -261,7 +261,7 @@ def test_an_option_that_changes_the_numbers_is_part_of_the_proof(prove):
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """The directory that records proofs."""
+    """The directory of the records of proofs."""
     monkeypatch.setenv(model_proof.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(model_proof, "_proved_here", set())
     return tmp_path / "cache" / "model_proofs"
@@ -295,7 +295,7 @@ def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, 
     whole = note.read_text()
     for torn in ("", whole[:-3], whole.replace(note.stem[:8], "0" * 8), "[]"):
         note.write_text(torn)
-        monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("as a second start would"))
+        monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("the proof ran"))
         with pytest.raises(pytest.fail.Exception):
             start()
     monkeypatch.setattr(model_proof, "_compare_in_process", counted)
@@ -363,7 +363,7 @@ def test_without_a_place_for_notes_one_process_proves_once(model, tmp_path, monk
     monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: model_proof_differences())
     assert require_proof(megatron, model) is None
     assert "RL_CACHE_DIR" in caplog.text
-    monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("it was proved"))
+    monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("the proof ran again"))
     assert require_proof(megatron, model) is None
 
 

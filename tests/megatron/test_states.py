@@ -1,5 +1,5 @@
-"""Training continues exactly from a saved state, with torch's Adam and with FusedAdam. Only one data-parallel rank
-gathers the optimizer's state.
+"""Training with FusedAdam continues exactly from a saved state. Only the first data-parallel rank gathers the
+optimizer's state.
 
 Transformer Engine's FusedAdam runs on GPUs only, so a stand-in replaces it (`fused_adam.py`).
 """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class PlainDdpOptions:
-    """`plain_ddp_config`"""
+    """The options in `plain_ddp_config`."""
 
     reduce_in_float64: bool = False
     """Add the ranks' gradients in double precision."""
@@ -56,7 +56,7 @@ class PlainDdpBackend:
         return False
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        """Loads the model."""
+        """Loads the model and creates the rank's worker."""
         from plain_ddp.worker import PlainDdpWorker
 
         return PlainDdpWorker(spec, rank)
