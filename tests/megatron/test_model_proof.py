@@ -261,7 +261,7 @@ def test_an_option_that_changes_the_numbers_is_part_of_the_proof(prove):
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """The directory of the records of proofs."""
+    """The directory in which proofs are recorded."""
     monkeypatch.setenv(model_proof.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(model_proof, "_proved_here", set())
     return tmp_path / "cache" / "model_proofs"

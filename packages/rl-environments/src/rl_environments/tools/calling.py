@@ -72,7 +72,7 @@ async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], ti
     tool = tools.get(call.name)
     if tool is None:
         known = ", ".join(tools)
-        return _wrong(call, f"there is no function {call.name!r:.80}; there is {known}.{nearest(call.name, tools)}")
+        return _wrong(call, f"there is no function {call.name!r:.80}; available: {known}.{nearest(call.name, tools)}")
     try:
         arguments = tool.checked(call.arguments, is_text=call.is_text)
     except WrongArguments as error:
