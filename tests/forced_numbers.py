@@ -1,5 +1,5 @@
-"""What ranks must compute of a batch whose routes they follow: plain transformers with the experts forced, whole and
-with adapters by peft."""
+"""Expected numbers of ranks that follow a batch's expert routes: those of plain transformers with the experts forced,
+for full training and for peft's adapters."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from rl_core.testing.ranks import RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
 
 LOGPROB_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-6, 1e-5
-"""In float32, sums of other order: log-probs absolute, gradients relative (L2, all together). A loss near 0 is a
-difference of large parts and is measured against 1."""
+"""Rounding in float32, because sums are added in another order. Log-probs: absolute. Gradients: relative L2 over all
+parameters. Loss: relative, but absolute below 1, where it is a small difference of large parts."""
 ADAPTER_TOLERANCE = 2e-5
-"""Absolute, after three AdamW steps at 1e-3, which divide by the gradient's own size: rounding of small ones shows."""
+"""Absolute, after three AdamW steps with lr=1e-3. AdamW normalises gradients, so rounding of tiny gradients shows."""
 ATTENTION_ADAPTERS = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
-"""What peft adapts alike: transformers holds all experts of a layer in one tensor."""
+"""Adapters of attention layers only: peft adapts experts differently, because transformers stores all experts of a
+layer in one tensor."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class ForcedNumbers:
-    """Of one batch, before any step."""
+    """Expected log-probs, loss and gradient of one batch, before any optimizer step."""
 
     logprobs_T: Tensor
     loss: float
@@ -40,19 +41,19 @@ class ForcedNumbers:
 
     @classmethod
     def of(cls, reference: ReferenceWorker, batch: Batch) -> Self:
-        """The reference has no gradient yet."""
+        """Computes them with `reference`, whose gradients must be empty."""
         logprobs_T = expected_scores(reference, batch)["logprobs"]
         return cls(logprobs_T=logprobs_T, loss=backward(reference, batch, LOSS), gradients=reference.gradients())
 
 
 def require_replayed(group: RankGroup, batch: Batch, expected: ForcedNumbers) -> dict[str, Tensor]:
-    """Raises AssertionError unless scores, loss and gradient of the ranks are these; returns the scores."""
+    """Raises AssertionError unless the ranks' scores, loss and gradient are the expected ones; returns the scores."""
     scores = group.forward(batch, LIMITS, temperature=TEMPERATURE)
     difference = float((scores["logprobs"] - expected.logprobs_T).abs().max())
     assert difference <= LOGPROB_TOLERANCE, f"log-probs differ by {difference:.1e}"
     loss = group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)["loss"][0]
     assert abs(loss - expected.loss) <= LOSS_TOLERANCE * max(1.0, abs(expected.loss)), (
-        f"loss {loss}, not {expected.loss}"
+        f"loss {loss}, expected {expected.loss}"
     )
     error = gradient_error(group.gradients(), expected.gradients)
     assert error <= GRADIENT_TOLERANCE, f"gradients differ by {error:.1e}"
@@ -60,14 +61,14 @@ def require_replayed(group: RankGroup, batch: Batch, expected: ForcedNumbers) ->
 
 
 def require_breaks_found(group: RankGroup, case: Case, expected: ForcedNumbers) -> None:
-    """The control: ranks that take the routes one token late, or another layer's, do not pass `require_replayed`."""
+    """Negative control: with routes shifted by one token or taken from another layer, `require_replayed` fails."""
     for broken in other_routes(case):
         with pytest.raises(AssertionError, match="log-probs differ"):
             require_replayed(group, broken, expected)
 
 
 def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """L2 of the difference over L2, all parameters together."""
+    """L2 norm of the difference divided by that of the expected gradients, over all parameters together."""
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     errors = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()])
     return float(errors.norm() / whole)
@@ -77,9 +78,9 @@ def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def require_adapters_trained_along_routes(group: RankGroup, case: Case) -> None:
-    """Three steps of the ranks' adapters are those of peft's with the experts forced; with other routes they are not.
+    """Trains adapters for three steps, on the ranks and by peft with the experts forced.
 
-    Raises AssertionError otherwise.
+    Raises AssertionError unless the results agree, and differ from those of other routes.
     """
     group.call(Worker.save_model, case.directory / "before")
     reference, other = (adapted_reference(case, case.directory / "before" / "adapter") for _ in range(2))
@@ -95,11 +96,13 @@ def require_adapters_trained_along_routes(group: RankGroup, case: Case) -> None:
         assert (expected_scores(reference, broken)["logprobs"] - expected_T).abs().max() >= MOVED
     for batch in steps_of(other_routes(case)[1]):
         step_of_reference(other, batch)
-    assert largest(found, adapters_of(other)) >= MOVED, "other routes train the same adapters: nothing would be seen"
+    assert largest(found, adapters_of(other)) >= MOVED, (
+        "other routes train the same adapters, so this comparison could not fail"
+    )
 
 
 def adapted_reference(case: Case, adapter: Path) -> ReferenceWorker:
-    """The case's reference whose adapters, of that directory, are all that is trained."""
+    """The case's reference with the adapters of that directory; only these are trained."""
     reference = case.new_reference()
     model = peft.PeftModel.from_pretrained(reference.model, adapter, is_trainable=True)
     reference.computing = model  # pyright: ignore[reportAttributeAccessIssue]
@@ -113,23 +116,23 @@ def adapted_reference(case: Case, adapter: Path) -> ReferenceWorker:
 
 
 def adapters_of(reference: ReferenceWorker) -> dict[str, Tensor]:
-    """Under the names of peft's file."""
+    """The reference's adapters, under the names of peft's file."""
     return peft.get_peft_model_state_dict(reference.computing)  # pyright: ignore[reportArgumentType]
 
 
 def step_of_ranks(group: RankGroup, batch: Batch) -> float:
-    """The gradient's norm."""
+    """Takes one optimizer step and returns the gradient norm."""
     group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
     return group.optim_step().grad_norm
 
 
 def step_of_reference(reference: ReferenceWorker, batch: Batch) -> float:
-    """The gradient's norm."""
+    """Takes one optimizer step and returns the gradient norm."""
     backward(reference, batch, LOSS)
     return reference.optim_step().grad_norm
 
 
 def largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Absolute difference over all tensors, which must have the same names."""
+    """The largest absolute difference over all tensors. Both mappings must have the same names."""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
     return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())

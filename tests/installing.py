@@ -1,4 +1,4 @@
-"""Packages that are no part of this environment, installed for a test."""
+"""Installs packages for a test into a directory outside of this environment."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ COMMANDS = Path(sys.executable).parent
 
 
 def uv() -> str | Path:
-    """The one that `make setup` used."""
+    """The executable `uv`: from PATH, else the one that `make setup` downloaded."""
     return shutil.which("uv") or next(ROOT.glob(".tools/uv-*/bin/uv"))
 
 
 def find_links() -> list[str]:
-    """Where pip is told to look, as arguments for uv."""
+    """The locations in PIP_FIND_LINKS, as arguments of uv."""
     return [f"--find-links={place}" for place in os.environ.get("PIP_FIND_LINKS", "").split()]
 
 
 def installed_in(folder: Path, *projects: Path) -> dict[str, str]:
-    """Installs copies of the projects there, beside everything else; the variables with which Python finds them."""
+    """Installs copies of the projects into `folder`. Returns the environment variables with which Python finds them, in
+    addition to the packages of this environment."""
     left_out = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
     sources = [shutil.copytree(project, folder / "source" / project.name, ignore=left_out) for project in projects]
     target = folder / "installed"
@@ -34,7 +35,7 @@ def installed_in(folder: Path, *projects: Path) -> dict[str, str]:
 
 
 def run(command: list[str | Path], environment: dict[str, str], folder: Path) -> str:
-    """Output of a command; fails the test with the end of all that it wrote if it fails."""
+    """The standard output of a command. If the command fails, the test fails with the end of its output."""
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{' '.join(map(str, command))}\n{result.stdout[-5000:]}\n{result.stderr[-5000:]}"
     return result.stdout

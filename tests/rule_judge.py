@@ -1,6 +1,6 @@
 """A judge that grades by rule, behind an OpenAI-compatible URL: `python -m tests.rule_judge [PORT]`.
 
-Score 10 if the answer is the right one, 5 if it is the right one's number alone, else 0.
+The score is 10 for the right answer, 5 for its number alone, else 0.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def serving(port: int = 0) -> Iterator[str]:
-    """The API's URL; threads of this process answer until the block ends.
+    """Context that serves the judge in threads of this process and gives the API's URL.
 
     Args:
-        port: 0: a free one.
+        port: 0 selects a free port.
     """
     with _Server(("127.0.0.1", port), _Judge) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -33,7 +33,7 @@ def serving(port: int = 0) -> Iterator[str]:
 
 
 def score_of(asked: str) -> int:
-    """The score of the answer in a prompt of the environment `judge`."""
+    """The score of the answer that a prompt of the environment `judge` contains."""
     right = re.search(r"A right answer:\n(.*)\n", asked)
     answer = re.search(r"^(----- \w+ -----)\n(.*)\n\1$", asked, flags=re.DOTALL | re.MULTILINE)
     assert right is not None
@@ -45,7 +45,7 @@ def score_of(asked: str) -> int:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 512  # all episodes of a step may ask at once
+    request_queue_size = 512  # all episodes of a step may send requests at once
 
 
 class _Judge(BaseHTTPRequestHandler):

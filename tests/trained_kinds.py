@@ -1,4 +1,5 @@
-"""What a backend trains besides a whole policy: a critic, adapters, and a critic's adapters; two ranks against one."""
+"""Compares two ranks with one for what a backend trains besides all weights of a policy: a critic, adapters, and a
+critic's adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from rl_core.testing.cases import LIMITS, TEMPERATURE, Case
 from rl_core.testing.ranks import RankGroup
 
 GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 5e-6, 1e-5
-"""In float32, sums of other order: gradients relative (L2, all together), weights and scores absolute."""
+"""Rounding in float32, because sums are added in another order. Gradients: relative L2 over all parameters. Weights and
+scores: absolute."""
 UNTIED = Variant(checkpoint={"tie_word_embeddings": False})
 LORA = LoraConfig(rank=4, alpha=8)
 _VALUES = LossSpec(name="value_clip", params={"value_clip": 1.0})
@@ -32,23 +34,23 @@ class Kind:
 
     loss: LossSpec
     scored: str
-    """The column that it scores."""
+    """The column of scores that the model computes."""
     role: str = "policy"
     lora: LoraConfig = attrs.field(factory=LoraConfig)
 
     def spec(self, case: Case, **fields: Any) -> WorkerSpec:
-        """The case's, for this kind."""
+        """The case's spec, changed to this kind of model."""
         model = attrs.evolve(case.spec.model, lora=self.lora)
         return attrs.evolve(case.spec, model=model, role=self.role, **fields)
 
     def train(self, group: RankGroup, case: Case, count: int) -> None:
-        """Optimizer steps on the case's batch."""
+        """Takes `count` optimizer steps on the case's batch."""
         for _ in range(count):
             group.forward_backward(batch_of(case), LIMITS, self.loss, temperature=TEMPERATURE)
             group.optim_step()
 
     def compare_training(self, one: RankGroup, two: RankGroup, case: Case) -> None:
-        """Gradients, and after three steps scores and weights."""
+        """Requires equal gradients, and equal scores and weights after three steps."""
         before = one.weights()
         for group in (one, two):
             group.forward_backward(batch_of(case), LIMITS, self.loss, temperature=TEMPERATURE)
@@ -68,7 +70,7 @@ class Kind:
         require_equal_weights(two.weights(), expected)
 
     def require_saved(self, directory: Path, case: Case, expected: Mapping[str, Tensor]) -> None:
-        """`save_model` wrote these weights: a critic's head, or the merged model and the adapter beside it."""
+        """Requires that `save_model` wrote these weights: a critic's head, or the merged model and its adapter."""
         if self.role == "critic":
             head = load_file(directory / "value_head.safetensors")
             assert all(weight.any() and weight.equal(expected[name]) for name, weight in head.items())
@@ -89,7 +91,7 @@ KINDS = {
 
 
 def batch_of(case: Case) -> Batch:
-    """The suite's batch, its far-out columns replaced by what a critic reads."""
+    """The suite's batch with the columns that a critic reads: `values`, `returns` and `loss_weights`."""
     mask_T = case.batch["loss_mask"]
     noise_T = torch.randn(mask_T.numel(), generator=torch.Generator().manual_seed(2))
     weights_T = mask_T.float() / int(mask_T.sum())
@@ -97,7 +99,7 @@ def batch_of(case: Case) -> Batch:
 
 
 def require_equal_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """To the tolerance of float32."""
+    """Requires the same weights, up to float32 rounding."""
     assert set(found) == set(expected)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=WEIGHT_TOLERANCE, msg=name)

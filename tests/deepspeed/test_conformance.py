@@ -1,4 +1,4 @@
-"""The suite that every training backend must pass, on DeepSpeed: each stage of ZeRO, offloading, Ulysses, routes."""
+"""Runs the suite that every training backend must pass on DeepSpeed: all ZeRO stages, offloading, Ulysses, routes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ MOE = {"family": "qwen3_moe"}
 
 
 def zero(stage: int, *, others: dict[str, Any] | None = None, **settings: Any) -> DeepSpeedOptions:
-    """Small buckets, so that there are several of everything."""
+    """Options with buckets so small that even tiny models fill several."""
     settings = {"reduce_bucket_size": 5_000, "stage3_param_persistence_threshold": 100} | settings
     return DeepSpeedOptions(zero_optimization=ZeroOptimization(stage=stage, **settings), **(others or {}))  # pyright: ignore[reportArgumentType]
 
 
 def further(variant: Variant, **changes: Any) -> Variant:
-    """One that only `make parity` runs: the checks behind its table."""
+    """A variant that only `make parity` runs, with the checks behind docs/parity.md."""
     return attrs.evolve(variant, parity_only=True, marks=("parity",), **changes)
 
 
 def whole(variant: Variant) -> Variant:
-    """One with every check, in `make parity` too: DeepSpeed takes seconds to start."""
+    """A variant with every check. Only `make parity` runs it, because DeepSpeed takes seconds to start."""
     return attrs.evolve(variant, marks=("parity",))
 
 
@@ -38,7 +38,7 @@ ONE = Variant(checkpoint=UNTIED, options=zero(3))
 TWO = {stage: Variant(world_size=2, checkpoint=UNTIED, options=zero(stage)) for stage in (1, 2, 3)}
 FOUR = Variant(world_size=4, checkpoint=UNTIED, options=zero(3))
 BRIEFLY = attrs.evolve(TWO[3], checkpoint={}, spec=PADDED | RECOMPUTED, parity_only=True)
-"""What `make test` runs: stage 3, tied, padded and recomputed at once."""
+"""The variant that `make test` runs: stage 3 with tied embeddings, padding and recomputation."""
 ROUTED = Variant(
     world_size=2,
     checkpoint=MOE,

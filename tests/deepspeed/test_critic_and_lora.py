@@ -1,4 +1,4 @@
-"""A critic, adapters, and both: two ranks against one rank of FSDP, which shards nothing."""
+"""A critic, adapters, and both: two DeepSpeed ranks against a single FSDP rank, which shards nothing."""
 
 from __future__ import annotations
 

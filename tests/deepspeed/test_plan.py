@@ -1,4 +1,4 @@
-"""`rl plan` for ZeRO, against ranks that ran: parameters, gradients and optimizer to the byte."""
+"""`rl plan` for ZeRO predicts the bytes of parameters, gradients and optimizer that real ranks hold, exactly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRELOADED.update(dict.fromkeys(["rl_deepspeed.worker", "tests.deepspeed.test_pla
 
 @attrs.frozen(kw_only=True)
 class CountingBackend(DeepSpeedBackend):
-    """Its ranks say how many bytes they hold."""
+    """A backend whose ranks report how many bytes they hold."""
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         from rl_deepspeed.worker import DeepSpeedWorker
@@ -40,7 +40,7 @@ class CountingBackend(DeepSpeedBackend):
 
 
 def gradients_of(zero: Any, weights: list[Any]) -> list[Any]:
-    """Of stages 1 and 2, wherever they lie."""
+    """The gradients of ZeRO stages 1 and 2, wherever DeepSpeed stores them."""
     own = [weight.grad for weight in weights if weight.grad is not None]
     groups = [*zero.averaged_gradients.values(), *zero.all_grad_tensors.values()]
     return own + [gradient for group in groups for gradient in group or ()]

@@ -1,4 +1,4 @@
-"""What is refused before a process starts, and what DeepSpeed is told; no rank is started."""
+"""Configurations that are refused before any process starts, and DeepSpeed's configuration. Starts no rank."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def test_further_keys_join_those_that_are_made():
     assert config["wall_clock_breakdown"] is True
     assert config["zero_optimization"]["zero_quantized_weights"] is True
     assert config["zero_optimization"]["stage"] == 3
-    assert config["gradient_clipping"] == 0.0, "each step is clipped as its own settings say"
+    assert config["gradient_clipping"] == 0.0, (
+        "DeepSpeed must not clip: the worker clips each step by that step's settings"
+    )
 
 
 def test_nothing_is_offloaded_unless_it_is_asked_for_and_there_is_something():

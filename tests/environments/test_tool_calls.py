@@ -66,7 +66,7 @@ def run(calls: list[Call | BrokenCall], *functions: Callable[..., Any], **limits
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (Call(name="ad", arguments={}), "Error: there is no function 'ad'; there is add"),
+        (Call(name="ad", arguments={}), "Error: there is no function 'ad'; available: add"),
         (Call(name="add", arguments={}), "Error: argument 'a' is missing"),
         (Call(name="add", arguments={"a": "x"}), "Error: argument 'a' is \"x\""),
         (Call(name="add", arguments={"a": 1, "c": 1}), "Error: there is no argument 'c'"),

@@ -1,4 +1,4 @@
-"""FSDP with one thing changed in its ranks' processes: a test must miss it."""
+"""FSDP backends with a deliberate fault in the ranks' processes, which a test must detect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_fsdp.backend import FsdpBackend
 
 @attrs.frozen(kw_only=True)
 class ChangedFsdp(FsdpBackend):
-    """`FsdpBackend`, whose ranks call a function of this module first."""
+    """`FsdpBackend` whose ranks first call the function of this module that `change` names."""
 
     change: str
 
@@ -25,7 +25,7 @@ class ChangedFsdp(FsdpBackend):
 
 
 def take_the_first_ranks_routes(rank: RankInfo) -> None:
-    """Ranks that split a packed sequence all read the routes of its first part."""
+    """All ranks that split a packed sequence read the routes of its first part."""
     from rl_core.rank_kit.scoring import micro_batch
 
     def of_first_part(batch: Batch, index_C: Tensor, device: torch.device) -> Any:
@@ -35,7 +35,7 @@ def take_the_first_ranks_routes(rank: RankInfo) -> None:
 
 
 def recompute_by_own_choice(rank: RankInfo) -> None:
-    """In recomputation a router chooses by itself again, whatever was chosen in the forward pass."""
+    """During recomputation, routers choose experts again instead of repeating the choices of the forward pass."""
     from rl_core.rank_kit.expert_choices import _Block
 
     choose = _Block.choose

@@ -1,4 +1,4 @@
-"""Workers and batches that the tests of this package share."""
+"""Workers and batches for the tests in this directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ StartWorker = Callable[..., FsdpWorker]
 
 @pytest.fixture(scope="session")
 def start_worker(tmp_path_factory: pytest.TempPathFactory) -> StartWorker:
-    """`start_worker(checkpoint options as a dict, **fields of WorkerSpec)`; equal checkpoints are made once."""
+    """A function `(checkpoint options as a dict, **fields of WorkerSpec)` that starts a worker. Checkpoints with equal
+    options are created once."""
     made: dict[str, Path] = {}
 
     def start(checkpoint: dict[str, Any] | None = None, **fields: Any) -> FsdpWorker:
@@ -32,7 +33,7 @@ def start_worker(tmp_path_factory: pytest.TempPathFactory) -> StartWorker:
 
 
 def spec_of(path: Path | str, **fields: Any) -> WorkerSpec:
-    """A policy in float32, packed; `fields` replace."""
+    """The spec of a policy in float32 with sample packing. `fields` replace its fields."""
     defaults: dict[str, Any] = {
         "role": "policy",
         "model": ModelConfig(path=str(path)),
@@ -49,7 +50,8 @@ def spec_of(path: Path | str, **fields: Any) -> WorkerSpec:
 
 
 def random_batch(lengths: list[int], *, seed: int = 0, vocabulary: int = 40) -> Batch:
-    """Prompts of a third of each sequence, two samples per group, all columns of a policy loss but the weights."""
+    """A random batch: the first third of each sequence is the prompt, and two samples form a group. It has all columns
+    of a policy loss except `loss_weights`."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []
     for i, length in enumerate(lengths):

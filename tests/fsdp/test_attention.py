@@ -1,4 +1,4 @@
-"""Packed attention against attention inside each sequence alone."""
+"""Attention over a packed stream equals attention over each sequence separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=12)
 
 
 def slow_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float, window: int | None):
-    """Softmax over an explicit mask, one sequence after the other; [1, heads, T, D] to [1, T, heads, D]."""
+    """Softmax attention with an explicit mask, one sequence at a time. Inputs: [1, heads, T, D]; output: [1, T, heads,
+    D]."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     outputs = []

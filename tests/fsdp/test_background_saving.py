@@ -1,4 +1,4 @@
-"""States that are written while training goes on: from a copy, one at a time, and never half."""
+"""States written in the background of training: from a copy, one at a time, and never incomplete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOSS = LossSpec(name="cross_entropy")
 
 @attrs.define
 class Storage:
-    """Writes nothing before it may, and nothing at all when it is full."""
+    """A storage whose writes wait until `may_write` is set, and fail if it is full."""
 
     may_write: threading.Event = attrs.field(factory=threading.Event)
     is_full: bool = False
@@ -31,7 +31,7 @@ class Storage:
 
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
-    """What the worker's background writes to."""
+    """The storage to which workers write states."""
     storage = Storage()
 
     class Writer(rl_core.rank_kit.scoring.state.FileSystemWriter):
@@ -84,7 +84,9 @@ def test_what_is_written_is_what_was_there_when_it_began(
     assert other.steps_done == 1
     found, moved = state_of(other), state_of(worker)
     assert all(tensor.equal(expected[name]) for name, tensor in found.items())
-    assert not any(tensor.equal(expected[name]) for name, tensor in moved.items()), "training has changed every tensor"
+    assert not any(tensor.equal(expected[name]) for name, tensor in moved.items()), (
+        "training must change every tensor, or the comparison proves nothing"
+    )
 
 
 def test_a_write_that_fails_is_an_error_whenever_it_is_asked_for(

@@ -1,7 +1,8 @@
-"""FSDP2 and FSDP1 pass the suite that every backend must pass, sharded in every way that they offer.
+"""FSDP2 and FSDP1 pass the suite that every backend must pass, in every sharding mode.
 
-A way of sharding runs all checks once; one rank, replicas, and mixtures with checkpointing, padding and tied embeddings
-run those behind `docs/parity.md`. Of each kind of mixture one is in `make test`; `make parity` runs all.
+Each sharding mode runs all checks once. Single ranks, replicas, and combinations with gradient checkpointing, padding
+and tied embeddings run only the checks behind `docs/parity.md`. `make test` runs one combination of each kind, `make
+parity` all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ONE = Variant(checkpoint=UNTIED, parity_only=True)
 
 
 def further(variant: Variant, **changes: Any) -> Variant:
-    """One that only `make parity` runs."""
+    """A variant that only `make parity` runs."""
     return attrs.evolve(variant, parity_only=True, marks=("parity",), **changes)
 
 
@@ -35,7 +36,8 @@ DENSE_FIRST = MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0]}
 
 
 def experts(world_size: int, **options: Any) -> list[Variant]:
-    """Qwen3-MoE by its own choices and by given ones, each packed, and padded with recomputation."""
+    """Variants of Qwen3-MoE, with the routers' own choices and with forced routes; each packed, and padded with
+    recomputation."""
     own = Variant(world_size=world_size, checkpoint=MOE, options=FsdpOptions(**options), parity_only=True)
     forced = attrs.evolve(own, options=FsdpOptions(**FOLLOWING, **options), forced_routes=True)
     return [
@@ -47,13 +49,15 @@ def experts(world_size: int, **options: Any) -> list[Variant]:
 
 
 FORCED = 1
-"""Of `experts`: what sharding can get wrong shows on it. The others concern routers, the same in every sharding."""
+"""Index into `experts` of the variant that detects sharding errors. The other variants test routers, which do not
+depend on the sharding mode."""
 ROUTED = Variant(checkpoint=DENSE_FIRST, options=FsdpOptions(**FOLLOWING), forced_routes=True, spec=RECOMPUTED)
-"""All checks on two ranks, parity on one."""
+"""Two ranks run all checks on this variant, a single rank only the parity checks."""
 
 
 def mixtures(variant: Variant) -> list[Variant]:
-    """Tied, padded and recomputed at once; and further ones: each alone, and the last two together."""
+    """Tied embeddings, padding and recomputation all at once; for `make parity` also each of them alone, and the last
+    two together."""
     differences = ({"checkpoint": {}}, {"spec": PADDED}, {"spec": RECOMPUTED}, {"spec": PADDED | RECOMPUTED})
     all_at_once = attrs.evolve(variant, parity_only=True, checkpoint={}, spec=PADDED | RECOMPUTED)
     return [all_at_once, *(further(variant, **difference) for difference in differences)]

@@ -1,4 +1,4 @@
-"""A critic and adapters, sharded: two ranks against one, whatever else the suite proves of a whole policy."""
+"""A sharded critic and sharded adapters: two ranks against one. The suite covers only policies trained in full."""
 
 from __future__ import annotations
 

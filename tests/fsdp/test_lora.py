@@ -1,4 +1,4 @@
-"""Adapters against plain peft and transformers, one sequence at a time."""
+"""Adapters against plain peft and transformers, which compute one sequence at a time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_logprobs_gradients_and_three_steps_are_those_of_plain_peft(checkpoint: 
     parameters = {n.removeprefix(prefix): p for n, p in plain.named_parameters() if p.requires_grad}
     weights = dict(worker.scorer.named_weights())
     assert set(weights) == set(parameters)
-    assert len(weights) == 2 * 2 * 7  # A and B, two layers, seven linear layers in each
+    assert len(weights) == 2 * 2 * 7  # A and B of seven linear layers in each of two decoder layers
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
@@ -121,7 +121,7 @@ def test_exported_weights_are_the_merged_ones_under_the_names_of_the_base(checkp
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(sent[name])
-        # One matrix product instead of two: 1e-6 seen.
+        # Merged weights need one matrix product, the adapter two; the measured difference is 1e-6.
         torch.testing.assert_close(plain_logprobs(plain, batch), logprobs(worker, batch), rtol=0, atol=1e-5)
     layer = worker.scorer.model.get_submodule("model.layers.0.self_attn.q_proj")
     expected = layer.base_layer.weight + 2.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
@@ -145,7 +145,7 @@ def test_adapters_that_are_sent_alone_are_those_of_pefts_file(checkpoint: Path, 
 
 
 def sent_by(worker: FsdpWorker) -> dict[str, Tensor]:
-    """What a sync sends."""
+    """The tensors that a weight sync sends."""
     transport = MemoryTransport()
     rendezvous = transport.open(num_ranks=1, num_engines=1)
     worker.publish(transport.sender(rendezvous, 0, 1), 1, 4096)
@@ -238,7 +238,7 @@ def test_a_critic_trains_adapters_and_its_head(checkpoint: Path, tmp_path: Path)
 
 
 def test_convolution_style_linear_layers_are_merged_too(tmp_path: Path):
-    """GPT-2 keeps its linear weights transposed."""
+    """GPT-2 stores its linear weights transposed."""
     path = make_checkpoint(tmp_path / "base", family="gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=256)  # pyright: ignore[reportArgumentType]
     worker, batch = trained(adapted(path), batch_with_weights()), batch_with_weights()
     worker.save_model(tmp_path / "merged")

@@ -1,4 +1,4 @@
-"""`rl plan` for sharded models, against ranks that ran: parameters exactly."""
+"""`rl plan` for sharded models predicts exactly how many parameters real ranks hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRELOADED.update(dict.fromkeys(["rl_fsdp.worker", "tests.fsdp.test_plan"]))
 
 @attrs.frozen(kw_only=True)
 class CountingBackend(FsdpBackend):
-    """Its ranks say how much they hold."""
+    """A backend whose ranks report how many parameters they hold."""
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         from torch.distributed.tensor import DTensor
@@ -36,7 +36,7 @@ class CountingBackend(FsdpBackend):
 
 @attrs.frozen(kw_only=True)
 class CountingFlatBackend(FsdpBackend):
-    """FSDP1's ranks say how many elements their flat parameters have."""
+    """FSDP1, whose ranks report how many elements their flat parameters have."""
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -115,6 +115,6 @@ def test_what_is_whole_for_a_moment_follows_the_options(tmp_path):
 def test_adapters_alone_have_gradients_and_moments(tmp_path):
     usual, adapted = planned(tmp_path), planned(tmp_path, lora=LoraConfig(rank=2))
     assert 0 < adapted.gradient_bytes < usual.gradient_bytes / 4
-    assert adapted.parameter_bytes < 0.7 * usual.parameter_bytes, "the frozen weights are bfloat16"
+    assert adapted.parameter_bytes < 0.7 * usual.parameter_bytes, "the frozen weights must be planned in bfloat16"
     assert adapted.optimizer_bytes == 2 * adapted.gradient_bytes
     assert adapted.gathered_bytes < usual.gathered_bytes

@@ -1,4 +1,4 @@
-"""`rl rehearse`: a full-size step of one rank without data, what it refuses, and the table of docs/planning.md."""
+"""`rl rehearse`: a full-size step of one rank without data, its refusals, and the table of docs/planning.md."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rl_fsdp.backend import fsdp1
 
 AT_OUTPUT = 1536 * 151_936
 IN_LAYERS = 1_543_714_304 - AT_OUTPUT
-"""Parameters of Qwen2.5-1.5B, which has one matrix for embeddings and output."""
+"""Parameters of Qwen2.5-1.5B, whose embeddings and output layer share one matrix."""
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 
 
 def table_row(model: str, mesh: str) -> tuple[int, float, float]:
-    """Tokens, GiB rehearsed and GiB planned."""
+    """The row's tokens, rehearsed GiB and planned GiB."""
     found = re.search(rf"^\| {re.escape(model)} \| {re.escape(mesh)} \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     assert found is not None
     tokens, rehearsed, planned, _ = found.group(1).split(" | ")
@@ -45,11 +45,11 @@ def test_a_full_size_step_takes_what_the_table_says_and_the_plan_agrees():
     expected = planned_phase(planned, "train")
     assert sum(expected.values()) / 2**30 == pytest.approx(planned_in_table, abs=0.06)
     assert sum(expected.values()) / 2**30 == pytest.approx(total, rel=0.1)
-    # What is held from step to step is planned exactly; padding and buffers are a few KiB.
+    # Memory held between steps is planned exactly, except a few KiB of padding and buffers.
     for kind in ("parameters", "gradients", "optimizer"):
         assert step.parts[kind] == pytest.approx(expected[kind], rel=1e-3)
-    # Two micro-batches: per parameter and token 6 operations and 2 of recomputation in the layers, and 6 at the output
-    # layer, where it is a response's token; attention adds a little.
+    # Each parameter of the decoder layers takes 6 operations per token, and 2 more for recomputation; each parameter of
+    # the output layer takes 6 per response token. There are two micro-batches. Attention adds a little.
     response = config.generator.sampling_params.max_generate_length / longest_sequence(config)
     products = 2 * tokens * (8 * IN_LAYERS + 6 * response * AT_OUTPUT)
     assert 1 < train.flops / products < 1.05

@@ -1,5 +1,5 @@
-"""Routes of a batch in models whose routers choose in different ways, over ranks that split sequences, and with
-adapters. Every comparison with forced experts is made with broken routes too, and must fail."""
+"""Replay of a batch's routes by each kind of router, by ranks that split sequences, and with adapters. Each comparison
+with forced experts is repeated with wrong routes, and must then fail."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_kind_of_router_follows_the_routes_and_gets_their_gradient(family:
     batch = make_batch(reference, forced_routes=True)
     everything = [range(batch.num_sequences)]
     expected = reference.forward(batch, everything, temperature=1.0)["logprobs"]
-    # Tolerances as in the suite: rounding, and the choices themselves are fixed.
+    # The suite's tolerances: choices are forced, so only rounding differs.
     assert (worker.forward(batch, PLAN, temperature=1.0)["logprobs"] - expected).abs().max() < 1e-5
     unforced = reference.forward(batch.without_columns("routed_experts", "routed"), everything, temperature=1.0)
     assert (unforced["logprobs"] - expected).abs().max() > 1e-2
@@ -77,7 +77,7 @@ def test_recomputation_repeats_the_choices_of_forward_whatever_the_router_would_
     for router in routers:
         router.weight.data.neg_()
     logprobs_S.sum().backward()
-    assert len(used) == 4, "two layers, forward and recomputation"
+    assert len(used) == 4, "each of the two layers must route in the forward pass and in recomputation"
     assert torch.equal(used[0], used[3])
     assert torch.equal(used[1], used[2])
     worker.scorer(inputs, temperature=1.0)
@@ -86,7 +86,7 @@ def test_recomputation_repeats_the_choices_of_forward_whatever_the_router_would_
     before_CK, now_CK = used[0], used[4]
     for chosen_CK in (before_CK, now_CK):
         assert torch.equal(chosen_CK[routed_C], experts_CLK[routed_C][:, 0].long())
-    assert not torch.equal(before_CK[~routed_C], now_CK[~routed_C]), "the router would have chosen otherwise"
+    assert not torch.equal(before_CK[~routed_C], now_CK[~routed_C]), "the changed router must choose other experts"
 
 
 def test_two_models_in_one_process_do_not_share_routes(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""A batch trained without a scoring pass has the gradients, the weights and the agreement of one that was scored."""
+"""Training without a scoring pass gives the same gradients, weights and rollout agreement as training with it."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def test_a_loss_whose_old_logprobs_are_its_own_has_the_gradient_of_a_scored_batc
     own = attrs.evolve(loss, old_is_current=True)
     found, returned = gradient(worker, batch.without_columns("old_logprobs"), own, ("logprobs",))
     assert found.norm() > 1e-3
-    # Bit for bit: the same micro-batches, so the same log-probs.
+    # Equal to the last bit, because the same micro-batches give the same log-probs.
     same, _ = gradient(worker, batch.with_columns(old_logprobs=returned["logprobs"]), loss)
     assert torch.equal(found, same)
-    # A scoring pass has other shapes, as it scores prompts too: its log-probs differ in the last bit.
+    # A scoring pass also scores prompts, so its tensors have other shapes, and its log-probs differ in the last bit.
     scored = worker.forward(batch, PLAN, temperature=0.9)
     expected, _ = gradient(worker, batch.with_columns(old_logprobs=scored["logprobs"]), loss)
     assert relative(found, expected) <= 1e-6
-    # The control: a loss that compares with something else is seen, beyond every bound at each second token.
+    # Negative control: other old log-probs, which exceed every clipping bound at each second token, are detected.
     shift_T = 0.5 * (torch.arange(batch.num_tokens) % 2)
     other, _ = gradient(worker, batch.with_columns(old_logprobs=scored["logprobs"] - shift_T), loss)
     assert relative(other, expected) > 1e-3
 
 
 class CountingFsdp:
-    """FSDP, whose one rank notes how many sequences it is asked to score."""
+    """FSDP whose only rank records how many sequences each scoring pass has."""
 
     def __init__(self) -> None:
         self.scored: list[int] = []
@@ -134,7 +134,7 @@ def settings_of(scoring: ScoringPass, *, groups_per_mini_batch: int, epochs: int
 
 
 def played_batch() -> Batch:
-    """Four groups of two samples; a token of the first one is not trained."""
+    """A batch of four groups of two samples. The first sampled token is not trained on."""
     batch = random_batch(LENGTHS).without_columns("old_logprobs", "ref_logprobs", "advantages")
     count = batch.num_sequences
     rewards_T = torch.zeros(batch.num_tokens)
@@ -155,7 +155,8 @@ def played_batch() -> Batch:
 async def trained(
     path: Path, scoring: ScoringPass, *, groups_per_mini_batch: int, epochs: int
 ) -> tuple[dict[str, float], Tensor, list[int]]:
-    """Metrics of one step, scores by the weights after it, and how many sequences each scoring pass had."""
+    """Takes one step. Returns its metrics, the scores by the new weights, and the number of sequences in each scoring
+    pass."""
     backend: Any = CountingFsdp()
     group = await WorkerGroup.launch(backend, spec_of(path))
     settings = settings_of(scoring, groups_per_mini_batch=groups_per_mini_batch, epochs=epochs)
@@ -193,5 +194,6 @@ async def test_a_step_without_the_pass_does_what_a_step_with_it_does(
     assert later == scored
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert "policy/entropy" in found
-    # Log-probs and entropies of the weights that came out; Adam makes of a last bit up to lr where a gradient is 0.
+    # Log-probs and entropies by the new weights. Where a gradient is 0, Adam can turn a rounding error into a change of
+    # up to lr.
     assert (scores - expected_scores).abs().max() <= 1e-4

@@ -1,4 +1,5 @@
-"""`trainer.gradient_checkpointing=selective`: products and attention once, the same gradient, memory in between."""
+"""`trainer.gradient_checkpointing=selective`: computes matrix products and attention only once, gives the same
+gradient, and needs more memory than full recomputation but less than none."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def gradient_and_flops(start_worker: StartWorker, model: str, which: Any) -> tuple[list[torch.Tensor], int]:
-    """Of two micro-batches, whose first two sequences begin alike."""
+    """Gradients and floating-point operations of two micro-batches. The batch's first two sequences share a prefix."""
     checkpoint, spec = MODELS[model]
     worker = start_worker(checkpoint, gradient_checkpointing=which, options=FsdpOptions(), **spec)
     batch = random_batch([19, 23, 14, 9, 31, 12])
@@ -50,7 +51,7 @@ def test_the_gradient_is_the_same_to_the_bit_and_no_product_is_computed_twice(st
     assert any(g.abs().max() > 1e-3 for g in kept)
     assert all(torch.equal(a, b) for a, b in zip(kept, selective, strict=True))
     assert flops_of_selective == flops_of_kept
-    # The layers of these models have two thirds of the operations, and forward a third of those.
+    # In these models, two thirds of the operations are in the layers, and a third of these are in the forward pass.
     assert flops_of_whole > 1.1 * flops_of_kept
 
 
@@ -69,4 +70,6 @@ def test_a_full_size_step_takes_the_memory_that_is_planned():
     planned = planned_phase(planned_model(config, "policy", model, longest_sequence(config)), "train")
     assert sum(planned.values()) == pytest.approx(sum(phase.parts.values()), rel=0.05)
     layer_inputs = 28 * 1536 * longest_sequence(config)
-    assert phase.parts["activations"] > 5 * layer_inputs * 2, "which is all that whole layers computed again would keep"
+    assert phase.parts["activations"] > 5 * layer_inputs * 2, (
+        "selective must keep far more than the layer inputs, which are all that full recomputation keeps"
+    )

@@ -1,6 +1,6 @@
-"""What several ranks do beyond the suite of `test_conformance.py`: states across generations, refusals, adapters.
+"""Tests of several ranks beyond the suite of `test_conformance.py`: states of FSDP1 in FSDP2, refusals, adapters.
 
-RankMesh are forked from one server per run, so a case costs about a second and not the imports.
+Ranks are forked from one server per run that has imported everything, so a case takes about a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rl_fsdp import FsdpOptions, fsdp, fsdp1
 from tests.fsdp.conftest import spec_of
 
 UNTIED = {"tie_word_embeddings": False}
-"""Most cases: what tied embeddings add up differs by their order (`Tolerances.tied_weight`), which would hide more."""
+"""For most tests: the gradients of tied embeddings are added in another order, and the larger tolerance that this needs
+(`Tolerances.tied_weight`) would hide errors."""
 UNPACKED = {"use_sample_packing": False}
 RECOMPUTED = {"gradient_checkpointing": True}
 PRELOAD = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
@@ -59,7 +60,7 @@ def test_a_state_of_fsdp1_is_read_by_fsdp2(case: Case):
 
 
 def test_bfloat16_scores_are_near_those_of_one_rank(case: Case):
-    """Parameters after bfloat16 steps differ as much as in a broken run, so log-probs are compared."""
+    """Compares log-probs, because parameters after bfloat16 steps differ as much as those of a broken run."""
     spec = attrs.evolve(case.spec, bf16=True)
     scores = []
     for backend, size in ((fsdp, 1), (fsdp, 2), (fsdp1, 2)):
@@ -127,7 +128,8 @@ def test_a_critic_on_two_ranks_is_that_of_one(case: Case):
 
 
 def require_same_as_one_rank(case: Case, spec: WorkerSpec, loss: LossSpec) -> None:
-    """Three steps; the state of two ranks continues on one, and its saved model is the same."""
+    """Requires that two ranks train for three steps like one, that one rank continues the state of two, and that saved
+    models are the same."""
     weights = []
     for size in (1, 2):
         group = RankGroup(fsdp, spec, size, directory=case.directory, timeout_s=60)

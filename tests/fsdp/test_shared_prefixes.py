@@ -1,4 +1,5 @@
-"""What is shared is computed once and gives the same: attention over forests, and models trained on them."""
+"""Shared prefixes are computed once and give the same results: attention over prefix forests, and models trained on
+them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ SIZES = {
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[list[int]]:
-    """Sequences that begin as an earlier one does, as far as it goes or only some tokens."""
+    """Sequences, some of which start with all or some tokens of an earlier one."""
     sequences: list[list[int]] = []
     for _ in range(draw(st.integers(1, 10))):
         start: list[int] = []
@@ -58,7 +59,8 @@ def test_attention_over_a_forest_is_attention_in_each_sequence(
     generator = torch.Generator().manual_seed(len(tokens_T))
     shapes = [(1, heads, len(cells.index_C), 8) for heads in (4, kv_heads, kv_heads)]
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
-    # Where both have a token: the last one of all sequences is in neither, unless nothing else is left.
+    # The tokens that both layouts contain. They leave out last tokens, from which nothing is predicted, but keep at
+    # least one token.
     row_S = torch.from_numpy(cells.cell_T[apart.index_C[cells.cell_T[apart.index_C] >= 0]])
 
     def attend(tensors: list[Tensor], packed: PackedSequences) -> Tensor:
@@ -80,7 +82,8 @@ def test_attention_over_a_forest_is_attention_in_each_sequence(
 
 
 def samples_of_prompts(generator: torch.Generator) -> Batch:
-    """Three prompts with six responses each, one of which goes on from another, and two that are there twice."""
+    """Three prompts with six responses each, one of which continues another; then copies of two sequences, one of them
+    cut short."""
     sequences: list[Tensor] = []
     for length in (40, 7, 33):
         prompt = torch.randint(50, (length,), generator=generator)
@@ -93,7 +96,7 @@ def samples_of_prompts(generator: torch.Generator) -> Batch:
 
 
 def scored(model: PreTrainedModel, batch: Batch, *, share_prefixes: bool) -> tuple[list[Tensor], int]:
-    """Log-probs, entropies and the gradient of a weighted sum of both; and how many tokens the model was given."""
+    """Log-probs, entropies and the gradient of a weighted sum of both; and the number of the model's input tokens."""
     model.zero_grad()
     scorer = TokenScorer(model, chunk_tokens=64, compute_dtype=torch.float32)
     index_S = predicted_tokens(batch)
@@ -118,15 +121,15 @@ def test_a_model_gives_the_same_scores_and_gradient_from_fewer_tokens(window: in
     batch = samples_of_prompts(torch.Generator().manual_seed(1))
     apart, num_apart = scored(model, batch, share_prefixes=False)
     shared, num_shared = scored(model, batch, share_prefixes=True)
-    assert num_apart == batch.num_tokens - batch.num_sequences, "a last token is never an input"
+    assert num_apart == batch.num_tokens - batch.num_sequences, "the last token of a sequence must not be an input"
     assert num_shared < 0.5 * num_apart
     for found, expected in zip(shared, apart, strict=True):
-        # float32 sums of a few hundred tokens in another order.
+        # float32 sums over a few hundred tokens are added in another order.
         assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_merging_the_parts_wrongly_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: each part as if it were the whole softmax."""
+    """Negative control: treats each part as the whole softmax."""
     monkeypatch.setattr(shared_attention.torch, "logaddexp", lambda own, before: own)
     with pytest.raises(AssertionError):
         test_a_model_gives_the_same_scores_and_gradient_from_fewer_tokens(None)
@@ -146,11 +149,11 @@ def test_routes_keep_equal_tokens_apart():
     assert num_cells(batch) == 40
 
 
-# --- CUDA's kernel ----------------------------------------------------------------------------------------------------
+# --- the CUDA kernel --------------------------------------------------------------------------------------------------
 
 
 class StandIn:
-    """Computes what torch's flash attention for CUDA computes, from the arguments that the installed torch names."""
+    """A stand-in for torch's flash attention on CUDA. It takes the arguments that the installed torch declares."""
 
     def _flash_attention_forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         a = named(torch.ops.aten._flash_attention_forward.default, args, kwargs)
@@ -175,7 +178,7 @@ class StandIn:
             a |= dict(zip(("query", "key", "value"), inputs, strict=True))
             total = torch.zeros(())
             for queries, keys in blocks_of(a):
-                # Of the whole softmax, of which these keys are a part: dS = P · (dP − Σ dO·O).
+                # The gradient of the whole softmax, of which these keys are a part: dS = P · (dP − Σ dO·O).
                 scores_HQK = scores(a, queries, keys)
                 weight_HQK = (scores_HQK - a["logsumexp"][:, queries, None]).exp().detach()
                 grad_HQD, out_HQD = (a[name][queries].transpose(0, 1) for name in ("grad_out", "out"))
@@ -187,7 +190,7 @@ class StandIn:
 
 
 def named(operator: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
-    """The arguments by the names of the operator's schema."""
+    """The arguments by their names in the operator's schema."""
     arguments = operator._schema.arguments
     positional = [argument.name for argument in arguments if not argument.kwarg_only]
     assert len(args) == len(positional)
@@ -196,7 +199,7 @@ def named(operator: Any, args: tuple[object, ...], kwargs: dict[str, object]) ->
 
 
 def blocks_of(a: dict[str, Any]) -> Iterator[tuple[slice, slice]]:
-    """The queries and keys of each block."""
+    """The query range and key range of each block."""
     bounds = [a[name].tolist() for name in ("cum_seq_q", "cum_seq_k")]
     assert all(a[name].dtype == torch.int32 for name in ("cum_seq_q", "cum_seq_k"))
     assert [max(end - start for start, end in pairwise(ends)) for ends in bounds] == [a["max_q"], a["max_k"]]
@@ -205,12 +208,12 @@ def blocks_of(a: dict[str, Any]) -> Iterator[tuple[slice, slice]]:
 
 
 def of_heads(tensor_KHD: Tensor, a: dict[str, Any]) -> Tensor:
-    """[query heads, K, D]"""
+    """Keys or values, repeated for each query head: [query heads, K, D]."""
     return tensor_KHD.transpose(0, 1).repeat_interleave(a["query"].shape[1] // tensor_KHD.shape[1], dim=0)
 
 
 def scores(a: dict[str, Any], queries: slice, keys: slice) -> Tensor:
-    """[heads, queries, keys]"""
+    """Attention scores before the softmax: [heads, queries, keys]."""
     found = a["scale"] * a["query"][queries].transpose(0, 1) @ of_heads(a["key"][keys], a).transpose(1, 2)
     is_hidden = torch.ones(found.shape[1:], dtype=torch.bool).triu(1) & a["is_causal"]
     return found.masked_fill(is_hidden, -torch.inf)
@@ -225,7 +228,7 @@ def forest_attention(kernel: Any, inputs: list[Tensor], packed: PackedSequences)
 
 
 def forest_inputs(device: torch.device) -> tuple[list[Tensor], PackedSequences]:
-    """Query, key and value of a small forest; two query heads share a key."""
+    """Query, key and value of a small prefix forest; two query heads share a key head."""
     sequences = [[*range(30), *range(40, 40 + n)] for n in (3, 9, 1)] + [list(range(20)), [7, 7, 7], [*range(30), 1, 2]]
     offsets = np.cumsum([0, *map(len, sequences)])
     tokens_T = np.array([token for tokens in sequences for token in tokens])
@@ -244,7 +247,7 @@ def test_cudas_kernel_is_called_as_the_installed_torch_defines_it(monkeypatch: p
 
 
 def test_cudas_kernel_gives_the_layouts_that_are_expected_of_it():
-    """On tensors without data: torch's own account of the operator's results."""
+    """Meta tensors give the shapes and dtypes that torch declares for the operator's results."""
     inputs, packed = forest_inputs(CPU)
     query, key, value = (tensor.to("meta", torch.bfloat16) for tensor in inputs)
     assert packed.shared is not None
@@ -265,5 +268,5 @@ def test_cudas_kernel_gives_what_the_cpus_gives():
         shared_attention._Varlen(), [tensor.to(device) for tensor in halves], forest_inputs(device)[1]
     )
     for found, same in zip(on_gpu, expected, strict=True):
-        # bfloat16 has 8 bits.
+        # bfloat16 has a mantissa of 8 bits.
         assert (found.cpu().float() - same).norm() <= 1e-2 * same.norm()

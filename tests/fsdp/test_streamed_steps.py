@@ -1,4 +1,4 @@
-"""A step that is trained in parts, in whatever order its groups finish, is the step that is trained at once."""
+"""Training a step in parts, in whatever order its groups finish, gives the same result as training it at once."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.fsdp.conftest import spec_of
 from tests.fsdp.test_scoring_pass import UNSCORED, played_batch, settings_of
 
 PARTS = ([[0, 1, 2, 3]], [[3], [1, 2], [0]], [[2], [0], [3], [1]])
-"""Groups in the order in which they finish."""
+"""Ways to split a step into parts: the groups of each part, in the order in which they finish."""
 TOLERANCE = 1e-6
-"""Relative L2 of the gradient over all parameters; sums in another order. Seen 3e-7."""
+"""Relative L2 of the gradient over all parameters. Only the order of sums differs; measured: 3e-7."""
 
 
 class RecordingFsdp:
-    """FSDP, whose one rank keeps the gradient that it steps with, and can be told to leave the scale out."""
+    """FSDP whose only rank records the gradient of each step. With `scales=False` it omits the gradient scale."""
 
     def __init__(self, *, scales: bool = True) -> None:
         self.gradients: list[Tensor] = []
@@ -68,7 +68,7 @@ async def stepped(
     scoring: ScoringPass = UNSCORED,
     scales: bool = True,
 ) -> tuple[Tensor, dict[str, float], Tensor]:
-    """The gradient of one step, its metrics and scores by the weights after it; `parts` None: at once."""
+    """The gradient of one step, its metrics, and the scores by the new weights. `parts=None` trains it at once."""
     backend: Any = RecordingFsdp(scales=scales)
     group = await WorkerGroup.launch(backend, spec_of(path))
     settings = settings_of(scoring, groups_per_mini_batch=4, epochs=1)
@@ -122,7 +122,7 @@ async def test_in_whatever_order_groups_finish_the_step_is_the_same(
         found, found_metrics, found_scores = await stepped(checkpoint, played_batch(), parts, **case)
         assert relative(found, expected) <= TOLERANCE
         assert found_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
-        # Adam makes of a last bit up to the learning rate where a gradient is 0.
+        # Where a gradient is 0, Adam can turn a rounding error into a change of up to the learning rate.
         assert (found_scores - scores).abs().max() <= 1e-4
 
 
@@ -139,7 +139,7 @@ async def test_a_step_in_which_nothing_is_trained_moves_nothing(reduction: str, 
 
 
 async def test_a_gradient_that_is_not_divided_at_the_end_is_seen(checkpoint: Path):
-    """Negative control: the scale is left out; the parts' gradients are then those of a sum."""
+    """Negative control: without the scale, the gradient is that of a sum instead of a mean."""
     expected, metrics, _ = await stepped(checkpoint, played_batch(), None)
     found, found_metrics, _ = await stepped(checkpoint, played_batch(), PARTS[1], scales=False)
     assert relative(found, expected) > 10.0
@@ -147,7 +147,7 @@ async def test_a_gradient_that_is_not_divided_at_the_end_is_seen(checkpoint: Pat
 
 
 async def test_weights_of_each_part_alone_are_seen(checkpoint: Path):
-    """Negative control: a mean over each part, added up, weighs groups by who finished with them."""
+    """Negative control: if each part takes its own mean, a group's weight depends on which groups finish with it."""
     expected, _, _ = await stepped(checkpoint, played_batch(), None, reduction="token_mean")
     parts = [await stepped(checkpoint, played_batch(), [groups]) for groups in PARTS[1]]
     found = torch.stack([gradient for gradient, _, _ in parts]).mean(0)

@@ -1,4 +1,4 @@
-"""The critic against plain transformers and a linear layer, one sequence at a time."""
+"""The critic against plain transformers with a linear layer, which compute one sequence at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, num_wa
 
 
 def critic_batch() -> Batch:
-    """Returns around 1 and values around 0, so that some predictions are clipped and some are not."""
+    """A batch with returns around 1 and values around 0, so that some predictions are clipped and some are not."""
     batch, generator = random_batch(LENGTHS), torch.Generator().manual_seed(3)
     values_T, noise_T = 0.1 * torch.randn(2, batch.num_tokens, generator=generator)
     weights_T = batch["loss_mask"].float() / int(batch["loss_mask"].sum())
@@ -35,7 +35,7 @@ def critic_batch() -> Batch:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model that has a head already, so that values are not all zero."""
+    """A base model with a value head, so that values are not all zero."""
     path = make_checkpoint(tmp_path_factory.mktemp("critic"))
     weight = 0.1 * torch.randn(1, 32, generator=torch.Generator().manual_seed(4))
     save_file({"value_head.weight": weight, "value_head.bias": torch.tensor([0.3])}, path / "value_head.safetensors")
@@ -47,7 +47,7 @@ def critic(path: Path, **fields: Any) -> FsdpWorker:
 
 
 class PlainCritic:
-    """transformers' base model and a linear layer."""
+    """The base model of transformers with a linear layer."""
 
     def __init__(self, path: Path):
         self.model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -61,7 +61,8 @@ class PlainCritic:
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0, weight_decay=0.1)
 
     def values(self, tokens_T: Tensor) -> Tensor:
-        """The state before token t is the hidden state of token t − 1; the first token has none."""
+        """Values per token. The value of token t comes from the hidden state of token t − 1; that of the first token is
+        0."""
         hidden_TH = self.model(input_ids=tokens_T[None]).last_hidden_state[0]
         return torch.cat([torch.zeros(1), self.head(hidden_TH[:-1]).squeeze(-1)])
 
@@ -84,7 +85,7 @@ class PlainCritic:
 
 
 def begun_alike(batch: Batch) -> Batch:
-    """Its sequences begin with as much as they hold of the same 20 tokens."""
+    """The batch, with the start of each sequence replaced by the same 20 tokens, or as many of them as fit."""
     tokens_T, start = batch["tokens"].clone(), torch.arange(20)
     for first, length in zip(batch.offsets.tolist(), batch.lengths.tolist(), strict=False):
         tokens_T[first : first + min(20, length)] = start[: min(20, length)]
@@ -109,9 +110,10 @@ def test_values_losses_gradients_and_three_steps_are_those_of_plain_transformers
         expected_T = torch.cat([plain.values(batch["tokens"][a:b]) for a, b in pairwise(bounds)])
     values_T = worker.forward(batch, plan, temperature=0.7)["values"]
     torch.testing.assert_close(values_T, expected_T, rtol=0, atol=1e-5)
-    # Of 2, 23, 40 and 33 tokens but the last ones, 20 that three begin with are computed once.
+    # The sequences have 2, 23, 40 and 33 tokens. Last tokens are no inputs, and the 20 tokens with which three of the
+    # sequences start are computed once.
     assert given == ([1 + 20 + 2 + 19 + 12, 8] if shares else [])
-    # Negative control: the value of the state after the token is far off.
+    # Negative control: values shifted by one token differ clearly.
     assert (values_T[:-1] - expected_T[1:]).abs().max() > 0.1
 
     start = {name: weight.detach().clone() for name, weight in plain.parameters.items()}

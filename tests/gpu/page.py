@@ -1,6 +1,6 @@
-"""What docs/first_gpu_run.md lists: steps and their commands, what is sent back, rows of published times.
+"""Parses docs/first_gpu_run.md: the commands of each step, the files to send back, and the rows of published times.
 
-The page is the one list. Tests on a GPU run its commands; those on a CPU check that the commands exist.
+The page is the only list of these. Tests on a GPU run its commands; tests on a CPU check that the commands exist.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ PAGE = (ROOT / "docs/first_gpu_run.md").read_text()
 
 
 def steps(page: str = PAGE) -> dict[int, list[str]]:
-    """Number → command lines of its shell blocks; a line without a number belongs to the step before."""
+    """Number of a step → its command lines in the page's shell blocks. A line without a number belongs to the step of
+    the line before."""
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)).replace("\\\n", " ")
     found: dict[int, list[str]] = {}
     number = 0
@@ -25,11 +26,11 @@ def steps(page: str = PAGE) -> dict[int, list[str]]:
 
 
 def sent_back(number: int, page: str = PAGE) -> list[Path]:
-    """Files that a step leaves."""
+    """The files that a step writes and that a report includes."""
     (row,) = re.findall(rf"^\| {number} \| .*$", page, flags=re.MULTILINE)
     return [ROOT / path for path in re.findall(r"`(runs/\S+)`", row)]
 
 
 def published_rows(page: str = PAGE) -> list[str]:
-    """Names of the rows of benchmarks/gpu_published_times.py."""
+    """The rows of benchmarks/gpu_published_times.py that the page lists."""
     return re.findall(r"^\| `(\w+:\w+)` \|", page, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The steps of docs/first_gpu_run.md, and the rows of its table, run and say what they are to prove."""
+"""Runs the steps of docs/first_gpu_run.md and the rows of its table, and checks what they print."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SAYS = {
     7: r"runs/gpu_vllm",
     8: r"runs/gpu_megatron",
 }
-"""Step → what its output has. The first one is these tests."""
+"""Number of a step → pattern of its output. Step 1 is missing, because it runs these tests."""
 
 
 def output_of(commands: list[str]) -> str:
-    """Of a shell that runs them in the repository, as a user's would: without what is set for tests."""
+    """The output of the commands in a shell in the repository, without the environment variables set for tests."""
     of_tests = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "RL_CACHE_DIR", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     ran = subprocess.run(
@@ -42,13 +42,13 @@ def output_of(commands: list[str]) -> str:
         text=True,
         check=False,
     )
-    print(ran.stdout)  # what a report sends back
+    print(ran.stdout)  # a report includes this output
     assert ran.returncode == 0, ran.stdout[-3000:]
     return ran.stdout
 
 
 def activation() -> list[str]:
-    """Enters the environment that step 6 makes."""
+    """The command that activates the environment that step 6 creates."""
     return re.findall(r"source \S+", STEPS[6][0])
 
 
@@ -56,7 +56,7 @@ def activation() -> list[str]:
 def test_a_step_of_the_page_runs_and_says_what_it_proves(number: int):
     before = activation() if number > 6 else []
     if before and not (ROOT / before[0].removeprefix("source ")).exists():
-        pytest.skip(f"{before[0]}: step 6 has not made that environment")
+        pytest.skip(f"{before[0]}: the environment is missing; run step 6 first")
     output = output_of([*before, *STEPS[number]])
     assert re.search(SAYS[number], output)
     assert not re.search(r"^(UNTESTED|MISSING)|: failed: ", output, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Megatron with one thing taken away in its ranks' processes: what is kept must be needed, and missed by a test."""
+"""Megatron backends with one fix removed or one fault added in the ranks' processes, which a test must detect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_megatron.backend import MegatronBackend
 
 @attrs.frozen(kw_only=True)
 class ChangedBackend(MegatronBackend):
-    """`MegatronBackend`, whose ranks call a function of this module first."""
+    """`MegatronBackend` whose ranks first call the function of this module that `change` names."""
 
     change: str
 
@@ -21,7 +21,7 @@ class ChangedBackend(MegatronBackend):
 
 @attrs.frozen(kw_only=True)
 class UncheckedBackend(MegatronBackend):
-    """`MegatronBackend` that takes any model; its ranks may call a function of this module first."""
+    """`MegatronBackend` that accepts any model. Its ranks first call the function of this module named by `change`."""
 
     change: str = "_nothing"
 
@@ -84,7 +84,7 @@ def leave_out_loading_of_torch_adam() -> None:
 
 
 def leave_out_gradient_kernel_check() -> None:
-    """What Bridge switches on for DeepSeek, whatever is installed."""
+    """Leaves on the fused gradient kernel that Bridge enables for DeepSeek even where it is not installed."""
     from rl_megatron.model import chunks as model
 
     fields = model._provider_fields
@@ -96,7 +96,7 @@ def leave_out_gradient_kernel_check() -> None:
 
 
 def use_transformer_engines_attention() -> None:
-    """Layers as where Transformer Engine is installed, with an attention that has no kernel on this machine."""
+    """Builds layers as if Transformer Engine were installed. Its attention raises, as without a kernel."""
     from rl_megatron.model import layers
 
     block_spec, local = layers.get_gpt_decoder_block_spec, layers._local
@@ -118,7 +118,7 @@ def use_transformer_engines_attention() -> None:
 
 
 def use_fused_adam() -> None:
-    """Megatron with an optimizer that is none of torch's: where Transformer Engine is installed."""
+    """Makes Megatron use `FusedAdam`, as if Transformer Engine were installed."""
     import megatron.core.optimizer as optimizers
     from megatron.core.optimizer import distrib_optimizer
 
@@ -142,14 +142,15 @@ def use_fused_adam_without_states() -> None:
 
 
 def leave_out_steps() -> None:
-    """Nobody says how many steps the moments have seen."""
+    """Does not restore the optimizer's number of steps."""
     from rl_megatron.rank.optimizer import Optimizer
 
     Optimizer.set_steps = lambda self, steps_done: None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def mark_as_transformer_engine() -> None:
-    """Weights marked as by Transformer Engine and what Megatron tells it: experts are no shards, copies are."""
+    """Marks weights as Transformer Engine does with Megatron's arguments: experts as not sharded, replicated weights as
+    sharded over tensor ranks."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from rl_megatron.model.linear import ReplicatedLinear
@@ -190,7 +191,7 @@ def leave_out_frequencies() -> None:
 
 
 def leave_out_rotary() -> None:
-    """What Bridge and Megatron make of the rotary embedding, but for its base."""
+    """Leaves the rotary embedding to Bridge and Megatron, except for its base."""
     from rl_megatron.model import chunks as model
 
     model.rotary_fields = lambda config, is_latent: {"rotary_base": config.rope_parameters["rope_theta"]}
@@ -198,7 +199,7 @@ def leave_out_rotary() -> None:
 
 
 def leave_out_group_scores() -> None:
-    """Megatron's own choice of experts."""
+    """Uses Megatron's own choice of experts."""
     from megatron.core.transformer.moe.moe_utils import group_limited_topk
 
     from rl_megatron.routes import router_replay
@@ -212,7 +213,7 @@ def leave_out_group_scores() -> None:
 
 
 def recompute_by_own_choice() -> None:
-    """In backward a router chooses by itself again, whatever was chosen in the forward pass."""
+    """During recomputation, routers choose experts again instead of repeating the choices of the forward pass."""
     from rl_megatron.routes.router_replay import RouterChoices
 
     choose = RouterChoices.get_replay_topk
@@ -227,12 +228,13 @@ def recompute_by_own_choice() -> None:
 
 
 def count_layers_within_chunks() -> None:
-    """A router reads the routes of the layer that has its number within its chunk of the model."""
+    """Routers read the wrong layer's routes: they take a layer's index within its model chunk for its index in the
+    model."""
     _count_layers(lambda chunks, choices: next(of.index(choices) for of in chunks if choices in of))
 
 
 def count_layers_with_experts() -> None:
-    """A router reads the routes as if dense layers had none."""
+    """Routers read the wrong layer's routes: they skip dense layers when they count."""
     _count_layers(lambda chunks, choices: choices.layer - 1)
 
 
@@ -249,7 +251,7 @@ def _count_layers(layer_of) -> None:
 
 
 def declare_layers_within_chunks() -> None:
-    """A rank asks for the routes of its layers as if the model began with each of its chunks."""
+    """Ranks request the wrong layers' routes: they use layer indices within each model chunk."""
     from rl_megatron.rank.worker import MegatronWorker
 
     MegatronWorker.route_layers = lambda self: sorted(
@@ -270,7 +272,7 @@ def leave_out_model_fields() -> None:
 
 
 def leave_out_initialisation() -> None:
-    """Weights without Megatron's marks of what is split over tensor ranks."""
+    """Weights lack Megatron's marks that say which of them are split over tensor ranks."""
     from rl_megatron.model import chunks as model
 
     fields = model._provider_fields
@@ -296,7 +298,7 @@ def leave_out_norm_mark() -> None:
 
 
 def split_contiguously() -> None:
-    """Context ranks take contiguous parts of each sequence where attention expects mirrored chunks."""
+    """Context ranks take contiguous parts of each sequence, although attention expects mirrored chunks."""
     from itertools import pairwise
 
     import numpy as np

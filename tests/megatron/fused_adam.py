@@ -1,8 +1,8 @@
 """A stand-in for Transformer Engine's FusedAdam, which runs on GPUs only.
 
-What Megatron and a worker see of that is kept: it is no optimizer of torch's, moments are made by the first step that
-finds none, the number of steps lies in the parameter group, a group without parameters is not counted, and a state
-that is loaded is copied into memory of its own.
+It behaves like FusedAdam towards Megatron and the worker: it is not one of torch's optimizers; the first step creates
+the moments if they are missing; the number of steps is in the parameter group, and is not counted in a group without
+parameters; loading a state copies it into new memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW in float32."""
+    """AdamW in float32, with the interface of Transformer Engine's FusedAdam."""
 
     def __init__(
         self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, adam_w_mode: bool

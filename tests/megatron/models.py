@@ -1,4 +1,4 @@
-"""Configurations of models: tiny ones of each type, and the fields of published ones."""
+"""Configurations of tiny models: one of each type, and others with the additional fields of published models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LATENT: dict[str, Any] = {"family": "deepseek_v3", **UNTIED}
 
 
 def config_of(model_type: str, **fields: Any) -> dict[str, Any]:
-    """A `config.json` of an accepted type."""
+    """The `config.json` of a tiny model of an accepted type. `fields` replace or add fields."""
     return {
         "model_type": model_type,
         "architectures": [ARCHITECTURES[model_type]],

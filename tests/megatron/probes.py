@@ -1,4 +1,4 @@
-"""A Megatron backend whose ranks also say what the contract does not ask of them."""
+"""A Megatron backend whose ranks also report internal state that the contract does not expose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_megatron.backend import MegatronBackend
 
 @attrs.frozen(kw_only=True)
 class ProbedBackend(MegatronBackend):
-    """`MegatronBackend`, with a `ProbedWorker`."""
+    """`MegatronBackend` that creates a `ProbedWorker`."""
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         self.validate(spec, rank.world_size)
@@ -30,7 +30,7 @@ probed = ProbedBackend()
 
 
 def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
-    """Megatron is imported in the rank's process only."""
+    """Creates a `ProbedWorker`. Imports Megatron here, because only a rank's process may import it."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.transformer.moe.router import TopKRouter
@@ -51,14 +51,14 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
                 yield
 
     class ProbedWorker(MegatronWorker):
-        """Returns the routes of every scoring pass."""
+        """A worker that returns the routes of every scoring pass, and reports more by its methods."""
 
         def __init__(self, spec: WorkerSpec, rank: RankInfo):
             super().__init__(spec, rank)
             self.routing = RecordingRouting(self.chunks, self.place, spec, self.bridge.hf_pretrained.config.to_dict())
 
         def tokens_per_expert(self) -> Mapping[int, Tensor]:
-            """Layer → what this rank's router counted for its expert bias."""
+            """Layer → tokens per expert that this rank's router counted for its expert bias."""
             found = {}
             for chunk in self.chunks:
                 for module in chunk.modules():
@@ -68,24 +68,24 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
             return found
 
         def give_back_optimizer(self) -> None:
-            """What `offload(optimizer)` does on an accelerator."""
+            """Frees the optimizer's memory as `offload(optimizer=True)` does on an accelerator."""
             self.give_back(parameters=False, optimizer=True)
 
         def bytes_of_parameters_and_optimizer(self) -> tuple[int, int]:
-            """That this rank holds: of parameters, and of moments."""
+            """Bytes of parameters and bytes of optimizer state that this rank holds."""
             assert self.optimizer is not None
             own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self._parameter_memory()}
             states = [t.untyped_storage() for t in self.optimizer.state_tensors()]
             return sum(own.values()), sum(s.nbytes() for s in states if s.data_ptr() not in own)
 
         def gathered_optimizer_bytes(self) -> int:
-            """Of main parameters and moments, that this rank gathers when it saves a state."""
+            """Bytes of main parameters and moments that this rank gathers when it saves a state."""
             state = _sharded_state(self.chunks, self.optimizer, is_loading=False)["optimizer"]
             parts = [p for p in nested_values(state) if isinstance(p, ShardedTensor | ShardedTensorFactory)]
             return sum(part.data.nbytes for part in parts)
 
         def object_collectives_of_exports(self, count: int) -> list[int]:
-            """How often ranks exchange Python objects in each of so many exports of the weights."""
+            """Exports the weights `count` times. Returns how often ranks exchange Python objects in each export."""
             names = ("all_gather_object", "broadcast_object_list")
             kept, calls, found = [getattr(dist, name) for name in names], [], []
             try:
@@ -101,29 +101,30 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
             return found
 
         def tensors_that_a_new_export_has_otherwise(self) -> list[str]:
-            """Names of those in which the kept export differs from one that is made now."""
+            """Names of the tensors in which the worker's cached export differs from a new one."""
             kept = {name: tensor.clone() for name, tensor in self._exported(self.export)}
             new = dict(self._exported(WeightExport(self.bridge, self.chunks)))
             return sorted(name for name in kept.keys() | new.keys() if not torch.equal(kept[name], new[name]))
 
         def kept_choices(self) -> int:
-            """Choices that wait to be computed again; and routers that Megatron's own list would share."""
+            """Number of choices still kept for recomputation, plus number of routers in Megatron's global list. Both
+            should be 0."""
             chunks = self.routing._chunks
             assert chunks is not None
             return sum(len(choices.kept) for choices in chunks._all) + len(RouterReplay.global_router_replay_instances)
 
         def untouched_second_model(self) -> bool:
-            """Another model of this process has routers that choose by themselves."""
+            """Whether the routers of another model in this process choose experts themselves."""
             chunks = build_chunks(self.bridge, self.spec, self.place)
             routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
             return bool(routers) and all(router.router_replay is None for router in routers)
 
         def num_parameters(self) -> int:
-            """Elements of this rank's parameters, a shared one once."""
+            """Number of elements of this rank's parameters; a shared parameter counts once."""
             return sum({id(p): p.numel() for chunk in self.chunks for p in chunk.parameters()}.values())
 
         def forward_backward_measured(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> int:
-            """Bytes of the activations that were kept for backward at once, at most."""
+            """Peak bytes of the activations that are kept for the backward pass."""
             return _peak_of_kept_bytes(
                 lambda: self.forward_backward(batch, plan, loss, temperature=temperature),
                 {p.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()},
@@ -138,7 +139,7 @@ def _counted(calls: list[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _peak_of_kept_bytes(run: Any, parameters: set[int]) -> int:
-    """Storages that autograd holds, each once, parameters left out."""
+    """Peak bytes of the storages that autograd keeps. Each counts once, and parameters do not count."""
     live: dict[int, tuple[int, int]] = {}
     total = peak = 0
 

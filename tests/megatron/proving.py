@@ -1,4 +1,4 @@
-"""Proofs one after the other, each in a process that is forked from one which has imported everything."""
+"""Runs model proofs one after another, each in a new process forked from a server that has imported everything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHERE = "trainer.policy.model.path"
 
 
 def spec_of(path: str, **changes: Any) -> WorkerSpec:
-    """Of a policy on Megatron."""
+    """The spec of a policy on Megatron."""
     return WorkerSpec(
         **{
             "role": "policy",
@@ -40,12 +40,12 @@ def spec_of(path: str, **changes: Any) -> WorkerSpec:
 
 
 def proofs() -> Pool:
-    """A context; give it `proved` to apply."""
+    """A pool, used as a context manager, in which each `pool.apply(proved, …)` gets a new process."""
     return fork_server().Pool(processes=1, maxtasksperchild=1, initializer=gc.freeze)
 
 
 def proved(backend: MegatronBackend, config: dict[str, Any], **changes: Any) -> Differences | str:
-    """Differences between the backend and transformers for a `config.json`, or why one of them cannot run it."""
+    """The differences between the backend and transformers for a `config.json`, or the error if one cannot run it."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         try:
@@ -54,10 +54,10 @@ def proved(backend: MegatronBackend, config: dict[str, Any], **changes: Any) -> 
             return compare(ProofJob(backend=backend, spec=spec, config=read.to_dict(), where=WHERE))
         except ConfigError as error:
             return str(error)
-        except Exception as error:  # the proof's process answers whatever is raised
+        except Exception as error:  # as in a proof's process, every error is a result
             return f"{type(error).__name__}: {error}"
 
 
 def complaint_of(found: Differences | str) -> str | None:
-    """What a proof with this outcome says; None: the model is computed as by transformers."""
+    """The complaint of a proof with this outcome; None if Megatron computes the model like transformers."""
     return found if isinstance(found, str) else found.complaint()

@@ -1,4 +1,4 @@
-"""Which queries are attended together with which keys, and by whom."""
+"""Attention over packed sequences: which queries see which keys, on each context rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_token_of_a_rank_is_one_query_that_sees_its_segment_up_to_itself(s
 
 
 class OneOfRanks:
-    """A process group as one context rank sees it."""
+    """A process group that reports one context rank and the group's size."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = lambda: rank, lambda: size
@@ -45,7 +45,7 @@ def attention(rank: int, size: int) -> CoreAttention:
 
 
 def slow_attention(query: Tensor, key: Tensor, value: Tensor, boundaries: np.ndarray) -> Tensor:
-    """[tokens, heads · size]: softmax over an explicit mask over the whole stream."""
+    """Softmax attention with an explicit mask over the whole stream: [tokens, heads · size]."""
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     segment = torch.from_numpy(np.repeat(np.arange(len(boundaries) - 1), np.diff(boundaries)))
     seen = (segment[:, None] == segment).tril()
@@ -65,7 +65,7 @@ def test_outputs_and_gradients_are_those_of_a_mask_over_the_stream(size, kv_head
     held = [torch.from_numpy(context_positions(boundaries, rank, size)) for rank in range(size)]
     outputs = torch.zeros_like(expected)
     for rank, own in enumerate(held):
-        # What gathering from the other ranks gives: the whole, rank by rank.
+        # Gathering from all ranks gives the whole tensor, ordered by rank.
         by_rank = iter([tensor[torch.cat(held)] for tensor in inputs[1:]])
         monkeypatch.setattr("rl_megatron.model.attention._gather", lambda _tensor, _group, whole=by_rank: next(whole))
         segments = Segments.of(boundaries, torch.device("cpu"))

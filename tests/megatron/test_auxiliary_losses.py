@@ -1,4 +1,4 @@
-"""Load-balancing losses: the gradient they add does not depend on the mesh, and is that of their mean over tokens."""
+"""Load-balancing losses add the gradient of their mean over tokens, on every mesh."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def gradients(group: RankGroup, batch: Any) -> dict[str, Tensor]:
 
 
 def balancing_loss(case: Case, tokens_T: Tensor) -> Tensor:
-    """0.1 · E · Σ_e f_e P_e of each layer (Fedus et al. 2021, arXiv 2101.03961, eq. 4), f of K choices per token."""
+    """0.1 · E · Σ_e f_e P_e, summed over layers (Fedus et al. 2021, arXiv 2101.03961, eq. 4). f_e is the share of
+    expert e among the K choices of all tokens."""
     seen: list[Tensor] = []
     modules = list(routers(case.reference.model).values())
     handles = [module.register_forward_hook(lambda _m, _a, out: seen.append(out[0])) for module in modules]
@@ -65,7 +66,7 @@ def test_its_gradient_is_that_of_the_formula(case: Case):
     assert expected[name].norm() > 1e-4
     for name, gradient in expected.items():
         found = balanced[name] - plain[name]
-        # Two gradients of size up to 10 in float32 are subtracted.
+        # The difference of two float32 gradients with values up to 10.
         torch.testing.assert_close(found, gradient, rtol=1e-3, atol=2e-5, msg=name)
 
 
@@ -85,4 +86,4 @@ def test_it_is_reported_for_all_layers_and_for_each(case: Case):
     layers = [metrics[f"moe_load_balancing_loss_layer_{layer}"] for layer in (0, 1)]
     total, weight = metrics["moe_load_balancing_loss"]
     assert total / weight == pytest.approx(sum(value / count for value, count in layers) / 2)
-    assert total / weight >= 1.0 - 1e-3, "1 is perfect balance"
+    assert total / weight >= 1.0 - 1e-3, "the loss must be at least 1, its value at perfect balance"

@@ -1,7 +1,7 @@
-"""Faults of Megatron-LM issue 7452 that concern what is used here, each as far as it could reach us.
+"""A fault of Megatron-LM issue 7452 that could affect this backend: finding 9, losses divided by the number of trained
+tokens of one context rank.
 
-Most are refused or not called (docs/megatron.md); what is left is finding 9, losses divided by the trained tokens that
-one context rank holds.
+The other findings concern settings that are refused or code that is not called (docs/megatron.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PRELOADED["rl_megatron.rank.worker"] = None
 
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_a_token_alone_has_one_process_gradient_whichever_context_rank_has_it(tmp_path, is_packed):
-    """Each token in turn is the only one that is trained on: the other rank then counts none."""
+    """Trains on a single token, for several tokens, so that the other context rank has no trained token."""
     variant = Variant(
         world_size=2, options=MegatronOptions(context_parallel_size=2), spec={"use_sample_packing": is_packed}
     )
@@ -34,4 +34,6 @@ def test_a_token_alone_has_one_process_gradient_whichever_context_rank_has_it(tm
             found, expected = group.gradients(), case.reference.gradients()
             error = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()]).norm()
             size = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-            assert error < 1e-5 * size, "gradients add up; as in the suite, float32 in another order"
+            assert error < 1e-5 * size, (
+                "the ranks' gradients must add up to that of one process, up to float32 rounding"
+            )

@@ -1,8 +1,8 @@
 """Megatron passes the suite that every backend must pass, on every kind of mesh that it offers.
 
-Two data-parallel ranks run all checks; one rank, the ways to split a model, and their mixtures, those behind
-`docs/parity.md`. Of each kind of mixture one is in `make test`; `make parity` runs all. Models with experts follow
-given routes, since rounding could tip a router's own choice.
+Two data-parallel ranks run all checks. A single rank, each way to split a model, and combinations of these run only the
+checks behind `docs/parity.md`. `make test` runs one combination of each kind, `make parity` all of them. In models with
+experts, routes are forced, because rounding could change a router's choice.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DEEPSEEK = UNTIED | {"family": "deepseek_v3", "num_hidden_layers": 4}
 
 
 def mesh(world_size: int, checkpoint: dict[str, Any] = UNTIED, **options: int) -> Variant:
-    """A dense model on this mesh."""
+    """A variant with a dense model on a mesh of these sizes."""
     return Variant(world_size=world_size, checkpoint=checkpoint, options=MegatronOptions(**options), parity_only=True)
 
 
 def routed(world_size: int, checkpoint: dict[str, Any] = QWEN_MOE, **options: int) -> Variant:
-    """A model with experts on this mesh."""
+    """A variant with experts and forced routes on a mesh of these sizes."""
     return attrs.evolve(
         mesh(world_size, checkpoint),
         options=MegatronOptions(moe_enable_routing_replay=True, **options),
@@ -38,7 +38,7 @@ def routed(world_size: int, checkpoint: dict[str, Any] = QWEN_MOE, **options: in
 
 
 def further(variant: Variant, **changes: Any) -> Variant:
-    """One that only `make parity` runs."""
+    """A variant that only `make parity` runs."""
     return attrs.evolve(variant, parity_only=True, marks=("parity",), **changes)
 
 

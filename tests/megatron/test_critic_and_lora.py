@@ -1,4 +1,4 @@
-"""A critic and adapters, split in every way: what they compute is what transformers makes of what they save."""
+"""A critic and adapters, on every kind of mesh: they compute the same as transformers with the saved files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def start(case: Case, mesh: str, *, lora_type: Any = "lora", **fields: Any) -> RankGroup:
-    # Each expert has adapters of its own then, with Transformer Engine too.
+    # moe_grouped_gemm=False gives each expert its own adapters, with Transformer Engine too.
     options = MegatronOptions(lora_config=LoraOptions(lora_type=lora_type), moe_grouped_gemm=False, **MESHES[mesh])
     spec = attrs.evolve(case.spec, options=options, **fields)
     group = RankGroup(megatron, spec, 2 if MESHES[mesh] else 1, directory=case.directory, timeout_s=120)
@@ -59,7 +59,7 @@ def train(group: RankGroup, batch: Batch, loss: LossSpec, count: int) -> list[fl
 
 
 def values_of(directory: Path, batch: Batch) -> Tensor:
-    """From the saved model, by transformers and one product."""
+    """Values that transformers and the saved head compute."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, ignore_mismatched_sizes=True).eval()
     head = load_file(directory / "value_head.safetensors")
     values_T, bounds = torch.zeros(batch.num_tokens), batch.offsets.tolist()
@@ -109,7 +109,7 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
     expected = first.weights()
     moved = max(float((expected[name] - base[name]).abs().max()) for name in base)
     assert moved >= 1e-3
-    assert expected["model.norm.weight"].equal(base["model.norm.weight"]), "what has no adapter is frozen"
+    assert expected["model.norm.weight"].equal(base["model.norm.weight"]), "weights without an adapter must stay frozen"
     first.call(Worker.save_model, tmp_path / "1")
     scores = first.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
     first.close()
@@ -156,7 +156,7 @@ def test_adapters_of_experts_are_what_merging_adds(lora_type: Any, tmp_path: Pat
 
 
 def merge_by_peft(case: Case, adapter: Path, directory: Path) -> None:
-    """The base with the adapters of that directory, as peft reads and merges them."""
+    """Loads the adapters in `adapter` with peft, merges them into the base model, and saves the result."""
     base = AutoModelForCausalLM.from_pretrained(case.spec.model.path, dtype=torch.float32)
     model: Any = peft.PeftModel.from_pretrained(base, adapter)
     model.merge_and_unload().save_pretrained(directory)

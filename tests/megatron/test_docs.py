@@ -1,4 +1,4 @@
-"""The generated page is current, and the image is built as the documentation says."""
+"""docs/megatron.md is up to date, and the image is built by the documented steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def pip_steps(text):
-    """`pip` commands, in order."""
+    """The `pip` commands in a README or Dockerfile, in order."""
     return re.findall(r"^(?:RUN )?(pip .*)$", text, flags=re.MULTILINE)
 
 
 def test_the_layout_page_is_what_the_layout_draws():
-    assert (ROOT / "docs/megatron.md").read_text() == page(), "docs/megatron.md is not current: make docs"
+    assert (ROOT / "docs/megatron.md").read_text() == page(), "docs/megatron.md is out of date: run `make docs`"
 
 
 def test_the_page_is_about_sixteen_ranks_and_names_each():

@@ -1,4 +1,4 @@
-"""Weights are exported any number of times; how each is put together is found out once."""
+"""Only the first export of weights finds out how tensors are assembled; later exports reuse this."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_stages_ask_each_other_in_the_first_export_alone(tmp_path, lora):
     with open_case(probed, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
         group = case.start(attrs.evolve(case.spec, model=attrs.evolve(case.spec.model, lora=lora)))
         for first, *later in group.call(SuiteHost.ask, "object_collectives_of_exports", 3):
-            assert first > 20, "several for each tensor"
+            assert first > 20, "the first export must exchange objects several times per tensor"
             assert later == [0, 0]
 
 
 def test_what_was_found_out_serves_for_weights_and_gradients_after_a_step(tmp_path):
-    """In bfloat16: gradients are float32, another dtype than the weights."""
+    """Runs in bfloat16, where weights and gradients (float32) have different dtypes."""
     variant = Variant(world_size=2, checkpoint=MOE, options=STAGES)
     with open_case(probed, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
         group = case.start(attrs.evolve(case.spec, bf16=True))

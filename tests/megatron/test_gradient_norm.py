@@ -1,4 +1,4 @@
-"""The norm of the gradients counts each weight once, whatever Transformer Engine's modules say of their weights."""
+"""The gradient norm counts each weight once, however Transformer Engine's modules mark their weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ MESH = MegatronOptions(
     tensor_model_parallel_size=2,
     expert_model_parallel_size=2,
     expert_tensor_parallel_size=1,
-    # Far more padding than gradients in this model.
+    # In this model, buckets then have far more padding than gradients.
     ddp_config=DdpOptions(pad_buckets_for_high_nccl_busbw=True),
 )
 
 
 def relative_error(change: str, directory) -> float:
-    """Of a model with latent attention and experts, whose tensor ranks hold both copies and whole experts."""
+    """The relative error of the gradient norm. The model has latent attention and experts, so that tensor ranks hold
+    both replicated weights and whole experts."""
     backend = ChangedBackend(change=change)
     variant = Variant(world_size=2, options=MESH, checkpoint={"family": "deepseek_v3"})
     with open_case(backend, MegatronOptions(), variant, directory, timeout_s=120) as case:

@@ -1,5 +1,5 @@
-"""The proof of a model on a small copy: it passes what Megatron computes as transformers does. Without any other check
-it finds what it does not, what it cannot build, and each fault that is repaired here once the repair is taken away."""
+"""The model proof on a small copy accepts models that Megatron computes like transformers. Without any other check it
+detects models that Megatron computes differently or cannot build, and each fault whose fix is removed."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ BUILT = {
     "gemma2",
     "mistral",
 }
-"""Of these, those that run; the others cannot be built, by Megatron or by transformers."""
+"""The models of WRONG that run. The others cannot be built by Megatron or by transformers."""
 REPAIRED = {
     "leave_out_rotary": (
         "yarn, qwen2",
@@ -211,7 +211,7 @@ RIGHT["a padding token"] = config_of("qwen3", pad_token_id=3)
 
 @pytest.fixture(scope="module")
 def prove():
-    """What the proof says of a `config.json`; None: it is right."""
+    """A function that returns the proof's complaint about a `config.json`, or None."""
     with proofs() as pool:
 
         def complaint(backend: Any, config: dict[str, Any], **changes: Any) -> str | None:
@@ -256,12 +256,12 @@ def test_an_option_that_changes_the_numbers_is_part_of_the_proof(prove):
     assert prove(UncheckedBackend(), config, options=mesh) is None
 
 
-# --- the note of a proof --------------------------------------------------------------------------------------------
+# --- records of proofs ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """Where proofs are noted."""
+    """The directory in which proofs are recorded."""
     monkeypatch.setenv(model_proof.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(model_proof, "_proved_here", set())
     return tmp_path / "cache" / "model_proofs"
@@ -295,7 +295,7 @@ def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, 
     whole = note.read_text()
     for torn in ("", whole[:-3], whole.replace(note.stem[:8], "0" * 8), "[]"):
         note.write_text(torn)
-        monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("as a second start would"))
+        monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("the proof ran"))
         with pytest.raises(pytest.fail.Exception):
             start()
     monkeypatch.setattr(model_proof, "_compare_in_process", counted)
@@ -306,7 +306,7 @@ def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["Qwen3-8B", "DeepSeek-V3, without quantisation"])
 def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_none(kept, tmp_path, name):
-    """Not of a clock: others may use the machine too."""
+    """Measures CPU time, because other processes may use the machine too."""
     (tmp_path / "config.json").write_text(json.dumps(RIGHT[name]))
 
     def processor_seconds() -> float:
@@ -320,7 +320,7 @@ def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_n
         return processor_seconds() - before
 
     first, second = seconds_of_a_start(), seconds_of_a_start()
-    print(f"\n{name}: {first:.1f} s of a processor, then {second:.1f} s")
+    print(f"\n{name}: {first:.1f} s of CPU time, then {second:.1f} s")
     assert 1 < first < 15
     assert second == 0
 
@@ -363,7 +363,7 @@ def test_without_a_place_for_notes_one_process_proves_once(model, tmp_path, monk
     monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: model_proof_differences())
     assert require_proof(megatron, model) is None
     assert "RL_CACHE_DIR" in caplog.text
-    monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("it was proved"))
+    monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("the proof ran again"))
     assert require_proof(megatron, model) is None
 
 

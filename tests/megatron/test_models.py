@@ -1,4 +1,4 @@
-"""Families of models: what Megatron computes of them is what transformers does, and it gives their weights back."""
+"""Model families: Megatron computes the same as transformers, and exports the weights that it loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 16384,
         "rope_parameters": {
             "rope_type": "llama3",
-            # Of a head's four frequencies two are left as they are, one is scaled in part, one whole.
+            # Of a head's four frequencies, two are unscaled, one is partly scaled, and one is fully scaled.
             "rope_theta": 1e6,
             "factor": 8.0,
             "low_freq_factor": 1.0,
@@ -91,7 +91,7 @@ def test_scores_and_weights_are_those_of_transformers_on_two_ranks(name: str, tm
         group = case.start()
         found = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
         for score, expected_T in expected_scores(case.reference, case.batch).items():
-            # 27 layers of float32 sums round to some 5e-6.
+            # Rounding of float32 sums over 27 layers is about 5e-6.
             torch.testing.assert_close(found[score], expected_T, rtol=0, atol=3e-5, msg=score)
         exported, expected = group.weights(), weights(case.reference)
         assert set(exported) == set(expected)
@@ -109,7 +109,7 @@ def test_bfloat16_keeps_float32_sums_and_scores_as_transformers_does(tmp_path: P
         group = case.start()
         found = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
         expected = expected_scores(case.reference, case.batch)["logprobs"]
-        # bfloat16 has 8 bits: logits of size 4 are off by some 0.02.
+        # bfloat16 has a mantissa of 8 bits, so logits of about 4 have errors of about 0.02.
         assert (found - expected).abs().max() < 0.3
         losses = []
         for _ in range(6):
@@ -119,7 +119,7 @@ def test_bfloat16_keeps_float32_sums_and_scores_as_transformers_does(tmp_path: P
         assert losses[-1] < losses[0]
         assert {tensor.dtype for tensor in group.weights().values()} == {torch.bfloat16}
         for _ in range(2):
-            # Looking at gradients leaves the parameters alone, so that the next ones count as well.
+            # Reading gradients must not change the parameters, so the second ones must be right as well.
             group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
             gradients = group.gradients()
             assert {tensor.dtype for tensor in gradients.values()} == {torch.float32}

@@ -1,4 +1,4 @@
-"""Each fix of another library, and each thing that parallel numbers rest upon, is needed: without it the suite's
+"""Each fix of another library, and each step on which parallel numbers depend, is needed: without it the suite's
 comparison fails."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OTHER_BASE = DENSE | {"rope_parameters": {"rope_type": "default", "rope_theta": 
 def start(
     change: str, tmp_path: Path, request: pytest.FixtureRequest, checkpoint: dict[str, Any] = DENSE, **sizes: int
 ) -> tuple[Case, RankGroup]:
-    """Ranks of the smallest mesh of these sizes, changed."""
+    """Starts one rank, or two if `sizes` names a mesh, with the change that `change` names."""
     options = MegatronOptions(**sizes)
     world_size = 2 if sizes else 1
     variant = Variant(world_size=world_size, checkpoint=checkpoint)
@@ -44,7 +44,7 @@ def start(
 
 
 def gradient_error(case: Case, group: RankGroup) -> float:
-    """L2 of the difference over L2, all parameters together."""
+    """L2 norm of the difference divided by that of the expected gradients, over all parameters together."""
     group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
     backward(case.reference, case.batch, LOSS)
     expected, found = case.reference.gradients(), group.gradients()

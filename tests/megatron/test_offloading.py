@@ -1,4 +1,4 @@
-"""Memory that is given back comes back with what was in it, and every view of it is whole again."""
+"""Offloaded memory returns with its contents, and every view of it is valid again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_views_of_one_memory_are_copied_once_and_stay_valid():
     assert not copy.is_out
     assert views[0].tolist() == [[0, 1], [2, 3]]
     assert views[1].equal(torch.arange(4.0, 12.0))
-    assert gradients.equal(torch.zeros(5)), "what was only dropped is zero, as after a step"
+    assert gradients.equal(torch.zeros(5)), "memory that was dropped without a copy must be zero, as after a step"
 
 
 def test_coming_back_twice_does_nothing():
@@ -44,8 +44,8 @@ def test_coming_back_twice_does_nothing():
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_an_optimizer_that_leaves_takes_no_parameter_along(tmp_path: Path, bf16: bool):
-    """In float32 the optimizer's parameters are pieces of the model's, which is used meanwhile; in bfloat16 they are
-    copies, which leave."""
+    """In float32 the optimizer's parameters are views of the model's, which stays in use; in bfloat16 they are copies,
+    which are offloaded."""
     weights = []
     with open_case(probed, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
         for leaves in (False, True):

@@ -1,4 +1,4 @@
-"""Noise on a Megatron model: of every parameter, the same on every mesh, gone bit for bit."""
+"""Noise on a Megatron model covers every parameter, is the same on every mesh, and is removed exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_megatron import MegatronOptions, megatron
 PRELOADED["rl_megatron.rank.worker"] = None
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
-DENSE = {"num_hidden_layers": 4, "vocab_size": 51}  # odd: tensor ranks have a row of padding
+DENSE = {"num_hidden_layers": 4, "vocab_size": 51}  # odd, so that tensor ranks have a row of padding
 MOE = DENSE | {"family": "qwen3_moe", "tie_word_embeddings": False}
 MESHES: dict[str, tuple[dict[str, Any], tuple[tuple[int, dict[str, int]], ...]]] = {
     "dense": (DENSE, ((2, {}), (4, {TP: 2, PP: 2}), (2, {PP: 2, VPP: 2}))),
@@ -56,12 +56,13 @@ def test_every_mesh_makes_the_same_noise_of_the_stated_size(case: Case, request:
     weights, expected, other = group.weights(), noise_of(group, 1), noise_of(group, 2)
     group.close()
     for name, noise in expected.items():
-        # Query, key and value, or gate and up, are one parameter here, and those of these models are equally large.
+        # Megatron fuses query, key and value, and gate and up, into one parameter. In these models their weights have
+        # the same scale.
         rms = float(weights[name].square().mean().sqrt())
         deviation = 0.5 * max(rms, weights[name].shape[-1] ** -0.5)
         four_sigma = 4 * (2 * noise.numel()) ** -0.5
         assert float(noise.std()) == pytest.approx(deviation, rel=0.05 + four_sigma), name
-        assert not torch.equal(noise, other[name]), "another seed, the same noise"
+        assert not torch.equal(noise, other[name]), "different seeds gave the same noise"
     seen = [noise.flatten()[:8].tolist() for noise in expected.values()]
     assert len({tuple(first) for first in seen}) == len(seen), "two parameters got the same noise"
     _, meshes = MESHES[request.node.callspec.params["case"]]
@@ -70,7 +71,7 @@ def test_every_mesh_makes_the_same_noise_of_the_stated_size(case: Case, request:
         found = noise_of(group, 1)
         group.close()
         for name, noise in expected.items():
-            # What is added is rounded to the weight's own precision.
+            # The noise is rounded to the precision of the weight to which it is added.
             torch.testing.assert_close(found[name], noise, rtol=0, atol=1e-6, msg=f"{options}: {name}")
 
 

@@ -1,4 +1,4 @@
-"""`rl plan` against ranks that ran: parameters exactly, activations within a factor."""
+"""`rl plan` against real ranks: it predicts parameters exactly, and activations within a factor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.probe
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 FACTOR = 2.0
-"""How far an estimate of activations may be off: attention kernels and gathers keep more or less than is counted."""
+"""Largest ratio between planned and measured activations: attention kernels and gathers keep more or less than the plan
+counts."""
 CASES = {
     "dense, one rank": (1, {}, {}, {"num_hidden_layers": 4}),
     "untied, tp2": (2, {TP: 2}, {}, {"num_hidden_layers": 4, "tie_word_embeddings": False}),
@@ -67,7 +68,7 @@ def test_ranks_hold_what_was_planned(name, tmp_path):
         assert group.call(SuiteHost.ask, "num_parameters") == [plan.num_parameters for plan in plans]
 
         if case.spec.role == "critic":
-            return  # the suite's batch has no returns to train one with
+            return  # the suite's batch has no returns, so it cannot train a critic
         call = group.ranks.call_on_parts(
             SuiteHost.ask_on_part, case.batch, parts, "forward_backward_measured", LOSS, temperature=TEMPERATURE
         )

@@ -1,5 +1,5 @@
-"""Configurations drawn at random, sensible and not: each is refused with a reason before anything starts, or takes a
-step that equals plain transformers'. None crashes, none hangs."""
+"""Random configurations, sensible or not: each is refused with a reason before anything starts, or takes the same step
+as plain transformers. None crashes or hangs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from rl_megatron.checks.refusals import refuse
 
 PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker"]))
 NUM_QUICK, NUM_ALL = 16, 200
-"""Among the quick ones is seed 15, in which a recomputed stage answers with a transposed view."""
+"""The quick ones include seed 15, in which a recomputed pipeline stage returns a transposed view."""
 LIMITS = MicroBatchLimits(max_tokens=72)
-"""The suite's 70 tokens do not take its longest sequence where six ranks that split sequences pad it to 72."""
+"""The suite's limit of 70 tokens is too small where six ranks split sequences, because they pad the longest sequence to
+72."""
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
-"""Relative, in float32, as for the meshes that are tested one by one."""
+"""Relative, in float32, the same as in the conformance suite."""
 PASSED: tuple[dict[str, Any], ...] = (
     {"sequence_parallel": False},
     {"batch_p2p_comm": True},
@@ -37,12 +38,12 @@ PASSED: tuple[dict[str, Any], ...] = (
     {"num_layers": 3},
     {"no_such_field": 1},
 )
-"""Sections of `transformer_config_kwargs`; some run, most are wrong alone or on some meshes."""
+"""Values of `transformer_config_kwargs`. Some run; most are wrong, always or on some meshes."""
 
 
 @attrs.frozen(kw_only=True)
 class Drawn:
-    """One configuration."""
+    """A random configuration."""
 
     world_size: int
     options: dict[str, Any]
@@ -56,7 +57,7 @@ class Drawn:
 
 
 def draw(seed: int) -> Drawn:
-    """Mostly sizes that divide what is left of the ranks, so that about half of all configurations run."""
+    """Draws a configuration. Most mesh sizes divide the remaining ranks, so about half of all configurations run."""
     rng = random.Random(seed)
     world_size = left = rng.choice([1, 2, 2, 4, 4, 4, 6, 8])
 
@@ -119,7 +120,7 @@ def test_a_random_configuration_is_refused_or_right(seed, tmp_path):
 
 
 def complaint_about(case: Case) -> str | None:
-    """Why the configuration is refused, by the key that it names first."""
+    """The message that refuses the configuration, which must start with a key; None if it is accepted."""
     complaint = None
     try:
         refuse(case.spec, case.world_size)
@@ -142,7 +143,7 @@ def require_a_step_of_the_reference(case: Case) -> None:
 
 
 def test_the_drawn_configurations_are_of_both_kinds(tmp_path):
-    """Without starting any: the sweep is no sweep if all are refused, or none."""
+    """Checks without starting ranks that some configurations are refused and some are not."""
     refused = [seed for seed in range(NUM_QUICK) if is_refused(draw(seed), tmp_path / str(seed))]
     assert NUM_QUICK // 5 <= len(refused) <= NUM_QUICK * 4 // 5
 

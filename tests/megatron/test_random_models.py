@@ -1,5 +1,5 @@
-"""Models of ten families drawn at random, sensible and not: each is refused before a rank loads, or computed as by
-transformers, in its whole size and with other weights and another batch than the proof's."""
+"""Random models of ten families, sensible or not: each is refused before a rank loads it, or Megatron computes the same
+as transformers, at full size and with other weights and another batch than in the proof."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ FAMILIES = (
 )
 NEVER_TAKEN = ("gemma2", "olmoe", "mixtral")
 LOGPROB_TOLERANCE = 2e-5
-"""Absolute, in float32: rounding is some 2e-6."""
+"""Absolute, in float32, where rounding is about 2e-6."""
 
 
 def draw(seed: int) -> dict[str, Any]:
-    """A `config.json`. About one in three has something that Megatron does otherwise."""
+    """A random `config.json`. About one in three has a setting that Megatron computes differently."""
     rng = random.Random(seed)
     family = FAMILIES[seed % len(FAMILIES)]
     is_latent = family.startswith("deepseek")
@@ -157,13 +157,13 @@ def _latent_three(rng: random.Random) -> dict[str, Any]:
 
 
 def judged(config: dict[str, Any]) -> tuple[str | None, float]:
-    """Why the model is refused, and otherwise the largest difference of log-probs. Runs in a process of its own."""
+    """The reason for refusing the model, or None and the largest difference in log-probs. Runs in its own process."""
     complaint = complaint_of(proved(megatron, config))
     return (complaint, 0.0) if complaint is not None else (None, log_prob_error(config))
 
 
 def log_prob_error(config: dict[str, Any]) -> float:
-    """Of the whole model on one rank, by a batch of several sequences."""
+    """The largest difference in log-probs of the full-size model on one rank, over a batch of several sequences."""
     fields = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), family=config["model_type"], **fields)
@@ -195,4 +195,4 @@ def test_twenty_random_models_are_each_refused_or_right(pool, first):
     assert {seed: error for seed, (_, error) in found.items() if not error < LOGPROB_TOLERANCE} == {}
     known = [complaint for seed, (complaint, _) in found.items() if FAMILIES[seed % len(FAMILIES)] not in NEVER_TAKEN]
     num_refused = sum(complaint is not None for complaint in known)
-    assert 0 < num_refused <= len(known) / 2, "the sweep is no sweep if all are refused, or none"
+    assert 0 < num_refused <= len(known) / 2, "some of the random models must be refused, but at most half"

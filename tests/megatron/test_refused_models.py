@@ -1,5 +1,5 @@
-"""Models that are refused before any rank starts without a proof, and those that a run's checks prove. What is proved
-is computed alike on whole ranks too, and what is refused by a measurement still is not."""
+"""Models that are refused without a proof before any rank starts, and models that a run's checks prove. Full-size
+ranks compute the proved models like transformers, and still compute the models refused by measurement differently."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_a_small_copy_cannot_show_is_refused(model_of, config, complaint):
 )
 @pytest.mark.parametrize("role", ["policy", "reference", "critic"])
 def test_a_type_of_models_that_is_known_to_be_wrong_is_refused_without_a_proof(model_of, model_type, reason, role):
-    """Its configuration need not even be one that transformers reads."""
+    """The refusal needs only the model type, even if transformers cannot read the configuration."""
     message = refusal(model_of({"model_type": model_type}), role)
     section = {"policy": "policy", "reference": "ref", "critic": "critic"}[role]
     assert message.startswith(f"trainer.{section}.model.path: ")
@@ -97,7 +97,7 @@ def test_a_configuration_that_transformers_cannot_read_is_refused(model_of):
 
 
 def dry_run(*overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`rl train quickstart --dry-run` with Megatron."""
+    """Runs `rl train quickstart --dry-run` with Megatron."""
     rl_command = str(Path(sys.executable).with_name("rl"))
     return subprocess.run(
         [rl_command, "train", "quickstart", "trainer.strategy=megatron", *overrides, "--dry-run"],
@@ -143,7 +143,7 @@ def test_a_model_in_the_cache_of_the_hub_is_checked_too(tmp_path):
     ],
 )
 def test_the_other_models_of_a_run_are_checked_too(section, changes, tmp_path, monkeypatch):
-    """The policy's is not made yet in an empty folder; a quick start may have made it in this one."""
+    """Runs in an empty directory, because a quick start may have created the policy's model in the current one."""
     monkeypatch.chdir(tmp_path)
     path = make_checkpoint(tmp_path / "model", **LATENT, rope_interleave=False)
     overrides = ["trainer.strategy=megatron", *changes, f"trainer.{section}.model.path={path}"]
@@ -170,7 +170,7 @@ def test_where_it_cannot_be_proved_a_dry_run_says_that_the_start_will(command, s
 
 
 def log_prob_error(backend: MegatronBackend, checkpoint: dict[str, Any], tmp_path: Path) -> float:
-    """The largest difference from transformers."""
+    """The largest difference in log-probs from transformers."""
     with open_case(backend, MegatronOptions(), Variant(checkpoint=checkpoint), tmp_path, timeout_s=120) as case:
         found = case.start().forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
         expected = expected_scores(case.reference, case.batch)["logprobs"]

@@ -1,4 +1,4 @@
-"""Which rows routers see, and where padding goes: properties, from lengths alone."""
+"""Which rows each router sees, and to which experts padding is routed. These properties follow from lengths alone."""
 
 from __future__ import annotations
 

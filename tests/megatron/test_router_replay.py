@@ -1,5 +1,5 @@
-"""Forced routes under every kind of mesh: the numbers of plain transformers with the same routes, and the same routes
-read back. Every comparison is made with broken routes too, and must fail."""
+"""Forced routes on every kind of mesh give the numbers of plain transformers with these routes, and ranks return the
+same routes. Each comparison is repeated with wrong routes, and must then fail."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_rank_gets_the_routes_of_its_own_layers(mesh, layers, open_forced, mon
         assert [list(of) for of in group.call(RankHost.route_layers)] == layers
         require_replayed(group, case.batch, expected)
 
-        # The control: routes of the next layers with experts under the names of the rank's own.
+        # Negative control: the rank gets the routes of the next layers with experts in place of its own.
         with_experts = sorted(layer for of_rank in layers for layer in of_rank)
 
         def with_routes_of_next_layers(batch, layers):
@@ -178,7 +178,7 @@ def test_routes_of_the_scoring_pass_are_those_that_training_takes(open_forced):
         routes = {name: scores[name] for name in ("routed_experts", "routed")}
         assert bool(routes["routed"].all())
 
-        # One layer's experts exchanged in all routes: training follows what it is given, not what it would choose.
+        # Also with other experts in one layer: training must follow the given routes, not the routers' choices.
         other_TLK = routes["routed_experts"].clone()
         other_TLK[:, 1] = (other_TLK[:, 1] + 1) % 8
         for routes_TLK in (routes["routed_experts"], other_TLK):
@@ -187,7 +187,7 @@ def test_routes_of_the_scoring_pass_are_those_that_training_takes(open_forced):
             expected = backward(case.new_reference(), batch, LOSS)
             assert abs(loss - expected) <= LOSS_TOLERANCE * max(1.0, abs(expected))
         own = backward(case.new_reference(), case.batch, LOSS)
-        assert abs(expected - own) > 1e-4 * abs(own), "the control: other routes give another loss"
+        assert abs(expected - own) > 1e-4 * abs(own), "negative control: other routes must give another loss"
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ ADAPTED_MESHES = {
 @pytest.mark.parametrize("mesh", ADAPTED_MESHES)
 def test_adapters_are_trained_along_the_routes(mesh, open_forced):
     world_size, sizes, spec, checkpoint = ADAPTED_MESHES[mesh]
-    # With one adapter for a fused matrix, query, key and value would share an A, which peft has for each.
+    # Plain "lora" has one adapter per fused matrix, so query, key and value would share A; in peft each has its own.
     options = options_of(sizes, lora_config=LoraOptions(lora_type="canonical_lora"))
     with open_forced(world_size, options, spec, checkpoint, forced_routes=True) as case:
         model = attrs.evolve(case.spec.model, lora=ATTENTION_ADAPTERS)
@@ -233,7 +233,7 @@ def test_adapters_are_trained_along_the_routes(mesh, open_forced):
 
 @pytest.mark.slow
 def test_adapters_of_experts_are_trained_along_the_routes(open_forced):
-    """What is saved, adapters merged, computes in transformers with the experts forced what the ranks compute."""
+    """The saved model with merged adapters, run by transformers with the experts forced, gives the ranks' log-probs."""
     options = options_of({PP: 2, FIRST: 1}, moe_grouped_gemm=False)
     with open_forced(2, options, RECOMPUTED, QWEN, forced_routes=True) as case:
         model = attrs.evolve(case.spec.model, lora=LoraConfig(rank=4, alpha=8))
@@ -250,7 +250,7 @@ def test_adapters_of_experts_are_trained_along_the_routes(open_forced):
             assert (found_T - expected_scores(merged, broken)["logprobs"]).abs().max() > 1e-2
 
 
-# --- the switch -----------------------------------------------------------------------------------------------------
+# --- the setting ----------------------------------------------------------------------------------------------------
 
 KEY = "trainer.policy.megatron_config.moe_enable_routing_replay"
 KWARGS_KEY = "trainer.policy.megatron_config.transformer_config_kwargs.moe_enable_routing_replay"

@@ -1,6 +1,7 @@
-"""A state that is saved and read is the same training, whichever optimizer Megatron steps with; it is gathered once.
+"""Training with FusedAdam continues exactly from a saved state. Only the first data-parallel rank gathers the
+optimizer's state.
 
-Transformer Engine's FusedAdam runs on GPUs only; here a stand-in steps in its place (`fused_adam.py`).
+Transformer Engine's FusedAdam runs on GPUs only, so a stand-in replaces it (`fused_adam.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.megatron.test_needed import start, step
 PRELOADED["rl_megatron.rank.worker"] = None
 TP = "tensor_model_parallel_size"
 WEIGHT_ERROR = 2e-5
-"""As in the conformance suite: rounding of float32, through moments that are nearly zero at first."""
+"""As in the conformance suite: float32 rounding, which grows because the first moments are nearly zero."""
 
 
 def error_of_weights(case: Case, group: RankGroup) -> float:
@@ -32,7 +33,7 @@ def error_of_weights(case: Case, group: RankGroup) -> float:
 
 
 def error_after_resume(change: str, tmp_path: Path, request: pytest.FixtureRequest) -> float:
-    """Ranks that have trained, and then read the state from before their first step."""
+    """The error of the weights after ranks train, load the state from before their first step, and train again."""
     case, group = start(change, tmp_path, request, **{TP: 2})
     group.call(Worker.save_state, case.directory / "state")
     for _ in range(3):
@@ -62,4 +63,6 @@ def test_of_data_parallel_ranks_the_first_alone_gathers_the_optimizers_state(tmp
         group = case.start()
         sizes = group.call(SuiteHost.ask, "gathered_optimizer_bytes")
         num_elements = sum(p.numel() for p in case.reference.model.parameters())
-    assert sizes == [3 * 4 * num_elements, 0], "main parameters and two moments in float32, and nothing"
+    assert sizes == [3 * 4 * num_elements, 0], (
+        "the first rank must gather main parameters and two moments in float32, the second nothing"
+    )

@@ -1,4 +1,4 @@
-"""One Ray for all tests of this folder, on loopback and with a small object store; groups that several tests share."""
+"""One Ray session for all tests in this directory, on loopback and with a small object store; a shared worker group."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rl_core.workers import WorkerGroup
 from tests.ray.gloo_backend import GlooBackend, spec_of
 
 SLEEP_S = str(10_000_000 + os.getpid())
-"""Argument of the ranks' child processes: nobody else's have it."""
+"""Argument of the `sleep` processes that ranks start. No other process has the same argument."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ray_session() -> Iterator[None]:
-    """Ray starts in 5 to 8 s, an actor with torch in 3 to 6 s."""
+    """A Ray session, shared because Ray takes 5 to 8 s to start, and an actor with torch 3 to 6 s."""
     ray.init(
         "local",
         num_cpus=2,
@@ -35,7 +35,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def four_ranks(ray_session: None) -> Iterator[WorkerGroup]:
-    """Two data ranks × two pipeline stages: ranks 0 and 1 are the first stage and hold no results."""
+    """A group of two data ranks × two pipeline stages. Ranks 0 and 1 are the first stage and return no results."""
     group = asyncio.run(WorkerGroup.launch(GlooBackend(), spec_of(pipeline=2), ranks_per_node=4, timeout_s=60))
     yield group
     asyncio.run(group.close())
@@ -43,7 +43,7 @@ def four_ranks(ray_session: None) -> Iterator[WorkerGroup]:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """After each test there is no rank, no child of a rank and no placement group that was not there before."""
+    """Requires that a test leaves behind no rank, no child process of a rank and no placement group."""
     before = left()
     yield
     require_left(before)
@@ -52,7 +52,8 @@ def nothing_left() -> Iterator[None]:
 async def use(
     launching: Awaitable[WorkerGroup], calls: Callable[[WorkerGroup], Iterable[Callable[[], Awaitable[Any]]]]
 ) -> None:
-    """Makes the calls one after another and closes the group. Writes into an error how long after its call it came."""
+    """Makes the calls one after another and closes the group. If a call fails, requires that no ranks are left, and
+    sets the error's `seconds` to the time since the start of the call."""
     group, started, before = None, time.monotonic(), left()
     try:
         group = await launching
@@ -61,7 +62,7 @@ async def use(
             await call()
     except Exception as error:
         error.seconds = time.monotonic() - started  # pyright: ignore[reportAttributeAccessIssue]
-        # Before the group is closed: the failed call itself has ended all ranks.
+        # The group is not closed yet: the failed call itself must have ended all ranks.
         require_left(before)
         raise
     finally:
@@ -70,12 +71,12 @@ async def use(
 
 
 def left() -> tuple[list[int], list[int], list[str]]:
-    """Ranks, their children and placement groups that are there now."""
+    """The process ids of ranks and of their children, and the ids of placement groups, at present."""
     return ranks_running(), children_running(), placements()
 
 
 def require_left(expected: tuple[list[int], list[int], list[str]]) -> None:
-    """Processes get five seconds to end."""
+    """Requires exactly these ranks, children and placement groups, after waiting up to 5 s for processes to end."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and left() != expected:
         time.sleep(0.05)
@@ -94,7 +95,7 @@ def ranks_running() -> list[int]:
 
 
 def children_running() -> list[int]:
-    """Process ids of what the ranks started, also of those whose rank is gone."""
+    """Process ids of the `sleep` processes that ranks started, even if the rank is gone."""
     return _running(f"sleep {SLEEP_S}")
 
 
@@ -105,7 +106,7 @@ def _running(command: str) -> list[int]:
 def _ancestors(pid: int) -> list[int]:
     found = []
     while pid > 1:
-        # The parent is the second field after the command, which stands in brackets and may hold anything.
+        # The parent's id is the second field after the command. The command is in brackets and may contain anything.
         fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
         pid = int(fields[1]) if fields else 0
         found.append(pid)

@@ -1,4 +1,4 @@
-"""The FSDP backend, whose first rank finds no room for a model or a list of files in a directory named `full`."""
+"""The FSDP backend with a first rank for which directories named `full` are out of disk space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_fsdp.backend import FsdpBackend
 
 @attrs.frozen(kw_only=True)
 class FullDiskFsdp(FsdpBackend):
-    """See the module."""
+    """`FsdpBackend` whose first rank cannot write a model or a state's list of files in directories named `full`."""
 
     name: str = "full_disk_fsdp"
 
@@ -41,7 +41,7 @@ def _fails_if_full(write: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FullTransport:
-    """Finds no room at the first bucket of version 1, and throws every other version away."""
+    """A weight transport that is out of disk space at the first bucket of version 1. It discards all other versions."""
 
     contract_version = CONTRACT_VERSION
     name = f"{__name__}:transport"

@@ -1,7 +1,7 @@
-"""A small backend that really runs in several processes: its ranks add up over gloo, and fail where they are told.
+"""A small backend with real processes: its ranks communicate over gloo and can be made to fail.
 
-The model is one weight. Forward says `tokens · weight + temperature` as log-probs and the rank's number as entropies;
-the gradient is the sum of `loss_weights · tokens` over all ranks; a step subtracts it.
+The model is one weight. `forward` returns `tokens · weight + temperature` as log-probs and the rank's number as
+entropies. The gradient is the sum of `loss_weights · tokens` over all ranks, and a step subtracts it.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from rl_core.layout.mesh import Mesh
 
 @attrs.frozen(kw_only=True)
 class GlooOptions:
-    """How ranks are arranged, and which one fails where."""
+    """The mesh, and which rank fails where and how."""
 
     tensor: int = 1
     pipeline: int = 1
     phase: str = ""
-    """The fault's place: start, forward, backward, optim_step, save_state."""
+    """Where the fault occurs: start, forward, backward, optim_step or save_state."""
     rank: int = 0
-    """The rank that fails; -1: all of them."""
+    """The rank that fails; -1 for all ranks."""
     fault: str = ""
-    """kill (SIGKILL), stop (SIGSTOP), raise, hang, exit, system_exit, cancelled, compute (10 s in which Python has no
-    thread that answers)."""
+    """kill (SIGKILL), stop (SIGSTOP), raise, hang, exit, system_exit, cancelled, or compute (10 s in which no Python
+    thread can answer)."""
     children: str = ""
-    """Each rank starts `sleep` for so many seconds: a child process with an argument that tests find again."""
+    """Each rank starts a child process `sleep` with this argument, by which tests find it. Empty: none."""
     delay_s: float = 0.0
-    """How long a forward takes at least."""
+    """Shortest duration of a `forward` call."""
 
 
 @attrs.frozen(kw_only=True)
 class GlooBackend:
-    """See the module."""
+    """The backend of `GlooWorker`."""
 
     name: str = "gloo"
     contract_version: int = 1
@@ -87,7 +87,7 @@ class GlooBackend:
 
 
 def spec_of(role: Any = "policy", **options: Any) -> WorkerSpec:
-    """A policy with these options."""
+    """The spec of a model with these options; a policy by default."""
     return WorkerSpec(
         role=role,
         model=ModelConfig(),
@@ -104,7 +104,7 @@ def spec_of(role: Any = "policy", **options: Any) -> WorkerSpec:
 
 
 class GlooWorker:
-    """One rank."""
+    """One rank, with methods that only tests call."""
 
     def __init__(self, options: GlooOptions, rank: RankInfo):
         self.options = options
@@ -138,7 +138,7 @@ class GlooWorker:
         return {"loss": (gradient, 1.0), "tokens": (float(sum(part.num_tokens for part in computed)), 1.0)}
 
     def optim_step(self) -> OptimizerStep:
-        self._total(0.0)  # so that a fault finds the other ranks in the call
+        self._total(0.0)  # so that the other ranks are in the call when a fault occurs
         self._fail_in("optim_step")
         self._total(0.0)
         step = OptimizerStep(grad_norm=abs(float(self.gradient)), learning_rate=1.0, skipped=False)
@@ -177,17 +177,17 @@ class GlooWorker:
         self.is_on_device = True
 
     def route_layers(self) -> tuple[int, ...]:
-        """A stage has one layer."""
+        """Each pipeline stage has one layer, with the stage's number."""
         return (self.mesh.coordinates(self.rank.rank).pipeline,)
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # --- what only tests call ---
+    # --- only tests call these ---
 
     def describe(self) -> dict[str, Any]:
-        """What a rank sees of itself."""
+        """The rank's environment variables, process id, threads and node."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
         return {
             **{name: os.environ.get(name) for name in names},
@@ -199,7 +199,7 @@ class GlooWorker:
         }
 
     def memory_of(self, batch: Batch, plan: Plan) -> str:
-        """The mapping that the tokens lie in: the path of its file."""
+        """The path of the memory-mapped file that contains the tokens; empty if there is none."""
         address = batch["tokens"].data_ptr()
         for line in Path("/proc/self/maps").read_text().splitlines():
             start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
@@ -208,12 +208,13 @@ class GlooWorker:
         return ""
 
     def columns_of(self, batch: Batch, plan: Plan) -> dict[str, Any]:
-        """Everything that was received."""
+        """The columns and the plan that this rank received."""
         self.received = {"columns": {name: values.tolist() for name, values in batch.columns.items()}, "plan": plan}
         return self.received
 
     def received_before(self) -> dict[str, Any]:
-        """What `columns_of` received; asked of every rank, while only some return the result of a call on parts."""
+        """What `columns_of` received on this rank. All ranks answer this call; a call on parts returns the results of
+        some ranks only."""
         return self.received
 
     def _require_same_number_of(self, plan: Plan) -> None:
@@ -240,7 +241,7 @@ class GlooWorker:
         elif options.fault == "compute":
             end = time.monotonic() + 10
             while time.monotonic() < end:
-                sum(range(30_000_000))  # one call in C, between whose steps no other thread gets the interpreter
+                sum(range(30_000_000))  # a single call in C, during which no other thread gets the interpreter lock
         elif options.fault == "exit":
             os._exit(3)
         elif options.fault == "system_exit":
@@ -250,7 +251,7 @@ class GlooWorker:
 
 
 class NothingTransport:
-    """Sends nothing: the ranks' manifests are all that comes back."""
+    """A weight transport that sends nothing; ranks return only their manifests."""
 
     contract_version = 1
     name = f"{__name__}:transport"

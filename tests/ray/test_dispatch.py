@@ -1,4 +1,4 @@
-"""What ranks receive and what comes back, with real processes."""
+"""What ranks in real processes receive, and what they return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMITS = MicroBatchLimits(max_tokens=12)
 
 
 def batch_of(lengths: list[int]) -> Batch:
-    """Token t of the stream is t + 1."""
+    """A batch with these sequence lengths, in which token t of the stream is t + 1."""
     total, sequences = 0, []
     for length in lengths:
         sequences.append({"tokens": list(range(total + 1, total + length + 1)), "group_id": length})
@@ -36,7 +36,9 @@ async def test_scores_come_back_in_the_order_of_the_stream_from_the_ranks_that_h
     batch = batch_of(lengths)
     scores = await four_ranks.forward(batch, LIMITS, temperature=0.25)
     assert torch.equal(scores["logprobs"], batch["tokens"] + 0.25)
-    assert set(scores["entropies"].tolist()) <= {2.0, 3.0}, "the last pipeline stage has the logits"
+    assert set(scores["entropies"].tolist()) <= {2.0, 3.0}, (
+        "scores must come from ranks 2 and 3, the last pipeline stage, which has the logits"
+    )
 
 
 async def test_metrics_and_gradient_are_those_of_the_whole_batch_whoever_computed_them(four_ranks, tmp_path):
@@ -93,7 +95,7 @@ async def test_what_several_ranks_read_is_put_into_the_object_store_once():
     assert first == second
     assert first[0] == other_stage[0] != other_part[0] == last[0]
     assert len({routes for _, routes in (first, other_part, other_stage, last)}) == 4
-    assert len({*map(tuple, _put(batch, parts, stages))}) == 2, "without routes, stages do not matter"
+    assert len({*map(tuple, _put(batch, parts, stages))}) == 2, "without routes, all stages must share one stored batch"
 
 
 async def test_ranks_are_told_where_they_stand_and_work_on_one_thread(four_ranks):
@@ -127,4 +129,6 @@ async def test_nothing_of_a_dispatched_batch_stays_in_the_object_store(four_rank
     for _ in range(30):
         await four_ranks.forward(batch, limits, temperature=1.0)
     after = ray.available_resources().get("object_store_memory", 0)
-    assert before - after < 3 * batch.num_tokens * 8, "at most what the last calls hold, not thirty"
+    assert before - after < 3 * batch.num_tokens * 8, (
+        "the object store must hold the batches of the last calls at most, not of all thirty"
+    )

@@ -1,4 +1,4 @@
-"""A rank that dies, raises or hangs: one error, in time, and nothing left behind. All of it with real signals."""
+"""A rank that dies, raises or hangs causes a single error, in time, and leaves nothing behind. Uses real signals."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 PHASES = ("start", "forward", "backward", "optim_step", "save_state")
 METHOD = {"backward": "forward_backward"}
-"""What the group was asked for when the fault came."""
+"""Phase of the fault → the group's call, where its name differs."""
 LIMITS = MicroBatchLimits(max_sequences=1)
 
 
 async def step(directory: Path, *, timeout_s: float = 60, silence_s: float = 300.0, **options: Any) -> None:
-    """One step with everything in it."""
+    """Starts a group and runs one step with it: scoring, training, the optimizer step, and saving the state."""
     spec = spec_of(children=SLEEP_S, **options)
 
     def calls(group: WorkerGroup) -> Iterator[Callable[[], Awaitable[Any]]]:
-        # A start takes long on a busy machine, so only the calls after it have the short deadline.
+        # Starting takes long on a busy machine, so only the calls after the start have the short deadline.
         group._ranks._timeout_s, group._ranks._silence_s = timeout_s, silence_s
         batch = batch_of([3, 4, 5])
         yield lambda: group.forward(batch, LIMITS, temperature=1.0)
@@ -46,7 +46,7 @@ async def step(directory: Path, *, timeout_s: float = 60, silence_s: float = 300
 
 
 def faults(seed: int) -> tuple[str, int]:
-    """A phase and a rank."""
+    """A random phase and a random rank for a fault."""
     choice = random.Random(seed)
     return choice.choice(PHASES[1:]), choice.randrange(2)
 
@@ -72,7 +72,7 @@ async def test_a_rank_that_raises_is_named_with_its_traceback_while_the_others_w
     message = str(raised.value)
     assert message.startswith("policy rank 1 of 2 (node 127.0.0.1, pid ")
     assert "failed in forward_backward: ValueError: told to fail in backward" in message
-    assert 'self._fail_in("backward")' in message, "the traceback is the rank's own"
+    assert 'self._fail_in("backward")' in message, "the message must contain the rank's own traceback"
     assert "Other ranks: policy rank 0 of 2" in message
     assert raised.value.seconds < 10  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -92,7 +92,7 @@ async def test_a_rank_that_hangs_ends_the_call_soon_after_the_deadline_and_says_
     message = str(raised.value)
     assert "2 of 2 ranks did not finish optim_step within 3 s (trainer.worker_timeout_s)" in message
     assert "policy rank 0 of 2 (node 127.0.0.1, pid " in message
-    assert "in all_reduce" in message, "rank 0 waits for rank 1"
+    assert "in all_reduce" in message, "the message must say that rank 0 waits in all_reduce, for rank 1"
     told = "in _fail_in (gloo_backend.py" if fault == "hang" else "did not answer when asked what it was doing"
     assert told in message
     assert 3 <= raised.value.seconds < 13  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,7 +117,7 @@ async def test_a_frozen_rank_and_a_deadlock_are_found_long_before_the_deadline(t
         await step(tmp_path, phase="optim_step", rank=1, fault=fault, timeout_s=600, silence_s=4.0)
     assert message in str(raised.value)
     assert "policy rank 1 of 2 (node 127.0.0.1, pid " in str(raised.value)
-    assert "in all_reduce" in str(raised.value), "what rank 0 waits in"
+    assert "in all_reduce" in str(raised.value), "the message must say in which call rank 0 waits"
     assert raised.value.seconds < 100  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -138,7 +138,9 @@ async def test_other_faults_end_the_call_too(tmp_path, phase, fault):
 async def test_a_group_whose_ranks_have_ended_says_so_and_closes(tmp_path):
     group = await WorkerGroup.launch(GlooBackend(), spec_of(children=SLEEP_S), ranks_per_node=2, timeout_s=60)
     pids = [answer["pid"] for answer in await group._ranks.call(GlooWorker.describe)]
-    assert set(pids) <= set(ranks_running()), "the search for what is left finds ranks"
+    assert set(pids) <= set(ranks_running()), (
+        "ranks_running must find live ranks, or the check for leftovers proves nothing"
+    )
     assert len(children_running()) == 2
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"policy rank 1 of 2 .* died in optim_step"):

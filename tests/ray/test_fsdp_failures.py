@@ -1,4 +1,4 @@
-"""Real FSDP ranks, one of which is killed in the middle of its work: one error, in time, and nothing left behind."""
+"""If a real FSDP rank is killed in the middle of a call, a single error follows in time, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 LIMITS = MicroBatchLimits(max_sequences=1)
 NUM_LAYERS = 2
 WITHIN_S = 10.0
-"""From the call that fails to its error."""
+"""Longest time from the start of the failing call to its error."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ async def save_in_background(group: WorkerGroup, directory: Path) -> None:
 
 
 async def two_steps(model: Path, directory: Path, options: FaultyOptions) -> None:
-    """With everything in them."""
+    """Starts a group and runs two steps with it: scoring, training, the optimizer step, and both ways of saving."""
     spec = spec_of(model, options=options, num_threads=1)
     batch = random_batch([6, 4, 5, 7])
     batch = batch.with_columns(loss_weights=batch["loss_mask"] / batch["loss_mask"].sum())
@@ -56,10 +56,10 @@ async def two_steps(model: Path, directory: Path, options: FaultyOptions) -> Non
 
 
 def fault(seed: int) -> dict[str, Any]:
-    """A phase, a rank, and a place and time in it."""
+    """Options of a random fault: phase, rank, decoder layer, and number of passes before it."""
     choice = random.Random(seed)
     phase = choice.choice(PHASES)
-    # There are two steps, and in each the two micro-batches of a rank pass every layer.
+    # There are two steps. In each, a rank has two micro-batches, which pass every layer.
     return {
         "fault_phase": phase,
         "fault_rank": choice.randrange(2),
@@ -85,7 +85,7 @@ async def test_a_rank_killed_at_a_random_place_ends_the_call_with_one_error_that
 
 
 async def test_without_a_fault_both_ways_of_saving_write_the_same(model, tmp_path):
-    """Negative control: what the faults are put into works, and gets through all of it."""
+    """Negative control: without a fault, the two steps succeed."""
     await two_steps(model, tmp_path, FaultyOptions())
     for directory in (tmp_path / "second", tmp_path / "second in background"):
         assert {path.name for path in directory.iterdir()} >= {"state.json", ".metadata"}

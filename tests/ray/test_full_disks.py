@@ -1,4 +1,4 @@
-"""A rank that finds no room fails the call, and all ranks go on: nothing of what is trained has changed."""
+"""If a rank is out of disk space, the call fails and all ranks continue, with unchanged weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 LIMITS = MicroBatchLimits(max_sequences=1)
 BUCKET_BYTES = 10_000
-"""Of several buckets: the other rank still gathers tensors when the first one fails."""
+"""So small that a sync has several buckets: the other rank still gathers tensors when the first one fails."""
 
 
 async def train(group: WorkerGroup) -> float:
-    """The norm of a step's gradient."""
+    """Takes one optimizer step and returns the gradient norm."""
     batch = random_batch([6, 4, 5, 7])
     batch = batch.with_columns(loss_weights=batch["loss_mask"] / batch["loss_mask"].sum())
     await group.forward_backward(batch, LIMITS, LossSpec(name="cross_entropy"), temperature=1.0)

@@ -1,4 +1,4 @@
-"""How groups are started, placed, and what they say when they cannot be."""
+"""How groups are started and placed, and the errors if this is impossible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_groups_that_share_devices_stand_in_one_placement_and_take_turns()
     await policy.offload()
     assert await on_device(policy) == [False] * 2
     assert len(placements()) == num_placements + 1
-    # The owner of the placement leaves first, and the other still works.
+    # The group that created the placement group closes first, and the other one still works.
     await policy.close()
     await reference.forward(batch, LIMITS, temperature=1.0)
     await reference.close()
@@ -66,7 +66,7 @@ async def test_more_ranks_than_the_cluster_holds_are_refused_before_anything_sta
 
 
 def asked_for() -> int:
-    """Placement groups that have their resources or wait for them."""
+    """The number of placement groups that have their resources or wait for them."""
     return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
 
 
@@ -90,7 +90,7 @@ async def test_a_start_that_is_given_up_asks_for_devices_no_longer(four_ranks):
 
 
 def test_a_temporary_directory_that_is_too_deep_for_rays_sockets_is_named(tmp_path: Path):
-    """In a process of its own: this one's Ray runs."""
+    """Starts Ray in another process, because it already runs in this one."""
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     code = "from rl_core.workers.ray_cluster import ray_session; ray_session.enter()"

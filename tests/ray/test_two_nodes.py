@@ -1,4 +1,4 @@
-"""A group over two Ray nodes that were there before: what `ray start` on each machine gives."""
+"""A group on the two nodes of a running Ray cluster, as `ray start` on two machines creates it."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_a_group_spans_two_nodes_of_a_running_cluster_and_names_a_rank_of_the_on
     assert "asks for 3 nodes with 0.0625 CPU, 0 GPU each" in seen["three_nodes"]
     assert "Ray has 2 nodes" in seen["three_nodes"]
     named = int(re.match(r"policy rank (\d) of 4 .* died in forward", seen["lost_node"])[1])
-    assert seen["nodes"][named] == "second", "the node that was removed"
+    assert seen["nodes"][named] == "second", "the error must name a rank of the removed node"
     assert seen["lost_node_seconds"] < 10

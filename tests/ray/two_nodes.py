@@ -1,6 +1,6 @@
-"""Run by test_two_nodes.py in a process of its own: a group over two Ray nodes, joined as a user joins them.
+"""A script that test_two_nodes.py runs in another process: a group on two Ray nodes, joined through RAY_ADDRESS.
 
-The nodes are two raylets on this machine, so a rank's node is told from Ray's node id, not from its address.
+Both nodes are raylets on this machine, so Ray's node id identifies a rank's node; its address does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMITS = MicroBatchLimits(max_sequences=1)
 
 
 async def main() -> None:
-    """Prints what was seen as one line of JSON."""
+    """Prints the observations as one line of JSON."""
     small_store = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=small_store)
     second = cluster.add_node(**small_store)

@@ -1,4 +1,4 @@
-"""The model, its text and what transformers says of it: once per run."""
+"""The model, its text, and the log-probs of transformers, prepared once per run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.real_model.real_text import plain_logprobs, real_model, real_sequence
 
 @attrs.frozen(kw_only=True, eq=False)
 class Reference:
-    """What backends and engines are compared with."""
+    """The reference for backends and engines."""
 
     model: Path
     sequences: list[list[int]]
     logprobs_T: Tensor
-    """[2000] in float32."""
+    """Log-probs of all scored tokens, in float32: [2000]."""
 
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """Plain transformers in float32."""
+    """The reference of plain transformers in float32."""
     model = real_model()
     sequences = real_sequences(model)
     return Reference(model=model, sequences=sequences, logprobs_T=plain_logprobs(model, sequences, torch.float32))

@@ -40,7 +40,7 @@ def real_sequences(model: Path) -> list[list[int]]:
 
 
 def real_batch(sequences: list[list[int]]) -> Batch:
-    """All tokens but the first of each sequence are trained on, with the same weight."""
+    """A batch in which all tokens except the first of each sequence are trained on, with equal weights."""
     num_scored = sum(len(tokens) - 1 for tokens in sequences)
     return Batch.from_sequences(
         [

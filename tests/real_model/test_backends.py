@@ -36,7 +36,7 @@ LIMITS = MicroBatchLimits(max_tokens=600)
 
 
 def spec_of(model: Path, options: FsdpOptions | MegatronOptions, *, bf16: bool) -> WorkerSpec:
-    """A frozen policy."""
+    """The spec of a policy without an optimizer."""
     return WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(model)),

@@ -18,13 +18,13 @@ from tests.real_model.test_backends import LIMITS, MESHES, spec_of
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(3600)]
 OPTIMIZER = OptimizerConfig(lr=1e-5, adam_betas=(0.9, 0.95))
-"""What one would train such a model with."""
+"""Settings with which one would train such a model."""
 LIMIT = 1.5
 
 
 @pytest.fixture(scope="module")
 def baseline() -> Baseline:
-    """transformers, in float32 and in bfloat16."""
+    """The results of plain transformers in float32 and in bfloat16."""
     model = real_model()
     spec = attrs.evolve(spec_of(model, FsdpOptions(), bf16=False), optimizer=OPTIMIZER)
     return Baseline.of(spec, partial(policy_batches, real_sequences(model)))

@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct in bfloat16 beside the local engine: the proof of its weights lets a right run start, and a
-weight that does not arrive stops it."""
+"""SmolLM2-135M-Instruct in bfloat16 with the local engine: the weight proof accepts a correct run, and stops a run in
+which a weight does not reach the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.rollout.vllm.trainers import Trainer, policy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STALE = "model.embed_tokens.weight"
-"""Its noise moves log-probs by 1.15 nats, where the limit is 0.61 and rounding 0.14."""
+"""The weight that does not arrive. Noise on it changes log-probs by 1.15 nats; the limit is 0.61, and rounding changes
+them by 0.14."""
 
 
 async def test_its_weights_are_proved_and_one_that_does_not_arrive_is_found():

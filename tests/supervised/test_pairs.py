@@ -1,4 +1,4 @@
-"""Losses of pairs: by hand, against one autograd graph over whole pairs, and on the ranks of every backend."""
+"""Pairwise losses, alone and on ranks of every backend, against a single autograd graph over whole pairs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PRELOADED.update(dict.fromkeys(["rl_fsdp.worker", "rl_deepspeed.worker", "rl_meg
 
 
 def random_pairs(num_pairs: int, *, seed: int = 0) -> Batch:
-    """Sequences of 4 to 12 tokens, the two of a pair apart, some tokens untrained; each pair has a preference."""
+    """A batch of pairs with sequences of 4 to 12 tokens. The two sequences of a pair are not adjacent; some tokens are
+    not trained on; the first sequence of each pair is preferred."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []
     for number in range(2 * num_pairs):
@@ -58,7 +59,7 @@ def weighted(batch: Batch) -> Batch:
 
 
 def slow_loss(batch: Batch, scores_T: Tensor, pair_loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The mean over pairs, each from its two sequences' tokens."""
+    """The mean of `pair_loss` over pairs, computed from the trained tokens of both sequences."""
     losses = []
     for group in batch["group_id"].unique().tolist():
         parts = {}
@@ -147,7 +148,8 @@ def test_equal_rewards_and_a_response_that_is_alone_have_no_loss():
     batch = random_pairs(3)
     rewards_T = batch["rewards"].clone()
     rewards_T[batch["group_id"][batch.sequence_index] == 0] = 0.0
-    batch = weighted(batch.with_columns(rewards=rewards_T).select([0, 1, 2, 3, 5]))  # the second pair's other is gone
+    # Without row 4, the other response of the second pair.
+    batch = weighted(batch.with_columns(rewards=rewards_T).select([0, 1, 2, 3, 5]))
     objective = Objective(dpo_loss)
     made = objective.prepare(batch.columns, batch.sequence_index, seed=0)
     group_T = batch["group_id"][batch.sequence_index]
@@ -196,7 +198,7 @@ def backend_of(name: str) -> tuple[Any, Callable[..., Any]]:
 
 @attrs.frozen
 class Arrangement:
-    """Ranks of a backend, and the model that they train."""
+    """A backend, its mesh, and the model that it trains."""
 
     backend: str
     world_size: int
@@ -224,12 +226,12 @@ IN_MAKE_TEST = ("FSDP, 1 rank", "FSDP, 2 ranks", "ZeRO-3, 2 ranks", "Megatron, T
 
 @attrs.frozen
 class OnRanks:
-    """A loss of pairs as ranks compute it, and its definition."""
+    """A pairwise loss on ranks, and its definition."""
 
     loss: LossSpec
     role: Literal["policy", "critic"]
     scored: str
-    """What the ranks score; `column` of the batch is made of it."""
+    """The score of the ranks that becomes the batch's `column`."""
     column: str
     pair_loss: Callable[[Tensor, Tensor], Tensor]
 
@@ -247,7 +249,7 @@ LOSSES = {
 def arranged(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], tuple[Case, RankGroup]]]:
-    """Starts the ranks of a role; model and batch are the same for all roles."""
+    """A function that starts the ranks of a role. All roles have the same model and batch."""
     arrangement = ARRANGEMENTS[request.param]
     backend, options = backend_of(arrangement.backend)
     variant = Variant(checkpoint={"tie_word_embeddings": False, "family": arrangement.family})
@@ -258,7 +260,7 @@ def arranged(
 
         def start(role: Any) -> tuple[Case, RankGroup]:
             if role == "critic" and not arrangement.trains_values:
-                pytest.skip(f"{request.param} trains no model with a value head")
+                pytest.skip(f"{request.param} cannot train a model with a value head")
             spec = attrs.evolve(case.spec, role=role, options=options(**arrangement.options))
             group = RankGroup(backend, spec, arrangement.world_size, directory=case.directory, timeout_s=120)
             case.started.append(group)
@@ -271,7 +273,7 @@ def arranged(
 def test_ranks_compute_the_gradient_of_whole_pairs(name: str, arranged: Callable[[str], tuple[Case, RankGroup]]):
     on_ranks = LOSSES[name]
     case, group = arranged(on_ranks.role)
-    # Of the suite's sequences those that have a trained token; the two of a pair lie apart.
+    # Six of the suite's sequences with a trained token. The two of a pair are not adjacent.
     rows = [n for n in range(case.batch.num_sequences) if _trained(case.batch, n).any()][:6]
     batch = case.batch.select(rows).with_columns(group_id=torch.tensor([5, 6, 7, 5, 6, 7]))
     batch = batch.with_columns(rewards=_rewards(batch, preferred=[0, 1, 2]))
@@ -284,7 +286,7 @@ def test_ranks_compute_the_gradient_of_whole_pairs(name: str, arranged: Callable
     loss, wanted = _of_one_graph(on_ranks, case, batch)
     assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5)
     found = group.gradients()
-    assert _difference(found, wanted) <= 1e-5  # the suite's bound of gradients
+    assert _difference(found, wanted) <= 1e-5  # the suite's tolerance for gradients
     swapped = batch.with_columns(rewards=_rewards(batch, preferred=[0, 1, 5]))
     assert _difference(found, _of_one_graph(on_ranks, case, swapped)[1]) > 0.1
 
@@ -297,7 +299,7 @@ def _rewards(batch: Batch, *, preferred: Sequence[int]) -> Tensor:
 
 
 def _of_one_graph(on_ranks: OnRanks, case: Case, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """The loss by transformers and autograd, and the gradient of all weights that have one."""
+    """The loss of transformers and autograd, and the gradients of all weights that have one."""
     reference = case.new_reference()
     sequences = [batch["tokens"][batch.token_index([n])] for n in range(batch.num_sequences)]
     if on_ranks.role == "policy":
@@ -320,7 +322,7 @@ def _of_one_graph(on_ranks: OnRanks, case: Case, batch: Batch) -> tuple[float, d
 
 
 def _difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Relative L2 of all weights together, whose names may leave out that they are the trunk's."""
+    """Relative L2 over all weights together. Names may omit the prefix `model.`."""
     found, wanted = ({name.removeprefix("model."): w for name, w in each.items()} for each in (found, wanted))
     assert found.keys() == wanted.keys()
     norm = torch.stack([value.norm() for value in wanted.values()]).norm()

@@ -1,4 +1,4 @@
-"""Rows with responses of their own as token ids: which tokens are trained on, and which rows are refused."""
+"""Encoding of data rows that contain responses: which tokens are trained on, and which rows are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def encoder(
 
 
 def shown(codec: TokenCodec, sequence: Supervised) -> str:
-    """The text, trained parts in braces."""
+    """The text of a sequence, with the trained parts in braces."""
     text, was = "", False
     for token, is_trained in zip(sequence.tokens, sequence.trained, strict=True):
         text += "{" * (is_trained and not was) + "}" * (was and not is_trained) + codec.tokenizer.decode([token])
@@ -67,7 +67,7 @@ def say(*contents: str) -> list[dict[str, Any]]:
         ({"messages": say("a", "b", "c", "d")}, "[user:a<eos>][assistant:{b<eos>}][user:c<eos>][assistant:{d<eos>}"),
         ({"prompt": say("a"), "completion": say("a", "b")[1:]}, "[user:a<eos>][assistant:{b<eos>}"),
         ({"prompt": say("a"), "completion": "b"}, "[user:a<eos>][assistant:{b<eos>}"),
-        # The assistant's words in a prompt are given, not trained on.
+        # Assistant messages in a prompt are not trained on.
         (
             {"prompt": say("a", "b", "c"), "completion": "d"},
             "[user:a<eos>][assistant:b<eos>][user:c<eos>][assistant:{d<eos>}",
@@ -93,7 +93,7 @@ def test_the_last_turn_alone_where_a_template_drops_earlier_thoughts():
         (("assistant",), "[system:s<eos>][user:a<eos>][assistant:{b<eos>}][tool:c<eos>][assistant:{d<eos>}"),
         (("tool",), "[system:s<eos>][user:a<eos>][assistant:b<eos>]{[tool:c<eos>}"),
         (("user", "assistant"), "[system:s<eos>]{[user:a<eos>}][assistant:{b<eos>}][tool:c<eos>][assistant:{d<eos>}"),
-        # Nothing precedes the first token.
+        # The first token cannot be trained on, because nothing precedes it.
         (("system",), "[{system:s<eos>}"),
     ],
 )

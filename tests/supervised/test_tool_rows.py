@@ -1,4 +1,4 @@
-"""Conversations with tools as token ids: the template's text with the row's schemas, and the template's own mask."""
+"""Encoding of conversations with tools: tokens and mask are those of the chat template with the row's schemas."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MARKED_CHATML = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""Says itself what the assistant writes."""
+"""A template that marks the assistant's text itself, with `generation` blocks."""
 
 
 def tokenizer_with(template: str) -> Any:
@@ -86,7 +86,7 @@ def encoded(tokenizer: Any, row: Row, **settings: Any) -> Supervised:
 
 
 def of_template(tokenizer: Any, row: Row) -> tuple[list[int], list[bool]]:
-    """Tokens and mask as the template itself gives them, of all text at once."""
+    """Tokens and mask that the template gives for the whole conversation."""
     tools = row.get("tools")
     made = tokenizer.apply_chat_template(
         row["messages"],
@@ -98,7 +98,7 @@ def of_template(tokenizer: Any, row: Row) -> tuple[list[int], list[bool]]:
 
 
 def require_the_templates(tokenizer: Any, row: Row) -> None:
-    """Ours ends where the last answer does; the template may write a new line behind it."""
+    """Requires the template's tokens and mask. Ours end with the last answer; the template may add whitespace."""
     ours, (tokens, trained) = encoded(tokenizer, row), of_template(tokenizer, row)
     count = len(ours.tokens)
     assert list(ours.tokens) == tokens[:count]
@@ -108,7 +108,7 @@ def require_the_templates(tokenizer: Any, row: Row) -> None:
 
 
 def random_conversation(rng: random.Random) -> Row:
-    """Questions, each with calls in one or more turns, answers of tools, and an answer."""
+    """A random conversation: questions, each with up to two turns of calls and tool messages, then an answer."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Count."}] * rng.randrange(2)
     for _ in range(rng.randint(1, 3)):
         messages.append({"role": "user", "content": f"What is {rng.randrange(100)} + {rng.randrange(100)}?"})
@@ -157,7 +157,7 @@ def test_what_is_shown_and_what_is_trained_on():
     assert shown.endswith("What is 12 + 30?<|im_end|>\n<|im_start|>assistant\n")
 
 
-# Qwen3's template, changed by TRL's authors so that it keeps thoughts; it counts the line's end behind a turn as said.
+# Qwen3's template, changed by TRL's authors so that it keeps thinking. Its mask includes the newline after a turn.
 QWEN3 = (files("trl") / "chat_templates" / "qwen3_training.jinja").read_text()
 
 

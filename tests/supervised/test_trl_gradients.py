@@ -1,4 +1,4 @@
-"""Gradients of supervised fine-tuning, preferences and reward models are those of TRL's own trainers."""
+"""Gradients of supervised fine-tuning, DPO and reward models equal those of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from rl_core.testing.models import make_checkpoint
 from tests.supervised.trained import PAIRS, config_of, gradient
 
 TOLERANCE = 1e-5
-"""Relative L2 over all weights, and relative for the loss; float32, sums of other order. Seen 6e-7."""
+"""Relative, for the loss and for the L2 norm of the gradient over all weights. Rounding in float32, because sums are
+added in another order; measured: 6e-7."""
 
 
 def sums(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """Prompts and answers of different lengths."""
+    """Rows of sums, with prompts and answers of different lengths."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -46,7 +47,7 @@ def training_arguments(directory: Path, num_rows: int) -> dict[str, Any]:
 
 
 def gradient_of_trl(trainer: Any) -> tuple[float, dict[str, Tensor]]:
-    """Of the one batch that holds all rows."""
+    """The loss and gradient of TRL for the only batch, which contains all rows."""
     model = trainer.model.eval()
     (batch,) = trainer.get_train_dataloader()
     loss = trainer.compute_loss(model, batch)
@@ -58,7 +59,7 @@ def require_equal(found: tuple[float, Mapping[str, Tensor]], expected: tuple[flo
     assert found[0] == pytest.approx(expected[0], rel=TOLERANCE)
     theirs = expected[1]
     assert set(theirs) <= set(found[1])
-    # TRL's head has no bias; a pair's two slopes cancel in ours, up to the order of the sum.
+    # TRL's head has no bias. The gradient of our bias is 0 up to rounding, because a pair's two slopes cancel.
     assert all(found[1][name].abs().max() < 1e-6 for name in set(found[1]) - set(theirs))
     difference = torch.stack([(found[1][name] - value).norm() for name, value in theirs.items()]).norm()
     norm = torch.stack([value.norm() for value in theirs.values()]).norm()
@@ -89,7 +90,8 @@ CHAT = """\
     {%- else %}{{ m.content }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '\\n' }}assistant.{% endif %}"""
-"""Of characters that the tokenizer knows. Nothing stands behind the end of a turn: TRL's DPO would train on it."""
+"""A template of characters that the tokenizer knows. It writes nothing after the end of a turn, because TRL's DPO would
+train on it."""
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "double")]
 
 
@@ -103,7 +105,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """A question, a call with its answer in every second row, and an answer in which some rows are wrong."""
+    """Conversations: a question, a tool call with its result in every second row, and a right and a wrong answer."""
     rows = []
     for number, row in enumerate(sums(count)):
         asked = [{"role": "system", "content": "add."}, {"role": "user", "content": row["prompt"]}]
@@ -133,7 +135,7 @@ def test_supervised_fine_tuning(model: Path, tmp_path: Path):
 
 
 def of_chat(chat_model: Path, directory: Path, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """Rows for us, and the same ones for TRL."""
+    """Requires equal gradients of supervised fine-tuning: `ours` are the rows in our form, `theirs` in that of TRL."""
     trainer = SFTTrainer(
         loaded(chat_model),
         SFTConfig(**training_arguments(directory / "trl", len(theirs)), assistant_only_loss=True),
@@ -167,7 +169,7 @@ def test_one_token_more_is_seen(model: Path, tmp_path: Path):
 def of_pairs(
     model: Path, reference: Path, directory: Path, rows: list[dict[str, Any]], theirs: Mapping[str, Any], **ours: Any
 ) -> None:
-    """DPO with settings of TRL's and of ours."""
+    """Requires equal gradients of DPO: `theirs` are TRL's settings, `ours` are parameters of our loss."""
     trainer = DPOTrainer(
         loaded(model),
         loaded(reference).eval(),
@@ -199,7 +201,8 @@ def test_direct_preference_optimisation_on_conversations(chat_model: Path, refer
 
 
 def test_label_smoothing(model: Path, reference: Path, tmp_path: Path):
-    """TRL's `sigmoid` does not read it; its `aot` does, which sorts pairs, and one pair is sorted."""
+    """Compares with TRL's `aot`, because its `sigmoid` ignores label smoothing. `aot` sorts pairs, so this test has
+    only one pair."""
     (row,) = sums(1)
     rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["wrong"]}]
     theirs = {"loss_type": "aot", "label_smoothing": 0.2}

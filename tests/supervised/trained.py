@@ -1,4 +1,4 @@
-"""The gradient of rows of data, by the path that a run takes: generator, collate, scores, `prepare`, one rank."""
+"""The gradient of data rows, computed as in a run: generator, collate, scores, `prepare`, one rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAIRS = {
 
 
 def config_of(directory: Path, model: Path, rows: Sequence[Mapping[str, Any]], **keys: Any) -> Config:
-    """A run on these rows, all of them one batch."""
+    """The configuration of a run on these rows, which form one batch."""
     directory.mkdir(parents=True, exist_ok=True)
     data = directory / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -53,7 +53,7 @@ def config_of(directory: Path, model: Path, rows: Sequence[Mapping[str, Any]], *
 
 
 def first_batch(config: Config) -> Batch:
-    """All rows as one batch."""
+    """The batch of all rows."""
 
     async def generated() -> Batch:
         plugin, told = generator_spec(config)
@@ -68,7 +68,7 @@ def first_batch(config: Config) -> Batch:
 
 
 def gradient(config: Config, directory: Path) -> tuple[float, dict[str, Tensor]]:
-    """The loss of the first batch and the gradient of all weights, before clipping."""
+    """The loss of the first batch, and the gradients of all weights before clipping."""
     update, batch = update_settings(config), first_batch(config)
     limits, temperature, settings = update.forward_limits, update.temperature, update.policy
     ranks = {}

@@ -1,4 +1,5 @@
-"""What the package's author runs. Not collected with this repository's tests: `test_plain_ddp.py` installs it first."""
+"""The suite that the package's author runs. Not part of this repository's tests: `test_plain_ddp.py` installs the
+package and then runs it."""
 
 from __future__ import annotations
 

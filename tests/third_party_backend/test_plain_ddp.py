@@ -1,4 +1,4 @@
-"""A backend in a package of its own: installed, found, proved by the suite, and used to train the quick start."""
+"""A backend in a third-party package is installed, found, tested by the suite, and used to train the quick start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GUIDE = HERE.parents[1] / "docs" / "backends.md"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which the package is installed beside everything else."""
+    """The environment variables with which the package is found, in addition to all installed packages."""
     return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"), HERE)}
 
 
@@ -48,7 +48,9 @@ def test_it_passes_the_suite_on_one_rank_and_on_two(environment: dict[str, str],
     ]
     printed = run([sys.executable, "-m", "pytest", *options, HERE / "conformance.py"], environment, HERE)
     assert " passed" in printed
-    assert "17 skipped" in printed, "the checks of abilities and of a version that it does not have, and nothing else"
+    assert "17 skipped" in printed, (
+        "only the checks of optional abilities and of a contract version that the backend lacks may be skipped"
+    )
 
 
 @pytest.mark.slow
@@ -77,5 +79,5 @@ def test_it_trains_the_quick_starts_model_on_two_ranks(environment: dict[str, st
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
     assert len(steps) == 3
-    # What the engine sampled with is what the ranks trained: it received their weights after every step.
+    # The engine samples with the trained weights, so it received them after every step.
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)

@@ -1,4 +1,4 @@
-"""An engine, a generator and a command in a package of its own: checked, shown, documented, and used to train."""
+"""An engine, a generator and a command in a third-party package are checked, listed, documented, and used to train."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which the package is installed beside everything else."""
+    """The environment variables with which the package is found, in addition to all installed packages."""
     return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"), HERE)}
 
 
 def refusal(arguments: list[str], environment: dict[str, str]) -> str:
-    """What `rl` says when it refuses."""
+    """Runs `rl`, requires that it refuses the arguments, and returns its message."""
     result = subprocess.run(
         [COMMANDS / "rl", *arguments], cwd=HERE, env=environment, capture_output=True, text=True, check=False
     )
@@ -44,8 +44,10 @@ def test_it_imports_nothing_but_names_that_documented_modules_promise():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl_"):
                 module = importlib.import_module(str(node.module))
                 promised = getattr(module, "__all__", None) or [name for name in vars(module) if name[0] != "_"]
-                assert {name.name for name in node.names} <= set(promised), f"{file.name}: {node.module}"
-                assert str(node.module).count(".") <= 1, f"{file.name}: {node.module} is no documented module"
+                assert {name.name for name in node.names} <= set(promised), (
+                    f"{file.name}: {node.module} does not export all of these"
+                )
+                assert str(node.module).count(".") <= 1, f"{file.name}: {node.module} is not a documented module"
 
 
 def test_its_parts_are_listed_with_their_package(environment: dict[str, str]):
@@ -85,8 +87,11 @@ def test_its_keys_are_shown_and_documented(environment: dict[str, str]):
     assert (
         f"### {ENGINE}, backend=journal\n\nThe local engine, with a journal of its requests. Keys of journal-" in page
     )
-    assert "| `journal_every` | int | `1` | Requests from one line to the next. |" in page
-    assert "| `answer_tokens` | int | `2` | Longest answer, however long the run's sampling would let it be. |" in page
+    assert "| `journal_every` | int | `1` | Only every n-th request is recorded. |" in page
+    assert (
+        "| `answer_tokens` | int | `2` | Maximum tokens of an answer, even if the sampling parameters allow more. |"
+        in page
+    )
 
 
 def test_it_trains_the_quick_starts_model(environment: dict[str, str], tmp_path: Path):

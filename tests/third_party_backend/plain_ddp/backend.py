@@ -1,4 +1,4 @@
-"""The entry point. Imports no torch: it is loaded to check a configuration."""
+"""The entry point. Does not import torch, because it is loaded to check a configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class PlainDdpOptions:
-    """`plain_ddp_config`"""
+    """The options in `plain_ddp_config`."""
 
     reduce_in_float64: bool = False
     """Add the ranks' gradients in double precision."""
@@ -23,7 +23,7 @@ class PlainDdpOptions:
 
 @attrs.frozen(kw_only=True)
 class PlainDdpBackend:
-    """Every rank holds the whole model and computes its part of the batch."""
+    """A training backend in which every rank has the whole model and computes its part of the batch."""
 
     name: str = "plain_ddp"
     contract_version: int = 2
@@ -37,7 +37,7 @@ class PlainDdpBackend:
         return Mesh(world_size=world_size)
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
-        """Refuses what it cannot train, with the key that changes it."""
+        """Refuses what this backend cannot train, and names the key to change."""
         refused = {
             "trainer.use_sample_packing=false: rows are padded": spec.use_sample_packing,
             "trainer.gradient_checkpointing=false: activations are kept": spec.gradient_checkpointing,
@@ -52,11 +52,11 @@ class PlainDdpBackend:
                 raise ConfigError(f"trainer.strategy 'plain_ddp' needs {remedy}")
 
     def needs_own_process(self) -> bool:
-        """One rank patches nothing."""
+        """False, because a single rank patches no library."""
         return False
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        """Loads the model."""
+        """Loads the model and creates the rank's worker."""
         from plain_ddp.worker import PlainDdpWorker
 
         return PlainDdpWorker(spec, rank)

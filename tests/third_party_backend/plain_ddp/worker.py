@@ -1,4 +1,4 @@
-"""One rank: a whole model; what ranks share is the sum of their gradients."""
+"""One rank: it has the whole model, and ranks only add up their gradients."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from rl_core.rank_kit import (
 
 
 class PlainDdpWorker:
-    """`Worker` and `Inspectable`."""
+    """A rank; implements `Worker` and `Inspectable`."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         self.spec, self.rank, self.steps_done = spec, rank, 0
         if not Path(spec.model.path or "", "config.json").is_file():
-            raise ConfigError(f"model.path: {spec.model.path!r} is no directory with a Hugging Face model")
+            raise ConfigError(f"model.path: got {spec.model.path!r}; expected a directory with a Hugging Face model")
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         if rank.world_size > 1:
@@ -73,7 +73,7 @@ class PlainDdpWorker:
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Adds this rank's part of the gradient to its own; ranks are added up when the whole is asked for."""
+        """Accumulates the gradient of this rank's part. `optim_step` and `gradients` add up the ranks."""
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         require_scores(returns, ("logprobs", "entropies"), self.spec.role)
         objective, parts, returned = objective_from_spec(loss), [], {n: torch.zeros(batch.num_tokens) for n in returns}
@@ -90,7 +90,7 @@ class PlainDdpWorker:
         return {"loss": (0.0, 1.0), **total_metrics(parts), **returned}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Adds the gradients over ranks, then every rank takes the same step."""
+        """Adds up the ranks' gradients; then every rank takes the same step."""
         optimizer, config = require_optimizer(self.optimizer, self.spec, "optim_step"), self.spec.optimizer
         assert config is not None
         rate = learning_rate(self.steps_done, config, self.spec.total_optimizer_steps)
@@ -109,11 +109,11 @@ class PlainDdpWorker:
         return OptimizerStep(grad_norm=norm.item(), learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Over all ranks."""
+        """The gradients, added up over all ranks."""
         return {name: self._summed(parameter) for name, parameter in self.model.named_parameters()}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Rank 0 has it all; the others have nothing to send."""
+        """Rank 0 exports all weights, the other ranks none."""
         return pack_buckets(self.model.named_parameters() if self.rank.rank == 0 else (), max_bucket_bytes)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
@@ -121,14 +121,14 @@ class PlainDdpWorker:
         return sender.send(self.export_weights(max_bucket_bytes), version)
 
     def save_state(self, directory: Path) -> None:
-        """One file, by rank 0."""
+        """Rank 0 writes the state as one file."""
         state = {"model": self.model.state_dict(), "steps_done": self.steps_done}
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.state_dict()
         self._on_rank_0(lambda: torch.save(state, directory / "state.pt"), directory)
 
     def load_state(self, directory: Path) -> None:
-        """Every rank reads the file."""
+        """Every rank reads the file that rank 0 wrote."""
         try:
             state = torch.load(directory / "state.pt", weights_only=True)
         except (OSError, RuntimeError) as error:
@@ -140,7 +140,7 @@ class PlainDdpWorker:
             self.steps_done = state["steps_done"]
 
     def save_model(self, directory: Path) -> None:
-        """Model and tokenizer, by rank 0."""
+        """Rank 0 writes model and tokenizer."""
 
         def write() -> None:
             self.model.save_pretrained(directory)
@@ -149,18 +149,18 @@ class PlainDdpWorker:
         self._on_rank_0(write, directory)
 
     def close(self) -> None:
-        """Leaves the other ranks."""
+        """Leaves the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _score(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [T]: rows padded on the right, whose padding no causal layer looks at."""
+        """Log-probs and entropies, [T] each. Rows are padded on the right, where causal layers do not look."""
         rows = torch.nn.utils.rnn.pad_sequence(batch["tokens"].split(batch.lengths.tolist()), batch_first=True)
         hidden_NWH = self.model.base_model(input_ids=rows, use_cache=False).last_hidden_state
         is_token_NW = torch.arange(rows.shape[1]) < batch.lengths[:, None]
         is_first_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
         is_first_T[batch.offsets[:-1]] = True
-        # Row by row these are the stream's tokens again; the hidden state before a token predicts it.
+        # Without padding, rows are the stream's tokens in order. A token is predicted by the hidden state before it.
         hidden_TH = hidden_NWH[is_token_NW].roll(1, 0)
         logprobs_T, entropies_T = chunked_logprobs(
             hidden_TH,

@@ -1,4 +1,4 @@
-"""`rl journal`: how many requests a run made."""
+"""`rl journal`: counts the requests of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rl_core.errors import DataError
 
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--name", default="requests.jsonl", help="The engine's key `journal`.")
+@click.option("--name", default="requests.jsonl", help="Name of the journal, as in the engine's key `journal`.")
 def journal(run_dir: Path, name: str) -> None:
     """Count the requests of a run."""
     if not (run_dir / name).exists():
-        raise DataError(f"{run_dir / name}: there is no journal; was the run's engine `journal`?")
+        raise DataError(f"{run_dir / name}: there is no journal; train with generator.inference_engine.backend=journal")
     click.echo(f"{len((run_dir / name).read_text().splitlines())} requests")

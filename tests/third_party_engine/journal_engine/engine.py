@@ -1,4 +1,4 @@
-"""The engine's entry point. Imports no torch: it is loaded to check a configuration."""
+"""The engine's entry point. Does not import torch, because it is loaded to check a configuration."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class JournalOptions:
     """The local engine, with a journal of its requests."""
 
     journal: str = "requests.jsonl"
-    """A file in the run's directory, one line per request."""
+    """Name of the journal in the run's directory; it has one line per recorded request."""
     journal_every: int = attrs.field(default=1, validator=at_least(1))
-    """Requests from one line to the next."""
+    """Only every n-th request is recorded."""
 
 
 @attrs.frozen
 class JournalPlugin:
-    """InferencePlugin."""
+    """The plug-in of the local engine with a journal; implements `InferencePlugin`."""
 
     contract_version: int = 2
     name: str = "journal"
     options_class: type = JournalOptions
 
     def validate(self, spec: EngineSpec) -> None:
-        """Refuses what it cannot do, with the key that changes it."""
+        """Refuses what the engine cannot do, and names the key to change."""
         if Path(spec.options.journal).is_absolute():
             raise ConfigError(
                 f"generator.inference_engine.journal: got {spec.options.journal}; expected a name in the run's "
@@ -57,7 +57,7 @@ class JournalPlugin:
 
 
 class JournalClient:
-    """InferenceClient and Scoring."""
+    """Records requests and passes them to the local engine; implements `InferenceClient` and `Scoring`."""
 
     def __init__(self, engine: Any, file: Path, options: JournalOptions) -> None:
         self._engine, self._file, self._every, self._count = engine, file, options.journal_every, 0

@@ -1,4 +1,4 @@
-"""The generator's entry point: the environment generator, told to ask for shorter answers."""
+"""The generator's entry point: the environment generator with shorter answers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rl_core.interfaces import (
 
 @attrs.frozen(kw_only=True)
 class ShortOptions:
-    """Short answers."""
+    """The environment generator, limited to short answers."""
 
     answer_tokens: int = attrs.field(default=2, validator=at_least(1))
-    """Longest answer, however long the run's sampling would let it be."""
+    """Maximum tokens of an answer, even if the sampling parameters allow more."""
 
 
 @attrs.frozen
 class ShortGenerator:
-    """Generator."""
+    """Limits the answers of the environment generator; implements `Generator`."""
 
     inner: Generator
     answer_tokens: int
@@ -40,14 +40,14 @@ class ShortGenerator:
 
 @attrs.frozen
 class ShortPlugin:
-    """GeneratorPlugin."""
+    """The plug-in of this generator; implements `GeneratorPlugin`."""
 
     contract_version: int = 2
     name: str = "short"
     options_class: type = ShortOptions
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """All that it is told, it can do."""
+        """Refuses nothing: every configuration is supported."""
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
         from rl_rollout import EnvironmentGeneratorOptions, create_generator

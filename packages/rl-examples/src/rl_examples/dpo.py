@@ -1,10 +1,10 @@
 """Direct preference optimisation on two-digit addition: the right sum is preferred to one with a wrong digit.
 
-What it does: makes a pair of answers to each problem, and by a short supervised fine-tuning (`rl_examples.sft`) a model
-that is both the initial policy and the reference. Then trains by DPO, one optimizer step per batch of 64 pairs. No
-engine is started. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is the fraction of pairs in which
-the policy has moved towards the right answer.
-Deliberately omitted: pairs judged by people, a reward model in between.
+What it does: creates a pair of answers for each problem, and a start model by a short supervised fine-tuning
+(`rl_examples.sft`). The start model is both the initial policy and the reference. Then trains by DPO, one optimizer
+step per batch of 64 pairs, without an engine. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is
+the fraction of pairs in which the policy has moved towards the right answer.
+Deliberately omitted: preferences of people, a reward model that scores answers.
 
 Run:      rl train dpo
 IPO:      rl train dpo trainer.algorithm.policy_loss_params.dpo_type=ipo
@@ -68,7 +68,7 @@ def prepare(config: Config) -> None:
 
 
 def pairs() -> list[dict[str, str]]:
-    """Every problem with its right answer, and an answer with one wrong digit."""
+    """Every problem with its right answer, and with an answer that has one wrong digit."""
     from rl_examples.arithmetic import problems
 
     rng, rows = random.Random(0), []
@@ -81,7 +81,7 @@ def pairs() -> list[dict[str, str]]:
 
 
 def with_random_preferences(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The negative control: the pairs, each turned round with probability 1/2."""
+    """The negative control: the pairs, each with its answers swapped with probability 1/2."""
     rng = random.Random(0)
     turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
     return [rng.choice(each) for each in zip(rows, turned, strict=True)]

@@ -1,11 +1,11 @@
-"""GRPO with a model as judge: a small model learns to answer right and in a sentence, on two CPU cores, in minutes.
+"""GRPO with a model as judge: a small model learns to answer correctly in a sentence, on two CPU cores, in minutes.
 
 Asked `Mia has 46 pens and loses 2. How many?`, the model answers `Mia has 44 pens.$` or `44$`. The environment `judge`
-sends question, right answer and response to a server with an OpenAI API; its score from 0 to 10, divided by 10, is the
-reward. The model is warm-started on answers of which three in four use the wrong operation, and half are a number
-alone. The problems are those of the recipe `gsm8k_turns`.
-Deliberately omitted: a reference model and a KL term; the judge, which is any server you have. `tests/rule_judge.py` is
-one that grades by rule: 10 for the right sentence, 5 for the right number alone, else 0.
+sends question, right answer and response to a server with an OpenAI API. The server's score from 0 to 10, divided by
+10, is the reward. The model is warm-started on answers of which three in four use the wrong operation, and half are
+only a number. The problems are those of the recipe `gsm8k_turns`.
+Deliberately omitted: a reference model and a KL term; a server for the judge. Use your own, or `tests/rule_judge.py`,
+which grades by rule: 10 for the right sentence, 5 for only the right number, else 0.
 
 Serve:    vllm serve MODEL --served-model-name judge      or, in a checkout:      python -m tests.rule_judge
 Run:      rl train judge      (or with environment.options.url=http://HOST:PORT/v1 environment.options.model=NAME)
@@ -56,8 +56,8 @@ def problems() -> list[dict[str, str]]:
 
 
 def prepare(config: Config) -> None:
-    """Creates the recipe's data and models if the configuration uses them and they are missing. The judge of the run
-    also judges the warm start."""
+    """Creates the recipe's data and models if the configuration uses them and they are missing. The run's judge also
+    scores the warm-started model."""
     options = {f"environment.options.{name}": value for name, value in config.environment.options.items()}
     write_files(
         config,
@@ -78,7 +78,8 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One answer: three in four use the wrong operation, half are a number alone."""
+    """The problem with an answer for the warm start: with probability 3/4 it uses the wrong operation, and with
+    probability 1/2 it is only a number."""
     name, has, right, thing = problem["reference"].split()
     wrong = gsm8k_turns.with_wrong_operation(problem["prompt"], right)
     said = right if rng.random() < 0.25 else wrong

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning on two-digit addition: a 150k-parameter Qwen3 learns it only from the answers, in a minute or
-two on two CPU cores.
+"""Supervised fine-tuning on two-digit addition: a 150k-parameter Qwen3 learns it from right answers, in a minute or two
+on two CPU cores.
 
-What it does: trains on the quick start's problems with their answers by cross-entropy; no engine is started and nothing
-is sampled. Playing the held-out problems afterwards shows the accuracy.
+What it does: trains by cross-entropy on the answers to the quick start's problems; no engine is started and nothing is
+sampled. To see the accuracy, play the held-out problems afterwards.
 Deliberately omitted: a chat template (rows with `messages` are masked by role), several turns.
 
 Run:      rl train sft
@@ -87,7 +87,7 @@ def write_missing_data(config: Config) -> None:
 
 
 def with_shuffled_answers(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The negative control: every problem with the answer of a random other one."""
+    """The negative control: the problems with their answers shuffled."""
     answers = [row["answer"] for row in rows]
     random.Random(0).shuffle(answers)
     return [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]

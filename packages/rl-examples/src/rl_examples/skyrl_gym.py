@@ -1,11 +1,11 @@
 """GRPO on an environment of skyrl-gym: a small model solves word problems in two turns, on two CPU cores, in minutes.
 
-skyrl-gym's own `gsm8k_multi_turn` plays, unchanged, through the environment `skyrl_gym`; the problems are those of the
-recipe `gsm8k_turns`, as rows in SkyRL's form. Asked `Mia has 46 pens and sells 2. How many?`, the model answers
-`#### 44$`. If that is wrong, skyrl-gym asks for `only the final numeric answer`, and the model answers again. The
-rewards are skyrl-gym's: 1 for the right number, a tenth for another number in the right form. The model is warm-started
-on conversations in which nine in ten answers use the wrong operation (`#### 48$`).
-Deliberately omitted: a reference model and a KL term, worked solutions, other rewards than skyrl-gym's.
+The environment `skyrl_gym` runs skyrl-gym's `gsm8k_multi_turn` unchanged. The problems are those of the recipe
+`gsm8k_turns`, as rows in SkyRL's form. Asked `Mia has 46 pens and sells 2. How many?`, the model answers `#### 44$`.
+After a wrong answer, skyrl-gym asks for `only the final numeric answer`, and the model answers again. The rewards are
+skyrl-gym's: 1 for the right number, 0.1 for another number in the right form. The model is warm-started on
+conversations in which nine in ten answers use the wrong operation (`#### 48$`).
+Deliberately omitted: a reference model and a KL term, worked solutions, rewards other than skyrl-gym's.
 
 Run:      rl train skyrl_gym       (needs pip install './packages/rl-examples[skyrl-gym]')
 Look:     rl generate skyrl_gym --output episodes.jsonl
@@ -28,7 +28,7 @@ from rl_examples.small_runs import SmallRun, write_files
 NUM_HELD_OUT = 400
 MAX_TURNS = 2
 START_ACCURACY = 0.25
-"""Includes the tenth that a wrong number gets."""
+"""Includes the 0.1 for each wrong number."""
 LAST_TURN = "Now provide only the final numeric answer in the exact format: '#### ANSWER'."
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '$' if m.role == 'assistant' else '\\n' }}{% endfor %}"
 
@@ -90,7 +90,7 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A first answer, or a second one after a wrong first. Nine in ten use the wrong operation."""
+    """A first answer, or a second one after a wrong first answer. Nine in ten use the wrong operation."""
     asked, right = problem["prompt"][0]["content"], problem["reward_spec"]["ground_truth"]
     wrong = gsm8k_turns.with_wrong_operation(asked, right)
     turn = f"#### {wrong}${LAST_TURN}\n"

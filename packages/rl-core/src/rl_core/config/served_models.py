@@ -1,6 +1,6 @@
-"""Models that environments ask on the run's own engines.
+"""Models that the run's own engines serve to environments, as judges for example.
 
-In the options of an environment, `url: inference_engine` becomes a `ServedModel`. `model` says which one: `base` (the
+In the options of an environment, `url: inference_engine` becomes a `ServedModel`. `model` selects it: `base` (the
 policy's model without its adapter), or the directory of another adapter.
 """
 
@@ -21,10 +21,10 @@ _PLACE = "environment.options"
 
 
 def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
-    """By the place of the options that ask for it: the directory of an adapter, or None for the base model.
+    """Path of the options that request a model → the directory of an adapter, or None for the base model.
 
     Args:
-        options: `environment.options`; a section with an environment's name holds this environment's options.
+        options: `environment.options`; a section named after an environment contains the options of this environment.
 
     Raises:
         ConfigError: `model` is missing, or not text.
@@ -45,7 +45,7 @@ def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
 
 
 def with_served_models(options: Mapping[str, Any], served: Mapping[str, ServedModel]) -> dict[str, Any]:
-    """The options with each served model as the `url` of its place in `asked_models`."""
+    """The options, with each `url` that `asked_models` found replaced by the served model of the same path."""
     given = {
         name: {**section, "url": served[place]} if (place := f"{_PLACE}.{name}") in served else section
         for name, section in options.items()
@@ -54,8 +54,7 @@ def with_served_models(options: Mapping[str, Any], served: Mapping[str, ServedMo
 
 
 def serving_plugin(config: Config) -> ModelServing:
-    """The engine plug-in, which serves models besides the policy. Raises ConfigError if it does not, PluginError if it
-    is not installed."""
+    """The run's engine plug-in. Raises ConfigError if it serves only the policy, PluginError if it is not installed."""
     name = config.generator.inference_engine.backend
     plugin = plugins.load("rl_core.inference", name, key="generator.inference_engine.backend")
     if isinstance(plugin, ModelServing):
@@ -67,7 +66,7 @@ def serving_plugin(config: Config) -> ModelServing:
 
 
 def require_servable_models(config: Config) -> None:
-    """Raises ConfigError if the run's engine cannot serve a model that environments ask."""
+    """Raises ConfigError if the run's engine cannot serve a model that environments request."""
     asked = asked_models(config.environment.options)
     if not asked:
         return

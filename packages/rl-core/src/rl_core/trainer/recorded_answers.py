@@ -1,12 +1,13 @@
-"""Records what engines answer while a group is played, so that a resumed run continues from there.
+"""Records the engines' answers while a group is played, so that a resumed run can continue the group.
 
-A resumed run plays a group in progress again, and its generator sends the same requests, because prompt, parameters and
-seed follow from group, sample and turn. A request with a recorded answer gets this answer, and no engine is asked. An
-unfinished response (stop reason `abort`) is such an answer too: the generator continues it in a new request, so its
-tokens keep their log-probs and versions. Any other request is sampled, for example if an environment makes another
-observation than before.
+A resumed run plays a group in progress again. Its generator sends the same requests, because group, sample and turn
+determine prompt, parameters and seed. A request with a recorded answer gets this answer, and no engine receives the
+request. Unfinished responses (stop reason `abort`) are recorded too: the generator continues them in new requests, so
+their tokens keep their log-probs and versions. All other requests go to an engine, for example because an environment
+returned a different observation this time.
 
-A generator knows nothing of this: a context variable, which the tasks of a group inherit, says whose request it is.
+Generators do not have to support this: a context variable, which a group's tasks inherit, identifies the group that
+sends a request.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from rl_core.trainer.stored_groups import Answers
 
 
 class GroupAnswers:
-    """The answers that a group in progress has got so far.
+    """The answers that a group in progress has received so far.
 
     consumes     the requests of the group's samples (`answer`)
     produces     `so_far`, for a checkpoint
     waits for    the engine, unless an earlier run recorded the answer
-    unblocked by the engine's answer; by `InferenceClient.abort`, with an unfinished one
+    unblocked by the engine's answer; `InferenceClient.abort`, which makes the engine answer with an unfinished response
     """
 
     def __init__(self, start_version: int, recorded: Answers | None = None) -> None:
         """`start_version`: the policy version with which the group started. `recorded`: answers of an earlier run."""
         self.start_version = start_version
         self._recorded = dict(recorded or {})
-        """Answers of an earlier run that nobody has asked for yet. Each is used once."""
+        """Answers of an earlier run that this run has not requested yet. Each is used once."""
         self._given: dict[str, tuple[Completion, ...]] = {}
         self._running: dict[str, asyncio.Future[None]] = {}
 
     @property
     def so_far(self) -> Answers:
-        """The recorded answers by request; empty if they have no tokens."""
+        """All answers by request, including those of an earlier run; empty if none of them has tokens."""
         answers = {**self._recorded, **self._given}
         return answers if any(one.tokens for answer in answers.values() for one in answer) else {}
 
@@ -54,7 +55,7 @@ class GroupAnswers:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context in which `RecordingSampler` records requests here, those of new tasks included."""
+        """Context in which `RecordingSampler` records answers in this object, also for tasks created in the context."""
         token = _GROUP.set(self)
         try:
             yield
@@ -82,8 +83,8 @@ _GROUP: ContextVar[GroupAnswers | None] = ContextVar("the group that is being pl
 
 
 class RecordingSampler:
-    """The sampler of a run that generates ahead. Records answers if a group is being played (`GroupAnswers.recording`);
-    evaluations are not recorded."""
+    """The sampler of a run that generates ahead. Records the answers to requests of a group (`GroupAnswers.recording`),
+    but not those of evaluations."""
 
     def __init__(self, client: Sampler) -> None:
         self._client = client

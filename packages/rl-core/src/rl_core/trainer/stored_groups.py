@@ -1,8 +1,8 @@
-"""Stores groups that no step has trained on in a checkpoint: finished groups, so that a resumed run can train on them,
-and groups in progress with the engines' answers so far, so that it can continue them.
+"""Stores in a checkpoint the groups that no step has trained on yet: finished groups, so that a resumed run can train
+on them, and groups in progress with the engines' answers so far, so that it can continue them.
 
-Two files for each kind: `finished_groups.json` and `started_groups.json` describe the groups; the `.npz` of the same
-name holds the per-token values of all steps or answers, concatenated.
+Each kind has two files: `finished_groups.json` or `started_groups.json` describes the groups; the `.npz` of the same
+name contains the per-token values of all steps or answers, concatenated, and the routed experts of each.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _COLUMNS = {
     "token_rewards": np.float64,
     "loss_mask": np.bool_,
 }
-"""Per-token fields of a step → dtype that holds Python's numbers without rounding."""
+"""Per-token field of a step → dtype that stores Python's numbers without rounding."""
 _OPTIONAL = ("token_rewards", "loss_mask")
 """Fields that a step may lack. Checkpoints of earlier versions do not mention those that did not exist yet."""
 _ANSWER_COLUMNS = {"tokens": np.int64, "logprobs": np.float64, "policy_versions": np.int64}
-"""The same of a completion."""
+"""The same for the per-token fields of a completion."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class StoredGroup:
-    """A finished group, and its other contributions to the metrics of its step."""
+    """A finished group with its failed samples and greedy tokens, which also count in the metrics of its step."""
 
     group: FinishedGroup
     failed: tuple[Trajectory, ...] = ()
@@ -52,12 +52,12 @@ class StoredGroup:
 
 @attrs.frozen(kw_only=True, eq=False)
 class StartedGroup:
-    """A group in progress, of which tokens have been sampled."""
+    """A group in progress for which engines have sampled tokens."""
 
     group_id: int
     start_version: int
     answers: Answers
-    """What engines have answered so far, unfinished responses included."""
+    """The engines' answers so far, including unfinished responses."""
 
 
 def write_groups(directory: Path, groups: Sequence[StoredGroup]) -> None:

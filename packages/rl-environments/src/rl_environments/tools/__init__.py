@@ -1,6 +1,7 @@
-"""Functions that a policy may call: their schemas, parsing and running calls, and a base environment.
+"""Tools, which are functions that a policy may call: schemas, parsing and running of calls, and a base class for
+environments.
 
-A name is imported when it is first used. Begin with `ToolEnvironment` and `tool`.
+Each name is imported on first use. Begin with `ToolEnvironment` and `tool`.
 """
 
 from __future__ import annotations

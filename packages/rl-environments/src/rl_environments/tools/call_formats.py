@@ -3,10 +3,10 @@
     hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>                 Hermes, Qwen2.5, Qwen3
     qwen_xml    <tool_call><function=add><parameter=a>1</parameter></function></tool_call>    Qwen3-Coder, Qwen3.5
     llama_json  {"name": "add", "parameters": {"a": 1}}                                       Llama 3.1 and later
-    marked      any of these, told apart by their marks: for templates that show no calls
+    marked      any of these, recognised by its tags: for templates that render no calls
 
-To find a template's format, each format tries to parse the call that the template itself writes (`format_of_example`).
-A call that is begun but cannot be parsed is a `BrokenCall`: the policy is told what was wrong.
+To find a template's format, each format tries to parse an example call that the template renders (`format_of_example`).
+A call that is begun but cannot be parsed is a `BrokenCall`, whose problem is shown to the policy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_core.interfaces import EXAMPLE_CALL, ToolSchema
 
 @attrs.frozen(kw_only=True)
 class Call:
-    """A call that could be parsed; it is not yet checked against a function."""
+    """A parsed call. Its name and arguments are not validated yet."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -52,12 +52,12 @@ class CallFormat(Protocol):
 
 @runtime_checkable
 class ForcibleFormat(CallFormat, Protocol):
-    """A format in which a grammar can force a call. `qwen_xml` is none: xgrammar 0.2 allows blanks around a value, and
-    there they are part of the value."""
+    """A format in which a grammar can force a call. `qwen_xml` is not one, because xgrammar 0.2 allows blanks around a
+    value, and in `qwen_xml` they are part of the value."""
 
     def call_grammar(self, tool: ToolSchema) -> Mapping[str, Any]:
-        """Matches one call of this function: a format of xgrammar's structural tags, such as `{"type": "regex",
-        "pattern": …}`."""
+        """The grammar of one call of this function, as a format of xgrammar's structural tags, such as `{"type":
+        "regex", "pattern": …}`."""
         ...
 
 
@@ -65,7 +65,7 @@ def format_of_example(example: str) -> CallFormat:
     """The format in which a chat template wrote `rl_core.interfaces.EXAMPLE_CALL`.
 
     Raises:
-        ConfigError: it is none of the known formats.
+        ConfigError: no known format can parse the example.
     """
     function = EXAMPLE_CALL["function"]
     for known in _FORMATS.values():
@@ -75,7 +75,7 @@ def format_of_example(example: str) -> CallFormat:
             return known
     raise ConfigError(
         f"the model's chat template writes a call as {example!r:.200}; expected one of the formats "
-        f"{', '.join(_FORMATS)}. Define a `call_format` in the environment that parses it"
+        f"{', '.join(_FORMATS)}. Define an attribute `call_format` in the environment with a format that parses it"
     )
 
 
@@ -88,7 +88,7 @@ def format_of_name(name: str) -> CallFormat:
 
 
 def without_thought(text: str) -> str:
-    """The text behind the last `</think>`, up to a `<think>` that follows: calls within the thinking do not count."""
+    """The text after the last `</think>`, up to the next `<think>`. Calls in the thinking do not count."""
     behind = text.rpartition("</think>")[2]
     return behind.partition("<think>")[0]
 
@@ -107,7 +107,7 @@ class HermesCalls:
             call, end = _json_call(text, start + len("<tool_call>"), "arguments")
             closing = re.compile(r"\s*</tool_call>").match(text, end)
             if isinstance(call, Call) and closing is None:
-                call = BrokenCall(problem="the call does not end with </tool_call> behind its JSON")
+                call = BrokenCall(problem="the call does not end with </tool_call> after its JSON")
             found.append(call)
             behind = text.find("</tool_call>", end)
             end = closing.end() if closing else behind + len("</tool_call>") if behind >= 0 else len(text)
@@ -144,7 +144,7 @@ class LlamaJsonCalls:
     name = "llama_json"
 
     def read(self, text: str) -> Sequence[Call | BrokenCall]:
-        """See `CallFormat.read`. JSON without a name and parameters is an answer, not a call."""
+        """See `CallFormat.read`. JSON whose first key is neither `name` nor `type` is an answer, not a call."""
         text = without_thought(text).replace("<|python_tag|>", "").strip()
         found: list[Call | BrokenCall] = []
         start = 0
@@ -164,8 +164,8 @@ class LlamaJsonCalls:
 
 
 class MarkedCalls:
-    """Any of the formats, told apart by marks: `<function=` means `qwen_xml`, else `<tool_call>` means `hermes`, and
-    without either it is `llama_json`."""
+    """Any of the formats, recognised by its tags: text with `<function=` is `qwen_xml`, other text with `<tool_call>`
+    is `hermes`, and all other text is `llama_json`."""
 
     name = "marked"
 
@@ -182,14 +182,15 @@ MARKED = MarkedCalls()
 
 
 def _call_tag(tool: ToolSchema, begin: str, end: str) -> Mapping[str, Any]:
-    """The function's arguments as JSON between two texts. Without a limit, a model may write blanks forever."""
+    """The grammar of `begin`, the function's arguments as JSON, and `end`. Whitespace is limited, because otherwise a
+    model may write blanks forever."""
     schema = tool["function"]["parameters"]
     arguments = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
     return {"type": "tag", "begin": begin, "content": arguments, "end": end}
 
 
 def _json_call(text: str, start: int, key: str) -> tuple[Call | BrokenCall, int]:
-    """The call whose JSON begins at `start`, and where it ends."""
+    """The call whose JSON begins at `start`, possibly after whitespace, and the position after the JSON."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
         value, end = _DECODER.raw_decode(text, start)

@@ -1,7 +1,7 @@
-"""Runs the calls of one turn concurrently, each with a deadline; each gets an answer whatever happens.
+"""Runs the calls of one turn concurrently, each with a deadline. Every call gets an answer.
 
-A call can go wrong in many ways: it is unreadable, names an unknown function, has arguments that do not fit, or its
-function raises or takes too long. In all cases the answer says what was wrong, so that the policy can do better.
+A call can go wrong in many ways: it cannot be parsed, names an unknown function or has invalid arguments, or its
+function raises or takes too long. In all these cases the answer says what was wrong, so that the policy can correct it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rl_environments.tools.call_formats import BrokenCall, Call
 from rl_environments.tools.functions import ToolFunction, WrongArguments
 
 MOST_LEFT_THREADS = 200
-"""Functions that hang past their deadline stay in their threads; the run fails when a process has this many."""
+"""A function that hangs past its deadline cannot be stopped, so its thread stays. If a process has this many such
+threads, further calls of synchronous functions raise GenerationError, which fails their samples."""
 _left_threads: set[threading.Thread] = set()
 
 
@@ -34,7 +35,7 @@ class Answer:
     """The function's name; None if the call could not be parsed."""
     text: str
     is_wrong: bool = False
-    """Whether the call went wrong: see the module."""
+    """Whether the call went wrong, as listed in the module's docstring."""
 
 
 async def run_calls(
@@ -49,11 +50,11 @@ async def run_calls(
 
     Args:
         timeout_s: deadline of each call.
-        max_calls: further calls are not run, and their answers say so.
+        max_calls: maximum number of calls; further calls are not run, and their answers say so.
         max_characters: maximum length of an answer; a longer one is cut and says so.
 
     Raises:
-        GenerationError: too many earlier calls hang past their deadline.
+        GenerationError: too many earlier calls still hang after their deadline.
     """
 
     async def answer(number: int, call: Call | BrokenCall) -> Answer:
@@ -71,7 +72,7 @@ async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], ti
     tool = tools.get(call.name)
     if tool is None:
         known = ", ".join(tools)
-        return _wrong(call, f"there is no function {call.name!r:.80}; there is {known}.{nearest(call.name, tools)}")
+        return _wrong(call, f"there is no function {call.name!r:.80}; available: {known}.{nearest(call.name, tools)}")
     try:
         arguments = tool.checked(call.arguments, is_text=call.is_text)
     except WrongArguments as error:
@@ -80,7 +81,7 @@ async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], ti
         async with asyncio.timeout(timeout_s):
             outcome = await _outcome(tool.function, arguments, call.name)
     except TimeoutError:
-        # From the deadline: a TimeoutError of the function itself was caught before.
+        # The deadline has passed. A TimeoutError that the function itself raises is returned by `_outcome`.
         return _wrong(call, f"no answer within {timeout_s:g} s")
     if isinstance(outcome, BaseException):
         return _wrong(call, f"{type(outcome).__name__}: {outcome}".rstrip(": "))
@@ -103,7 +104,8 @@ async def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any], n
 
 
 async def _in_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Any:
-    """Uses a separate thread that nobody joins: a hanging thread of a pool would block the end of the event loop."""
+    """Like `_outcome`, in a new thread that is never joined: a hanging thread of a pool would block the end of the
+    event loop."""
     _left_threads.intersection_update([thread for thread in _left_threads if thread.is_alive()])
     if len(_left_threads) >= MOST_LEFT_THREADS:
         raise GenerationError(

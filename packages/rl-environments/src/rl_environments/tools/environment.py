@@ -1,6 +1,6 @@
 """Base class for environments with tools: methods marked `@tool`, and `judge` for the answer that ends the episode.
 
-    a turn with calls    ──► they run concurrently ──► the policy sees their answers (role `tool`) and continues
+    a turn with calls    ──► the calls run concurrently ──► the policy sees the answers (role `tool`) and continues
     a turn without calls ──► `judge(answer)` gives the reward ──► the episode is done
 
 docs/environments.md#environments-with-tool-functions has an example of a few lines.
@@ -43,7 +43,7 @@ def tool(function: _Function) -> _Function:
 
 
 class ToolEnvironment:
-    """Subclass it, mark methods with `@tool`, and define `judge`.
+    """Base class: define a subclass with methods marked `@tool` and with `judge`.
 
     Plain methods run in their own threads, concurrently if the policy makes several calls in one turn, so they must
     guard shared state. Metrics: `accuracy` (the reward), `calls`, `wrong_calls`.
@@ -53,9 +53,9 @@ class ToolEnvironment:
     """How the policy writes calls; None: `environment.options.call_format`, else the chat template's format, else any
     known format, recognised by its tags."""
     shows_schemas: ClassVar[bool] = True
-    """Whether the chat template shows the functions; False for a prompt that describes them itself."""
+    """Whether the chat template renders the functions; set it to False if the prompt describes them itself."""
     call_timeout_s: ClassVar[float] = 30.0
-    """Deadline of each call; must be shorter than `environment.timeout_s`, which ends the sample."""
+    """Deadline of each call; must be shorter than `environment.timeout_s`, after which the sample fails."""
     max_calls_per_turn: ClassVar[int] = 16
     max_answer_characters: ClassVar[int] = 8000
 
@@ -69,7 +69,8 @@ class ToolEnvironment:
         if type(self).call_format is not None and not callable(getattr(type(self).call_format, "read", None)):
             raise ConfigError(
                 f"{type(self).__name__}.call_format: got {type(self).call_format!r}; expected an object with a method "
-                "`read` (rl_environments.tools.CallFormat). Put a name into environment.options.call_format"
+                "`read` (rl_environments.tools.CallFormat). To select a format by name, set "
+                "environment.options.call_format"
             )
         self._format = type(self).call_format or (None if name is None else format_of_name(name))
         known = _tool_functions(type(self))
@@ -93,8 +94,8 @@ class ToolEnvironment:
         return self.row["prompt"]
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """See `Tools.tools`. Empty without `shows_schemas`, or if the episode begins with text: there is no template
-        then, so the text must name the tools."""
+        """See `Tools.tools`. Empty without `shows_schemas`, or if the episode begins with text: no template is used
+        then, so the text must describe the tools."""
         is_text = isinstance(self.row["prompt"], str)
         return [] if is_text or not self.shows_schemas else [each.schema for each in self._tools.values()]
 
@@ -137,12 +138,13 @@ class ToolEnvironment:
 class ToolChoiceEnvironment(ToolEnvironment):
     """A `ToolEnvironment` that may require a call in the next turn.
 
-    A grammar then forces the response to be one call with valid arguments and nothing else, unless it reaches its
-    length limit. Forced responses are not trained on. Needs an engine that accepts grammars (`GrammarSampling`).
+    A grammar then forces the response to be one call with valid arguments and nothing else, unless a length limit or
+    stop string ends it early. Forced responses are not trained on. Needs an engine that accepts grammars
+    (`GrammarSampling`).
     """
 
     def tool_choice(self) -> ToolChoice:
-        """Asked before each turn. By default, a call is required until there was one."""
+        """Called before each turn. By default, a call is required until the policy has made one."""
         return "auto" if self.num_calls else "required"
 
     async def structural_tag(self, example_call: str | None) -> str | None:

@@ -1,5 +1,5 @@
-"""Makes a tool of a Python function: takes its schema from type hints and docstring, and checks arguments before a
-call.
+"""Makes a tool from a Python function: derives the schema from type hints and docstring, and validates the arguments
+before a call.
 
     def add(a: int, b: int = 1) -> int:
         \"""The sum of two numbers.
@@ -9,8 +9,8 @@ call.
             b: the second one
         \"""
 
-is shown as `{"name": "add", "description": "The sum of two numbers.", "parameters": {...}}`, where `a` is an integer
-that is required. pydantic derives the schema of a type and validates values strictly: "3" is not an integer.
+is shown as `{"name": "add", "description": "The sum of two numbers.", "parameters": {...}}`, where `a` is a required
+integer. pydantic derives the schemas of types and validates values strictly: "3" is not an integer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ToolFunction:
         """The validated arguments for the function; omitted arguments with a default are left out.
 
         Args:
-            is_text: all values are text, to be parsed as the parameters' types, as in XML.
+            is_text: all values are text, as in XML, and are parsed according to the parameters' types.
 
         Raises:
             WrongArguments: an argument is missing, unknown or of the wrong type.
@@ -121,12 +121,12 @@ def _arguments_model(
     for number, (parameter_name, parameter) in enumerate(parameters.items()):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
-                f"tool {name!r}: parameter {parameter} cannot be passed by name; give each parameter a name"
+                f"tool {name!r}: parameter {parameter} cannot be passed by name; give every parameter its own name"
             )
         if parameter_name not in hints:
             raise ConfigError(f"tool {name!r}: parameter {parameter_name!r} has no type hint; give it one, e.g. `int`")
         default = ... if parameter.default is parameter.empty else parameter.default
-        # Fields are numbered, because a field may not be called `json` or `_x`; the model sees the alias.
+        # Fields are numbered, because pydantic forbids names such as `_x` and `json`. The model sees the alias.
         fields[f"p{number}"] = (
             hints[parameter_name],
             Field(default, alias=parameter_name, description=texts.get(parameter_name)),
@@ -134,7 +134,7 @@ def _arguments_model(
     try:
         return create_model(name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
     except Exception as error:
-        raise ConfigError(f"tool {name!r}: its type hints are not types of data: {error}") from error
+        raise ConfigError(f"tool {name!r}: its type hints cannot describe arguments: {error}") from error
 
 
 def _schema(name: str, description: str, arguments: type[BaseModel]) -> ToolSchema:
@@ -152,7 +152,7 @@ def _schema(name: str, description: str, arguments: type[BaseModel]) -> ToolSche
 
 
 def _problem(error: Any) -> str:
-    """One of pydantic's errors, described for the caller."""
+    """Describes one of pydantic's errors for the policy."""
     path = ".".join(map(str, error["loc"])) or "arguments"
     if error["type"] == "missing":
         return f"argument {path!r} is missing"
