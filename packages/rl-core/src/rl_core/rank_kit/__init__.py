@@ -1,4 +1,4 @@
-"""Building blocks for the ranks of any training backend. Public: our own backends use them, and other backends may.
+"""Building blocks for the ranks of any training backend. They are public: plug-in backends may use them, too.
 
     worker_specs       the configuration keys of a `WorkerSpec`, and checks of it
     process_group      joining the other ranks, and agreeing on one outcome
