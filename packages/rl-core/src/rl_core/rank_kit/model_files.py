@@ -121,7 +121,7 @@ def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dict[str, Tensor] | None:
-    """Reads the head that `write_head` wrote, to the CPU. None without such a file, because the model was not a critic.
+    """Returns the head that `write_head` wrote, on the CPU. None: there is no such file, so the model was no critic.
 
     Args:
         directory: the model's directory.

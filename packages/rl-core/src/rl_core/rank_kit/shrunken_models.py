@@ -207,7 +207,7 @@ def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(small: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ids of the special tokens that are within the small vocabulary."""
+    """Returns for each special token an id that exists in the small vocabulary."""
     size = small["vocab_size"]
     found: dict[str, Any] = {}
     for number, (name, value) in enumerate(sorted(small.items())):

@@ -167,7 +167,7 @@ def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
 
 
 def require_same(sent: Manifest, received: Manifest) -> None:
-    """Raises WeightSyncError that names the first differences if the two manifests differ."""
+    """Raises WeightSyncError if the two manifests differ. The message names the first differences."""
     if sent.version != received.version:
         raise WeightSyncError(f"version {sent.version} was sent, version {received.version} arrived")
     wrong = [

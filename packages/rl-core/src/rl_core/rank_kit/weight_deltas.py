@@ -34,7 +34,7 @@ _WHOLE = -1
 
 @attrs.define(eq=False)
 class HeldWeights:
-    """The weights of the last sync on one side, which are the base of the next sync. Only one sync at a time uses them."""
+    """The weights of one side's last sync, which are the base of the next sync. Only one sync at a time uses them."""
 
     id: str | None = None
     """Id of the sync that sent the weights; None: they cannot be a base."""
@@ -140,7 +140,7 @@ def received(
         version: the expected version.
         delta: `Rendezvous.delta`.
         held: the weights that this engine received last. They are updated when the caller has taken all buckets, and
-            dropped without `delta` and after an error.
+            dropped if `delta` is None or an error occurs.
 
     Raises:
         WeightSyncError: `receiver` raised it; or the engine does not hold the base; or a tensor differs from the rank's

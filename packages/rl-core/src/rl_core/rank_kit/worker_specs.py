@@ -1,4 +1,4 @@
-"""The configuration keys of a `WorkerSpec`, for error messages of backends, and checks of the spec. No torch import."""
+"""The configuration keys of a `WorkerSpec`, for error messages, and checks of the spec. The module imports no torch."""
 
 from __future__ import annotations
 

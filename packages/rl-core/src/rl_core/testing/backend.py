@@ -81,7 +81,8 @@ class Tolerances:
     logprob: float = 1e-5
     """Absolute difference of log-probs and entropies, from rounding in about ten successive sums. Measured: 1.4e-6."""
     loss: float = 1e-6
-    """Relative difference of the loss. The batch's advantages are not centred, so its sum over tokens is not near 0."""
+    """Relative difference of the loss. The batch's advantages are not centred, so that the loss, a sum over tokens, is
+    not near 0."""
     gradient: float = 5e-6
     """L2 of the difference / L2 of the gradient, over all parameters, from the summation order. Measured: 8e-7."""
     gradient_of_one: float = 1e-4
@@ -449,10 +450,10 @@ class BackendConformance:
         assert difference <= limit, f"weights after these steps differ by {difference:.1e}, allowed {limit:g}"
 
     def test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch(self, case: Case) -> None:
-        """The loss weights are not divided by the batch's total; instead, the step scales the gradient, as with
-        `trainer.stream_groups`. Between the parts, the worker scores, exports and saves, which must not change the
-        pending gradients. The state saved in the middle of the second step must equal the state after the first step.
-        """
+        """The loss weights are multiplied by 64, and the step scales the gradient by 1/64, because with
+        `trainer.stream_groups` only the step divides. Between the parts, the worker scores, exports and saves, which
+        must not change the pending gradients. The state saved in the middle of the second step must equal the state
+        after the first step."""
         self._require_version(2)
         group = case.start()
         divisor = 64.0
@@ -894,12 +895,12 @@ def require_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 _baselines: dict[str, Baseline] = {}
-"""Baselines by checkpoint and kind of batch. Each is computed once per session."""
+"""Baselines by checkpoint and kind of batch. Each is computed once per pytest run."""
 _checkpoints: dict[tuple[Path, str], Path] = {}
 
 
 def _checkpoint_of(variant: Variant, factory: pytest.TempPathFactory) -> Path:
-    """The variant's checkpoint, created once per session, because workers only read it."""
+    """Returns the variant's checkpoint. It is created only once per pytest run, because workers only read it."""
     key = (factory.getbasetemp(), repr(sorted(variant.checkpoint.items())))
     if key not in _checkpoints:
         _checkpoints[key] = make_checkpoint(factory.mktemp("model"), **variant.checkpoint)

@@ -142,7 +142,8 @@ class Bench:
 
 
 class InferenceClientConformance:
-    """Base class of the suite. A subclass sets `transport` and implements `create_client`; pytest runs the tests on it."""
+    """Base class of the suite. A subclass sets `transport` and implements `create_client`; pytest then runs the tests
+    on it."""
 
     transport: ClassVar[WeightTransport]
     """The transport that sends new weights to the engine. Every subclass must set it."""

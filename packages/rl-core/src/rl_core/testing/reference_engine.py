@@ -136,7 +136,7 @@ class ReferenceEngine:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """See `Sleepable`. Allocates memory for the weights, filled with NaN. There is no key/value cache to restore."""
+        """See `Sleepable`. Allocates memory for the weights, filled with NaN. There is no cache to restore."""
         if self._is_asleep and (tags is None or "weights" in tags):
             self._is_asleep = False
             for name, parameter in self.model.named_parameters():

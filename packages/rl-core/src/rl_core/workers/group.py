@@ -55,7 +55,7 @@ class MicroBatchLimits:
 
 
 class WorkerGroup:
-    """Handle for the ranks of one model. `launch` starts the ranks and creates it."""
+    """Handle for the ranks of one model. `launch` starts the ranks and returns the handle."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class WorkerGroup:
         share_prefixes: bool = False,
     ):
         self.adapter = adapter
-        """Set if a sync sends only the model's adapter: see `Rendezvous.adapter`."""
+        """The adapter's configuration if a sync sends only the adapter, else None: see `Rendezvous.adapter`."""
         self._backend = backend
         self._share_prefixes = share_prefixes
         self._ranks = ranks
@@ -116,7 +116,7 @@ class WorkerGroup:
         world_size = num_nodes * ranks_per_node
         backend.validate(spec, world_size)
         # In a run, the checks before the start have already proved the model. If this machine cannot run the proof,
-        # rank 0 does.
+        # rank 0 runs it.
         spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(require_proof, backend, spec) is None)
         mesh = backend.mesh(spec.options, world_size)
         shape = (num_nodes, ranks_per_node)

@@ -204,7 +204,7 @@ class RayRanks:
             only_reads: whether the call leaves the training state unchanged, so that ranks can go on after some failed.
         """
         self._unanswered_calls += 1
-        answers, dead = await self._answers(refs)  # if cancelled here, the ranks are still busy and the call counts
+        answers, dead = await self._answers(refs)  # a cancelled call stays counted, because its ranks are still busy
         self._unanswered_calls -= 1
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if len(answers) == len(refs) and not failures:

@@ -24,7 +24,7 @@ from rl_core.interfaces import LoraConfig
 from rl_core.rank_kit.scoring.rank_mesh import whole
 
 Making = Callable[[Sequence[nn.Parameter], Callable[[], Tensor]], Tensor]
-"""`making(parameters, make)` calls `make` while these parameters are whole on every rank, and returns its result.
+"""`making(parameters, make)` calls `make` while `parameters` are whole on every rank, and returns the result of `make`.
 Collective."""
 _NAME = "default"
 

@@ -35,7 +35,7 @@ class PackedSequences:
     def of_lengths(
         cls, lengths_N: IntArray, device: torch.device, *, ulysses: UlyssesGroup | None = None
     ) -> PackedSequences:
-        """Describes sequences of these lengths (each at least 1). Groups sequences of similar length into rectangles."""
+        """Describes sequences of these lengths (at least 1). Groups sequences of similar length into rectangles."""
         rectangles, cell_T = rectangle_cells(lengths_N, *rectangle_rows(lengths_N))
         num_cells = sum(rows * width for rows, width in rectangles)
         is_identity = num_cells == len(cell_T) and bool((cell_T == np.arange(len(cell_T))).all())

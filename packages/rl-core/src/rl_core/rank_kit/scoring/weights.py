@@ -31,7 +31,7 @@ def exported_weights(
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Converts a parameter to checkpoint tensors: several if transformers holds the experts of a layer in it."""
+    """Converts a parameter to checkpoint tensors: several if the parameter holds all experts of a layer, else one."""
     yield from revert_weight_conversion(model, {name: tensor}).items()
 
 

@@ -62,7 +62,7 @@ class ScoringWorker:
     for a single rank or one of several.
 
     All ranks run the same number of micro-batches, because every layer's parameters are gathered from all ranks. A rank
-    that has no sequences left computes the shortest sequence of its batch again and discards the result. The model runs
+    that has no sequences left computes the shortest sequence of its batch and discards the result. The model runs
     without dropout, so this class uses no random numbers and does not read `spec.seed`.
 
     Args:
