@@ -1,4 +1,5 @@
-"""Moves rows of a tensor to distinct places. The gradient is then a copy, whereas torch's indexing would sum."""
+"""Moves rows of a tensor to distinct places and back. Because places are distinct, backward copies rows of the gradient
+without the sums that the backward of torch's indexing computes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The test cases of `BackendConformance`: variants of a backend, a tiny model, one batch, and the reference.
 
-Everything is seeded, so that a case created twice is the same.
+All random numbers are seeded, so that two cases with the same arguments are equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = ((5, 0, 3), (1, 6), (4, 2, 7))
 
 @attrs.frozen(kw_only=True)
 class Variant:
-    """One way to run the same computation."""
+    """One combination of world size, options, spec and checkpoint with which checks run."""
 
     world_size: int = 1
     options: Any = None

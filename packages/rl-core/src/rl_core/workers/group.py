@@ -215,7 +215,7 @@ class WorkerGroup:
             return (await self._ranks.call(Worker.optim_step, *asked))[0]
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
-        """All ranks send their weights, or only the adapter. Returns the merged manifest of what they sent."""
+        """All ranks send their weights, or only the adapter. Returns the merged manifest of all ranks."""
         async with self._on_devices():
             return merge_manifests(await self._ranks.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
 
@@ -225,12 +225,12 @@ class WorkerGroup:
             return all(await self._ranks.call(RankHost.is_perturbable))
 
     async def perturb(self, seed: int, scale: float) -> None:
-        """See `Perturbable.perturb`."""
+        """Adds temporary noise to all trained parameters: see `Perturbable.perturb`."""
         async with self._on_devices():
             await self._ranks.call(Perturbable.perturb, seed, scale)
 
     async def restore(self) -> None:
-        """See `Perturbable.restore`."""
+        """Removes the noise of `perturb`: see `Perturbable.restore`."""
         async with self._on_devices():
             await self._ranks.call(Perturbable.restore)
 

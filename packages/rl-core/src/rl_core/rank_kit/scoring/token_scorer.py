@@ -185,7 +185,8 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
 def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:
     """Requires that the scorer's log-probs agree with the model's own logits of each sequence alone.
 
-    In addition to what `_require_agreement` detects, this detects output layers that are more than a matrix product.
+    Besides the faults that `_require_agreement` names, this check detects output layers that compute more than a matrix
+    product.
     """
     _require_agreement(
         scorer.model,
