@@ -1,4 +1,4 @@
-"""Building blocks for the ranks of any training backend. Public: our own backends use them, and other backends may.
+"""Building blocks for the ranks of any training backend. They are public: plug-in backends may use them, too.
 
     worker_specs       the configuration keys of a `WorkerSpec`, and checks of it
     process_group      joining the other ranks, and agreeing on one outcome
@@ -13,13 +13,13 @@
     model_shapes       a model's sizes, read from its `config.json`
     shipped_configs    configurations of public models that installed packages contain
     route_checks       whether a batch's routes fit the model that follows them
-    route_layers       the routes of a rank's own layers
+    route_layers       selecting the routes of the layers that a rank reads
     expert_choices     recording and replaying the routes of transformers models
     scoring            a package: a complete rank for Hugging Face models, for any kind of sharding
     device_copies      copies of a batch to the computing device
     row_moves          moving rows of a tensor to distinct places and back, with gradients that need no sums
     perturbation       temporary noise on the parameters
-    model_proof        whether a backend with its own model code computes a model as transformers does
+    model_proof        proving that a backend with its own model code computes a model as transformers does
     shrunken_models    a small version of a model's configuration
     reference_models   a small transformers model with random weights, and its scores and gradients
     proof_process      the process in which a backend is compared with transformers

@@ -38,8 +38,8 @@ class BackgroundWriter:
 
         Raises:
             WorkerError: the previous state is still being written.
-            CheckpointError: this state cannot be written; or the previous one could not, unless the disk was full and
-                `is_done` has already raised that.
+            CheckpointError: this state cannot be written. Or the previous state could not be written, except if
+                `is_done` has already reported that the disk was full.
             RuntimeError: another rank was lost while the previous state was being written.
         """
         if not self._found_no_room and not self.is_done():
@@ -73,6 +73,6 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the writing thread is running. The thread would crash without the process group, so a rank
-        that closes meanwhile does not destroy the group, which ends with the process."""
+        """Whether the writing thread is running. The thread would crash without the process group, so a rank that
+        closes while the thread runs must not destroy the group. The group then ends with the process."""
         return self._writing is not None and not self._writing.done()

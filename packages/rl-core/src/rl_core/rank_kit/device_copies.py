@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; the same tensor if it is already there.
+    """Returns a copy of the tensor on `device`, or the tensor itself if it is already there.
 
     A copy from the host to a GPU goes through page-locked memory, so that it overlaps with earlier computation. The
     caller does not wait for the copy; only later work on the device does. torch keeps the memory until the copy is

@@ -25,7 +25,7 @@ _TOPK = (torch.topk, Tensor.topk)
 
 
 class ExpertChoices:
-    """The choices of all routers of one model, in its latest forward pass. Created by `of` for one model."""
+    """The choices of all routers of one model in its latest forward pass. `of` creates it for a model."""
 
     def __init__(self, blocks: dict[int, _Block], num_layers: int):
         self._blocks = blocks
@@ -65,9 +65,9 @@ class ExpertChoices:
         return cls(blocks, model.config.get_text_config().num_hidden_layers)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
     def follow(self, routes_CLK: Tensor | None, routed_C: Tensor | None) -> None:
-        """Sets the routes of the next forward pass over C cells (rows × positions, row-major): those in `routes_CLK`
-        where `routed_C` is True, elsewhere the routers' own choices; None: their own choices in all cells.
-        Recomputation repeats the routes of the pass."""
+        """Sets the routes of the next forward pass over C cells (rows × positions, row-major). Cells in which
+        `routed_C` is True follow `routes_CLK`; in all other cells, and in all cells if `routes_CLK` is None, the
+        routers choose. Recomputation repeats the routes of the pass."""
         for layer, block in self._blocks.items():
             block.given = None if routes_CLK is None else (routes_CLK[:, layer], routed_C)
             block.taken_CK = None
@@ -90,8 +90,8 @@ class _Block:
         self.taken_CK: Tensor | None = None
 
     def choose(self, own_CK: Tensor) -> Tensor:
-        """The experts to use. Recomputation gets those of the first call, although the router might round differently
-        then."""
+        """Returns the experts to use. Recomputation gets the experts of the first call, because the router might round
+        differently when it is computed again."""
         if self.taken_CK is None:
             self.taken_CK = own_CK
             if self.given is not None:

@@ -14,9 +14,9 @@ _LEAST_BYTES = 1 << 22
 
 
 def fresh_memory(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] of new memory. From 4 MiB on, it is mapped separately and unmapped when the tensor is freed. It
-    then uses huge pages if available: with 4 KiB pages, page faults make receiving three times as expensive as
-    copying."""
+    """Returns new memory, uint8 [num_bytes]. From 4 MiB on, the memory is mapped separately, uses huge pages if they
+    are available, and is unmapped when the tensor is freed. With 4 KiB pages, page faults make receiving three times
+    as expensive as copying."""
     import torch
 
     if num_bytes < _LEAST_BYTES or _HUGE is None:

@@ -12,7 +12,7 @@ def require_schedule(config: OptimizerConfig, total_steps: int | None, where: st
     """Raises ConfigError if `learning_rate` cannot compute the schedule.
 
     Args:
-        config: warm-up and shape.
+        config: the optimizer's configuration, with warm-up and the shape of the schedule.
         total_steps: optimizer steps of the run; None: unknown.
         where: the section's key, for the message.
     """
@@ -33,7 +33,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -
 
     Args:
         step: >= 0; skipped steps do not count.
-        config: peak rate, warm-up, shape.
+        config: the optimizer's configuration, with the peak rate, warm-up and the shape of the schedule.
         total_steps: optimizer steps of the run; None only for the constant shape.
     """
     warmup = config.num_warmup_steps

@@ -53,11 +53,11 @@ def write_weights(
     is_first: bool = True,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes one file, or several and their index, as transformers reads them.
+    """Writes the weights as transformers reads them: to one file, or to several files with an index.
 
     Args:
         tensors: whole tensors with their Hugging Face names, on any device. Advancing the iterator is collective.
-        directory: is created; files of an earlier model in it are not removed.
+        directory: the model's directory; created if missing. Files of an earlier model in it are not removed.
         is_first: whether this rank writes; the others only drain `tensors`.
         max_file_bytes: largest size of a file; a larger tensor has its own file.
     """
@@ -121,11 +121,11 @@ def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dict[str, Tensor] | None:
-    """The head that `write_head` wrote, on the CPU. None if there is no such file, because the model was not a critic.
+    """Returns the head that `write_head` wrote, on the CPU. None: there is no such file, so the model was no critic.
 
     Args:
         directory: the model's directory.
-        expected: the critic's own head, with the names in `HEAD_FILE`; gives the expected shapes.
+        expected: the head of the critic that loads the file, with the names in `HEAD_FILE`; only shapes are compared.
         where: section of the configuration, for messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Proves on a small copy of a model, before any rank loads, that a backend computes it as transformers does.
+"""Proves on a small copy of a model, before any rank loads the model, that a backend computes it as transformers does.
 
 A backend with its own model code runs the small model (`ModelProving`). This module does everything else: the small
 configuration (`shrunken_models`), random weights and transformers' results (`reference_models`), the comparison in a
@@ -39,7 +39,7 @@ CACHE_VARIABLE = "RL_CACHE_DIR"
 """Environment variable with the directory of cached proofs; default `~/.cache/rl`."""
 _DEADLINE_S = 600.0
 _proved_here: set[Path] = set()
-"""Cache files of what this process has proved, including those that could not be written."""
+"""Cache files of the proofs that this process has made, including files that could not be written."""
 _LIBRARIES = ("torch", "transformers", "rl-core")
 REMEDY = "Set trainer.strategy=fsdp, which trains transformers' own model"
 
@@ -52,8 +52,7 @@ def require_proof(backend: Backend, spec: WorkerSpec) -> str | None:
         spec: the spec of one model of a run.
 
     Returns:
-        None if it is proved, or if there is nothing to prove; else the reason why it cannot be proved on this machine
-        now.
+        None if the model is proved or needs no proof; else the reason why this machine cannot prove it now.
 
     Raises:
         ConfigError: the backend's results differ; the backend or transformers cannot read, build or run the model; or
@@ -101,14 +100,15 @@ def written_config(path: str) -> Mapping[str, Any] | None:
             found, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)
     except OSError:
         return None
-    return found or None  # it is empty for a directory without the file
+    return found or None  # for a directory without the file, the result is empty
 
 
 def config_at_hand(path: str, where: str) -> Any:
     """transformers' configuration of a model in a local directory or in the hub's cache; else None.
 
     Raises:
-        ConfigError: it cannot be read. If transformers rejects its content, the message begins with `where`.
+        ConfigError: the configuration cannot be read. If transformers rejects its content, the message begins with
+            `where`.
     """
     if written_config(path) is None:
         return None
@@ -138,7 +138,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _basis(backend: ModelProving, spec: WorkerSpec) -> Any:
-    """Everything that a result depends on, except the model."""
+    """Everything except the model that the result of a proof depends on."""
     versions = {name: version_of(name) for name in _LIBRARIES}
     return [versions, _code_digest(Path(__file__).parent), backend.proof_basis(spec)]
 
@@ -236,8 +236,8 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
 
 @contextlib.contextmanager
 def _lifeline() -> Iterator[int]:
-    """The read end of a pipe, for the child's stdin. Its write end closes when this process ends, however it ends; then
-    the child ends too."""
+    """Yields the read end of a pipe for the child's stdin. The pipe's write end closes when this process ends, even if
+    it is killed; the child then ends, too."""
     reading, writing = os.pipe()
     try:
         yield reading
@@ -247,6 +247,6 @@ def _lifeline() -> Iterator[int]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, but with the variables of a process group set for a single rank."""
+    """This process's environment with the variables of a process group of one rank, and with one OpenMP thread."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return {**os.environ, **alone, "OMP_NUM_THREADS": "1"}

@@ -35,10 +35,10 @@ class LatentAttention:
 
 @attrs.frozen(kw_only=True)
 class ModelShape:
-    """A causal language model with gated feed-forward layers and RMS norms."""
+    """The sizes of a causal language model with gated feed-forward layers and RMS norms."""
 
     model_type: str
-    """Hugging Face's name of the architecture."""
+    """Name of the architecture in transformers, e.g. `qwen3`."""
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int

@@ -1,4 +1,4 @@
-"""The settings of one optimizer step: from the configuration, the schedule, or the caller."""
+"""The settings of one optimizer step, taken from the configuration, the schedule, or the caller's update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.interfaces import OptimizerConfig, OptimizerUpdate
 
 @attrs.frozen(kw_only=True)
 class StepSettings:
-    """The settings of `OptimizerUpdate`, all of them set."""
+    """All settings of one optimizer step: the fields of `OptimizerUpdate`, none of them None."""
 
     learning_rate: float
     adam_betas: tuple[float, float]
@@ -32,7 +32,7 @@ class StepSettings:
 
 
 def step_settings(config: OptimizerConfig, update: OptimizerUpdate | None, *, scheduled_rate: float) -> StepSettings:
-    """The settings of one step.
+    """Returns the settings of one step. Settings in `update` override those of `config` and the schedule.
 
     Args:
         config: settings of all steps.

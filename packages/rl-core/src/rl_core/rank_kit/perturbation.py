@@ -1,8 +1,8 @@
 """Temporary noise on the trained parameters, removed bit for bit, to prove that every tensor reaches the engines.
 
 The noise of an element is computed from the seed, the parameter's name in the whole model, and the element's index in
-the parameter (`noise.py`). So the noise does not depend on the mesh, each rank computes its own part, and ranks that
-hold copies of a part add the same noise.
+the parameter (`noise.py`). The noise therefore does not depend on the mesh: each rank computes the noise of its part,
+and ranks that hold copies of a part add the same noise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Piece:
     """One rank's part of a trained parameter."""
 
     tensor: Tensor
-    """Not empty, at least one axis; changed in place."""
+    """This rank's elements, which are changed in place. Not empty, with at least one axis."""
     name: str
     """Name of the parameter in the whole model."""
     offset: tuple[int, ...]
@@ -45,7 +45,7 @@ class Piece:
 
 
 class Perturbation:
-    """The parameters' values from before `perturb` added noise to them; `restore` puts them back."""
+    """Keeps the values that the parameters had before `perturb` added noise; `restore` writes them back."""
 
     def __init__(self, kept: dict[tuple[str, tuple[int, ...]], Tensor]):
         self._kept = kept
@@ -82,7 +82,7 @@ class Perturbation:
 
 
 def _mean_squares(pieces: Sequence[Piece]) -> dict[str, float]:
-    """Mean squares of whole parameters, by name. Collective."""
+    """Mean square of each whole parameter, by name. Collective."""
     own = {
         piece.place: (
             float(torch.linalg.vector_norm(piece.tensor, dtype=torch.float64)) ** 2,

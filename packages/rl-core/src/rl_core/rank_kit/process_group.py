@@ -21,8 +21,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 def own_device(rank: RankInfo) -> torch.device:
-    """This rank's GPU on its node, which becomes the current device. A rank that sees a single GPU takes that one;
-    without GPUs, the CPU."""
+    """Returns this rank's GPU and makes it the current device; without GPUs, returns the CPU. A rank that sees a single
+    GPU takes that one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", rank.local_rank % torch.cuda.device_count())
@@ -31,10 +31,11 @@ def own_device(rank: RankInfo) -> torch.device:
 
 
 def open_store() -> TCPStore:
-    """Opens the store at which the ranks of a group meet, on a free port (`port`). It exists as long as the object.
+    """Opens the store at which the ranks of a group meet, on a free port (`port`). The store closes when the returned
+    object is deleted.
 
-    Ranks join it as clients if their environment contains `JOINS_OPEN_STORE`, as with torchrun. Otherwise rank 0
-    listens itself, on a port that another process may have taken since it was chosen.
+    Ranks join the store as clients if their environment contains `JOINS_OPEN_STORE`, as with torchrun. Without that,
+    rank 0 would open a store on a port that another process may have taken since the port was chosen.
     """
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
@@ -43,7 +44,7 @@ def join_process_group(rank: RankInfo, device: torch.device) -> None:
     """Creates the default process group; returns when all ranks have joined.
 
     Raises:
-        WorkerError: the process already has one, which belongs to another model.
+        WorkerError: this process already has a process group, which belongs to another model.
     """
     if dist.is_initialized():
         raise WorkerError(
@@ -77,7 +78,7 @@ def _runs_alone() -> bool:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Calls `make` on rank 0 and returns its result on all ranks. An RLError raised there is raised on all ranks.
+    """Calls `make` on rank 0 and returns its result on all ranks. If rank 0 raises an RLError, all ranks raise it.
     Without a process group, and in a rehearsal, calls `make` on this rank."""
     if _runs_alone():
         return make()

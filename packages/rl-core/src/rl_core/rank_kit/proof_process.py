@@ -50,9 +50,9 @@ class ProofJob:
 
     backend: ModelProving
     spec: WorkerSpec
-    """The run's spec. The comparison uses the small model instead of its model, and one rank."""
+    """The run's spec. The comparison uses the small model instead of the spec's model, and one rank."""
     config: Mapping[str, Any]
-    """All fields of transformers' configuration."""
+    """All fields of transformers' configuration of the model, before it is shrunk."""
     where: str
     """Key path of the model, for messages."""
 
@@ -145,7 +145,7 @@ def _batch(vocab_size: int, longest: int) -> Batch:
 
 
 def _scores(worker: Worker, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Log-probs of the whole batch, and the gradients over its trained sequences as one micro-batch."""
+    """Returns the log-probs of the whole batch, and the gradients over all but its last sequence as one micro-batch."""
     if not isinstance(worker, Inspectable):
         raise ConfigError(f"{type(worker).__name__} does not show its gradients (Inspectable), so it cannot be proved")
     last = batch.num_sequences - 1
@@ -177,7 +177,7 @@ def _gradient_error(
 
 
 def main(job_file: str, result_file: str) -> None:
-    """Reads a job, writes `{"differences": …}` or `{"error": …}`."""
+    """Reads the job, runs `compare`, and writes `{"differences": …}` or `{"error": …}` to `result_file`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     paths, content = pickle.loads(Path(job_file).read_bytes())
     sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]

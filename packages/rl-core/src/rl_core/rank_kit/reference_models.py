@@ -1,8 +1,10 @@
-"""A transformers model with random weights that expose differences in computation, and its scores and gradients.
+"""Creates a transformers model with random weights that expose differences in computation, and computes its scores and
+gradients.
 
 The mean square of every norm's input is a few times the norm's eps, so that a wrong eps has an effect. Attention is
-sharp, biases are not zero, experts' scores are well separated, and log-probs spread over some nats. The model's own
-initialisation is not used. transformers is imported inside functions, because rl_core does not depend on it.
+sharp, biases are not zero, experts' scores are well separated, and log-probs spread over several nats. The weights
+that transformers initialises are overwritten. transformers is imported inside functions, because rl_core does not
+depend on it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from rl_core.errors import ConfigError
 
 _MOST_PARAMETERS = 50_000_000
-"""Limit for a small model. A model above it has a size that `shrunken` does not reduce."""
+"""Largest number of parameters of a small model. A model above it has a size that `shrunken` does not reduce."""
 _SHARPNESS = 1.2
 """Standard deviation of the elements of queries, keys and router scores."""
 _LOGITS = 1.0
@@ -45,10 +47,10 @@ class ReferenceScores:
 
 
 def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any:
-    """The transformers model of a small configuration, float32, in evaluation mode.
+    """Creates the transformers model of a small configuration, in float32 and evaluation mode.
 
     Args:
-        config: all fields, including `model_type`.
+        config: all fields of the small configuration, including `model_type`.
         where: key path of the model, for messages.
         seed: the same seed makes the same weights.
 
@@ -66,7 +68,7 @@ def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
             if size > _MOST_PARAMETERS:
                 raise ConfigError(f"{where}: a small copy of the model still has {size:,} parameters")
-            # Experts one by one, because a grouped product needs sizes that are multiples of 16 bytes.
+            # Computes experts one by one, because a grouped product needs sizes that are multiples of 16 bytes.
             plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
             model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **plainly).eval()
         except ConfigError:
@@ -135,8 +137,8 @@ def _kept_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_in_a_checkpoint(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their checkpoint names. transformers stores all experts of a layer in one tensor; a checkpoint has a
-    tensor per expert."""
+    """Returns the tensors under their names in a checkpoint. transformers holds all experts of a layer in one tensor; a
+    checkpoint has a tensor per expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)

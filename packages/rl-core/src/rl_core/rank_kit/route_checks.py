@@ -1,8 +1,8 @@
 """Checks that a batch's routes (`routed_experts` [T, L, K], `routed` [T]) fit the model that follows them.
 
-Engines return routes of all L transformer layers of the whole model; a rank may get those of only some layers, which
-the column `route_layers` names. Values in layers without experts, and at tokens whose `routed` is False, are never
-read.
+Engines return the routes of all L transformer layers of the whole model. A rank may get the routes of only some layers;
+the column `route_layers` says which. Values in layers without experts, and at tokens for which `routed` is False, are
+never read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routes of some layers: what a rank that is a `RouteReader` receives, and how it reads them.
+"""Selects the routes that a `RouteReader` rank receives, and reads the routes of given layers.
 
 From an engine, `routed_experts` [T, L, K] has all L layers of the model. For a rank that reads only some of them,
 `routed_experts` has only these, and the column `route_layers` [N, L] (bool, all rows equal) says which.
@@ -15,8 +15,9 @@ from rl_core.batch import Batch
 
 
 def with_routes_of(batch: Batch, layers: Sequence[int] | None) -> Batch:
-    """The batch with the routes of only these layers of the model; None: of all. Layers that the routes do not have are
-    left out: `require_routes` reports them on the rank. A batch with `route_layers` is returned unchanged."""
+    """Returns the batch with the routes of only these layers of the model; None: of all layers. Layers without routes
+    in the batch are left out: `require_routes` reports them on the rank. A batch with `route_layers` is returned
+    unchanged."""
     if layers is None or "routed_experts" not in batch or "route_layers" in batch:
         return batch
     num_layers = batch["routed_experts"].shape[1]
@@ -35,7 +36,7 @@ def routes_of(batch: Batch, layers: Sequence[int]) -> Tensor:
 
 
 def layers_of_routes(batch: Batch) -> list[int]:
-    """The layer of the model that each entry of `routed_experts` along L belongs to."""
+    """For each position along the L axis of `routed_experts`, the index of its layer in the model."""
     if "route_layers" not in batch:
         return list(range(batch["routed_experts"].shape[1]))
     return batch["route_layers"][0].nonzero().flatten().tolist()

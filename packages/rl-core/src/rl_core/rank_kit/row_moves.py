@@ -1,4 +1,5 @@
-"""Moves rows of a tensor to distinct places. The gradient is then a copy, whereas torch's indexing would sum."""
+"""Moves rows of a tensor to distinct places and back. Because places are distinct, backward copies rows of the gradient
+without the sums that the backward of torch's indexing computes."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from torch import Tensor
 
 
 def scatter_rows(source: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, …] of zeros with row index[i] = source[i]; indices are distinct. Gradient: `gather_rows`."""
+    """Returns zeros [num_rows, …] in which row index[i] is source[i]. Indices must be distinct. In backward, the rows
+    of the gradient at `index` are gathered."""
     return _ScatterRows.apply(source, index, num_rows)  # pyright: ignore[reportReturnType]
 
 
 def gather_rows(source: Tensor, index: Tensor) -> Tensor:
-    """source[index] along the first axis; indices are distinct, so the gradient is a copy and not a sum."""
+    """Returns source[index] along the first axis. Indices must be distinct: the gradient is copied, not summed."""
     return _GatherRows.apply(source, index)  # pyright: ignore[reportReturnType]
 
 

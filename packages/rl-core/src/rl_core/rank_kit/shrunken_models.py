@@ -1,4 +1,4 @@
-"""Shrinks a model's configuration: few layers, narrow matrices, few experts, everything else unchanged. No torch.
+"""Shrinks a model's configuration to few layers, narrow matrices and few experts. Imports no torch.
 
 Everything that determines how a model is computed is kept: the head size, and with it the rotary frequencies; kinds of
 layers; norms and their eps; biases; expert groups and how many are chosen; tied embeddings; divisibility of sizes.
@@ -49,7 +49,7 @@ _NOT_OF_THE_MODEL = ("quantization_config", "transformers_version", "torch_dtype
 
 
 def shrunken(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The small configuration.
+    """Returns the configuration of a small model of the same kind.
 
     Args:
         config: all fields of transformers' configuration (`to_dict()`).
@@ -78,7 +78,7 @@ def shrunken(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fewer heads, with the same parity. The kind of grouping and the head size are kept."""
+    """Reduces the number of heads, with the same parity. The kind of grouping and the head size are kept."""
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads")
     if groups is None or groups == heads:
@@ -100,8 +100,9 @@ def _few(count: int, most: int) -> int:
 
 
 def _hidden_size(config: Mapping[str, Any], small_heads: int) -> int:
-    """Heads · head size if that is the model's hidden size, else another multiple of the number of heads. If the
-    model's hidden size is not a multiple, neither is this one."""
+    """Returns `small_heads` · head size if the model's hidden size is heads · head size and its attention is not
+    latent; else another multiple of `small_heads`. If the model's hidden size is not a multiple of its number of heads,
+    the result is not a multiple of `small_heads` either."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     per_head = hidden // heads
@@ -115,7 +116,7 @@ def _hidden_size(config: Mapping[str, Any], small_heads: int) -> int:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fewer experts. The number of chosen experts and chosen groups is kept."""
+    """Reduces the numbers of experts and of expert groups. The numbers of chosen experts and chosen groups are kept."""
     chosen, groups, best = (config.get(name) for name in ("num_experts_per_tok", "n_group", "topk_group"))
     small: dict[str, Any] = {}
     for name in EXPERT_COUNTS:
@@ -183,7 +184,8 @@ def _kept_layers(config: Mapping[str, Any], count: int, lists: Sequence[Sequence
 
 
 def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """If rotary frequencies depend on the sequence length: a small threshold and a small maximum length."""
+    """Returns a small threshold and a small maximum length if rotary frequencies depend on the sequence length; else
+    nothing."""
     rope = config.get("rope_parameters") or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]
     if all(part.get(key) in _SAME_AT_ANY_LENGTH for part in parts for key in ("rope_type", "type")):
@@ -205,7 +207,7 @@ def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(small: Mapping[str, Any]) -> dict[str, Any]:
-    """Ids of special tokens, within the small vocabulary."""
+    """Returns for each special token an id that exists in the small vocabulary."""
     size = small["vocab_size"]
     found: dict[str, Any] = {}
     for number, (name, value) in enumerate(sorted(small.items())):

@@ -21,7 +21,7 @@ from rl_core.stored_files import FileRecord, changed, is_disk_full, missized, re
 
 STATE_LIST = "state.json"
 _OF_A_RANK = ".checksums"
-"""Suffix of a file that keeps the size and checksum of one of a rank's files until all files are listed."""
+"""Suffix of the file that holds the size and checksum of one of a rank's files until `write_state_list` lists it."""
 
 
 class FileSystemWriter(filesystem.FileSystemWriter):
@@ -37,8 +37,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
 
 def write_state_list(directory: Path, names: Iterable[str], *, steps_done: int) -> None:
-    """Writes the list of the state's files, with sizes, checksums and the number of optimizer steps. Called by one rank
-    after all have written."""
+    """Writes the list of the state's files, with sizes, checksums and the number of optimizer steps. One rank calls it
+    after all ranks have written their files."""
     wanted = {name for name in names if not name.endswith(_OF_A_RANK)}
     notes = {path.name.removesuffix(_OF_A_RANK): path for path in directory.glob(f"*{_OF_A_RANK}")}
     files = {name: FileRecord.from_json(json.loads(path.read_text())) for name, path in notes.items()}
@@ -72,8 +72,8 @@ def require_complete_state(directory: Path) -> int:
 
 
 def listed_files(directory: Path) -> dict[str, FileRecord]:
-    """Relative path → record, for all files in the lists of workers' states anywhere below `directory`. Unreadable
-    lists and files without a checksum are left out."""
+    """Returns the records of all files that any `state.json` below `directory` lists, by path relative to `directory`.
+    Unreadable lists and files without a checksum are left out."""
     files: dict[str, FileRecord] = {}
     for path in directory.rglob(STATE_LIST):
         above = path.parent.relative_to(directory)
@@ -87,13 +87,13 @@ def listed_files(directory: Path) -> dict[str, FileRecord]:
 
 
 def state_not_written(directory: Path, error: BaseException, how: str = "") -> Exception:
-    """The exception for a failed write: DiskFullError if the disk was full, CheckpointError for other failures of the
-    storage, RuntimeError for anything else, such as a lost rank.
+    """Returns the exception to raise for a failed write: DiskFullError if the disk was full, CheckpointError for other
+    failures of the storage, RuntimeError for anything else, such as a lost rank.
 
     Args:
         directory: the state's directory.
         error: the exception of torch's writer.
-        how: "in the background", for the message.
+        how: how the state was written, e.g. "in the background", for the message.
     """
     failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     what = f"{directory}: could not be written{how and ' '}{how} ({reason_of(error)})"

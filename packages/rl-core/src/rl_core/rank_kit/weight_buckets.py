@@ -15,8 +15,8 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, TensorRecord, WeightBucket
 
 _CHUNK_BYTES = 1 << 17
-"""Bytes that are copied and checksummed at a time, while they are in the CPU cache. This has 1.05 times the speed of
-separate passes; chunks of 1 MiB have 0.9 times."""
+"""Bytes that are copied and checksummed at a time, while they are in the CPU cache. This is 1.05 times as fast as two
+separate passes; with chunks of 1 MiB it is 0.9 times as fast."""
 
 
 def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -40,7 +40,7 @@ def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: 
 
 
 def _packed_when_left(bucket: WeightBucket) -> Iterator[WeightBucket]:
-    """Yields the bucket, and packs it before the next one is drawn, so that a consumer may read it later."""
+    """Yields the bucket. Packs it before the next bucket is drawn, so that the consumer can still read it later."""
     yield bucket
     if bucket.parts:
         bucket.data  # noqa: B018 - packs
@@ -115,7 +115,7 @@ def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes, computed with zlib-ng: zlib's values at six times its speed."""
+    """CRC-32 of a tensor's bytes, computed with zlib-ng: the same value as zlib's, six times as fast."""
     return zlib_ng.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
@@ -126,7 +126,7 @@ def tensor_record(tensor: Tensor) -> TensorRecord:
 
 
 def bucket_records(bucket: WeightBucket) -> dict[str, TensorRecord]:
-    """Name → record of every tensor in a bucket. The records must be equal on both sides."""
+    """Returns the record of every tensor in a bucket, by name. Sender and receiver must get equal records."""
     if bucket.checksums is None:
         return {name: tensor_record(tensor) for name, tensor in unpack_bucket(bucket)}
     described = zip(bucket.names, bucket.shapes, bucket.dtypes, bucket.checksums, strict=True)
@@ -167,7 +167,7 @@ def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
 
 
 def require_same(sent: Manifest, received: Manifest) -> None:
-    """Raises WeightSyncError, which names the first differences, if the two manifests differ."""
+    """Raises WeightSyncError if the two manifests differ. The message names the first differences."""
     if sent.version != received.version:
         raise WeightSyncError(f"version {sent.version} was sent, version {received.version} arrived")
     wrong = [

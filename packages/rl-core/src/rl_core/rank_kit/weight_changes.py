@@ -68,8 +68,8 @@ def take_changes(held: Tensor, new: Tensor) -> Changes | None:
 
 
 def apply_changes(tensor: Tensor, changes: Changes) -> None:
-    """Applies the changes to `tensor` (contiguous, on the host) in place. Raises WeightSyncError if they do not fit
-    it."""
+    """Applies the changes to `tensor` (contiguous, on the host) in place. Raises WeightSyncError if the changes do not
+    fit the tensor."""
     words, data = words_of(tensor), changes.data.numpy()
     middle = changes.count * changes.width
     if changes.width not in (1, 2) or len(data) != middle + changes.count * words.itemsize:
@@ -92,7 +92,7 @@ def _size(steps: np.ndarray, width: int, word_bytes: int) -> int:
 
 
 def _filled(steps: np.ndarray, width: int) -> np.ndarray:
-    """Splits distances that do not fit into `width` bytes."""
+    """Splits each distance that does not fit into `width` bytes into several that do."""
     longest = _longest(width)
     num_fillers = (steps - 1) // longest
     filled = np.full(len(steps) + int(num_fillers.sum()), longest, np.int64)

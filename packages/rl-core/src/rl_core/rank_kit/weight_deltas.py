@@ -1,10 +1,11 @@
 """The two ends of a delta sync, which sends only changes relative to weights that both sides hold (`Rendezvous.delta`).
 
-It works with any transport, because it sends buckets. A rank keeps the weights that it sent last. An engine keeps the
-weights that it received, each tensor in separate host memory, applies the changes to copies, and loads the whole result
-like any version. The manifests of both sides describe the result. Before an engine loads a bucket, it compares the
-checksum of every tensor in it with the rank's, and ends the sync with an error if one differs. Held weights are
-identified by the unique id of their sync, because the same version number may be sent twice with different weights.
+A delta sync works with any transport, because it sends buckets. A rank keeps the weights that it sent last. An engine
+keeps the weights that it received, each tensor in separate host memory, applies the changes to copies, and loads the
+whole result like any version. The manifests of both sides describe the result. Before an engine loads a bucket, it
+compares the checksum of every tensor in it with the rank's, and ends the sync with an error if one differs. Held
+weights are identified by the unique id of their sync, because the same version number may be sent twice with different
+weights.
 
 Layout: a bucket begins with a JSON table with one row per tensor. A row says how its tensor is sent: whole, as
 `Changes`, or not at all if it is unchanged. The data follows in the order of the rows.
@@ -33,7 +34,7 @@ _WHOLE = -1
 
 @attrs.define(eq=False)
 class HeldWeights:
-    """The weights of the last sync on one side, which are the base of the next. Used by one sync at a time."""
+    """The weights of one side's last sync, which are the base of the next sync. Only one sync at a time uses them."""
 
     id: str | None = None
     """Id of the sync that sent the weights; None: they cannot be a base."""
@@ -51,7 +52,8 @@ class HeldWeights:
 
 
 class DeltaSender:
-    """A rank's end. Wraps another sender, and sends whole weights or only changes, as `delta` says."""
+    """The rank's end of a delta sync. Wraps another sender and sends whole weights, or only changes if `delta` has a
+    base."""
 
     def __init__(self, sender: WeightSender, delta: Mapping[str, Any], held: HeldWeights) -> None:
         """
@@ -130,15 +132,15 @@ class DeltaSender:
 def received(
     receiver: WeightReceiver, version: int, delta: Mapping[str, Any] | None, held: HeldWeights
 ) -> Generator[WeightBucket, None, None]:
-    """An engine's end: yields the buckets of `receiver.receive`, with every tensor whole. If changes are received, each
-    resulting tensor is compared with the rank's checksum, and its memory is not modified afterwards.
+    """The engine's end of a delta sync. Yields the buckets of `receiver.receive` with every tensor whole. If changes
+    are received, each resulting tensor is compared with the rank's checksum, and its memory is not modified afterwards.
 
     Args:
         receiver: the receiver of any transport.
         version: the expected version.
         delta: `Rendezvous.delta`.
-        held: the weights that this engine received last. Updated when the caller has taken all buckets; emptied
-            without `delta` and after an error.
+        held: the weights that this engine received last. They are updated when the caller has taken all buckets, and
+            dropped if `delta` is None or an error occurs.
 
     Raises:
         WeightSyncError: `receiver` raised it; or the engine does not hold the base; or a tensor differs from the rank's
@@ -182,7 +184,7 @@ def _require_base(held: HeldWeights, base: str, arriving: Iterator[WeightBucket]
 
 
 def _with_changes(bucket: WeightBucket, base: dict[str, Tensor]) -> WeightBucket:
-    """The bucket of whole tensors for a bucket of `DeltaSender._changed`. Removes the bucket's tensors from `base`."""
+    """Returns a bucket of whole tensors for a bucket from `DeltaSender._changed`. Removes its tensors from `base`."""
     sent = dict(unpack_bucket(bucket))
     tables = [name for name in bucket.names if name.startswith(_TABLE)]
     if len(tables) != 1 or bucket.names[0] != tables[0]:

@@ -1,4 +1,4 @@
-"""The configuration keys of a `WorkerSpec`, for error messages of backends, and checks of the spec. No torch."""
+"""The configuration keys of a `WorkerSpec`, for error messages, and checks of the spec. The module imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LORA_INIT_METHODS = ("kaiming", "gaussian")
 
 
 def require_model_path(spec: WorkerSpec) -> str:
-    """The model's directory or name. Raises ConfigError without one."""
+    """Returns the model's directory or name. Raises ConfigError if the spec has none."""
     if spec.model.path is None:
         raise ConfigError(
             f"{SECTIONS[spec.role]}.model.path: got no model; expected a Hugging Face model directory or name"
@@ -51,7 +51,7 @@ def _require_lora(lora: LoraConfig, where: str) -> None:
 
 
 def require_optimizer(optimizer: T | None, spec: WorkerSpec, call: str) -> T:
-    """The optimizer of a trained model. Raises WorkerError if `call` was made on a model that is not trained."""
+    """Returns `optimizer`. Raises WorkerError if it is None, because `call` was made on a model that is not trained."""
     if optimizer is None:
         raise WorkerError(f"{spec.role}: {call} needs an optimizer, but this model was started without one")
     return optimizer

@@ -1,4 +1,4 @@
-"""Conformance suites for plug-in authors, and small reference implementations. Needs `rl-core[testing]`."""
+"""Conformance suites for plug-in authors, and small reference implementations. Requires `rl-core[testing]`."""
 
 from __future__ import annotations
 

@@ -79,19 +79,20 @@ class Tolerances:
     """Largest differences from the reference, about ten times those measured with correct float32 workers."""
 
     logprob: float = 1e-5
-    """Absolute difference of log-probs and entropies, from rounding in some 10 layers of sums. Measured: 1.4e-6."""
+    """Absolute difference of log-probs and entropies, from rounding in about ten successive sums. Measured: 1.4e-6."""
     loss: float = 1e-6
-    """Relative difference. The batch's advantages are not centred, so that the sum over its tokens does not cancel."""
+    """Relative difference of the loss. The batch's advantages are not centred, so that the loss, a sum over tokens, is
+    not near 0."""
     gradient: float = 5e-6
     """L2 of the difference / L2 of the gradient, over all parameters, from the summation order. Measured: 8e-7."""
     gradient_of_one: float = 1e-4
-    """The same for each parameter. The divisor is at least 1 % of the norm of the whole gradient."""
+    """The same quotient for each parameter alone. The divisor is at least 1 % of the norm of the whole gradient."""
     gradient_norm: float = 1e-5
-    """Relative difference in each of three steps. In the later steps, weights differ by up to `weight`.
-    Measured: 5e-7."""
+    """Relative difference of the gradient norm in each of three steps. In the later steps, the weights already differ
+    by up to `weight`. Measured: 5e-7."""
     weight: float = 1e-5
-    """Absolute difference after three AdamW steps at 1e-3. AdamW divides by the gradient's size, so rounding of small
-    gradients has an effect. Measured: 1.1e-6; 4e-6 with other models."""
+    """Absolute difference of weights after three AdamW steps at 1e-3. AdamW divides by the gradient's magnitude, so
+    rounding errors of small gradients are enlarged. Measured: 1.1e-6; 4e-6 with other models."""
     tied_weight: float = 1e-4
     """Like `weight`, for tied embeddings, whose two gradients are rounded before they are added. Measured: 8e-7 here,
     8e-5 with other models on two ranks."""
@@ -110,9 +111,9 @@ OTHER_STEP = OptimizerUpdate(
 )
 """Settings that all differ from the configuration's."""
 MOVED = 1e-3
-"""Smallest change that the controls must show: of the weights after three steps, compared with none and with steps on
-half the batch; of the log-probs with other routes. With smaller changes, agreement within the tolerances would prove
-nothing."""
+"""Smallest change that the control checks must find: in the weights after three steps, compared with the initial
+weights and with steps on half the batch; and in the log-probs with other routes. If these changes were smaller,
+agreement within the tolerances would prove nothing."""
 
 
 ROUTE_CHECKS = (
@@ -133,7 +134,7 @@ PARITY_CHECKS = (
 
 
 class BackendConformance:
-    """Subclass it, set `backend` and `options`, run pytest."""
+    """Base class of the suite. A subclass sets `backend` and `options`; pytest then runs all checks on it."""
 
     backend: ClassVar[Backend]
     options: ClassVar[Any]
@@ -145,7 +146,7 @@ class BackendConformance:
     left_out: ClassVar[Mapping[str, str]] = {}
     """Checks that do not apply → why; they are shown as skipped with the reason."""
     preload: ClassVar[Sequence[str]] = ()
-    """Modules that a worker imports. Rank processes start faster if these are imported once."""
+    """Modules that a worker imports. Rank processes start faster if the fork server imports these modules once."""
     tolerances: ClassVar[Tolerances] = Tolerances()
     timeout_s: ClassVar[float] = 240.0
     """Longest wait for the ranks to answer one call. A call takes seconds, but a shared machine may stall for a
@@ -232,14 +233,14 @@ class BackendConformance:
         with pytest.raises(ConfigError, match="nothing"):
             case.start(spec)
 
-    # --- model code of its own ---
+    # --- model code of the backend ---
 
     def test_a_small_copy_of_the_model_is_computed_as_by_transformers(self, case: Case) -> None:
         if not isinstance(self.backend, ModelProving):
             pytest.skip("the backend does not implement the optional Protocol ModelProving")
         assert (reason := require_proof(self.backend, case.spec)) is None, f"the proof cannot run here: {reason}"
 
-    # --- checks that change nothing; each leaves its ranks to the next ---
+    # --- checks that change no state: each hands its ranks on to the next ---
 
     def test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets(self, case: Case) -> None:
         group = case.start()
@@ -283,7 +284,7 @@ class BackendConformance:
     # --- routes ---
 
     def test_routes_of_another_token_or_layer_give_other_logprobs(self, case: Case) -> None:
-        """A control, without which a backend that mixes up routes would pass."""
+        """A control check: without it, a backend that mixes up routes would pass."""
         group, expected = case.start(), expected_scores(case.reference, case.batch)["logprobs"]
         others = other_routes(case)
         for batch in others:
@@ -449,9 +450,10 @@ class BackendConformance:
         assert difference <= limit, f"weights after these steps differ by {difference:.1e}, allowed {limit:g}"
 
     def test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch(self, case: Case) -> None:
-        """Loss weights are undivided, and the step divides (`trainer.stream_groups`). Between the parts, the worker
-        scores, exports and saves; this must neither include nor change pending gradients. A state saved in the middle
-        of the second step equals that after the first step."""
+        """The loss weights are multiplied by 64, and the step scales the gradient by 1/64, because with
+        `trainer.stream_groups` only the step divides. Between the parts, the worker scores, exports and saves, which
+        must not change the pending gradients. The state saved in the middle of the second step must equal the state
+        after the first step."""
         self._require_version(2)
         group = case.start()
         divisor = 64.0
@@ -723,7 +725,7 @@ class BackendConformance:
         loaded_at: str | None = None,
         unit: float | None = None,
     ) -> None:
-        """Records a number for the parity table, and raises AssertionError if it is beyond its limit."""
+        """Records a difference for the parity table, and raises AssertionError if it is beyond its limit."""
         measurement = Measurement(
             backend=self.backend.name,
             mesh=str(case.variant),
@@ -815,7 +817,7 @@ def other_routes(case: Case) -> list[Batch]:
 
 
 def expected_scores(reference: ReferenceWorker, batch: Batch) -> dict[str, Tensor]:
-    """Scores of the whole batch."""
+    """The reference's scores of the whole batch, computed in one micro-batch."""
     return reference.forward(batch, [range(batch.num_sequences)], temperature=TEMPERATURE)
 
 
@@ -825,13 +827,13 @@ def backward(reference: ReferenceWorker, batch: Batch, loss: LossSpec) -> float:
 
 
 def train_step(group: RankGroup, case: Case) -> OptimizerStep:
-    """One optimizer step on the whole batch."""
+    """Takes one optimizer step on the whole batch."""
     group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
     return group.optim_step()
 
 
 def train_and_save(case: Case, directory: Path) -> RankGroup:
-    """New ranks that took a step and saved their state."""
+    """Starts ranks, takes one step, and saves their state to `directory`."""
     group = case.start()
     train_step(group, case)
     group.call(Worker.save_state, directory)
@@ -839,7 +841,8 @@ def train_and_save(case: Case, directory: Path) -> RankGroup:
 
 
 def write_foreign_state(directory: Path) -> None:
-    """A complete state in torch's distributed format with names, sizes and an object that no model here has."""
+    """Writes a complete state in torch's distributed format with tensor names, shapes and an object that fit no model
+    of the suite."""
     state = {"model.word_embeddings": torch.zeros(3, 2), "optimizer.common": {"step": 3}}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
@@ -848,7 +851,7 @@ def write_foreign_state(directory: Path) -> None:
 
 
 def weights(worker: Worker) -> dict[str, Tensor]:
-    """The tensors that a worker exports."""
+    """Copies of the tensors that a worker exports, by name."""
     return {name: t.clone() for bucket in worker.export_weights(1 << 20) for name, t in unpack_bucket(bucket)}
 
 
@@ -892,12 +895,12 @@ def require_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 _baselines: dict[str, Baseline] = {}
-"""Baselines by checkpoint and routes; computed once per session."""
+"""Baselines by checkpoint and kind of batch. Each is computed once per pytest run."""
 _checkpoints: dict[tuple[Path, str], Path] = {}
 
 
 def _checkpoint_of(variant: Variant, factory: pytest.TempPathFactory) -> Path:
-    """The variant's checkpoint, created once per session, because workers only read it."""
+    """Returns the variant's checkpoint. It is created only once per pytest run, because workers only read it."""
     key = (factory.getbasetemp(), repr(sorted(variant.checkpoint.items())))
     if key not in _checkpoints:
         _checkpoints[key] = make_checkpoint(factory.mktemp("model"), **variant.checkpoint)

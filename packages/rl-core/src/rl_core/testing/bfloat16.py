@@ -1,8 +1,8 @@
 """Measures a worker's bfloat16 error, as a multiple of the error of plain transformers in bfloat16.
 
-bfloat16 has eight significant bits, so no two correct implementations agree, and no absolute limit separates wrong from
-correct ones. But the error of plain transformers shows how much rounding is due to the model itself. A worker with a
-50 % larger error rounds where it should not (log-probs, trained weights).
+bfloat16 has eight significant bits, so correct implementations differ from each other, and no absolute limit separates
+wrong implementations from correct ones. But the error of plain transformers shows how much rounding is due to the model
+itself. A worker with a 50 % larger error rounds values that should stay in float32 (log-probs, trained weights).
 
 The checkpoint is stored in bfloat16, so that the float32 computation starts from the same weights. Errors are means
 over many numbers, because the errors of two correct implementations at single tokens differ by factors of ten and more.
@@ -27,10 +27,11 @@ from rl_core.testing.forced_routes import routers
 from rl_core.testing.reference_worker import ReferenceWorker
 
 NUM_BATCHES = 4
-"""836 tokens in total. With other seeds, the multiple that is measured for a mesh changes by at most 0.1."""
+"""Number of batches; they have 836 tokens in total. With other seeds, the multiple that is measured for a mesh changes
+by at most 0.1."""
 NUM_BATCHES_OF_ROUTERS = 16
-"""For models whose own routers choose the experts. Rounding flips about one choice in a hundred, and the flips cause
-most of the error. Measured multiples: 1 to 3.9 with 4 batches, 0.98 to 1.06 with 32."""
+"""Number of batches for models in which the routers choose the experts. Rounding flips about one choice in a hundred,
+and the flips cause most of the error. Measured multiples: 1 to 3.9 with 4 batches, 0.98 to 1.06 with 32."""
 
 
 class Bfloat16Worker(ReferenceWorker):
@@ -44,8 +45,8 @@ class Bfloat16Worker(ReferenceWorker):
 
         super().__init__(spec)
         assert spec.model.path is not None
-        # Loaded in bfloat16, not cast to it, so that tensors which transformers keeps in float32 (rotary frequencies, a
-        # router's bias) remain float32.
+        # The model is loaded in bfloat16, not cast to bfloat16 afterwards, so that tensors which transformers keeps in
+        # float32 (rotary frequencies, a router's bias) remain float32.
         self.computing = AutoModelForCausalLM.from_pretrained(
             require_model_path(spec), dtype=torch.bfloat16, attn_implementation="eager"
         ).eval()
@@ -53,7 +54,7 @@ class Bfloat16Worker(ReferenceWorker):
             computing.register_post_accumulate_grad_hook(partial(_add_to, trained))
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Steps the float32 weights, then rounds them into the weights used for computation."""
+        """Updates the float32 weights, then copies them, rounded, to the model that computes."""
         step = super().optim_step(update)
         with torch.no_grad():
             for trained, computing in self._pairs():
@@ -85,18 +86,18 @@ class Course:
 
 @attrs.frozen(kw_only=True)
 class Errors:
-    """Differences between a course and the course in float32."""
+    """Differences between a worker's course and the course in float32."""
 
     logprobs: float
     """Mean |difference| in nats."""
     direction: float
     """1 − the cosine of the angle between the gradients of all parameters as one vector."""
     weights: float
-    """RMS difference / RMS of the steps' changes."""
+    """RMS of the differences / RMS of the changes that the optimizer steps made."""
 
 
 def make_batches(reference: ReferenceWorker, *, forced_routes: bool, shared_beginnings: bool = False) -> list[Batch]:
-    """The batches for courses, chosen so that the means are stable.
+    """Makes the batches for courses, chosen so that the means are stable.
 
     Old log-probs are the reference's own, and all tokens have the same weight. Otherwise rounding near a clipping bound
     could switch off the gradient of a token with a large weight, which may be most of the batch's gradient. Forced
@@ -133,7 +134,7 @@ class Baseline:
 
     batches: Sequence[Batch]
     before: Mapping[str, Tensor]
-    """The weights that courses start from."""
+    """The weights before the optimizer steps."""
     exact: Course
     """The course in float32."""
     plain: Course
@@ -146,20 +147,20 @@ class Baseline:
         reference = ReferenceWorker(spec)
         before, batches = weights_of(reference), batches_of(reference)
         exact = course(reference, batches, None, partial(weights_of, reference))
-        del reference  # one model at a time, because real ones take gigabytes
+        del reference  # so that only one model is in memory: real models take gigabytes
         worker = Bfloat16Worker(spec)
         plain = course(worker, batches, None, partial(weights_of, worker))
         return cls(batches=batches, before=before, exact=exact, plain=plain)
 
     def errors(self, found: Course) -> tuple[Errors, Errors]:
-        """The errors of a course, and those of the plain course. Weights are compared in the course's dtype."""
+        """Returns the errors of `found` and those of the plain course. Weights are compared in the dtype of `found`."""
         rounded = {name: self.plain.weights[name].to(weight.dtype) for name, weight in found.weights.items()}
         plain = attrs.evolve(self.plain, weights=rounded)
         return errors(found, self.exact, self.before), errors(plain, self.exact, self.before)
 
 
 def course(worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable[[], Mapping[str, Tensor]]) -> Course:
-    """Runs a course.
+    """Runs the computations of a `Course` with a worker, and returns the results.
 
     Args:
         worker: has `forward`, `forward_backward`, `gradients` and `optim_step`: a worker or a `RankGroup`.
@@ -175,7 +176,7 @@ def course(worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable
     gradients = worker.gradients()
     worker.optim_step()
     for pair in pairs[:2]:
-        # Without a clipped ratio, because the noise of earlier steps could move it across the bound.
+        # This loss has no clipped ratio, which the rounding errors of earlier steps could move across the bound.
         worker.forward_backward(*pair, LossSpec(name="cross_entropy"), temperature=TEMPERATURE)
         worker.optim_step()
     scored = [scores_T[is_scored(batch)] for scores_T, batch in zip(scores, batches, strict=True)]
@@ -183,16 +184,16 @@ def course(worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable
 
 
 def is_scored(batch: Batch) -> Tensor:
-    """[T] bool: all tokens but each sequence's first."""
+    """Returns bool [T], True for all tokens but each sequence's first."""
     is_scored_T = torch.ones(batch.num_tokens, dtype=torch.bool)
     is_scored_T[batch.offsets[:-1]] = False
     return is_scored_T
 
 
 def errors(found: Course, exact: Course, before: Mapping[str, Tensor]) -> Errors:
-    """The differences between `found` and `exact`. `before`: the weights before the steps.
+    """Measures the differences between `found` and `exact`. `before`: the weights before the steps.
 
-    Weights are compared as exported: if those are bfloat16, the exact ones are rounded too.
+    Weights are compared as exported: if a weight of `found` is bfloat16, the exact weight is rounded to it, too.
     """
     like = {name: exact.weights[name].to(weight.dtype).float() for name, weight in found.weights.items()}
     missed, moved = _distance(found.weights, like), _distance(exact.weights, before)

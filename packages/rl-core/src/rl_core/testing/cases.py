@@ -1,6 +1,6 @@
 """The test cases of `BackendConformance`: variants of a backend, a tiny model, one batch, and the reference.
 
-Everything is seeded, so that a case created twice is the same.
+All random numbers are seeded, so that two cases with the same arguments are equal.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LIMITS = MicroBatchLimits(max_tokens=70)
 """Splits the batch's 209 tokens into at least three micro-batches on one rank, or two on each of two ranks."""
 LENGTHS = (23, 61, 1, 40, 9, 33, 2, 40)
 BEGINNINGS = {3: (1, 20), 6: (1, 1), 7: (3, 31)}
-"""Sequence → (other sequence, number of its first tokens that both share), for variants that share prefixes."""
+"""Sequence → (earlier sequence, number of first tokens that both share), for variants that share prefixes."""
 STEPS = ((5, 0, 3), (1, 6), (4, 2, 7))
-"""Sequences of three optimizer steps. The second has fewer sequences than four ranks, so some ranks have none."""
+"""Sequences of three optimizer steps. The second step has only two, so that some of four ranks have no sequence."""
 
 
 @attrs.frozen(kw_only=True)
 class Variant:
-    """One way to run the same computation."""
+    """One combination of world size, options, spec and checkpoint with which checks run."""
 
     world_size: int = 1
     options: Any = None
@@ -48,7 +48,8 @@ class Variant:
     """For a Mixture-of-Experts checkpoint: the batch has routes (`make_routes`) that the model must follow. `options`
     must enable this in the backend."""
     parity_only: bool = False
-    """Run only the checks of the parity table: for further combinations of what other variants check separately."""
+    """Whether only the checks of the parity table run: for combinations of settings that other variants check one by
+    one."""
     marks: tuple[str, ...] = attrs.field(default=(), eq=False)
     """Names of pytest markers for the variant's checks, with which they can be deselected."""
 
@@ -90,12 +91,12 @@ VARIANTS = (
     Variant(spec={"gradient_checkpointing": True}),
     Variant(checkpoint={"tie_word_embeddings": False}),
 )
-"""Variants on one rank."""
+"""The default variants of a suite, all on one rank."""
 
 
 class KeptRanks:
-    """Ranks that a check left unchanged, for the next check that needs the same ones. Starting ranks is most of a
-    check's cost."""
+    """Holds ranks that a check left unchanged, for the next check that needs the same ranks. Most of a check's time is
+    spent on starting ranks."""
 
     def __init__(self) -> None:
         self._kept: RankGroup | None = None
@@ -140,7 +141,8 @@ class Case:
     started: list[RankGroup] = attrs.field(factory=list)
 
     def start(self, spec: WorkerSpec | None = None) -> RankGroup:
-        """Ranks with freshly loaded weights and state. They end with the case."""
+        """Returns ranks with freshly loaded weights and state: kept ranks if they match, else new ones. The ranks end
+        with the case."""
         spec = spec or self.spec
         group = self.kept.take(spec, self.world_size) or RankGroup(
             self.backend, spec, self.world_size, directory=self.directory, timeout_s=self.timeout_s
@@ -155,7 +157,7 @@ class Case:
         self.kept.keep(group)
 
     def new_reference(self) -> ReferenceWorker:
-        """Another new reference."""
+        """Returns another new reference of the same spec."""
         return ReferenceWorker(self.spec)
 
 
@@ -170,7 +172,7 @@ def open_case(
     timeout_s: float = 240.0,
     kept: KeptRanks | None = None,
 ) -> Iterator[Case]:
-    """Batch and reference of a variant; its ranks end with the block.
+    """Creates batch and reference of a variant. When the context exits, the case's ranks end.
 
     Args:
         backend: the backend under test.
@@ -179,7 +181,7 @@ def open_case(
         directory: an existing directory, only for this case.
         checkpoint: the checkpoint that `variant.checkpoint` describes, if it exists already; it is only read.
         timeout_s: longest wait for the ranks.
-        kept: kept ranks, shared with other cases; None: kept only within this case.
+        kept: holder of kept ranks that cases share; None: ranks are kept only within this case.
     """
     if checkpoint is None:
         checkpoint = make_checkpoint(directory / "model", **variant.checkpoint)
@@ -223,7 +225,8 @@ def open_case(
 def make_batch(
     reference: ReferenceWorker, *, forced_routes: bool = False, shared_beginnings: bool = False, seed: int = 1
 ) -> Batch:
-    """Eight sequences of 1 to 61 tokens, with prompts and observations. One has a single token, one is not trained on.
+    """Makes eight sequences of 1 to 61 tokens, with prompts and observations. One sequence has a single token, and one
+    is not trained on.
 
     Old log-probs are close to the current ones, so that some ratios are clipped and most are not. Values outside the
     loss mask are large, so that a worker that reads them fails.
@@ -270,7 +273,7 @@ def make_batch(
 def make_routes(
     reference: ReferenceWorker, num_tokens: int, *, seed: int, has_gaps: bool = True
 ) -> dict[str, torch.Tensor]:
-    """`routed_experts` and `routed` of one sequence: random experts, not the router's, in all layers with experts.
+    """Makes `routed_experts` and `routed` of one sequence, with random experts instead of the router's choices.
 
     As with an engine, the last token has no route; with `has_gaps`, some other tokens have none either. Entries that
     must not be read (of these tokens, and of dense layers) are 255, which is not an expert id of the tiny models.

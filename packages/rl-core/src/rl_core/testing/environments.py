@@ -51,20 +51,21 @@ Responses = str | tuple[str, ...]
 _MAX_TURNS = 100
 _WAIT_S = 60.0
 _LONGEST_PAUSE_S = 2.0
-"""Much longer than scoring takes, and longer than the pauses of a busy machine."""
+"""Longest allowed pause of the event loop: much longer than scoring takes, and longer than a busy machine stalls."""
 
 
 class EnvironmentConformance:
-    """Subclass, set `factory`, `row` and `rewards` (and `options` if needed), and run pytest."""
+    """Base class of the suite. A subclass sets `factory`, `row` and `rewards` (and `options` if needed); pytest then
+    runs the tests on it."""
 
     factory: ClassVar[EnvironmentFactory]
     """The environment's class or factory function."""
     row: ClassVar[Mapping[str, Any]]
-    """A row of data for the episodes."""
+    """The data row of all episodes."""
     rewards: ClassVar[Mapping[Responses, float]]
-    """Responses → total reward of the episode."""
+    """Response of every turn, or one response per turn → total reward of the episode."""
     options: ClassVar[Mapping[str, Any]] = {}
-    """`environment.options`."""
+    """Options of the environment, as in the configuration key `environment.options`."""
 
     def test_it_follows_this_version_of_the_contract(self) -> None:
         plugins.fitted("rl_core.environments", type(self).factory, "factory")
@@ -186,7 +187,7 @@ class EnvironmentConformance:
         if _placement_of(factory) != "in_process":
             pytest.skip("the environment runs in a separate thread or process")
         for response in self.rewards:
-            # The first run may import modules. Of three more runs, a busy machine is unlikely to stall all.
+            # The first run may import modules. A busy machine is unlikely to stall all of the three runs after it.
             _run(self._play(response))
             pause_s = min(_run(_longest_pause(self._play(response))) for _ in range(3))
             assert pause_s < _LONGEST_PAUSE_S, (
@@ -203,7 +204,7 @@ class EnvironmentConformance:
             whole = _run(self._play(response))
             snapshots: list[bytes] = []
             assert _run(self._play(response, snapshots=snapshots)) == whole, "taking snapshots changed the episode"
-            # The environment from which the snapshots were taken is closed by now.
+            # `_play` has already closed the environment from which it took the snapshots.
             for turn, state in enumerate(snapshots):
                 assert isinstance(state, bytes), f"a snapshot must be bytes, got {type(state).__name__}"
                 continued = _run(self._play(response, restored=(turn, state)))
@@ -246,11 +247,11 @@ class EnvironmentConformance:
         snapshots: list[bytes] | None = None,
         restored: tuple[int, bytes] | None = None,
     ) -> list[StepResult]:
-        """The results of an episode.
+        """Plays an episode and returns the results of its steps.
 
         Args:
             snapshots: list to which a snapshot is appended before each turn; None: no snapshots are taken.
-            restored: (turn, snapshot from before this turn) with which the episode begins.
+            restored: (turn, snapshot taken before this turn) from which the episode continues; None: a new episode.
         """
         environment = self._make()
         said = (responses,) if isinstance(responses, str) else responses
@@ -307,7 +308,7 @@ async def _value(value: T) -> T:
 
 
 async def _longest_pause(call: Awaitable[object]) -> float:
-    """Longest pause of the event loop, in seconds."""
+    """Awaits `call`. Returns the longest pause of the event loop during the call, in seconds."""
     task = asyncio.ensure_future(call)
     longest, last = 0.0, time.monotonic()
     while not task.done():

@@ -1,4 +1,4 @@
-"""Forces the routes of a mixture-of-experts model in plain transformers, using the routers' formulas.
+"""Forces the routes of a Mixture-of-Experts model in plain transformers, using the routers' formulas.
 
 The suite compares backends with this module, so it shares no code with them: the router runs unchanged, and a hook
 recomputes its weights from the logits at the forced experts.
@@ -20,8 +20,8 @@ ROUTERS = {
     "MixtralTopKRouter": "softmax",
     "DeepseekV3TopkRouter": "sigmoid",
 }
-"""Router class → function that turns its logits into scores. All these routers gather the scores of the chosen
-experts, and some divide them by their sum."""
+"""Router class → function that turns the router's logits into scores. All these routers gather the scores of the chosen
+experts, and some divide these scores by their sum."""
 
 
 def routers(model: nn.Module) -> dict[int, nn.Module]:
@@ -32,13 +32,13 @@ def routers(model: nn.Module) -> dict[int, nn.Module]:
 
 @contextmanager
 def forced_routes(model: nn.Module, routes_TLK: Tensor, routed_T: Tensor) -> Iterator[None]:
-    """Within the context, the model routes token t to the experts routes[t, layer] if routed[t], else as its router
-    chooses.
+    """Within the context, the model sends token t to the experts routes[t, layer] if routed[t] is True; else the router
+    chooses the experts.
 
     Args:
-        model: runs on one sequence of T tokens.
+        model: a model that is called on one sequence of T tokens.
         routes_TLK: expert ids, any integer dtype, for all transformer layers; entries of dense layers are ignored.
-        routed_T: bool; where False, routes are not read.
+        routed_T: bool; the routes of tokens for which it is False are not read.
     """
     handles = [
         router.register_forward_hook(_forcing(routes_TLK[:, layer].long(), routed_T))

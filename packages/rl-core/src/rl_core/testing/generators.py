@@ -43,12 +43,12 @@ _MAX_TOKENS = 12
 
 
 class GeneratorConformance:
-    """Subclass, set `row` and `create_generator`, run pytest."""
+    """Base class of the suite. A subclass sets `row` and implements `create_generator`; pytest runs the tests on it."""
 
     row: ClassVar[Mapping[str, Any]]
 
     def create_generator(self, client: Sampler, tokenizer: PreTrainedTokenizerBase) -> Generator:
-        """A generator that plays `row` against `client`."""
+        """Creates a generator that samples from `client`. The tests play `row` with it."""
         # Not an abstract method: pytest silently skips abstract classes with all their tests.
         raise NotImplementedError(f"{type(self).__name__}: got no `create_generator`; implement it")
 
@@ -126,7 +126,7 @@ class GeneratorConformance:
         return int(self._tokenizer.eos_token_id)  # pyright: ignore[reportArgumentType]
 
     def _script(self) -> Callable[[GenerateRequest], Sequence[int]]:
-        """A script that gives the same response for the same request, independent of earlier requests."""
+        """Returns a script in which the response depends only on the request's seed."""
         others = [token for token in range(len(self._tokenizer)) if token != self._eos]
 
         def script(request: GenerateRequest) -> list[int]:
@@ -172,9 +172,9 @@ def _after_some_tokens(rng: random.Random) -> Callable[[GenerateRequest], int | 
 
 
 def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: Sequence[Exchange]) -> None:
-    """Requires that every step consists of requests and their answers, and that tokens marked as sampled have the
-    engine's ids and log-probs."""
-    # Two samples may begin with the same tokens, but all log-probs differ, so each identifies its answer.
+    """Requires that every step consists of the tokens of a request and its completion, and that all tokens marked as
+    sampled have the engine's ids, log-probs and versions."""
+    # Two samples may begin with the same tokens, but all log-probs differ, so a log-prob identifies its completion.
     origins = {
         logprob: (number, offset)
         for number, exchange in enumerate(exchanges)
@@ -188,7 +188,7 @@ def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: S
         num_trained += _trained_tokens(step, exchanges, origins)
     for number, exchange in enumerate(exchanges):
         tokens = _tokens_of(exchange)
-        # A generator may discard an answer, unless a step contains its tokens.
+        # A generator may discard a completion. But if a step contains a completion's tokens, it must train on them.
         if any(tokens == tuple(step.tokens[: len(tokens)]) for step in steps):
             assert num_trained[number] == len(exchange.completion.tokens), "each sampled token must be trained on once"
 
@@ -196,7 +196,7 @@ def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: S
 def _trained_tokens(
     step: TrajectoryStep, exchanges: Sequence[Exchange], origins: Mapping[float, tuple[int, int]]
 ) -> Counter[int]:
-    """Index of an exchange → number of its tokens that the step trains on."""
+    """Returns the number of sampled tokens of each exchange on which the step trains, by index of the exchange."""
     num_trained: Counter[int] = Counter()
     assert step.sampled[-1], "a step must end with a sampled token"
     for position, is_sampled in enumerate(step.sampled):

@@ -1,5 +1,5 @@
-"""Conformance suite of inference engines. It checks that log-probs are the model's, that no request is lost, and that
-answers name their weight versions.
+"""Conformance suite of inference engines. It checks that log-probs match the model, that no request is lost, and that
+each completion names the weight versions that generated it.
 
 A plug-in's author writes
 
@@ -10,7 +10,7 @@ A plug-in's author writes
             return await MyEngine.start(model_path)
 
 and runs pytest. The engine must serve `model_path` (a tiny Qwen3 with one token per character) in float32. It is
-started once for the class; every test compares it with a plain forward pass of the same weights.
+started once for the class; its log-probs are compared with those of a plain forward pass of the same weights.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Bench:
     _ids: Iterator[int] = attrs.field(factory=itertools.count)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, within the suite's deadline."""
+        """Runs the coroutine and returns its result. Raises TimeoutError after the suite's deadline."""
         return self.runner.run(asyncio.wait_for(coroutine, _WAIT_S))
 
     def request(self, text: str, params: SamplingParams, *, seed: int = 0, num_samples: int = 1) -> GenerateRequest:
@@ -85,7 +85,7 @@ class Bench:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def generate(self, *requests: GenerateRequest) -> list[tuple[Completion, ...]]:
-        """Sends all requests concurrently."""
+        """Sends all requests concurrently. Returns the completions of each request, in the order of the requests."""
 
         async def together() -> list[tuple[Completion, ...]]:
             return await asyncio.gather(*[self.client.generate(request) for request in requests])
@@ -94,18 +94,18 @@ class Bench:
 
     @torch.no_grad()
     def logits_RV(self, request: GenerateRequest, completion: Completion) -> Tensor:
-        """Logits that predict each response token, from one forward pass."""
+        """Logits that predict each response token, float64 [R, V], from one forward pass."""
         model: Any = self.model
         tokens = torch.tensor([request.prompt_tokens + completion.tokens])
         return model(input_ids=tokens, use_cache=False).logits[0, len(request.prompt_tokens) - 1 : -1].double()
 
     def own_logprobs_R(self, request: GenerateRequest, completion: Completion) -> Tensor:
-        """The model's log-prob of each response token at temperature 1."""
+        """The model's log-prob of each response token at temperature 1, float64 [R]."""
         logprobs_RV = self.logits_RV(request, completion).log_softmax(-1)
         return logprobs_RV.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
 
     def perturbed(self, seed: int) -> dict[str, Tensor]:
-        """Clearly different weights for the same model."""
+        """The model's weights plus Gaussian noise of standard deviation 0.1."""
         generator = torch.Generator().manual_seed(seed)
         return {
             name: parameter + 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -113,7 +113,8 @@ class Bench:
         }
 
     async def publish(self, tensors: dict[str, Tensor], version: int) -> tuple[Manifest, Manifest]:
-        """Sends and updates concurrently, like the trainer. Returns the manifests of both sides."""
+        """Sends the weights and updates the engine concurrently, as the trainer does. Returns the manifests of the
+        sender and of the engine."""
         rendezvous = self.transport.open(num_ranks=1, num_engines=1)
         sender = self.transport.sender(rendezvous, 0, 1)
         buckets = pack_buckets(tensors.items(), 1 << 14)
@@ -127,13 +128,13 @@ class Bench:
 
     @torch.no_grad()
     def now_serving(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Puts the published weights into the model that the engine is compared with."""
+        """Copies the published weights into the model with which the engine is compared."""
         self.version = version
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
 
     async def running(self, *requests: GenerateRequest) -> list[asyncio.Task[tuple[Completion, ...]]]:
-        """Starts requests; returns when the engine works on one of them, or when all are done."""
+        """Starts requests. Returns their tasks when the engine is working on one of them, or when all are done."""
         tasks = [asyncio.ensure_future(self.client.generate(request)) for request in requests]
         while not (await self.client.health()).num_running and not all(task.done() for task in tasks):
             await asyncio.sleep(0.001)
@@ -141,10 +142,11 @@ class Bench:
 
 
 class InferenceClientConformance:
-    """Subclass, set `transport`, write `create_client`, run pytest."""
+    """Base class of the suite. A subclass sets `transport` and implements `create_client`; pytest then runs the tests
+    on it."""
 
     transport: ClassVar[WeightTransport]
-    """Sends new weights to the engine; required."""
+    """The transport that sends new weights to the engine. Every subclass must set it."""
     tolerance: ClassVar[float] = 1e-5
     """Largest difference of a log-prob from a plain forward pass; the default is right for float32."""
 
@@ -419,14 +421,15 @@ class InferenceClientConformance:
         self.test_new_weights_are_served_and_named(bench)
 
     def test_a_request_that_lives_through_an_update_names_the_weights_of_each_token(self, bench: Bench) -> None:
-        # On a busy machine a request may finish before the pause. That tests nothing, so try again.
+        # On a busy machine a request may finish before the pause. Such a try tests nothing, so another follows.
         lived = []
         while len(lived) < _TRIES and not (lived and all(lived[-1])):
             lived.append(self._lives_through_an_update(bench))
         assert all(lived[-1]), f"expected both requests to get tokens after the update; got, per try: {lived}"
 
     def _lives_through_an_update(self, bench: Bench) -> list[bool]:
-        """Updates weights during two requests; returns for each whether it got tokens under the new weights."""
+        """Updates the weights during two requests. Returns for each request whether the new weights generated its last
+        token."""
         version, tensors = bench.version + 1, bench.perturbed(bench.version + 90)
         requests = [bench.request(text, _LONG, seed=i) for i, text in enumerate(("a longer prompt than", "these"))]
 
@@ -486,5 +489,5 @@ def make_bench(client: InferenceClient, transport: WeightTransport, path: str, r
 
 
 def _prompts(count: int) -> list[str]:
-    """Different prompts, of five kinds with different lengths."""
+    """Returns `count` distinct prompts of five kinds that differ in length."""
     return [("12+34=", "a", "what is 7*8?", "x" * 40, "7*8=")[i % 5] + str(i // 2) for i in range(count)]

@@ -43,7 +43,7 @@ _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
 
 
 def character_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """One token per character, then `<pad>`, `<eos>` and `<unk>`."""
+    """Returns a tokenizer with one token per character of `alphabet`, followed by `<pad>`, `<eos>` and `<unk>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -69,15 +69,15 @@ def make_checkpoint(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Writes a random model of two layers with grouped key/value heads and its tokenizer; returns `directory`.
+    """Writes a model of two layers with random weights, and its tokenizer. Returns `directory`.
 
     Args:
-        directory: created if missing.
-        family: architecture.
+        directory: the checkpoint's directory; created if missing.
+        family: the model's architecture, as transformers names it.
         tie_word_embeddings: whether the output layer shares the input embedding.
         dtype: dtype of the stored weights.
         seed: the same seed writes the same weights.
-        config: fields of the family's configuration class that replace those of the tiny model.
+        config: fields of the family's configuration class that override the defaults of the tiny model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,8 @@
-"""The parity table: how much each backend, on each mesh, differs from plain transformers in one process.
+"""The parity table shows how much each backend, on each mesh, differs from plain transformers in one process.
 
 If the environment variable RL_PARITY_DIR is set, the conformance suite writes its measurements there.
-`python -m rl_core.testing.parity DIRECTORY` makes the table from them. `make parity` renews this repository's table.
+`python -m rl_core.testing.parity DIRECTORY` makes the table from the measurements. `make parity` runs the suites of
+this repository and renews its table.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class Measurement:
     difference: float
     limit: float
     at_least: bool = False
-    """The difference must be at least the limit (a control) instead of at most."""
+    """True for a control: the difference must be at least the limit. False: it must be at most the limit."""
     loaded_at: str | None = None
     """The mesh that loaded the state saved by `mesh`; None: no state was loaded."""
     unit: float | None = None
-    """For a bfloat16 quantity: `difference` is a multiple of this."""
+    """For a bfloat16 quantity, the error of plain transformers, of which `difference` is a multiple; else None."""
 
     def __attrs_post_init__(self) -> None:
         if self.quantity not in QUANTITIES | BFLOAT16_QUANTITIES:
@@ -75,7 +76,7 @@ class Measurement:
 
 
 def write_down(measurement: Measurement) -> None:
-    """Appends a line to this process's file in RL_PARITY_DIR; does nothing if that is not set."""
+    """Appends the measurement to this process's file in RL_PARITY_DIR. Does nothing if the variable is not set."""
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if not directory:
         return
@@ -85,7 +86,7 @@ def write_down(measurement: Measurement) -> None:
 
 
 def read_measurements(directory: Path) -> list[Measurement]:
-    """The measurements in all files. If a quantity was measured several times for a row, only the worst."""
+    """Reads the measurements in all files. If a quantity was measured several times for a row, keeps only the worst."""
     worst: dict[tuple[str, str, str, str], Measurement] = {}
     for path in sorted(directory.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -100,7 +101,7 @@ def _badness(measurement: Measurement) -> float:
 
 
 def page(measurements: Sequence[Measurement]) -> str:
-    """The table as Markdown."""
+    """Returns the page with all tables as Markdown."""
     exact = [m for m in measurements if m.unit is None]
     backends = sorted({m.backend for m in exact})
     sections = [_section(backend, [m for m in exact if m.backend == backend]) for backend in backends]
@@ -114,7 +115,7 @@ def _list(quantities: dict[str, str]) -> list[str]:
 
 
 def _bfloat16_section(measurements: Sequence[Measurement]) -> str:
-    """One table for all backends and engines, with the largest multiple of each quantity above it."""
+    """One table for all backends and engines. The text above it states the limit and the largest multiple."""
     limit = max(m.limit for m in measurements)
     cells = [((m.backend, m.mesh), m) for m in measurements]
     head = _BFLOAT16_HEADER.format(limit=f"{limit:g}", worst=f"{max(m.difference for m in measurements):.2f}")

@@ -1,7 +1,7 @@
 """One rank of a backend under test: the host of its worker and, with several ranks, its process.
 
-Consumes calls from the test's process (`ranks.py`); produces results, or a `Failure`. Waits for the next call;
-unblocked by it, by the test's process closing the connection, or killed.
+The test's process (`ranks.py`) sends calls, and each returns a result or a `Failure`. Between calls, the rank waits
+until the next call arrives, the test's process closes the connection, or the rank is killed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rl_core.workers.rank import Abilities, RankHost
 
 
 class SuiteHost(RankHost):
-    """A rank that also reports its worker's abilities."""
+    """A `RankHost` that also reports which Protocols its worker implements, and calls any method of the worker."""
 
     def start(self) -> Abilities:
-        """The first call, before which the process builds the worker."""
+        """Returns the worker's abilities. It is the first call; the process builds the worker before it."""
         return self.abilities
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the worker by name, for methods that are not in a contract."""
+        """Calls the worker's method `name`, which need not belong to a contract."""
         return getattr(self._worker, name)(*args, **kwargs)
 
     def ask_on_part(self, batch: Batch, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -41,30 +41,30 @@ class SuiteHost(RankHost):
         return self.ask(name, batch, plan, *args, **kwargs)
 
     def fulfilled(self) -> set[str]:
-        """Names of the protocols that the worker implements."""
+        """Returns which of the Protocols `Worker`, `Offloadable` and `Inspectable` the worker implements, by name."""
         return {p.__name__ for p in (Worker, Offloadable, Inspectable) if isinstance(self._worker, p)}
 
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """A rank's answer if the call raised; also stands for an answer that will never come."""
+    """A rank's answer to a call that raised. Also represents a rank that will never answer."""
 
     summary: str
     """Type and message of the exception."""
     traceback: str = ""
     user_error: RLError | None = None
-    """The exception, if it is an error that a user can act on."""
+    """The exception, if it is an RLError that can be pickled."""
 
 
 @attrs.frozen(kw_only=True)
 class Setting:
-    """Settings shared by all processes of a group."""
+    """Settings that all processes of a group share."""
 
     directory: str
     timeout_s: float
     """Longest wait for the answer to one call."""
     hides_gpus: bool
-    """Run all ranks on the CPU, because the machine has fewer GPUs than the group has ranks."""
+    """Whether all ranks run on the CPU, because the machine has fewer GPUs than the group has ranks."""
 
     def stack_file(self, rank: int) -> Path:
         """The file to which a hanging rank writes its stack."""
@@ -85,7 +85,7 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
     )
     if setting.hides_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # A collection would write to, and so copy, every object of the process that this one was forked from.
+    # A garbage collection would write to every object that this process shares with the fork server, and so copy it.
     gc.freeze()
     torch.set_num_threads(1)
     host: SuiteHost | None = None
@@ -110,6 +110,6 @@ def _failure_of(error: Exception) -> Failure:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        # The error's class takes other arguments than a message, so only its text is sent.
+        # The error cannot be pickled, e.g. because its class takes more arguments than a message: only text is sent.
         return Failure(summary=summary, traceback=text)
     return Failure(summary=summary, traceback=text, user_error=error if isinstance(error, RLError) else None)

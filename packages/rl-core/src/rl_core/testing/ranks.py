@@ -1,11 +1,11 @@
-"""The ranks of a backend under test, and one handle that calls them as the controller does.
+"""The ranks of a backend under test, and a handle (`RankGroup`) that calls them as the controller does.
 
 A single rank runs in the test's process, where a debugger works. Several ranks run in processes forked from a server
 that has imported torch, transformers and the backend, but computed nothing. Two ranks then start in 0.15 s; new
 interpreters would take 7 s. No test gets ranks that another test has changed. Ray is not needed (the extra `testing`
 does not contain it); other tests check once, for any worker, that ranks work as Ray actors.
 
-Plan, parts and sums are those of `WorkerGroup`.
+`WorkerGroup` makes the plan and the parts and adds up the metrics, as in a training run.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 PRELOADED = dict.fromkeys(
     ["torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pytest", "rl_core.testing.backend"]
 )
-"""Modules that the fork server imports once. A suite adds those of its backend before the first ranks start."""
+"""Modules that the fork server imports once. A suite adds the modules of its backend before the first ranks start."""
 ONE_MICRO_BATCH = MicroBatchLimits()
 _SETTLE_S = 3.0
-"""Seconds to wait for the other ranks after a failure: a peer may fail because of it, or find the same mistake."""
+"""Seconds to wait for the other ranks after a failure. They may fail as a consequence or find the same mistake."""
 
 
 class SuiteRanks(Protocol):
@@ -88,7 +88,7 @@ class SuiteRanks(Protocol):
 
 
 class LocalRank:
-    """Rank 0 of 1, in this process and thread."""
+    """The only rank of a group, in this process and thread."""
 
     def __init__(self, backend: Backend, spec: WorkerSpec):
         self._host: SuiteHost | None = SuiteHost(backend, spec, RankInfo())
@@ -101,7 +101,7 @@ class LocalRank:
         return self._host is None
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """See `Ranks.call`. Errors are not converted."""
+        """See `Ranks.call`. Raises the worker's exceptions unchanged."""
         if self._host is None:
             raise WorkerError(f"rank 0 cannot run {method.__name__}: it is closed")
         result = self._host.bound(method)(*args, **kwargs)
@@ -234,7 +234,7 @@ class ProcessRanks:
         return Failure(summary=f"its process ended with exit code {self._processes[rank].exitcode}")
 
     def _error_of(self, method: str, failures: dict[int, Failure], silent: Sequence[int]) -> RLError:
-        """One error for all failures. The ranks stay alive only if all raised a user's error of the same
+        """Returns one error for all failures. The ranks stay alive only if all raised a user's mistake of the same
         type."""
         agreed = {type(failure.user_error) for failure in failures.values()}
         size = len(self._connections)
@@ -270,7 +270,7 @@ class ProcessRanks:
 
 
 def fork_server() -> ForkServerContext:
-    """The context of a running fork server; the first call in this process starts it."""
+    """Returns the multiprocessing context of the fork server. The first call in this process starts the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     path = os.environ.get("PYTHONPATH")
@@ -287,7 +287,7 @@ def fork_server() -> ForkServerContext:
 
 
 class _ShuffledGroup(WorkerGroup):
-    """Gives ranks their sequences in a different order than the batch's, and plans that are not `0, 1, 2, …`."""
+    """Gives each rank its sequences in another order than the batch's, and a plan that is not `0, 1, 2, …`."""
 
     def _parts(self, batch: Batch, limits: MicroBatchLimits) -> list[Part]:
         return [_shuffled(part) for part in super()._parts(batch, limits)]
@@ -303,7 +303,7 @@ def _shuffled(part: Part) -> Part:
 
 
 class RankGroup:
-    """All ranks of one model under test; blocking calls on whole batches."""
+    """All ranks of one model under test, with blocking calls that take whole batches."""
 
     def __init__(self, backend: Backend, spec: WorkerSpec, world_size: int, *, directory: Path, timeout_s: float):
         backend.validate(spec, world_size)
@@ -349,7 +349,7 @@ class RankGroup:
         return asyncio.run(self._group.forward_backward(batch, limits, loss, temperature=temperature, returns=returns))
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Takes one optimizer step, for which all ranks must report the same result."""
+        """Takes one optimizer step. Raises AssertionError unless all ranks report the same result."""
         first, *others = self.call(Worker.optim_step, *(() if update is None else (update,)))
         for rank, other in enumerate(others, start=1):
             same_norm = abs(other.grad_norm - first.grad_norm) <= 1e-6 * first.grad_norm or first.skipped
@@ -359,7 +359,7 @@ class RankGroup:
         return first
 
     def publish(self, version: int, max_bucket_bytes: int) -> Published:
-        """All ranks send. Merges their manifests and compares them with the recorded data."""
+        """Makes all ranks send their weights. Merges the manifests and compares them with the recorded tensors."""
         self._num_published += 1
         directory = self.directory / f"published-{id(self)}-{self._num_published}"
         rendezvous = RecordingTransport(directory).open(num_ranks=self.mesh.world_size, num_engines=0)
@@ -371,11 +371,11 @@ class RankGroup:
         return Published(manifest=manifest, tensors=tensors, bucket_bytes=[part["bucket_bytes"] for part in sent])
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights under Hugging Face names."""
+        """All weights by Hugging Face name."""
         return self.publish(0, 1 << 20).tensors
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of all ranks. Those held by several ranks must agree."""
+        """Gradients of all ranks, by name. Raises AssertionError if ranks that hold the same gradient disagree."""
         merged: dict[str, Tensor] = {}
         for rank, gradients in enumerate(self.call(Inspectable.gradients)):
             for name, gradient in gradients.items():

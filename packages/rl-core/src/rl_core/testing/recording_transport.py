@@ -15,17 +15,17 @@ from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 @attrs.frozen
 class RecordingTransport:
-    """WeightTransport without receivers: each rank writes its buckets into the directory of the rendezvous."""
+    """A `WeightTransport` without receivers. Each rank writes its tensors to the directory of the rendezvous."""
 
     directory: Path | None = None
-    """Directory in which one sync is recorded. Not needed on ranks, which open no sync."""
+    """Directory in which one sync is recorded. `open` needs it; ranks do not call `open`."""
     contract_version: int = 1
     name: str = f"{__name__}:recording_transport"
 
     is_staged: bool = True
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Creates `directory`."""
+        """Creates `directory`, and returns a rendezvous that names it."""
         assert self.directory is not None, "only a transport with a directory can be opened"
         self.directory.mkdir()
         return Rendezvous(transport=self.name, receiver="", data={"directory": str(self.directory)})
@@ -35,7 +35,7 @@ class RecordingTransport:
         return RecordingSender(Path(rendezvous.data["directory"], f"{rank}.pt"))
 
     def close(self, rendezvous: Rendezvous) -> None:
-        """Keeps the recorded files."""
+        """Does nothing: the recorded files are kept."""
 
 
 recording_transport = RecordingTransport()
@@ -44,12 +44,12 @@ recording_transport = RecordingTransport()
 
 @attrs.frozen
 class RecordingSender:
-    """A rank's end."""
+    """The rank's end of the transport."""
 
     path: Path
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Exhausts the buckets and records them."""
+        """Exhausts the buckets, and writes their tensors and sizes to `path`."""
         tensors: dict[str, Tensor] = {}
         bucket_bytes = []
         for bucket in buckets:

@@ -1,4 +1,4 @@
-"""The simplest correct inference engine: a full forward pass per token, on the event loop. For tests and comparison."""
+"""The simplest correct inference engine, for tests and comparison. It computes a full forward pass per token."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class _Running:
 
 
 class ReferenceEngine:
-    """InferenceClient without cache, batching or threads. Accepts weights through any transport.
+    """An `InferenceClient` without key/value cache and batching, which computes on the event loop. Accepts weights
+    through any transport.
 
-    It is `Sleepable`: while asleep it has no weights, and it generates nothing until new ones arrive.
+    The engine is `Sleepable`: sleeping releases the weights, and it generates nothing until new weights arrive.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, timeout_s: float = 60.0) -> None:
@@ -48,7 +49,7 @@ class ReferenceEngine:
         self._timeout_s = timeout_s
         self._version = -1
         self._running: dict[str, _Running] = {}
-        # Samples of one prompt share their first forward pass.
+        # Input and logits of the latest forward pass, which samples of one token from the same prompt share.
         self._last: tuple[list[int], Tensor] | None = None
         self._may_sample = asyncio.Event()
         self._may_sample.set()
@@ -118,7 +119,7 @@ class ReferenceEngine:
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Loads checked weights."""
+        """Copies weights into the model. The names and shapes must already have been checked."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
         self._last = None
@@ -135,8 +136,7 @@ class ReferenceEngine:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """See `Sleepable`. Restores only the weights' memory: the only cache is that of the last input, which `load`
-        clears."""
+        """See `Sleepable`. Allocates memory for the weights, filled with NaN. There is no cache to restore."""
         if self._is_asleep and (tags is None or "weights" in tags):
             self._is_asleep = False
             for name, parameter in self.model.named_parameters():
@@ -210,7 +210,7 @@ class ReferenceEngine:
 
 
 def draw_slowly(logits_V: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """Draws one token. Returns it with its log-prob under the distribution from which it was drawn."""
+    """Draws one token. Returns the token and its log-prob under the distribution from which it was drawn."""
     if params.temperature == 0:
         logprobs_V = logits_V.float().log_softmax(-1)
         token = int(logprobs_V.argmax())
@@ -221,8 +221,8 @@ def draw_slowly(logits_V: Tensor, params: SamplingParams, generator: torch.Gener
 
 
 def slow_distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probs [V], float64, after temperature, top-k, top-p and min-p, written token by token from the filters'
-    definitions."""
+    """Returns the log-probs, float64 [V], after temperature, top-k, top-p and min-p, computed token by token from the
+    definitions of these filters."""
     logprobs = (logits_V.double() / params.temperature).log_softmax(-1)
     kept = sorted(range(len(logprobs)), key=lambda token: -float(logprobs[token]))
     if params.top_k > 0:

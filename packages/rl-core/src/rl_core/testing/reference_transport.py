@@ -1,4 +1,4 @@
-"""A weight transport within one process, which passes buckets in memory. For tests, and as the shortest example."""
+"""A weight transport that passes buckets in the memory of one process. It serves tests, and as the shortest example."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sync:
     num_ranks: int
     changed: threading.Condition = attrs.field(factory=threading.Condition)
     sent: dict[int, tuple[int, list[WeightBucket]]] = attrs.field(factory=dict)
-    """Rank → version and buckets."""
+    """The version and the buckets that each rank has sent, by rank."""
     is_closed: bool = False
 
 
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 @attrs.frozen
 class MemoryTransport:
-    """WeightTransport for ranks and engines in one process."""
+    """A `WeightTransport` for ranks and engines in one process."""
 
     contract_version: int = 1
     name: str = "memory"
@@ -59,7 +59,7 @@ class MemoryTransport:
 
 
 class MemorySender:
-    """A rank's end."""
+    """The rank's end of the transport."""
 
     def __init__(self, sync: Sync, rank: int) -> None:
         self._sync = sync
@@ -74,7 +74,7 @@ class MemorySender:
 
 
 class MemoryReceiver:
-    """An engine's end."""
+    """The engine's end of the transport."""
 
     is_staged = True
 
@@ -100,6 +100,6 @@ class MemoryReceiver:
 
 
 def manifest_of(buckets: list[WeightBucket], version: int) -> Manifest:
-    """The manifest of these buckets."""
+    """Computes the manifest of all tensors in `buckets`."""
     tensors = {name: tensor_record(tensor) for bucket in buckets for name, tensor in unpack_bucket(bucket)}
     return Manifest(version=version, tensors=tensors)

@@ -33,9 +33,10 @@ from rl_core.testing.forced_routes import forced_routes
 
 
 class ReferenceWorker:
-    """One rank in float32. Supports `ppo_clip` and `cross_entropy` with default settings, KL k3 and the entropy bonus.
+    """A worker of a single rank in float32. Supports `ppo_clip` and `cross_entropy` with default settings, KL k3 and
+    the entropy bonus.
 
-    If a batch has routes, they are forced (`rl_core.testing.forced_routes`).
+    If a batch has routes, the model follows them (`rl_core.testing.forced_routes`).
     """
 
     def __init__(self, spec: WorkerSpec):
@@ -60,7 +61,7 @@ class ReferenceWorker:
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Scores one sequence after the other."""
+        """See `Worker.forward`. Computes one sequence after the other."""
         require_scores(returns or (), ("logprobs", "entropies"), self.spec.role)
         scores = {"logprobs": torch.zeros(batch.num_tokens), "entropies": torch.zeros(batch.num_tokens)}
         with torch.no_grad():
@@ -73,8 +74,8 @@ class ReferenceWorker:
     def score(
         self, tokens_T: Tensor, temperature: float, routes: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each token of one sequence; 0 at the first. `routes`: (routed_experts, routed) of the
-        sequence."""
+        """Returns log-prob and entropy of each token of one sequence, both 0 at the first token. `routes`:
+        (routed_experts, routed) of the sequence."""
         with nullcontext() if routes is None else forced_routes(self.computing, *routes):
             logits_TV = self.computing(input_ids=tokens_T[None], use_cache=False).logits[0, :-1].float() / temperature
         all_logprobs_TV = logits_TV.log_softmax(-1)
@@ -108,8 +109,8 @@ class ReferenceWorker:
         return {"loss": (total, 1.0), **returned}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Clips by the global norm and takes an AdamW step. The rate rises linearly during warm-up, then stays
-        constant."""
+        """Scales the gradients, clips them by their global norm, and takes an AdamW step unless the norm is not finite.
+        The rate rises linearly during warm-up, then stays constant."""
         assert self.optimizer is not None
         assert self.spec.optimizer is not None
         config, update = self.spec.optimizer, update or OptimizerUpdate()
@@ -142,16 +143,16 @@ class ReferenceWorker:
         return {name: gradient.clone() for name, gradient in as_in_a_checkpoint(self.model, gradients).items()}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """All parameters in float32."""
+        """Yields all parameters in float32 under the names of a Hugging Face checkpoint."""
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return pack_buckets(as_in_a_checkpoint(self.model, parameters).items(), max_bucket_bytes)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights`."""
+        """Sends the buckets of `export_weights`."""
         return sender.send(self.export_weights(max_bucket_bytes), version)
 
     def save_state(self, directory: Path) -> None:
-        """Writes the state to one file."""
+        """Writes weights, optimizer state and number of steps to one file."""
         directory.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {"model": self.model.state_dict(), "steps_done": self.steps_done}
         if self.optimizer is not None:
@@ -159,7 +160,7 @@ class ReferenceWorker:
         torch.save(state, directory / "state.pt")
 
     def load_state(self, directory: Path) -> None:
-        """Reads what `save_state` wrote."""
+        """Restores the state that `save_state` wrote. Raises CheckpointError if the file cannot be read."""
         try:
             state = torch.load(directory / "state.pt", weights_only=True)
         except (OSError, RuntimeError) as error:
@@ -190,7 +191,8 @@ def _routes(batch: Batch, tokens: slice) -> tuple[Tensor, Tensor] | None:
 
 
 def token_loss(loss: LossSpec, logprobs_T: Tensor, entropies_T: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """The per-token loss before weighting, written from the formulas. All arguments are for trained tokens only."""
+    """Computes the loss of each token before weighting, directly from the formulas. All tensors have only the trained
+    tokens."""
     is_known = loss.kl_estimator == "k3" and loss.off_policy_sequence_mask is None
     if loss.params or not is_known or loss.name not in ("ppo_clip", "cross_entropy"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""An engine that returns scripted tokens, for tests of generators, which must work for any tokens."""
+"""An engine that returns scripted tokens. It serves tests of generators, which must work with any tokens."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from rl_core.errors import GenerationError
 from rl_core.interfaces import Completion, GenerateRequest, StopReason
 
 Script = Callable[[GenerateRequest], Sequence[int]]
-"""Returns the tokens with which to answer a request; those beyond its `max_tokens` are cut off."""
+"""Returns the tokens of the response to a request. Tokens beyond the request's `max_tokens` are cut off."""
 
 
 @attrs.frozen(eq=False)
 class Exchange:
-    """A request and its answer."""
+    """A request and one of its completions."""
 
     request: GenerateRequest
     completion: Completion
 
 
 class ScriptedClient:
-    """Sampler without a model.
+    """A `Sampler` without a model.
 
-    A response ends where its script ends, or after the first of `end_tokens` in it. All log-probs differ. The version
-    of an answer is `version` when it is sampled. Routes depend only on position, token and version.
+    A response ends where its script ends, or after the first of `end_tokens` in it. All log-probs differ, up to 2**20
+    tokens. The policy version of a completion is the value of `version` at the time of sampling. Routes depend only on
+    position, token, layer and version.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ScriptedClient:
     ) -> None:
         """
         Args:
-            abort_after: number of tokens after which a request is returned unfinished; None: it is finished.
+            abort_after: returns the number of tokens after which a request is aborted; None: it is not aborted.
             route_layers: number of layers, with two experts per token, whose routes are returned; None: no routes.
         """
         self._script = script
@@ -66,7 +67,7 @@ class ScriptedClient:
         self._num_sampled += len(tokens)
         return Completion(
             tokens=tokens,
-            # Exact in float32.
+            # All these log-probs are exact in float32.
             logprobs=tuple(-(1 + number % 2**20) / 2**16 for number in numbers),
             policy_versions=(self.version,) * len(tokens),
             stop_reason=reason,
@@ -86,7 +87,7 @@ class ScriptedClient:
 
 
 def expected_routes(tokens: Sequence[int], num_layers: int, version: int) -> np.ndarray:
-    """uint8 [tokens, layers, 2]: the routes that a `ScriptedClient` returns for `tokens` at a version."""
+    """The routes that a `ScriptedClient` returns for `tokens` at a version, uint8 [tokens, layers, 2]."""
     position, token = np.arange(len(tokens))[:, None, None], np.asarray(tokens)[:, None, None]
     layer, choice = np.arange(num_layers)[None, :, None], np.arange(2)[None, None]
     return ((7 * position + 3 * token + 5 * layer + 11 * choice + 101 * version) % 251).astype(np.uint8)

@@ -34,7 +34,8 @@ _BUCKET_BYTES = 64
 
 
 def sample_tensors() -> dict[str, Tensor]:
-    """Difficult tensors: several dtypes, odd sizes that break alignment, a scalar, an empty tensor, equal shapes."""
+    """Returns tensors that are difficult to transfer: several dtypes, odd sizes that break alignment, a scalar, an
+    empty tensor, and two of equal shape."""
     generator = torch.Generator().manual_seed(0)
     return {
         "embedding.weight": torch.randn(7, 5, generator=generator),
@@ -66,12 +67,14 @@ class Call:
         return call
 
     def result(self) -> Any:
-        """What the function returned; raises what it raised, or AssertionError if it does not end."""
+        """Returns what the function returned, or raises what it raised. Raises AssertionError if the function does not
+        end within the deadline."""
         self.require_end()
         return self.future.result()
 
     def exception(self) -> BaseException | None:
-        """What the function raised, if anything. Raises AssertionError if it does not end."""
+        """Returns the exception that the function raised, or None. Raises AssertionError if the function does not end
+        within the deadline."""
         self.require_end()
         return self.future.exception()
 
@@ -89,7 +92,7 @@ class Call:
 
 @attrs.define
 class Ranks:
-    """The sending side of one sync: which rank sends which tensors."""
+    """The ranks of one sync, and the tensors that each rank sends."""
 
     transport: WeightTransport
     rendezvous: Rendezvous
@@ -113,14 +116,14 @@ class Ranks:
 
 
 class WeightTransportConformance:
-    """Subclass, set `transport`, run pytest."""
+    """Base class of the suite. A subclass sets `transport`; pytest then runs the tests on it."""
 
     transport: ClassVar[WeightTransport]
     deadline_s: ClassVar[float] = 60.0
-    """A call that takes longer counts as one that never ends."""
+    """Longest time in seconds that one call may take. A longer call fails its test."""
 
     def damage(self, rendezvous: Rendezvous) -> bool:
-        """Corrupts the data that was sent. Returns False if there is nothing to corrupt."""
+        """Corrupts the data that was sent but not yet received. Returns False if there is nothing to corrupt."""
         return False
 
     def test_it_follows_this_version_of_the_contract(self) -> None:

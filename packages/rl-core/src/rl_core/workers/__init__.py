@@ -1,4 +1,4 @@
-"""The controller's side of a model's ranks: launch, plan, dispatch, collect."""
+"""The controller's side of a model's ranks. It starts the ranks, plans and sends their work, and collects results."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rl_core.workers.rank import Ranks
 
 @attrs.define(eq=False)
 class Tenant:
-    """One group's ranks on shared devices, and which parts of their state are there."""
+    """The ranks of one group on shared devices, and a record of which parts of their state are on the devices."""
 
     ranks: Ranks
     keeps_optimizer: bool = False
@@ -24,7 +24,7 @@ class Tenant:
 
 
 class SharedDevices:
-    """The devices of one placement. One group uses them at a time; before it does, the others are moved off.
+    """The devices of one placement. One group uses them at a time; all other groups are moved off first.
 
     A group whose workers cannot move stays on the devices and does not wait. Workers that can move also take turns on
     machines without accelerators, where nothing moves: otherwise they would compete for the same cores.
@@ -35,7 +35,7 @@ class SharedDevices:
         self._tenants: list[Tenant] = []
 
     def add(self, tenant: Tenant) -> None:
-        """Adds a tenant all of whose state is on the devices."""
+        """Adds a tenant. All of its state must be on the devices."""
         self._tenants.append(tenant)
 
     def remove(self, tenant: Tenant) -> None:
@@ -45,8 +45,8 @@ class SharedDevices:
 
     @asynccontextmanager
     async def given_to(self, tenant: Tenant, *, optimizer: bool = False) -> AsyncIterator[None]:
-        """Context in which `tenant` has the devices, with its parameters there and, if `optimizer`, also the optimizer
-        state."""
+        """Gives `tenant` the devices for the duration of the context. Its parameters and, if `optimizer`, its optimizer
+        state are on the devices then."""
         if not tenant.ranks.abilities.offload:
             yield
             return
@@ -56,7 +56,7 @@ class SharedDevices:
             yield
 
     async def clear(self) -> None:
-        """Moves all groups off."""
+        """Moves all groups that can move off the devices."""
         async with self._in_use:
             await self._clear_except(None)
 

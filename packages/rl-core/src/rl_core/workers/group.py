@@ -1,6 +1,8 @@
-"""The controller's handle of the ranks of one model: it plans, sends each rank its part once, and collects results.
+"""The controller's handle for the ranks of one model. It plans micro-batches, sends each rank its part of a batch once,
+and collects the results.
 
-All methods are awaitable. The plan has, for each data-parallel rank, a list of micro-batches, each a list of sequences.
+All methods that call ranks are awaitable. For each data-parallel rank, the plan has a list of micro-batches, each a
+list of sequences.
 It depends only on lengths and, if the ranks compute shared prefixes once, on which sequences share prefixes. A
 sequence is never split over micro-batches or data-parallel ranks.
 """
@@ -46,14 +48,14 @@ from rl_core.workers.rank import Part, RankHost, Ranks
 
 @attrs.frozen(kw_only=True)
 class MicroBatchLimits:
-    """Largest size of a micro-batch: in sequences, in tokens, or both."""
+    """Largest size of a micro-batch: in sequences, in tokens, or both. None: no limit."""
 
     max_sequences: int | None = None
     max_tokens: int | None = None
 
 
 class WorkerGroup:
-    """Handle of the ranks of one model. Created by `launch`."""
+    """Handle for the ranks of one model. `launch` starts the ranks and returns the handle."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class WorkerGroup:
         share_prefixes: bool = False,
     ):
         self.adapter = adapter
-        """Set if a sync sends only the model's adapter: see `Rendezvous.adapter`."""
+        """The adapter's configuration if a sync sends only the adapter, else None: see `Rendezvous.adapter`."""
         self._backend = backend
         self._share_prefixes = share_prefixes
         self._ranks = ranks
@@ -113,8 +115,8 @@ class WorkerGroup:
         """
         world_size = num_nodes * ranks_per_node
         backend.validate(spec, world_size)
-        # In a run, the checks before the start have already proved the model, unless this machine cannot: then rank 0
-        # proves it.
+        # In a run, the checks before the start have already proved the model. If this machine cannot run the proof,
+        # rank 0 runs it.
         spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(require_proof, backend, spec) is None)
         mesh = backend.mesh(spec.options, world_size)
         shape = (num_nodes, ranks_per_node)
@@ -158,8 +160,9 @@ class WorkerGroup:
         temperature: float,
         returns: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Scores of the whole stream, float32 [T]: `logprobs` and `entropies` (a critic: `values`), and the chosen
-        routes if the backend records them. `returns` names the scores that are needed; the result may contain more."""
+        """Returns the scores of the whole stream: `logprobs` and `entropies` (of a critic: `values`), float32 [T], and
+        the chosen routes if the backend records them. `returns` names the scores that are needed; the result may
+        contain more."""
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         parts = self._parts(batch, limits)
         # A worker of an earlier contract version always returns all scores.
@@ -212,7 +215,7 @@ class WorkerGroup:
             return (await self._ranks.call(Worker.optim_step, *asked))[0]
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
-        """All ranks send their weights, or only the adapter. Returns the merged manifest of what they sent."""
+        """All ranks send their weights, or only the adapter. Returns the merged manifest of all ranks."""
         async with self._on_devices():
             return merge_manifests(await self._ranks.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
 
@@ -222,23 +225,23 @@ class WorkerGroup:
             return all(await self._ranks.call(RankHost.is_perturbable))
 
     async def perturb(self, seed: int, scale: float) -> None:
-        """See `Perturbable.perturb`."""
+        """Adds temporary noise to all trained parameters: see `Perturbable.perturb`."""
         async with self._on_devices():
             await self._ranks.call(Perturbable.perturb, seed, scale)
 
     async def restore(self) -> None:
-        """See `Perturbable.restore`."""
+        """Removes the noise of `perturb`: see `Perturbable.restore`."""
         async with self._on_devices():
             await self._ranks.call(Perturbable.restore)
 
     async def save_state(self, directory: Path) -> None:
-        """Writes weights, optimizer and schedule."""
+        """Writes the weights and the state of the optimizer and the schedule to `directory`."""
         async with self._on_devices(optimizer=True):
             await self._ranks.call(Worker.save_state, directory)
 
     @property
     def can_save_in_background(self) -> bool:
-        """Whether the workers have `start_saving`."""
+        """Whether every worker is a `BackgroundSaver`."""
         return self._ranks.abilities.save_in_background
 
     async def start_saving(self, directory: Path) -> None:
@@ -351,7 +354,7 @@ def _families(batch: Batch, limits: MicroBatchLimits, *, num_data_ranks: int) ->
 
 
 def _on_stream(batch: Batch, results: Iterable[tuple[Part, Mapping[str, Any]]]) -> dict[str, Tensor]:
-    """Columns of the whole stream, assembled from those of the parts."""
+    """Assembles the columns of the whole stream from the columns of the parts."""
     columns: dict[str, np.ndarray] = {}
     for part, result in results:
         positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()

@@ -1,8 +1,8 @@
-"""Decides whether a rank that has not returned is still working: its process's resource use tells a long computation
-from a dead rank.
+"""Decides whether a rank that has not returned is still working. The resource use of its process distinguishes a long
+computation from a dead rank.
 
 A rank answers from a second thread while it computes, unless its process is stopped or native code holds the GIL. If
-it does not answer, an observer process on the rank's node reads the resource use. CPU time, bytes read or written,
+it does not answer, an observer process on the rank's node reads its resource use. CPU time, bytes read or written,
 and a thread in disk wait count as work.
 """
 
@@ -17,11 +17,12 @@ from pathlib import Path
 import attrs
 
 _BUSY = 0.05
-"""CPU seconds per second: more than Ray's own threads use in a waiting rank (`tests/ray/test_failures.py`)."""
+"""CPU seconds per second above which a process counts as working. Ray's own threads use less in a waiting rank
+(`tests/ray/test_failures.py`)."""
 _BYTES_PER_S = 100_000
-"""More than Ray's own messages."""
+"""Bytes read and written per second above which a process counts as working. Ray's own messages are fewer."""
 _TICKS_PER_S = 100.0
-"""Clock ticks of /proc/*/stat, on every Linux that Python supports."""
+"""Clock ticks per second in /proc/*/stat, the same on every Linux that Python supports."""
 
 
 @attrs.frozen(kw_only=True)
@@ -45,10 +46,10 @@ class Pulse:
 
 
 def pulse_of(pid: int) -> Pulse:
-    """The pulse of a process on this machine. The process need not cooperate.
+    """Reads the pulse of a process on this machine. The process need not cooperate.
 
     Raises:
-        OSError: it cannot be read. Outside Linux, only this process can be read.
+        OSError: the pulse cannot be read. Outside Linux, a process can read only its own.
     """
     if not sys.platform.startswith("linux"):
         if pid != os.getpid():
@@ -65,7 +66,8 @@ def pulse_of(pid: int) -> Pulse:
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields starting with the state; the process name before it may contain blanks and brackets."""
+    """The fields of the stat file from the state onward. The process name before them may contain blanks and
+    parentheses."""
     try:
         return (path / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -79,8 +81,8 @@ class Heartbeats:
 
     A rank that neither answers nor works for `silence_s` is frozen. A rank that answers may be waiting for others, so
     it counts as dead only if no rank of the call has worked for `silence_s`: a deadlock. Work shows only between two
-    pulses, so the time before a rank's first pulse does not count. On a busy machine, reading the first pulse may
-    take longer than `silence_s`.
+    pulses, so a rank's first pulse always counts as work: on a busy machine, reading it may take longer than
+    `silence_s`.
     """
 
     def __init__(self, num_ranks: int, silence_s: float, now_s: float) -> None:
@@ -101,7 +103,7 @@ class Heartbeats:
             self._worked_at[rank] = now_s
 
     def dead(self, now_s: float) -> Mapping[int, str]:
-        """Dead rank → what is wrong with it. Empty while the call may still return."""
+        """Returns the dead ranks, each with what is wrong with it. Empty while the call may still return."""
         limit = now_s - self._silence_s
         frozen = {
             rank: "its process neither answers nor works: it is stopped, or deadlocked in native code"

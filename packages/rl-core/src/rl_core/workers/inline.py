@@ -49,7 +49,7 @@ class _Thread:
 
 
 class InlineRank:
-    """Rank 0 of 1. Fulfils `Ranks`."""
+    """The only rank of a group, in a thread of this process. Implements `Ranks`."""
 
     def __init__(self, role: str, timeout_s: float):
         self._role = role
@@ -95,7 +95,7 @@ class InlineRank:
         return [*await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)]
 
     async def close(self) -> None:
-        """Ends the worker and its thread."""
+        """Closes the worker and ends its thread."""
         if self._host is None:
             return
         try:

@@ -17,9 +17,9 @@ def keep_freed_memory() -> None:
     """Makes glibc keep freed memory in this process instead of returning it to the kernel at once. Call it before the
     computing thread starts.
 
-    By default each large tensor is newly mapped, and a page fault zeroes each of its pages: 17,000 to 28,000 faults in
-    a step of the quick start. With these settings there are 0 to 560, at the same peak memory. All threads share one
-    arena, because a thread's own arena has at most 64 MiB contiguous, and larger tensors would be mapped again.
+    By default glibc maps new memory for each large tensor, and a page fault zeroes each page: 17,000 to 28,000 faults
+    in a step of the quick start. With these settings there are 0 to 560, at the same peak memory. All threads share one
+    arena: in a separate arena per thread, at most 64 MiB are contiguous, so larger tensors would still be mapped anew.
     Transparent huge pages (THP_MEM_ALLOC_ENABLE=1) alone left 6,000 to 10,000 faults; together with these settings,
     they only used a fifth more memory.
 

@@ -1,7 +1,7 @@
-"""The interface between a group and its ranks (`Ranks`), and the host in each rank that builds the worker and calls it.
+"""The interface between a group and its ranks (`Ranks`), and the host that builds and calls the worker in each rank.
 
-A call is specified by the contract's method, e.g. `Worker.optim_step`. So type checkers check its arguments, and the
-method is pickled by reference.
+A call is specified by a method of the contract, e.g. `Worker.optim_step`, so type checkers can check its arguments, and
+the method is pickled by reference.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Abilities:
     """Optional abilities of a worker."""
 
     offload: bool = False
-    """It is `Offloadable`."""
+    """Whether the worker is `Offloadable`."""
     save_in_background: bool = False
-    """It is a `BackgroundSaver`."""
+    """Whether the worker is a `BackgroundSaver`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -62,12 +62,12 @@ class SaveOutcome:
     """The state of a background save on one rank."""
 
     is_over: bool
-    """It is complete, or has failed."""
+    """Whether the save is complete or has failed."""
     error: RLError | None = None
 
 
 class Ranks(Protocol):
-    """All ranks of a group, in this process or elsewhere, as `WorkerGroup` calls them."""
+    """The interface through which `WorkerGroup` calls all ranks of a group, in this process or in others."""
 
     abilities: Abilities
     """The abilities that all workers of the group have."""
@@ -77,7 +77,7 @@ class Ranks(Protocol):
         order.
 
         Raises:
-            RLError: a user's mistake found by a rank, as raised there.
+            RLError: a rank found a user's mistake; this is the error that the rank raised.
             WorkerError: a rank raised something else, died, or was closed.
             DeadlineError: a rank did not answer in time.
         """
@@ -91,7 +91,8 @@ class Ranks(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R | None]:
-        """Like `call`, but each rank gets its own part of `batch`. Ranks without a result have None in the list."""
+        """Like `call`, but each rank gets only its part of `batch`. For a rank that returns no result, the list has
+        None."""
         ...
 
     async def close(self) -> None:
@@ -100,7 +101,7 @@ class Ranks(Protocol):
 
 
 class RankHost:
-    """One rank. All calls come from one thread, in order."""
+    """Builds and calls the worker of one rank. All calls must come from one thread, one after another."""
 
     def __init__(self, backend: Backend, spec: WorkerSpec, rank: RankInfo):
         self._rank = rank
@@ -116,7 +117,8 @@ class RankHost:
         )
 
     def bound(self, method: Callable[..., R]) -> Callable[..., R]:
-        """The bound method: the host's if `method` is defined by `RankHost`, else the worker's of the same name."""
+        """Returns the bound method: the host's if `RankHost` defines `method`, else the worker's method of this
+        name."""
         is_own = method.__qualname__.partition(".")[0] in (own.__name__ for own in type(self).__mro__)
         return getattr(self if is_own else self._worker, method.__name__)
 
@@ -138,7 +140,8 @@ class RankHost:
             return SaveOutcome(is_over=True, error=error)
 
     def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
-        """Lets the worker send whole weights or changes through this rank's end of the transport."""
+        """Makes the worker send its weights through this rank's end of the transport, or only their changes if
+        `rendezvous.delta` is set."""
         transport = plugins.load("rl_core.weight_transports", rendezvous.transport)
         sender = transport.sender(rendezvous, self._rank.rank, self._rank.world_size)
         if rendezvous.delta is not None:

@@ -18,7 +18,7 @@ from typing import Any, Self
 from rl_core.errors import ConfigError, DeadlineError, WorkerError, install
 
 if "RAY_ADDRESS" not in os.environ:
-    # Read when Ray is imported. Despite its name, 0 makes Ray listen only on loopback on every system.
+    # Ray reads this variable when it is imported. Despite the name, 0 makes Ray listen only on loopback on all systems.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     # Ray's default niceness of 15 lets any other process on the machine starve ranks and inference servers.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -41,7 +41,8 @@ CPUS = 1 / 16
 
 
 class RaySession:
-    """The Ray connection: joins RAY_ADDRESS if set, else starts Ray and stops it when the last group has left."""
+    """The connection to Ray. Joins the cluster at RAY_ADDRESS if that is set, else starts Ray on this machine. When the
+    last user has left, disconnects from the cluster or stops Ray."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -165,7 +166,7 @@ class Reservation:
 
         Raises:
             ConfigError: the cluster is too small.
-            DeadlineError: its resources stay in use.
+            DeadlineError: the resources did not become free within `timeout_s`.
         """
         num_nodes, ranks_per_node = shape
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0

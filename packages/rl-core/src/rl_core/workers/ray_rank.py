@@ -1,7 +1,7 @@
 """One rank as a Ray actor: runs the controller's calls in its own process and returns results or failures.
 
-Consumes calls of the controller (`ray_ranks.py`), one after another; produces a result or a `Failure`. Waits for the
-other ranks in the worker's collectives; unblocked by them, or killed by the controller.
+The controller (`ray_ranks.py`) sends calls, which run one after another; each returns a result or a `Failure`. A call
+may wait for the other ranks in a collective of the worker, until they join it or the controller kills this process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RankAddress:
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """A rank's answer if the call raised; also stands for a rank that will never answer."""
+    """A rank's answer to a call that raised. Also represents a rank that will never answer."""
 
     summary: str
     """Type and message of the exception."""
@@ -73,7 +73,7 @@ class RankCall:
     method: Callable[..., Any]
     """A method of `Worker`, of one of its optional protocols, or of `RankHost`."""
     args: Sequence[Any]
-    """Arguments, except the batch, which is sent separately: one copy for all ranks that read it."""
+    """Arguments without the batch. The batch is sent separately, as one copy for all ranks that read it."""
     kwargs: Mapping[str, Any]
     returns_result: bool = True
     """False: the rank sends no result, because the controller does not read it."""
@@ -125,7 +125,7 @@ class RayRank:
         return self._answer("start", build)
 
     def call(self, call: RankCall) -> Any:
-        """Calls the method and returns its result. If that is a dict, its tensors are returned as numpy arrays."""
+        """Calls the method and returns its result. Tensors in a result that is a dict become numpy arrays."""
         return self._answer(call.method.__name__, lambda: self._result_of(call))
 
     def call_on_batch(self, call: RankCall, *columns: Mapping[str, np.ndarray]) -> Any:

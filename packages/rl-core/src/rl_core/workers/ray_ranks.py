@@ -1,10 +1,10 @@
-"""The controller's side of ranks that are Ray actors, one per rank, in a placement group. `ray_rank.py` is the other
-side. In rl_core only these two modules and `ray_cluster.py` use Ray.
+"""The controller's side of ranks that run as Ray actors in a placement group. `ray_rank.py` is the other side. In
+rl_core only these two modules and `ray_cluster.py` use Ray.
 
-Consumes calls of the group; produces results by rank, or one error. Waits for all ranks; unblocked by their answers, by
-the first rank that fails, or by the deadline. After an error the ranks are out of step (some may wait in a collective
-for a dead rank), so all of them are killed. There are two exceptions: all ranks raised a user's mistake, or some did in
-a call that does not change the training state, and the others answered.
+A call returns the results by rank or raises one error. It waits until all ranks have answered, a rank has failed, ranks
+are found dead, or the deadline has passed. After an error the ranks are out of step (some may wait in a collective for
+a dead rank), so all of them are killed. There are two exceptions: every rank raised a user's mistake; or, in a call
+that does not change the training state, some ranks raised a user's mistake and all others returned.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PULSE_S, _DOING_S = 2.0, 5.0
 """Seconds that a rank has to send its pulse, and to say what it is doing."""
 _NO_ANSWER = "did not answer when asked what it was doing"
 _BEAT_S = 10.0
-"""Longest time in seconds between two requests for the pulses of ranks during a call."""
+"""Longest pause in seconds before the ranks are asked for their pulses again during a call."""
 _OBSERVER_S = 60.0
 """Seconds for an observer process to start on the node of a rank that does not answer, and to read its pulse."""
 _Reader = tuple[int, tuple[int, ...] | None]
@@ -56,7 +56,7 @@ _observer: Any = ray.remote(num_cpus=0, max_retries=0)(pulse_of)
 
 
 class RayRanks:
-    """All ranks of a group as Ray actors. Fulfils `Ranks`."""
+    """All ranks of a group as Ray actors. Implements `Ranks`."""
 
     def __init__(self, role: str, mesh: Mesh, placement: Reservation, timeout_s: float, silence_s: float):
         self._role = role
@@ -196,15 +196,15 @@ class RayRanks:
         self.abilities = (await self._all("start", starts))[0]
 
     async def _all(self, phase: str, refs: Sequence[Awaitable[Any]], *, only_reads: bool = False) -> list[Any]:
-        """Returns all ranks' answers, or raises one error, after which the ranks can go on or have been ended.
+        """Returns the answers of all ranks, or raises one error. After an error the ranks are either usable or ended.
 
         Args:
-            phase: for messages.
+            phase: name of the call, for messages.
             refs: futures of the answers, by rank.
             only_reads: whether the call leaves the training state unchanged, so that ranks can go on after some failed.
         """
         self._unanswered_calls += 1
-        answers, dead = await self._answers(refs)  # if this call is cancelled, the ranks stay busy
+        answers, dead = await self._answers(refs)  # a cancelled call stays counted, because its ranks are still busy
         self._unanswered_calls -= 1
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if len(answers) == len(refs) and not failures:
@@ -288,9 +288,9 @@ class RayRanks:
         return len(failures) == len(self._actors) and _are_user_errors(failures)
 
     def _error_of(self, phase: str, failures: Mapping[int, Failure], silent: Sequence[int]) -> Exception:
-        """One error for all failures. If all ranks raised a user's mistake, it is rank 0's. Otherwise a rank that died
-        takes precedence over one that raised, which may only have lost its peer, and an earlier failure over a later
-        one."""
+        """Returns one error for all failures: rank 0's error if all ranks raised a user's mistake. Otherwise a rank
+        that died takes precedence over one that raised, which may only have lost its peer, and an earlier failure over
+        a later one."""
         rank = min(failures, key=lambda rank: not failures[rank].died)
         if self._all_agree(failures):
             rank = 0
@@ -383,7 +383,7 @@ async def _in_time(refs: Mapping[int, Awaitable[Any]], timeout_s: float) -> dict
 
 
 async def _answer_of(ref: Awaitable[Any]) -> Any:
-    """A rank's answer; a Failure if Ray reports that none will come."""
+    """Returns the rank's answer, or a Failure if Ray reports that the rank will not answer."""
     try:
         return await ref
     except RayActorError as error:

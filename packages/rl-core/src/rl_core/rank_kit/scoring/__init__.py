@@ -1,6 +1,6 @@
 """A rank that scores and trains a Hugging Face causal language model with transformers' code, for any sharding.
 
-    worker         `Worker` and its optional abilities over a `Shards`, which is all that a backend has to add
+    worker         `Worker` and its optional Protocols, on top of a `Shards` that the backend implements
     shards         the interface to a rank's parameters, whole or sharded
     rank_mesh      the ranks of one model, and the groups that split sequences
     token_scorer   tokens to log-probs; a loaded model is checked against its own code
@@ -15,7 +15,7 @@
     rehearsal      a rank's step on tensors without data
     memory_tracker peak memory of a rank's tensors
 
-Needs transformers, and peft for adapters. A backend that uses this package must declare these dependencies.
+The package needs transformers, and peft for adapters. A backend that uses it must declare these dependencies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Causal attention inside a packed stream: every sequence attends only to itself, and no T×T mask is ever built.
 
-Models do not choose the kernel. It is torch's variable-length flash attention on CUDA in half precision, otherwise SDPA
-over rectangles; `shared_attention.py` has the kernels for sequences that share prefixes. A rectangle holds sequences of
+All models use the same kernels: on CUDA in half precision, torch's variable-length flash attention; otherwise SDPA over
+rectangles. `shared_attention.py` has the kernels for sequences that share prefixes. A rectangle holds sequences of
 similar length as right-padded rows. Under a causal mask no real token sees padding on its right, so `is_causal` is
 exact and needs no mask tensor. With Ulysses, all ranks first exchange their tokens for heads of whole sequences
 (`ulysses.py`).
@@ -39,7 +39,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers' `AttentionInterface`.
 
-    Ignores dropout, because models run without it here.
+    Ignores the dropout probability, because models run without dropout here.
 
     Args:
         module: the calling attention layer.
@@ -48,7 +48,7 @@ def packed_attention(
         attention_mask: must be None, as transformers passes for an attention function without a mask function.
         scaling: factor of query · key; None: D ** −0.5.
         sliding_window: number of tokens that each token sees, including itself; None: itself and all before it.
-        packed_sequences: the places of the sequences.
+        packed_sequences: where each sequence is in the stream.
         others: arguments that transformers passes to every attention function; unused.
 
     Returns:
@@ -105,7 +105,7 @@ def _attention_per_sequence(
     window: int | None,
 ) -> Tensor:
     """Attention of sequences that share prefixes, for windows and for tensors that no kernel of `shared_attention`
-    supports. Only attention is computed for every sequence separately; all else computes a shared prefix once."""
+    supports. Only attention is computed for every sequence in full; all other layers compute a shared prefix once."""
     query_THD, key_TKD, value_TKD = (t.index_select(0, shared.row_T) for t in (query_THD, key_TKD, value_TKD))
     output_THD = _attention(query_THD, key_TKD, value_TKD, shared.sequences, scaling, window)
     return gather_rows(output_THD, shared.token_C)
@@ -127,7 +127,7 @@ def _rectangle_attention(
     outputs = []
     for (rows, width), *parts in zip(packed.rectangles, *(tensor.split(sizes) for tensor in cells), strict=True):
         query, key, value = (part.unflatten(0, (rows, width)).transpose(1, 2) for part in parts)
-        # Flash attention on the CPU accepts shared heads. With a mask it would fall back to the full matrix.
+        # Flash attention on the CPU accepts heads that query heads share. With a mask, SDPA computes the full matrix.
         output = scaled_dot_product_attention(
             query,
             key,

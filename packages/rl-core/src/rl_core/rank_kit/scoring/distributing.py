@@ -16,16 +16,16 @@ from rl_core.rank_kit.scoring.rank_mesh import RankMesh
 
 
 def decoder_layers(scorer: nn.Module) -> list[nn.Module]:
-    """The decoder layers, in order."""
+    """The decoder layers of the scorer's model, from first to last."""
     return [module for module in scorer.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def receive(unit: nn.Module, ranks: RankMesh, *, leave_out: Container[nn.Module]) -> None:
-    """Copies rank 0's parameters and buffers of `unit` to this rank's device. Tied ones stay tied. Collective.
+    """Copies rank 0's parameters and buffers of `unit` to this rank's device. Tied tensors stay tied. Collective.
 
     Args:
-        unit: a module.
-        ranks: the ranks, all of which must call this.
+        unit: a module of the scorer, or the scorer itself.
+        ranks: all ranks of the model; each must call this.
         leave_out: modules inside `unit` that have already received their weights.
     """
     slots: dict[int, list[tuple[dict[str, Any], str]]] = {}

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 
 class FlatPiece(Tensor):
-    """Elements [start, start + len) of a whole of `num_elements`; shares memory with its source tensor."""
+    """Elements [start, start + len) of a flat tensor of `num_elements`. Shares memory with the tensor given to `of`."""
 
     start: int
     num_elements: int
@@ -28,7 +28,7 @@ class FlatPiece(Tensor):
 
         Args:
             elements: 1-d tensor.
-            start: index of its first element in the whole tensor.
+            start: index of the piece's first element in the whole tensor.
             num_elements: size of the whole tensor.
         """
         piece = elements.detach().as_subclass(cls)
@@ -68,7 +68,7 @@ class FlatPiece(Tensor):
 
 
 class PieceStager(AsyncStager):
-    """torch's `AsyncStager` for a state of pieces: copies them."""
+    """Copies a state of pieces to CPU memory before torch writes it in the background."""
 
     _synchronize_after_execute = False
 

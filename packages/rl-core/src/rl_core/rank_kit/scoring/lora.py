@@ -1,8 +1,8 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) by peft, put into the model's own layers.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), which peft inserts into the model's own layers.
 
 An adapted layer computes W x + s · B A x with W frozen and s = alpha / rank. Adapters are ordinary parameters of the
 model, `<layer>.lora_A.default.weight` [r, in] and `<layer>.lora_B.default.weight` [out, r]; the frozen weight becomes
-`<layer>.base_layer.weight`. peft is imported by `add_adapters` only: a run without adapters does not wait for it.
+`<layer>.base_layer.weight`. Only `add_adapters` imports peft, so a run without adapters does not wait for the import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_core.interfaces import LoraConfig
 from rl_core.rank_kit.scoring.rank_mesh import whole
 
 Making = Callable[[Sequence[nn.Parameter], Callable[[], Tensor]], Tensor]
-"""`making(parameters, make)` calls `make` while these parameters are whole on every rank, and returns its result.
+"""`making(parameters, make)` calls `make` while `parameters` are whole on every rank, and returns the result of `make`.
 Collective."""
 _NAME = "default"
 
@@ -41,7 +41,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
         model: on the CPU; all its parameters become frozen.
         lora: rank above 0.
         path: path of the base model; separately saved adapters refer to it.
-        seed: seed of A's initial values; the same on every rank.
+        seed: seed of A's initial values; must be the same on every rank.
         where: the configuration section, for messages.
 
     Raises:
@@ -90,9 +90,10 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]
 
 
 def merged_weights(model: PreTrainedModel, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of the equivalent model without adapters, W + s · B A, one at a time; a tied weight once.
+    """Yields the weights of the equivalent model without adapters, W + s · B A, one at a time. A tied weight appears
+    once.
 
-    The sum has the adapters' dtype. Names are those that the model has without adapters.
+    The sum has the adapters' dtype. The names are the parameter names of the model without adapters.
     """
     for name, weight in model.named_parameters():
         if ".lora_" in name:

@@ -37,7 +37,7 @@ class _Storage:
 class MemoryTracker(TorchDispatchMode):
     """While active, follows every tensor of `fake_mode` on the CPU.
 
-    Tensors created meanwhile count as activations, unless FSDP gathers into them or `name` gives them another kind.
+    Tensors created while it is active count as activations, unless FSDP gathers into them or `name` sets another kind.
     """
 
     def __init__(self, fake_mode: FakeTensorMode):
@@ -57,11 +57,11 @@ class MemoryTracker(TorchDispatchMode):
                 storage.kind = kind
 
     def mark(self) -> int:
-        """The current point in time, for `fullest`."""
+        """Returns the current point in time, which `fullest` takes as `start`."""
         return len(self._changes)
 
     def fullest(self, start: int = 0) -> dict[str, int]:
-        """Bytes by kind at the peak since `start`."""
+        """Bytes by kind at the peak since `start`, a result of `mark`; 0: since the beginning."""
         total = most = moment = 0
         for index, (_, change) in enumerate(self._changes):
             total += change

@@ -20,7 +20,7 @@ from rl_core.rank_kit.scoring.ulysses import sum_over_ranks
 
 @attrs.frozen(eq=False)
 class ModelInput:
-    """Tokens for the model, and the outputs that are scored. B rows of L cells, S scores."""
+    """The model's input, B rows of L cells, and the S outputs from which scores are computed."""
 
     tokens_BL: Tensor
     positions_BL: Tensor | None
@@ -36,8 +36,8 @@ class ModelInput:
     slice: UlyssesSlice | None
     """None: this rank computes all scores of the micro-batch."""
     score_S: Tensor | None = None
-    """int64, for each token to score, the index of its score among the computed ones. Sequences with a shared prefix
-    share its scores. None: every token has its own score."""
+    """int64, for each token to score, the index of its score among the computed scores. Sequences with a shared prefix
+    share the prefix's scores. None: every token has a separate score."""
 
     def scored_by(self, scorer: nn.Module, *, temperature: float, **options: bool) -> tuple[Tensor, ...]:
         """The scores of the whole micro-batch, even if this rank computes only a slice of them.
@@ -73,13 +73,14 @@ class UlyssesSlice:
     group: UlyssesGroup
 
     def whole(self, scores_S: Tensor) -> Tensor:
-        """[num_scores], gathered on every rank of the group. The gradient flows only to this rank's own scores."""
+        """Gathers the scores of all ranks on every rank of the group, [num_scores]. The gradient flows only to this
+        rank's scores."""
         return sum_over_ranks(scatter_rows(scores_S, self.index_S, self.num_scores), self.group)
 
 
 def predicted_tokens(batch: Batch, *, among: Tensor | None = None) -> Tensor:
-    """int64 [S], stream indices of all tokens except each sequence's first. `among`: bool [T], only tokens of this
-    mask."""
+    """Returns the stream indices of all tokens except each sequence's first, int64 [S]. `among`, bool [T]: only tokens
+    for which it is True."""
     is_predicted_T = torch.ones(batch.num_tokens, dtype=torch.bool) if among is None else among.clone()
     is_predicted_T[batch.offsets[:-1]] = False
     return is_predicted_T.nonzero().squeeze(1)
@@ -99,8 +100,8 @@ def model_input(
     Args:
         batch: the micro-batch.
         index_S: stream indices of the tokens to score.
-        use_sample_packing: one stream for all sequences; else one row per sequence.
-        share_prefixes: a shared prefix of sequences is in the stream only once.
+        use_sample_packing: whether all sequences form one stream; else each sequence is a row.
+        share_prefixes: whether a prefix that sequences share is in the stream only once. Ignored without packing.
         device: the model's device.
         ulysses: the ranks that split the micro-batch; each holds an equal part of the cells of every row.
     """
@@ -145,8 +146,8 @@ def model_input(
 
 
 def _first_of_each(index_S: Tensor, cell_T: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per distinct cell of the tokens `index_S`; and for each token of `index_S`, the index of its cell's
-    token among these."""
+    """Reduces the tokens `index_S` to one token per distinct cell. Returns these tokens, and for each token of
+    `index_S` the index of the returned token that is in the same cell."""
     cells, score_S = torch.unique(cell_T[index_S], return_inverse=True)
     return torch.empty_like(cells).index_copy_(0, score_S, index_S), score_S
 
@@ -165,7 +166,7 @@ def predicting_states(model: PreTrainedModel, inputs: ModelInput, compute_dtype:
 
 
 def autocast(model: PreTrainedModel, compute_dtype: torch.dtype) -> torch.autocast:
-    """Autocast to bfloat16 if that is the compute dtype; else no casts."""
+    """Returns an autocast context to bfloat16; without effect if the compute dtype is another."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=compute_dtype == torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""The places of the sequences in a packed stream, for attention."""
+"""Describes for attention where the sequences of a packed stream are."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PackedSequences:
     def of_lengths(
         cls, lengths_N: IntArray, device: torch.device, *, ulysses: UlyssesGroup | None = None
     ) -> PackedSequences:
-        """From the lengths of the sequences (each at least 1). Groups sequences of similar length into rectangles."""
+        """Describes sequences of these lengths (at least 1). Groups sequences of similar length into rectangles."""
         rectangles, cell_T = rectangle_cells(lengths_N, *rectangle_rows(lengths_N))
         num_cells = sum(rows * width for rows, width in rectangles)
         is_identity = num_cells == len(cell_T) and bool((cell_T == np.arange(len(cell_T))).all())
@@ -52,7 +52,7 @@ class PackedSequences:
     def of_nodes(
         cls, cells: InputCells, device: torch.device, *, ulysses: UlyssesGroup | None = None
     ) -> PackedSequences:
-        """From the cells of a prefix forest, whose nodes are the sequences."""
+        """Describes the nodes of a prefix forest as sequences."""
         packed = cls.of_lengths(cells.length_M, device, ulysses=ulysses)
         has_parents = bool((cells.parent_M >= 0).any())
         return attrs.evolve(packed, shared=SharedPrefixes.of(cells, device)) if has_parents else packed
@@ -60,7 +60,7 @@ class PackedSequences:
 
 @attrs.frozen(eq=False)
 class SharedPrefixes:
-    """What the nodes of a forest see of their ancestors; and the original sequences."""
+    """The blocks of attention between the nodes of a prefix forest and their ancestors, and the original sequences."""
 
     own: AttentionBlocks
     """One block per node: its queries and its keys."""
@@ -75,11 +75,11 @@ class SharedPrefixes:
     row_T: Tensor
     """int64, the stream's row of each token of `sequences`."""
     token_C: Tensor
-    """int64, for each row of the stream, a token of `sequences` that it holds."""
+    """int64, for each row of the stream, the index of a token of `sequences` that this row holds."""
 
     @classmethod
     def of(cls, cells: InputCells, device: torch.device) -> SharedPrefixes:
-        """From the cells of a micro-batch."""
+        """Computes the blocks from the cells of a micro-batch."""
         blocks = prefix_blocks(cells.length_M, cells.parent_M)
         fillers = np.flatnonzero(cells.index_C < 0)
         row_T = np.concatenate([cells.cell_T[cells.cell_T >= 0], fillers])
@@ -103,13 +103,13 @@ class AttentionBlocks:
     computed."""
 
     query_offsets: Tensor
-    """int32 [B+1]"""
+    """int32 [B+1], the bounds of the blocks among the queries."""
     key_offsets: Tensor
-    """int32 [B+1]"""
+    """int32 [B+1], the bounds of the blocks among the keys."""
     most_queries: int
     most_keys: int
     rectangles: tuple[tuple[int, int, int], ...]
-    """(rows, queries per row, keys per row)"""
+    """(rows, queries per row, keys per row) of each rectangle."""
     query_slot_Q: Tensor
     """int64, the index of each query in the concatenated rectangles."""
     key_slot_K: Tensor
@@ -123,8 +123,8 @@ class AttentionBlocks:
     def of(
         cls, query_length_B: IntArray, key_length_B: IntArray, device: torch.device, *, pads_keys: bool = False
     ) -> AttentionBlocks:
-        """Puts blocks with similar numbers of queries into one rectangle. Unless `pads_keys`, they must also have equal
-        numbers of keys; padded keys are allowed only under a causal mask."""
+        """Puts blocks with similar numbers of queries into one rectangle. Unless `pads_keys` is True, blocks of a
+        rectangle also have equal numbers of keys. Keys may be padded only under a causal mask."""
         rows = rectangle_rows(query_length_B, None if pads_keys else key_length_B)
         query_shapes, query_slot_Q = rectangle_cells(query_length_B, *rows)
         key_shapes, key_slot_K = rectangle_cells(key_length_B, *rows)

@@ -12,7 +12,7 @@ from rl_core.rank_kit.scoring.token_scorer import Scorer
 
 
 def units_of(scorer: Scorer) -> list[list[nn.Parameter]]:
-    """The parameters of each decoder layer; last, those outside the layers."""
+    """The parameters of each decoder layer, followed by the parameters outside the layers."""
     layers = [list(layer.parameters()) for layer in decoder_layers(scorer)]
     inside = {id(parameter) for layer in layers for parameter in layer}
     return [*layers, [parameter for parameter in scorer.parameters() if id(parameter) not in inside]]
@@ -20,15 +20,15 @@ def units_of(scorer: Scorer) -> list[list[nn.Parameter]]:
 
 @attrs.frozen(kw_only=True)
 class ActivationBytes:
-    """Memory of one micro-batch on a rank at the moments that may be the peak. The formulas come from rehearsals
-    (`rl rehearse`), which run transformers' code and record what exists at each moment."""
+    """Bytes that one micro-batch needs on a rank at the moments that may be the peak. The formulas are derived from
+    rehearsals (`rl rehearse`), which run transformers' code and record which tensors exist at each moment."""
 
     num_layers: int
     hidden: float
     """Hidden states between two layers."""
     inputs: float
-    """What one layer keeps until backward. With recomputation: its input; with selective checkpointing also the results
-    of its matrix products; without: all of `kept`."""
+    """What one layer keeps until backward: with recomputation, the layer's input; with selective checkpointing, also
+    the results of its matrix products; without checkpointing, as much as `kept`."""
     kept: float
     """What the largest layer keeps while it is computed with gradients."""
     passing: float
@@ -52,7 +52,7 @@ class ActivationBytes:
             kept=kept,
             passing=tokens * size * max(_backward_elements(shape, layer) for layer in layers),
             after_layers=hidden * (6 if spec.bf16 and spec.role != "critic" else 4),
-            # In float32, and in the dtype of matrix products if that differs.
+            # Logits exist in float32 and, if it differs, also in the dtype of matrix products.
             logits=0 if spec.role == "critic" else rows * shape.vocab_size * (4 + (2 if spec.bf16 else 0)),
         )
 
@@ -68,12 +68,12 @@ class ActivationBytes:
 
     @property
     def in_layer(self) -> float:
-        """Bytes during the backward of the last layer, which is recomputed first."""
+        """Bytes during the backward of the model's last layer, while all other layers still keep their `inputs`."""
         return self.inputs * (self.num_layers - 1) + self.in_last_layer
 
     @property
     def in_last_layer(self) -> float:
-        """Bytes during the backward of the first layer, when all others are done."""
+        """Bytes during the backward of the model's first layer, after the backward of all other layers."""
         return self.kept + self.passing + self.hidden
 
 
@@ -120,7 +120,7 @@ def _kept_elements(shape: ModelShape, layer: int, *, in_bf16: bool) -> float:
 
 
 def _backward_elements(shape: ModelShape, layer: int) -> float:
-    """Elements per token of the gradients that exist at the peak of one layer's backward, besides what it keeps."""
+    """Elements per token of the gradients that exist at the peak of one layer's backward, besides `_kept_elements`."""
     if layer not in shape.moe_layers:
         return 2 * shape.ffn_hidden_size
     return 3 * shape.experts_per_token * shape.hidden_size

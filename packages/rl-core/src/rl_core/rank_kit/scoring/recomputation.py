@@ -1,9 +1,9 @@
-"""Gradient checkpointing of a Hugging Face model's decoder layers: what backward computes again.
+"""Gradient checkpointing of a Hugging Face model's decoder layers, full or selective.
 
 `True` keeps only a layer's input and computes the layer again. `"selective"` keeps the results of matrix products and
-attention, which cost nearly all of the time, and computes again what lies between them: norms, rotary embedding,
-activation functions. (Korthikanti et al. 2022, arXiv 2205.05198, recompute attention instead, because attention without
-flash kernels keeps its scores for backward.)
+attention, which take nearly all of the time, and computes everything else again: norms, rotary embedding, activation
+functions. (Korthikanti et al. 2022, arXiv 2205.05198, recompute attention instead, because attention without flash
+kernels keeps its scores for backward.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs one rank's step with the worker's own code on tensors without data, to measure their memory.
+"""Runs one rank's step with the worker's own code on tensors without data, to measure peak memory.
 
 Tensors on the rank's device are `FakeTensor`s: shapes and dtypes without values. The batch, its layout and everything
 else in host memory are real. Collectives do nothing (torch's process group `fake`), so this rank's values count as
@@ -34,7 +34,8 @@ from rl_core.rank_kit.scoring.worker import ScoringWorker
 from rl_core.rank_kit.worker_specs import SECTIONS
 
 _DEVICE = torch.device("cpu")
-"""Not CUDA: FSDP asks for a device handle, which a torch build without CUDA does not have."""
+"""Device of the fake tensors. It is not CUDA, because FSDP would ask for a device handle, which a torch build without
+CUDA does not have."""
 
 
 def rehearse(
@@ -47,15 +48,15 @@ def rehearse(
     *,
     section: str,
 ) -> tuple[RehearsedPhase, ...]:
-    """Peak memory of the first rank, which has the largest part if the parts are uneven.
+    """Measures the peak memory of the first rank, which has the largest shard if the shards are uneven.
 
     Args:
-        spec: the model; of its files, only `config.json` is read.
+        spec: the model and its settings. Of the model's files, only `config.json` is read.
         mesh: the mesh of all ranks.
         shard: as in `start.start_shards`, but it also gets the ranks.
         batch: the rank's sequences, with the columns that the loss reads.
-        plan: its micro-batches.
-        loss: what is minimised; None: the batch is scored.
+        plan: the micro-batches of `batch`.
+        loss: the loss of a training step; None: the batch is only scored.
         section: the backend's section of the configuration, for messages.
 
     Returns:
@@ -141,7 +142,7 @@ def _fake_of(tensor: Tensor, fake_mode: FakeTensorMode) -> Tensor:
 
 
 class _FakeDevice(FakeTensorMode):
-    """Fake mode in which every value that the host reads from a tensor (a norm, a loss) is 1, hence finite."""
+    """Fake mode in which the host reads the value 1 from every tensor, so that norms and losses are finite."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -151,8 +152,8 @@ class _FakeDevice(FakeTensorMode):
 
 
 class _FakeShards:
-    """The part of `Shards` that a step uses. All tensors on the device are fake, including those created without an
-    input."""
+    """The part of `Shards` that a step uses. All tensors created on the device are fake, even if no fake tensor is an
+    input of the operation."""
 
     def __init__(self, shards: Shards, fake_mode: FakeTensorMode):
         self._shards = shards
@@ -181,7 +182,7 @@ class _FakeShards:
 
 
 def _on_device(value: Any, fake_mode: FakeTensorMode) -> Any:
-    """A copy of a record whose tensors are fake ones on the rank's device."""
+    """Returns a copy of a record in which every tensor is replaced with a fake tensor on the rank's device."""
     if isinstance(value, Tensor):
         return value if isinstance(value, FakeTensor) else fake_mode.from_tensor(value)
     if attrs.has(type(value)):

@@ -18,7 +18,7 @@ from rl_core.rank_kit.scoring.micro_batch import ModelInput, Routes, predicting_
 
 
 def follow(choices: ExpertChoices, routes: Routes | None) -> None:
-    """Sets the routes of the next forward pass and of its recomputation."""
+    """Sets the routes of the next forward pass and of its recomputation; None: the routers choose."""
     if routes is None:
         choices.follow(None, None)
     else:

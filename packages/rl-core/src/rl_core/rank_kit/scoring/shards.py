@@ -19,12 +19,12 @@ class Shards(Protocol):
 
     scorer: Scorer
     module: nn.Module
-    """Called instead of the scorer: the wrapper that gathers its parameters, or the scorer itself."""
+    """The module to call for scores: a wrapper that gathers the scorer's parameters, or the scorer itself."""
     optimizer: Any
     """The optimizer; None if the model is never trained."""
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of `loss` summed over all ranks."""
+        """Adds the gradient of the sum of `loss` over all ranks to the gradients."""
         ...
 
     def let_go(self) -> None:
@@ -36,7 +36,8 @@ class Shards(Protocol):
         ...
 
     def step(self, settings: StepSettings) -> float:
-        """Scales and clips the gradients, takes a step, and clears them. Returns the global L2 norm before clipping.
+        """Scales and clips the gradients, takes a step, and clears the gradients. Returns the global L2 norm of the
+        scaled gradients before clipping.
 
         If the norm is not finite, it only clears the gradients.
         """
@@ -59,7 +60,7 @@ class Shards(Protocol):
         ...
 
     def head(self) -> dict[str, Tensor]:
-        """A critic's whole head, with the names in a model's files."""
+        """A critic's whole head, under the names in `HEAD_FILE`."""
         ...
 
     def gradients(self) -> dict[str, Tensor]:
@@ -67,8 +68,8 @@ class Shards(Protocol):
         ...
 
     def state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """`model/<name>` and `optimizer/<name>/<moment>` → tensor, or an object that torch's distributed checkpoint
-        format accepts as one."""
+        """Returns the state by name (`model/<name>`, `optimizer/<name>/<moment>`). Each value is a tensor or an object
+        that torch's distributed checkpoint format accepts as one."""
         ...
 
     def take(self, state: Mapping[str, Any], *, with_optimizer: bool, steps_done: int) -> None:
@@ -76,11 +77,12 @@ class Shards(Protocol):
         ...
 
     def pieces(self) -> list[Piece]:
-        """This rank's piece of every trained parameter; the caller may change them in place."""
+        """This rank's piece of every trained parameter. The caller may change the pieces in place, and must then call
+        `take_pieces`."""
         ...
 
     def take_pieces(self) -> None:
-        """Called after `pieces` were changed in place: updates everything that is derived from them."""
+        """Updates everything that is derived from the parameters. Called after `pieces` were changed in place."""
         ...
 
     def move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:

@@ -1,10 +1,12 @@
-"""Attention over a prefix forest: a token sees its own node up to itself and all ancestor nodes, each computed once.
+"""Attention over a prefix forest, in which each shared prefix is computed once. A token sees all ancestors of its node,
+and its node up to itself.
 
-It takes two calls of a flash attention kernel: (own queries, own keys) with a causal mask, and (queries of a
-node's children, keys of the node and its ancestors) without one. The kernel also returns the logarithm of the softmax's
-denominator, with which the two outputs are merged. The kernel's backward needs only output and log-denominator of the
-whole softmax, so it gives the exact gradient of each part. Ring attention does the same over devices (Liu et al. 2023,
-arXiv 2310.01889), and Hydragen for generation (Juravsky et al. 2024, arXiv 2402.05099).
+The computation takes two calls of a flash attention kernel: each node's queries and keys with a causal mask, then the
+queries of a node's children and the keys of the node and its ancestors without a mask. The kernel also returns the
+logarithm of the softmax's denominator, with which the two outputs are merged. The kernel's backward needs only output
+and log-denominator of the whole softmax, so it gives the exact gradient of each part. Ring attention merges outputs of
+several devices in the same way (Liu et al. 2023, arXiv 2310.01889), Hydragen in generation (Juravsky et al. 2024, arXiv
+2402.05099).
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ _aten: Any = torch.ops.aten
 def shared_attention(
     query_CHD: Tensor, key_CKD: Tensor, value_CKD: Tensor, shared: SharedPrefixes, scaling: float | None
 ) -> Tensor | None:
-    """Attention of a forest's C cells, [C, H, D]; None if no kernel supports such tensors.
+    """Computes the attention of a forest's C cells, [C, H, D]. Returns None if no kernel supports such tensors.
 
     Args:
-        query_CHD, key_CKD, value_CKD: for all cells; key and value may have fewer heads.
-        shared: the nodes, and what they see.
+        query_CHD, key_CKD, value_CKD: the vectors of all cells. Key and value may have fewer heads.
+        shared: the nodes, and the ancestors that they see.
         scaling: factor of query · key; None: D ** −0.5.
     """
     kernel = _kernel_for(query_CHD, key_CKD, value_CKD)
@@ -87,7 +89,7 @@ class _Kernel(Protocol):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, blocks: AttentionBlocks, causal: bool, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Output [Q, H, D], and log of the softmax's denominator [Q, H] in float32 or float64."""
+        """Returns the output [Q, H, D], and the log of the softmax's denominator [Q, H] in float32 or float64."""
         ...
 
     def backward(
@@ -102,7 +104,7 @@ class _Kernel(Protocol):
         causal: bool,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+        """Returns the gradients of query, key and value."""
         ...
 
 
@@ -213,7 +215,7 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> _Kernel | None:
 def _in_rectangles(
     blocks: AttentionBlocks, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """For each rectangle, all tensors as [rows, heads, queries or keys, D], padded with zeros."""
+    """Yields for each rectangle all tensors as [rows, heads, queries or keys, D], padded with zeros."""
     num_keys = sum(rows * width for rows, _, width in blocks.rectangles)
     placed = [
         *(_placed(tensor, blocks.query_slot_Q, blocks.num_query_slots) for tensor in queries),
@@ -234,5 +236,5 @@ def _placed(tensor: Tensor, slot: Tensor, num_slots: int) -> Tensor:
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    """[rows, heads, width, …] as [rows · width, heads, …]."""
+    """Reshapes [rows, heads, width, …] to [rows · width, heads, …]."""
     return tensor.transpose(1, 2).flatten(0, 1)

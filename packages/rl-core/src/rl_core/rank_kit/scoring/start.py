@@ -1,4 +1,4 @@
-"""Loads a model into the shards of every rank, and checks that the shards compute the same as the model."""
+"""Loads a model into the shards of every rank, and checks that the shards give the same scores as the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""State of a worker on disk: named tensors in torch's distributed checkpoint format, readable by any number of ranks.
+"""Writes and reads a worker's state: named tensors in torch's distributed checkpoint format, which any number of ranks
+can read.
 
 Every rank writes its shards to its own file. `state.json`, written last, lists the files with sizes and checksums.
 Reading checks all files before it changes anything.
@@ -36,7 +37,7 @@ _INDEX = ".metadata"
 
 
 def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None) -> None:
-    """Writes tensors, sharded or whole, and the number of optimizer steps done. Complete on return.
+    """Writes tensors, sharded or whole, and the number of optimizer steps done. The state is complete on return.
 
     Raises:
         CheckpointError: the storage of any rank failed. Raised on all ranks.
@@ -87,13 +88,14 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMes
     """Fills `tensors` in place with the values saved under their names. Returns the number of optimizer steps done.
 
     Args:
-        directory: the argument of `write_state`, called by any number of ranks.
-        tensors: sharded in any way, or whole. The state may contain others, such as an optimizer that is not needed.
+        directory: a directory that `write_state` wrote, with any number of ranks.
+        tensors: tensors to fill, sharded in any way, or whole. The state may contain other tensors, such as those of an
+            optimizer that is not needed.
         ranks: the ranks, which read collectively; None for a single rank.
 
     Raises:
-        CheckpointError: a file is missing, truncated or changed, or the saved tensors are not those of this model:
-            then `tensors` are unchanged. Or reading failed after these checks.
+        CheckpointError: a file is missing, truncated or changed, or the saved tensors do not fit this model; `tensors`
+            are unchanged then. Or reading failed after these checks.
     """
 
     def check() -> int:

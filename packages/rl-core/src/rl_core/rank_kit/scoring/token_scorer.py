@@ -97,7 +97,7 @@ def load_scorer(
 
     Args:
         spec: the model to load.
-        device: its device. On `meta` it has the same structure without memory, and nothing is checked.
+        device: the model's device. On `meta`, the model has the same structure without memory and is not checked.
         routes_key: the key that enables router replay, for messages; None: routers make their own choices.
         keeps_float32: trained parameters are float32 even if the compute dtype is bfloat16. False: they have the
             compute dtype, and the sharding code keeps a float32 copy.
@@ -148,7 +148,7 @@ def load_scorer(
     if spec.gradient_checkpointing and is_trained:
         recompute_layers(model, spec.gradient_checkpointing, where)
     if not keeps_float32:
-        # Includes adapters and heads. Buffers, such as rotary frequencies, keep their dtype.
+        # The parameters include adapters and heads. Buffers, such as rotary frequencies, keep their dtype.
         for weight in scorer.parameters():
             weight.data = weight.data.to(compute_dtype)
     return scorer
@@ -183,9 +183,10 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
 
 
 def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:
-    """Requires that the scorer agrees with the model's own logits of each sequence alone.
+    """Requires that the scorer's log-probs agree with the model's own logits of each sequence alone.
 
-    In addition to what `_require_agreement` detects, this detects output layers that are more than a matrix product.
+    Besides the faults that `_require_agreement` names, this check detects output layers that compute more than a matrix
+    product.
     """
     _require_agreement(
         scorer.model,
@@ -198,7 +199,7 @@ def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> N
 
 
 def _require_same_states(model: PreTrainedModel, spec: WorkerSpec, compute_dtype: torch.dtype, where: str) -> None:
-    """Requires that the hidden states, from which values are computed, equal those of each sequence alone."""
+    """Requires that the hidden states from which values are computed agree with those of each sequence alone."""
 
     def as_trained(inputs: ModelInput) -> Tensor:
         states_SH = predicting_states(model, inputs, compute_dtype)
@@ -218,10 +219,11 @@ def _require_agreement(
     alone: Callable[[Tensor], Tensor],
     where: str,
 ) -> None:
-    """Compares training's results for two short sequences with those of the model's own code for each alone.
+    """Compares the results of the training code for two short sequences with those of the model's own code for each
+    sequence alone.
 
     This detects layers that mix packed sequences (state-space, convolution) and attention that ignores their bounds.
-    Afterwards the model has the attention that training needs.
+    Afterwards the model uses the attention function of training.
     """
     name, sequences = type(model).__name__, _two_token_sequences(model, spec)
     inputs = two_sequences(model, spec, model.device)

@@ -30,7 +30,7 @@ def require_heads(num_heads: int, group: UlyssesGroup, where: str) -> None:
 
 
 def heads_for_tokens(tensor: Tensor, group: UlyssesGroup) -> Tensor:
-    """[B, heads, L / size, D] of this rank's tokens to [B, heads / size, L, D] of its heads.
+    """Exchanges this rank's tokens, [B, heads, L / size, D], for its heads of all tokens, [B, heads / size, L, D].
 
     Key/value heads are repeated until their number is a multiple of the number of ranks.
     """
@@ -40,13 +40,13 @@ def heads_for_tokens(tensor: Tensor, group: UlyssesGroup) -> Tensor:
 
 
 def tokens_for_heads(tensor: Tensor, group: UlyssesGroup) -> Tensor:
-    """[B, heads / size, L, D] of this rank's heads to [B, heads, L / size, D] of its tokens."""
+    """Exchanges this rank's heads, [B, heads / size, L, D], for all heads of its tokens, [B, heads, L / size, D]."""
     return _exchange(tensor, 2, 1, group)
 
 
 def sum_over_ranks(tensor: Tensor, group: UlyssesGroup) -> Tensor:
-    """The sum over the group, on every rank. Backward is the identity: every rank computes the same loss from the sum,
-    and backpropagates only through its own summand."""
+    """Returns the sum over the group on every rank. Backward is the identity: every rank computes the same loss from
+    the sum, and backpropagates only through its own summand."""
     return _SumOverRanks.apply(tensor, group)  # pyright: ignore[reportReturnType]
 
 

@@ -16,10 +16,10 @@ from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
 
 
 class ValueScorer(nn.Module):
-    """For each token, the value of the state before it, predicted from the tokens before it like the token's log-prob.
+    """Predicts for each token the value of the state before the token, from the hidden state that predicts the token.
 
-    The head starts at zero. So the first advantages equal the returns, the first optimizer step changes only the head,
-    and initialisation is not random.
+    The head is initialised with zeros. The first advantages therefore equal the returns, the first optimizer step
+    changes only the head, and initialisation is not random.
     """
 
     score_names = ("values",)
@@ -52,14 +52,15 @@ class ValueScorer(nn.Module):
             yield f"value_head.{name}", weight
 
     def exported_weights(self, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
-        """The base model under its checkpoint's names in `compute_dtype`; the head in its own dtype."""
+        """The base model under the names of a Hugging Face checkpoint, in `compute_dtype`, and the head in the dtype in
+        which it is trained."""
         yield from exported_weights(self.model, self.compute_dtype, making)
         for name, weight in self.value_head.named_parameters():
             yield f"value_head.{name}", whole(making([weight], weight.detach))
 
 
 def head_tensors(scorer: ValueScorer) -> dict[str, Tensor]:
-    """The head's parameters, or their shards on this rank, with the names in a model's files."""
+    """The head's parameters, or their shards on this rank, under the names in `HEAD_FILE`."""
     return {f"value_head.{name}": weight for name, weight in scorer.value_head.named_parameters()}
 
 

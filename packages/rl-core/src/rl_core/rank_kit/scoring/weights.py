@@ -1,4 +1,4 @@
-"""Selects the parameters of a model that are saved and the tensors that are sent, and their names."""
+"""Selects and names the parameters of a model that are saved, and the tensors that are sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exported_weights(
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as one or several checkpoint tensors: transformers may hold several (experts) in one parameter."""
+    """Converts a parameter to checkpoint tensors: several if the parameter holds all experts of a layer, else one."""
     yield from revert_weight_conversion(model, {name: tensor}).items()
 
 

@@ -58,12 +58,12 @@ from rl_core.rank_kit.worker_specs import require_model_path, require_optimizer
 
 
 class ScoringWorker:
-    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable` of `rl_core.interfaces`: a single rank
-    or one of several.
+    """Implements `Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable` and `Inspectable` of `rl_core.interfaces`
+    for a single rank or one of several.
 
     All ranks run the same number of micro-batches, because every layer's parameters are gathered from all ranks. A rank
-    that has no sequences left recomputes the shortest sequence of its batch and discards the result. Nothing here is
-    random (the model runs without dropout), so `spec.seed` is not needed.
+    that has no sequences left computes the shortest sequence of its batch and discards the result. The model runs
+    without dropout, so this class uses no random numbers and does not read `spec.seed`.
 
     Args:
         spec: the spec of the loaded model.
@@ -94,8 +94,8 @@ class ScoringWorker:
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Log-probs and entropies of all tokens, or a critic's values, without gradient; only the scores in `returns`
-        if it is not None."""
+        """Returns log-probs and entropies of all tokens, or a critic's values, without gradient. If `returns` is not
+        None, only the scores that it names."""
         score_names = self.scorer.score_names
         wanted = score_names if returns is None else returns
         require_scores(wanted, score_names, self.spec.role)
@@ -119,7 +119,7 @@ class ScoringWorker:
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Adds the gradient of `loss`. Scores only trained tokens, because no loss reads the others."""
+        """Adds the gradient of `loss`. Scores only trained tokens, because no loss reads the scores of others."""
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         self._require_fitting_routes(batch)
         objective = objective_from_spec(loss)
@@ -141,8 +141,8 @@ class ScoringWorker:
         return {**total_metrics(parts), **returned}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Scales and clips gradients, takes a step, advances the schedule, clears gradients. If a gradient is not
-        finite, it only clears them."""
+        """Scales and clips the gradients, takes a step, advances the schedule, and clears the gradients. If the
+        gradient's norm is not finite, only clears the gradients."""
         require_optimizer(self.optimizer, self.spec, "optim_step")
         config = self.spec.optimizer
         assert config is not None
@@ -157,11 +157,12 @@ class ScoringWorker:
 
     def gradients(self) -> dict[str, Tensor]:
         """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros for parameters
-        without one."""
+        without a gradient."""
         return self.shards.gradients()
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yields the weights in the compute dtype, gathered one by one and packed lazily; all of them on rank 0."""
+        """Yields the weights in the compute dtype, gathered one by one and packed lazily. Only rank 0 yields buckets;
+        other ranks take part in the gathering."""
         return pack_on_first(self.shards.exported(), max_bucket_bytes, is_first=self._is_first)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -170,11 +171,11 @@ class ScoringWorker:
         return pack_on_first(tensors, max_bucket_bytes, is_first=self._is_first)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights`, or `export_adapter` if the configuration says so."""
+        """Sends the buckets of `export_weights`, or of `export_adapter` if the adapter is sent alone."""
         return publish(self, sender, version, max_bucket_bytes)
 
     def perturb(self, seed: int, scale: float) -> None:
-        """Adds noise to every trained parameter, until `restore`."""
+        """Adds noise to every trained parameter, after removing any earlier noise. `restore` removes it."""
         self.restore()
         self._perturbation = Perturbation.perturb(self.shards.pieces(), seed=seed, scale=scale)
         self.shards.take_pieces()
@@ -242,7 +243,7 @@ class ScoringWorker:
         self._move(self.device, parameters=parameters, optimizer=optimizer)
 
     def close(self) -> None:
-        """Drops model and optimizer, and leaves the process group."""
+        """Drops model and optimizer, and leaves the process group unless a background save is still using it."""
         is_busy = self.background is not None and self.background.is_busy
         was_open = self.__dict__.pop("shards", None) is not None
         self.__dict__.pop("scorer", None)
