@@ -1,8 +1,8 @@
-"""Stores groups that no step has trained on in a checkpoint: finished groups, so that a resumed run can train on them,
-and groups in progress with the engines' answers so far, so that it can continue them.
+"""Stores groups that no step has trained on in a checkpoint. A resumed run can then train on the finished groups, and
+continue groups in progress from the engines' answers so far.
 
-Two files for each kind: `finished_groups.json` and `started_groups.json` describe the groups; the `.npz` of the same
-name holds the per-token values of all steps or answers, concatenated.
+`finished_groups.json` and `started_groups.json` describe the groups. The `.npz` file of the same name holds the
+per-token values of all steps or answers, concatenated.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _COLUMNS = {
 """Per-token fields of a step → dtype that holds Python's numbers without rounding."""
 _OPTIONAL = ("token_rewards", "loss_mask")
 _ANSWER_COLUMNS = {"tokens": np.int64, "logprobs": np.float64, "policy_versions": np.int64}
-"""The same of a completion."""
+"""Per-token fields of a completion → dtype that holds Python's numbers without rounding."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class StoredGroup:
-    """A finished group, and its other contributions to the metrics of its step."""
+    """A finished group, with the failed samples and the token count that the metrics of its step need."""
 
     group: FinishedGroup
     failed: tuple[Trajectory, ...] = ()
@@ -51,12 +51,12 @@ class StoredGroup:
 
 @attrs.frozen(kw_only=True, eq=False)
 class StartedGroup:
-    """A group in progress, of which tokens have been sampled."""
+    """A group in progress for which tokens have been sampled."""
 
     group_id: int
     start_version: int
     answers: Answers
-    """What engines have answered so far, unfinished responses included."""
+    """The engines' answers so far, including unfinished responses."""
 
 
 def write_groups(directory: Path, groups: Sequence[StoredGroup]) -> None:
@@ -148,7 +148,8 @@ def _started_entry(started: StartedGroup, arrays: dict[str, Any]) -> dict[str, A
 
 
 def _moved(record: TrajectoryStep | Completion, arrays: dict[str, Any], columns: Mapping[str, Any]) -> str | None:
-    """Appends the record's per-token values to `arrays`. Returns the name of its routes there; None if it has none."""
+    """Appends the record's per-token values to `arrays`. Returns the name under which `arrays` holds its routes; None
+    if it has no routes."""
     for name, dtype in columns.items():
         values = getattr(record, name)
         if values is not None:
