@@ -1,12 +1,13 @@
-"""Records what engines answer while a group is played, so that a resumed run continues from there.
+"""Records the engines' answers while a group is played, so that a resumed run can continue the group.
 
-A resumed run plays a group in progress again, and its generator sends the same requests, because prompt, parameters and
-seed follow from group, sample and turn. A request with a recorded answer gets this answer, and no engine is asked. An
-unfinished response (stop reason `abort`) is such an answer too: the generator continues it in a new request, so its
-tokens keep their log-probs and versions. Any other request is sampled, for example if an environment makes another
-observation than before.
+A resumed run plays a group in progress again, and its generator sends the same requests, because group, sample and turn
+determine prompt, parameters and seed. A request with a recorded answer gets this answer, without an engine. An
+unfinished response (stop reason `abort`) is a recorded answer too: the generator continues it in a new request, so its
+tokens keep their log-probs and versions. Any other request goes to the engine, for example if an environment makes
+another observation than before.
 
-A generator knows nothing of this: a context variable, which the tasks of a group inherit, says whose request it is.
+Generators need no code for this, because a context variable, which the tasks of a group inherit, identifies the group
+of each request.
 """
 
 from __future__ import annotations
@@ -22,37 +23,38 @@ from rl_core.trainer.stored_groups import Answers
 
 
 class GroupAnswers:
-    """The answers that a group in progress has got so far.
+    """Records the answers that a group in progress has got so far.
 
     consumes     the requests of the group's samples (`answer`)
     produces     `so_far`, for a checkpoint
     waits for    the engine, unless an earlier run recorded the answer
-    unblocked by the engine's answer; by `InferenceClient.abort`, with an unfinished one
+    unblocked by the engine's answer, which is unfinished after `InferenceClient.abort`
     """
 
     def __init__(self, start_version: int, recorded: Answers | None = None) -> None:
         """`start_version`: the policy version with which the group started. `recorded`: answers of an earlier run."""
         self.start_version = start_version
         self._recorded = dict(recorded or {})
-        """Answers of an earlier run that nobody has asked for yet. Each is used once."""
+        """Answers of an earlier run that no request of this run has used yet. Each is used once."""
         self._given: dict[str, tuple[Completion, ...]] = {}
         self._running: dict[str, asyncio.Future[None]] = {}
 
     @property
     def so_far(self) -> Answers:
-        """The recorded answers by request; empty if they have no tokens."""
+        """Request → its answer, in this run or an earlier one; empty if no answer has tokens."""
         answers = {**self._recorded, **self._given}
         return answers if any(one.tokens for answer in answers.values() for one in answer) else {}
 
     @property
     def running(self) -> Mapping[str, asyncio.Future[None]]:
-        """The `sample_id` of each request that an engine has → a future that is done when `so_far` has its answer, or
-        when it failed."""
+        """The `sample_id` of each request that an engine is working on → a future that is done when `so_far` has the
+        answer, or when the request failed."""
         return self._running
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context in which `RecordingSampler` records requests here, those of new tasks included."""
+        """Context in which `RecordingSampler` records requests in this object, also requests of tasks that are created
+        in the context."""
         token = _GROUP.set(self)
         try:
             yield
@@ -60,7 +62,8 @@ class GroupAnswers:
             _GROUP.reset(token)
 
     async def answer(self, request: GenerateRequest, client: Sampler) -> tuple[Completion, ...]:
-        """The recorded answer to this request, else the answer of `client`. Raises whatever `client` raises."""
+        """Returns the recorded answer to this request or, if there is none, the answer of `client`, which is then
+        recorded. Raises whatever `client` raises."""
         key = request_key(request)
         if key in self._recorded:
             self._given[key] = self._recorded.pop(key)
@@ -78,8 +81,8 @@ _GROUP: ContextVar[GroupAnswers | None] = ContextVar("the group that is being pl
 
 
 class RecordingSampler:
-    """The sampler of a run that generates ahead. Records answers if a group is being played (`GroupAnswers.recording`);
-    evaluations are not recorded."""
+    """The sampler of a run in which generation runs ahead. It records answers within `GroupAnswers.recording`, that is,
+    while a training group is played, but not in evaluations."""
 
     def __init__(self, client: Sampler) -> None:
         self._client = client
@@ -93,6 +96,6 @@ class RecordingSampler:
 
 
 def request_key(request: GenerateRequest) -> str:
-    """Identifies what a request asks for, in every process: a digest of everything except its ids."""
+    """A digest of everything in the request except its ids. It is the same in every process."""
     asked = (tuple(request.prompt_tokens), request.params, request.seed, request.num_samples)
     return hashlib.blake2b(repr(asked).encode(), digest_size=16).hexdigest()
