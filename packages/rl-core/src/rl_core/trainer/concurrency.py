@@ -26,7 +26,7 @@ async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """The result of `work`. If `stop` is set before `work` is done, cancels it and returns None.
+    """Runs `work` and returns its result. If `stop` is set before `work` is done, cancels it and returns None.
 
     Raises:
         ForeignCodeError: something else cancelled the work, or it raised SystemExit or similar.

@@ -18,7 +18,7 @@ from rl_core.trainer.rollouts import RolloutSettings, generate_group, group_requ
 
 @attrs.frozen(kw_only=True, eq=False)
 class Evaluation:
-    """Results of the policy on held-out prompts."""
+    """The results of one evaluation of the policy on held-out prompts."""
 
     metrics: dict[str, float]
     """`eval/reward`, `eval/<environment metric>` and `eval/response_length` are means over samples that did not fail.

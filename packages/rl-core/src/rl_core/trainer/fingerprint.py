@@ -1,4 +1,4 @@
-"""The fingerprint of a run: its prompts and settings. Checkpoints store it, and a resume compares it.
+"""Computes the fingerprint of a run, which records its prompts and settings, and compares it at a resume.
 
 Rows, their order and the seed determine which prompt a group number means. If the rows, the number of prompts that are
 short enough, the shuffling or the seed changed, the group numbers in a checkpoint would mean other prompts, so a resume
@@ -56,7 +56,7 @@ _REMEDY = "or start a new run with trainer.resume_mode=none, which keeps the fil
 
 
 def fingerprint(config: Config, rows: Sequence[DataRow], held_out: Sequence[DataRow] | None = None) -> dict[str, Any]:
-    """The fingerprint that a checkpoint stores, without the number of prompts (`with_prompts` adds it).
+    """Computes the fingerprint that checkpoints store, without the number of prompts, which `with_prompts` adds.
 
     Args:
         config: a resolved configuration.
@@ -79,7 +79,7 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
     """Requires that the group numbers of the checkpoint mean the same prompts now.
 
     Raises:
-        ConfigError: they do not; ConfigErrors: for several reasons.
+        ConfigError: the rows or a setting changed so that they mean others; ConfigErrors: for several reasons.
         CheckpointError: the checkpoint's fingerprint cannot be read.
     """
     before = load_fingerprint(checkpoint)

@@ -137,7 +137,7 @@ def _wake_by_signals(loop: asyncio.AbstractEventLoop) -> None:
         return
     for number in _SIGNALS:
         handler = signal.getsignal(number)
-        loop.add_signal_handler(number, lambda: None)  # side effect: signal numbers are written to the loop's pipe
+        loop.add_signal_handler(number, lambda: None)  # from now on, signal numbers are written to the loop's pipe
         signal.signal(number, handler)
 
 

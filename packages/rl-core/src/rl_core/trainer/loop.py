@@ -70,15 +70,15 @@ class LoopSettings:
     worker_timeout_s: float
     saves_in_background: bool
     merge_steps: bool
-    """Merge trajectory steps that continue each other into one sequence."""
+    """Whether to merge trajectory steps that continue each other into one sequence."""
     stream_groups: bool = False
-    """Train on the groups of a step as they finish, not only when all of them have finished."""
+    """Whether to train on the groups of a step as they finish, before all of them have finished."""
     fingerprint: Mapping[str, Any] | None = None
     """The run's fingerprint, stored in its checkpoints; None: not stored."""
     checkpoint_copies: CheckpointCopies | None = None
-    """Where checkpoints are copied; None: nowhere."""
+    """Copies each checkpoint to a remote address; None: checkpoints are not copied."""
     model_path: Path | None = None
-    """Where the model is written after the last step; None: nowhere."""
+    """Directory into which the model is written after the last step; None: the model is not written."""
 
 
 class TrainingLoop:
@@ -149,7 +149,7 @@ class TrainingLoop:
         self.steps_done = steps_done
 
     def stop(self) -> None:
-        """Ends the run at the next step boundary, with a checkpoint. Callable from a signal handler."""
+        """Ends the run at the next step boundary, with a checkpoint. Must be called in the event loop's thread."""
         self._stop.set()
 
     @property
@@ -200,7 +200,7 @@ class TrainingLoop:
                     break
                 await self._train_on(groups)
             if self._stop.is_set():
-                await self._collect_answers()  # before the groups in progress are cancelled
+                await self._collect_answers()  # here, because the end of the block cancels the groups in progress
 
     @asynccontextmanager
     async def _saving_after_errors(self) -> AsyncIterator[None]:
@@ -301,7 +301,8 @@ class TrainingLoop:
         return self._settings.export_root / f"step_{self.steps_done:06d}"
 
     async def _evaluated(self, row: dict[str, float], *, is_due: bool) -> bool:
-        """Evaluates if due and adds the metrics to the row. False if a stop interrupted the evaluation."""
+        """Evaluates if `is_due`, and adds the metrics to the row. Returns False if a stop interrupted the evaluation,
+        after writing the row without them."""
         if not is_due or not self._eval_rows:
             return True
         metrics = await self._evaluate()
@@ -329,7 +330,8 @@ class TrainingLoop:
         self._reporter.step(self.steps_done, dict(self._row))
 
     async def _next_groups(self) -> list[FinishedGroup] | None:
-        """The groups of the next step, or of its next part; None if the run should stop."""
+        """Waits for the groups of the next step, or of its next part, and returns those to train on. Returns None if a
+        stop was requested."""
         if self._stop.is_set():
             return None
         if self._engines.are_asleep:

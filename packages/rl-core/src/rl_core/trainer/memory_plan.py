@@ -146,7 +146,7 @@ def require_room(
 def _of_devices(
     config: Config, models: Sequence[ModelOnRanks], engine: EnginePlan | None, context: int, device_bytes: int | None
 ) -> list[Peak]:
-    """Peaks of devices that are shared by these models, and by the engine if given."""
+    """Peaks of devices that these models and, if it is not None, the engine share."""
     turns = engine is not None and engine.can_sleep and config.pipeline_depth == 0
     devices = " + ".join([*(model.role for model in models), *([ENGINE] if engine is not None else [])])
     beside: dict[str, int] = {}
@@ -186,7 +186,7 @@ def _of_devices(
         synced = _fullest(model, _held_between(model, optimizer=keeps), ("exported",))
         synced["buckets"] = 2 * config.generator.inference_engine.weight_bucket_bytes
         if turns and engine is not None:
-            synced["engine's weights"] = engine.weight_bytes  # the engine's weights are on the device, its cache is not
+            synced["engine's weights"] = engine.weight_bytes  # an engine that wakes for a sync has no cache yet
         add("sync", synced, others + (0 if keeps else away["policy"].optimizer))
         if turns and engine is not None:
             kept = _fullest(model, ("optimizer",)) if model.keeps_optimizer else {}

@@ -35,21 +35,21 @@ class RolloutSettings:
     params: SamplingParams
     seed: int
     drop_zero_variance: bool
-    """Dynamic sampling: a group whose samples all have the same reward is dropped, and another one is played."""
+    """Whether to drop a group whose samples all have the same reward, and play another (dynamic sampling)."""
     max_dropped_groups: int
     """The run stops if more than this many groups in a row are dropped."""
     limit_rule: str = "one batch"
     """How `max_dropped_groups` was determined, for the error message."""
     plays_greedy: bool = False
-    """Also play a greedy answer to each prompt, as a baseline. It is not trained on."""
+    """Whether to also play a greedy answer to each prompt. Its reward is a baseline; it is not trained on."""
     max_failure_rate: float = 1.0
-    """A larger fraction of failed samples stops the run."""
+    """Largest fraction of samples that may fail. If more fail, the run stops."""
     samples_per_step: int = 1
     """Number of samples to which `max_failure_rate` refers; if more have ended since the last step, their number."""
 
 
 class Rollouts:
-    """Plays prompts into the buffer.
+    """Plays the prompts of a source, and puts the finished groups into the buffer.
 
     consumes     rows of `source`, in the order of group numbers
     produces     finished groups in `buffer`; for checkpoints, the answers so far of groups in progress (`started`)

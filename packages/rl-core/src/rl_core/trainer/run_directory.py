@@ -60,9 +60,9 @@ class RunSummary:
     accuracy_after: float | None
     """The same measure in the last evaluation; None without evaluation."""
     rl_seconds: float
-    """Duration of all steps and evaluations, in all processes of the run."""
+    """Seconds that all steps and evaluations took, summed over all processes of the run."""
     total_seconds: float
-    """Time since this process started, including preparation, loading and saving."""
+    """Seconds since this process began its work, including preparation, loading and saving."""
     seed: int
 
 
@@ -140,7 +140,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
 
 
 def newest_config(run_dir: Path) -> Path:
-    """The file with the configuration with which the run was last started."""
+    """The file that contains the configuration of the run's last process."""
     resumed = [path for path in run_dir.glob("config.resumed-*.yaml") if _resumed_number(path)]
     return max(resumed, key=_resumed_number, default=run_dir / "config.yaml")
 
@@ -284,8 +284,8 @@ def _rows_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _ends(config: Config, step: int) -> list[Path]:
-    """Paths inside `run_dir` of the exported models of later steps, including the final one, and of summary and
-    report."""
+    """Paths of the models that later steps exported, of the final model, and of summary and report, as far as they are
+    inside `run_dir`."""
     run_dir, export_dir = config.run_dir, config.export_dir
     models = list(export_dir.iterdir()) if run_dir in export_dir.parents and export_dir.is_dir() else []
     later = [path for path in models if not (is_step_name(path.name) and step_of(path) <= step)]

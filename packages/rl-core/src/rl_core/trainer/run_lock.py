@@ -81,7 +81,7 @@ def held_directories(config: Config) -> Iterator[None]:
         with _signs_of_life(taken.values()):
             yield
     finally:
-        if os.getpid() == pid:  # a forked child unwinds the same stack and must not release
+        if os.getpid() == pid:  # a forked child runs this block too, but must not release the parent's locks
             for path, descriptor in taken.items():
                 _release(path, descriptor)
 
@@ -249,13 +249,13 @@ def _touched_at(path: Path) -> int | None:
 
 @contextmanager
 def _signs_of_life(descriptors: Iterable[int]) -> Iterator[None]:
-    """Within the context, updates the files' timestamps every few seconds."""
+    """Context in which a thread updates the timestamps of the lock files every `_BEAT_S` seconds."""
     ends, held = threading.Event(), list(descriptors)
 
     def touch() -> None:
         while not ends.wait(_BEAT_S):
             for descriptor in held:
-                with suppress(OSError):  # if the disk is full or lost, another write ends the run
+                with suppress(OSError):  # if the file system is full or lost, other writes of the run report it
                     os.utime(descriptor)
 
     thread = threading.Thread(target=touch, name="run-lock", daemon=True)
@@ -303,7 +303,7 @@ def _write_holder(descriptor: int) -> None:
 def _read_holder(descriptor: int) -> Holder | None:
     try:
         return Holder(**json.loads(os.pread(descriptor, 4096, 0).split(b"\n")[0]))
-    except (ValueError, TypeError):  # nothing is written yet
+    except (ValueError, TypeError):  # the process that created the file has not written its identity yet
         return None
 
 

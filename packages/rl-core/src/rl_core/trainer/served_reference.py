@@ -1,7 +1,7 @@
-"""A reference or teacher that an inference engine serves instead of training ranks.
+"""Computes log-probs with a reference or teacher that an inference engine serves, in place of training ranks.
 
-consumes: batches · produces: log-probs of their tokens · waits for: the engine · unblocked by: its answer, its failure
-or the deadline.
+consumes: batches · produces: log-probs of their tokens · waits for: the engine · unblocked by: the engine's answer or
+failure, or the deadline.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class ServingSettings:
 
 
 class Engines(Protocol):
-    """The engines that sample from the policy, as the loop uses them."""
+    """The loop's interface to the engines that sample from the policy."""
 
     @property
     def is_sampled_from(self) -> bool:
@@ -102,7 +102,8 @@ class Engines(Protocol):
 
 
 class NoEngines:
-    """For runs whose responses come from their data: nothing is published, and only models use the devices."""
+    """Implements `Engines` for runs whose responses come from their data. Publishes nothing, because there is no
+    engine."""
 
     is_sampled_from = False
     are_shared = False
@@ -125,7 +126,7 @@ class NoEngines:
 
 
 class ServedEngines:
-    """Engines behind an `InferenceClient`."""
+    """Implements `Engines` with the engines of an `InferenceClient`."""
 
     is_sampled_from = True
 
@@ -146,7 +147,7 @@ class ServedEngines:
         self._version = 0
         self._deltas = None if settings.delta_interval is None else DeltaSyncs(settings.delta_interval)
         self._verification = verification_of(settings.verification, policy, client, self._publish)
-        self.idle_lap()  # starts measuring
+        self.idle_lap()  # the first call starts the measurement
 
     @property
     def are_shared(self) -> bool:

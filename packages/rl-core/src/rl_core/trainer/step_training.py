@@ -64,8 +64,8 @@ class StepTraining:
         """
         Args:
             tell_phase: called with the name of each phase that begins, for display.
-            merges_steps: merge trajectory steps that continue each other into one sequence.
-            in_parts: whether steps are streamed.
+            merges_steps: whether to merge trajectory steps that continue each other into one sequence.
+            in_parts: whether the groups of a step come in parts (streaming).
         """
         self._update = update
         self._selection = selection
@@ -83,9 +83,11 @@ class StepTraining:
         Gradients of an unfinished step may be pending."""
 
     async def train(self, groups: Sequence[FinishedGroup], step: int, *, is_last: bool) -> TrainedStep | None:
-        """Trains on these groups of the step. Returns None if the step has further groups.
+        """Trains on groups of the step. Returns the trained step, or None if the step has further groups.
 
         Args:
+            groups: all groups of the step or, when streaming, those of a part.
+            step: the step's number.
             is_last: whether these are the step's last groups.
         """
         begun = self._clock()

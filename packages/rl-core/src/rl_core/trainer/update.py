@@ -34,18 +34,18 @@ class UpdateSettings:
 
     policy: ModelUpdateSettings
     critic: ModelUpdateSettings | None
-    """None: the run trains no critic, because the estimator reads no values."""
+    """Settings of training the critic; None: there is no critic, because the estimator reads no values."""
     scoring: ScoringPass = attrs.field(factory=ScoringPass)
     """Which scores the policy computes before training on a batch."""
     estimator: Estimator | None
-    """None: the loss reads no advantages."""
+    """The advantage estimator; None: the loss reads no advantages."""
     estimator_params: Mapping[str, Any]
     correction_params: Mapping[str, Any] | None
-    """None: no off-policy correction."""
+    """Keyword arguments of the off-policy correction; None: there is no correction."""
     kl_in_reward: str | None
     """KL estimator of the penalty in the reward; None: no penalty."""
     adaptive_kl: Mapping[str, float] | None
-    """`kl_target` and `horizon` of the penalty's adaptive coefficient; None: it is fixed."""
+    """`kl_target` and `horizon` of the penalty's adaptive coefficient; None: the coefficient is fixed."""
     normalize_advantages: bool
     temperature: float
     forward_limits: MicroBatchLimits
@@ -80,12 +80,12 @@ class BatchUpdate:
 
     @property
     def nonfinite_steps(self) -> int:
-        """Number of skipped optimizer steps of the policy in a row."""
+        """Number of the policy's last optimizer steps that were skipped in a row."""
         return self._policy.nonfinite_steps
 
     @property
     def critic_nonfinite_steps(self) -> int:
-        """Number of skipped optimizer steps of the critic in a row; 0 without a critic."""
+        """Number of the critic's last optimizer steps that were skipped in a row; 0 without a critic."""
         return self._critic.nonfinite_steps if self._critic else 0
 
     async def score(self, batch: Batch, *, judges: bool = False) -> Batch:
@@ -235,9 +235,10 @@ _POLICY_SCORES = {
 
 
 def explained_variance(batch: Batch) -> Metrics:
-    """`critic/explained_variance`: 1 − Var(returns − values) / Var(returns) over the trained tokens.
+    """Computes `critic/explained_variance`: 1 − Var(returns − values) / Var(returns) over the trained tokens.
 
-    1: a perfect critic; 0: no better than the mean return. Empty if the returns do not vary.
+    The metric is 1 if the values equal the returns up to a constant, and 0 if they predict them no better than the mean
+    return does. Empty if the returns do not vary.
     """
     mask_T = batch["loss_mask"]
     returns_T, values_T = batch["returns"][mask_T].double(), batch["values"][mask_T].double()
@@ -257,8 +258,8 @@ def rollout_agreement(batch: Batch, version: int, *, among: Tensor | None = None
 
     Args:
         batch: has `old_logprobs`.
-        version: the trainer's version.
-        among: bool [T], the tokens to compare; None: all.
+        version: the trainer's version at the start of the step.
+        among: bool [T], the tokens whose log-probs are compared; None: all sampled tokens.
     """
     difference_T = (batch["rollout_logprobs"] - batch["old_logprobs"]).abs()
     # A NaN on a trained token is an engine's fault, so it must appear in the metrics.

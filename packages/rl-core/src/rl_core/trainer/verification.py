@@ -54,7 +54,7 @@ _LEAST_EFFECT = 3.0
 """The noise must change the trainer's log-probs by at least this multiple of the proof's limit, else the proof is
 meaningless."""
 _SEQUENCE_TOKENS = 17
-"""Tokens per sequence: few enough for any engine's context. The first token has no score."""
+"""Number of tokens per sequence, small enough for any engine's context. The first token of each has no score."""
 
 
 @attrs.frozen(kw_only=True)
@@ -190,7 +190,7 @@ class WeightVerification:
             engine_T = torch.tensor([value for sequence in logprobs for value in sequence[1:]])
             difference_T = (trainer_T - engine_T).abs()
             mean = float(difference_T.mean())
-            if not mean <= limit:  # also true for NaN
+            if not mean <= limit:  # a NaN fails too
                 raise WeightSyncError(
                     f"after {what}, engine {engine} does not compute with the trainer's weights: on {len(trainer_T)} "
                     f"fixed tokens the trainer's mean log-prob is {float(trainer_T.mean()):.6f}, the engine's "
@@ -221,7 +221,8 @@ def verification_of(
     client: InferenceClient,
     publish: Callable[[], Awaitable[object]],
 ) -> WeightVerification | None:
-    """The run's verification; None if it is off, or (with a warning) if the engines cannot score."""
+    """Creates the run's verification. Returns None if the settings switch it off, or (with a warning) if the engines
+    cannot score tokens."""
     if not settings.prove_at_start and settings.interval == 0:
         return None
     if not isinstance(client, Scoring):
