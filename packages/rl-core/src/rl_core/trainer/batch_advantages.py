@@ -1,7 +1,7 @@
-"""From rewards to the columns that a loss reads: KL in the reward, advantages, off-policy correction, loss weights.
+"""Adds the columns that a loss reads to a batch: KL in the reward, advantages, off-policy correction, loss weights.
 
-The controller computes these for whole batches, mini-batches or, when streaming, parts of a batch, before it splits
-them over ranks.
+The controller computes these columns for whole batches, mini-batches or, when streaming, parts of a batch, before it
+splits the sequences over ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Estimator = Callable[..., Any]
 
 
 def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
-    """The advantage estimator of that name."""
+    """Loads the advantage estimator `name`, and checks that it accepts the keyword arguments `params`."""
     return plugins.load_function(
         "rl_core.advantage_estimators", name, params, key="trainer.algorithm.advantage_estimator"
     )
@@ -42,8 +42,8 @@ def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
 def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any]) -> Batch:
     """Adds `advantages`, and `returns` if the estimator computes them.
 
-    An outcome estimator gets one row per trajectory, with the sum of the trajectory's rewards. The estimator's result
-    is copied to every sampled token of every step. A token estimator gets the token stream.
+    An outcome estimator gets one row per trajectory, with the sum of the trajectory's rewards, and its result is copied
+    to every sampled token of all steps of the trajectory. A token estimator gets and returns values per token.
     """
     columns, names = _estimator_columns(batch), positional_parameters(estimator)
     if "trajectory_T" in names:
@@ -91,8 +91,9 @@ def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -
 
 
 def with_summed_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> tuple[Batch, float]:
-    """Adds undivided `loss_weights` to a part of a mini-batch that consists of whole groups. Also returns the part's
-    divisor: the weights of all parts must later be divided by the sum of their divisors."""
+    """Adds `loss_weights` that are not yet divided by the reduction's divisor to a part of a mini-batch. The part
+    consists of whole groups. Also returns the part's divisor: later, the weights of all parts must be divided by the
+    sum of the parts' divisors."""
     weights_T, divisor = REDUCTIONS[reduction].summed(*_reduction_columns(batch, reduction), **params)
     return batch.with_columns(loss_weights=weights_T.float()), float(divisor)
 
@@ -107,7 +108,8 @@ def _reduction_columns(batch: Batch, reduction: str) -> list[Tensor]:
 
 
 def _require_steps_in_order(batch: Batch) -> None:
-    """Requires each trajectory's steps together and in order, as estimators need that accumulate over all steps."""
+    """Requires that each trajectory's steps are together and in order. Estimators that accumulate over steps need
+    this."""
     trajectory, step = batch["trajectory_id"], batch["step_index"]
     wrong = (trajectory.diff() < 0) | ((trajectory.diff() == 0) & (step.diff() <= 0))
     if bool(wrong.any()):

@@ -1,8 +1,8 @@
-"""Between generation and training: decides which groups may start, and which are trained on next.
+"""The buffer between generation and training decides which groups may start and which are trained on next.
 
-Two numbers define synchronous, one-step-off and asynchronous training. `pipeline_depth` d is the number of steps that
-generation runs ahead. With `max_staleness` k ≥ d, a group that started at policy version v is trained on at version
-v + k at the latest. Two rules guarantee this bound, and no group is ever discarded for its age:
+Two settings define synchronous, one-step-off and asynchronous training. `pipeline_depth` d is the number of steps by
+which generation runs ahead. With `max_staleness` k ≥ d, a group that started at policy version v is trained on at
+version v + k at the latest. Two rules guarantee this bound, and no group is ever discarded for its age:
 
 - a group starts at version v only if the steps trained at versions up to v + d have room for it besides all
   outstanding groups;
@@ -67,7 +67,8 @@ class GroupBuffer:
             finished: groups that an earlier run finished but did not train on, all still within the staleness bound.
             started: start versions of groups in progress that an earlier run started and this one continues, within
                 the bound too.
-            in_parts: `take` returns the groups that the step can take now, at least one, until the step is full.
+            in_parts: whether `take` returns a step's groups in parts: each time at least one group, and all that the
+                step can take now. False: it returns all groups of a step at once.
         """
         assert 0 <= pipeline_depth <= max_staleness
         self._groups_per_step = groups_per_step
@@ -106,7 +107,7 @@ class GroupBuffer:
 
     @property
     def max_staleness(self) -> int:
-        """How many versions old a group may be when it is trained on."""
+        """Largest number of versions between a group's start and its training."""
         return self._max_staleness
 
     @property
@@ -169,7 +170,7 @@ class GroupBuffer:
 
     async def take(self, timeout_s: float) -> list[FinishedGroup]:
         """Waits for the groups of the next step, or of its next part, and returns them, oldest first. Raises
-        DeadlineError, or the error passed to `fail`."""
+        DeadlineError if they are not finished within `timeout_s`, or the error passed to `fail`."""
         async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._failure or self._choice()), timeout_s)
@@ -211,7 +212,7 @@ class GroupBuffer:
         return len(self._outstanding) < self._room_until(last_planned)
 
     def _is_over(self) -> bool:
-        # The last step's groups may still be rejected until they are trained on.
+        # Until the last step's groups are trained on, they may be rejected, and then other groups are needed.
         return self._failure is not None or (self._next_step > self._last_version and not self._taken)
 
     def _room_until(self, step: int) -> int:
@@ -225,8 +226,8 @@ class GroupBuffer:
             return []
         chosen, spare = [], self._spare_places()
         for group in sorted(self._finished.values(), key=lambda group: (group.start_version, group.group_id)):
-            # Choosing this group can take a place only from older groups: the spare places of its own version and of
-            # younger ones already allow for it.
+            # The spare places of this group's start version and of younger versions already count a place for it. So
+            # choosing it can take a place only from older groups.
             older = [version for version in spare if version < group.start_version]
             if len(chosen) == self._places or any(spare[version] <= 0 for version in older):
                 break

@@ -1,10 +1,9 @@
-"""Atomic checkpoints.
+"""Writes checkpoints atomically, and checks them before they are read.
 
 A checkpoint is written into `step_N.partial`. Then its files are listed in `complete.json` with sizes and checksums and
 flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial` directory, which is
-ignored, or a complete checkpoint. Of files that a worker lists itself (`rank_kit.state_files`),
-only the sizes are checked here; the worker's ranks check their contents when they read them. All other files are
-checked here.
+ignored, or a complete checkpoint. This module checks sizes and checksums. Only of files that a worker lists itself
+(`rank_kit.state_files`) it checks just the sizes, because the worker's ranks check the contents when they read them.
 """
 
 from __future__ import annotations
@@ -24,36 +23,37 @@ from rl_core.stored_files import FileRecord, changed, make_directory, missized, 
 from rl_core.trainer.stored_groups import StartedGroup, StoredGroup, write_groups, write_started_groups
 
 COMPLETE = "complete.json"
-"""The list of a checkpoint's files, written last."""
+"""Name of the file that lists a checkpoint's files. It is written last."""
 _RUN, _FINGERPRINT = "run.json", "fingerprint.json"
 _NAME = re.compile(r"step_(\d+)")
 PARTIAL = ".partial"
-"""Suffix of a directory that is being written."""
+"""Suffix of the name of a directory that is still being written."""
 _EARLIER = "Resume from an earlier one: trainer.resume_mode=from_path trainer.resume_path=…"
 
 
 @attrs.frozen(kw_only=True)
 class RunState:
-    """State of the controller that a resumed run needs, besides the workers' state, to continue exactly."""
+    """State of the controller that a resumed run needs, besides the workers' state, to continue the run."""
 
     step: int
     """Number of training steps done; also the policy's version."""
     next_group: int
     """Smallest group number that was never started."""
     restart_groups: tuple[int, ...]
-    """Groups that were started but neither trained on nor finished. A resumed run plays them again; it continues those
-    that are stored with the engines' answers so far (`trainer.stored_groups`)."""
+    """Groups that were started, are not accounted for by a finished step, and are not in `finished_groups`. A resumed
+    run plays them again, or continues them if the checkpoint stores the engines' answers so far
+    (`trainer.stored_groups`)."""
     kl_coef: float
-    """Current KL coefficient (adaptive control changes it)."""
+    """KL coefficient of the next step; adaptive control changes it after every step."""
     nonfinite_steps: int
-    """How many optimizer steps of the policy were skipped in a row so far."""
+    """Number of the policy's last optimizer steps that were skipped in a row."""
     critic_nonfinite_steps: int = 0
-    """How many optimizer steps of the critic were skipped in a row so far."""
+    """Number of the critic's last optimizer steps that were skipped in a row."""
     finished_groups: tuple[int, ...] = ()
     """Groups that are stored with the checkpoint (`trainer.stored_groups`): finished but not yet trained on."""
     unfinished_row: Mapping[str, float] | None = None
-    """Metrics of `step` if a stop or an error came before the step's evaluation was done. A resumed run begins with
-    this evaluation and writes the row again."""
+    """Metrics of `step`, if a stop or an error came before the step's evaluation and callbacks were done. A resumed run
+    begins with these and writes the row again. None: the row is complete."""
 
 
 def partial_path(root: Path, step: int) -> Path:
@@ -69,11 +69,14 @@ def begin_checkpoint(
     started: Sequence[StartedGroup] = (),
     fingerprint: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Removes what an earlier attempt left, and creates `root/step_N.partial` with the controller's state in it.
+    """Creates `root/step_N.partial`, and writes the controller's state into it. First removes a directory that an
+    earlier attempt left.
 
     Args:
+        root: the directory of the run's checkpoints.
+        state: the controller's state; its `step` is N.
         finished: the groups of `state.finished_groups`.
-        started: those groups of `state.restart_groups` of which tokens have been sampled.
+        started: those groups of `state.restart_groups` for which tokens have been sampled.
         fingerprint: identifies the run (`trainer.fingerprint`); None: not stored.
     """
     partial = partial_path(root, state.step)
@@ -88,7 +91,7 @@ def begin_checkpoint(
 
 
 def complete_checkpoint(partial: Path) -> Path:
-    """Makes a checkpoint of a partial directory in which no file is missing. Returns its new path, `root/step_N`."""
+    """Turns a partial directory that contains all files into a checkpoint. Returns its new path, `root/step_N`."""
     root, final = partial.parent, partial.with_suffix("")
     names = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
     # For the files that a worker lists, its ranks have recorded sizes and checksums.
@@ -104,8 +107,8 @@ def complete_checkpoint(partial: Path) -> Path:
 
 
 def load_state(checkpoint: Path) -> RunState:
-    """The controller's state. Raises CheckpointError if the checkpoint is missing, truncated or damaged. Of files that
-    a worker lists, checks only the sizes."""
+    """Checks a checkpoint, and returns the controller's state. Raises CheckpointError if the checkpoint is missing,
+    truncated or damaged. Of files that a worker lists, checks only the sizes."""
     listing = checkpoint / COMPLETE
     if not listing.is_file():
         raise CheckpointError(
@@ -135,13 +138,13 @@ def load_fingerprint(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Directories with a checkpoint's name, oldest first."""
+    """Directories in `root` whose names have the form `step_N`, in the order of N."""
     return sorted((path for path in root.glob("step_*") if is_step_name(path.name) and path.is_dir()), key=step_of)
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints that have a list of their files, oldest first. A directory with such a name but without the list was
-    not written by a run."""
+    """Checkpoints in `root`, oldest first. A directory `step_N` without a list of its files was not written by a run
+    and is left out."""
     return [path for path in list_checkpoints(root) if (path / COMPLETE).is_file()]
 
 
@@ -181,7 +184,7 @@ def remove_unfinished(partial: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Removes a checkpoint. A kill midway leaves a directory that no longer has a checkpoint's name."""
+    """Renames a checkpoint, then removes it. So a kill midway leaves a directory without a checkpoint's name."""
     if checkpoint.exists():
         doomed = checkpoint.with_name(f"{checkpoint.name}.removed{PARTIAL}")
         remove_unfinished(doomed)

@@ -1,4 +1,4 @@
-"""Collates trajectories into the token stream."""
+"""Collates trajectories into a batch, whose token stream concatenates all sequences."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from rl_core.trainer.step_merging import merge_steps
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Batch:
-    """One sequence per step of every trajectory, in the given order.
+    """Makes a batch with one sequence per step of every trajectory, in the given order.
 
-    Columns: tokens, sampled, loss_mask (= sampled, unless the step has `loss_mask`), rollout_logprobs, policy_version,
-    rewards (on a step's last sampled token, unless the step has `token_rewards`), group_id, trajectory_id
-    (index in `trajectories`), step_index, is_last_step, greedy_score if greedy answers were played, and, if the engine
-    returned routes, routed_experts and `routed` (whether a token's routes are known).
+    The batch has the columns tokens, sampled, loss_mask (equal to sampled, unless the step has `loss_mask`),
+    rollout_logprobs, policy_version, rewards (on a step's last sampled token, unless the step has `token_rewards`),
+    group_id, trajectory_id (index in `trajectories`), step_index and is_last_step. It has greedy_score if greedy
+    answers were played; and, if the engine returned routes, routed_experts and `routed` (whether a token's routes are
+    known).
 
     Raises:
         GenerationError: a trajectory has no steps; a step has no sampled token, fields of different lengths, a
@@ -132,8 +133,8 @@ def _last_sampled(sampled: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _routes(steps: Sequence[TrajectoryStep], offsets: Tensor) -> dict[str, Tensor]:
-    """Columns `routed_experts` and `routed`. A step's routes cover its first tokens; a last token that was never an
-    input of the model has none. Where routes are missing, `routed` is false."""
+    """Makes the columns `routed_experts` and `routed`; empty if no step has routes. A step's routes cover its first
+    tokens: a last token that was never an input of the model has none. Where routes are missing, `routed` is false."""
     known = [step.routed_experts for step in steps if step.routed_experts is not None]
     if not known:
         return {}

@@ -1,4 +1,4 @@
-"""Engine and models on the same devices, in turns (`trainer.placement.colocate_all`)."""
+"""Lets engine and models take turns on the same devices (`trainer.placement.colocate_all`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rl_core.workers import WorkerGroup
 
 
 async def begin_with_models(client: InferenceClient, *, colocate_all: bool, pipeline_depth: int) -> bool:
-    """Puts a new engine to sleep if it takes turns on the devices with the models, which are loaded next. Returns
-    whether engine and models take turns.
+    """Decides whether engine and models take turns on the devices, and returns the answer. If they do, puts the new
+    engine to sleep, because the models are loaded next.
 
-    They do if they share devices, and the engine is `Sleepable` and idle while models compute. With `pipeline_depth`
-    above 0 the engine generates while the policy trains, so both always stay on the devices.
+    They take turns if they share devices, the engine is `Sleepable`, and `pipeline_depth` is 0. With a larger depth the
+    engine generates while the policy trains, so both always stay on the devices.
     """
     if not (colocate_all and pipeline_depth == 0 and isinstance(client, Sleepable)):
         return False
@@ -25,9 +25,9 @@ async def begin_with_models(client: InferenceClient, *, colocate_all: bool, pipe
 class EngineTurns:
     """Moves engine and models on and off the devices that they share.
 
-    `WorkerGroup.offload` moves a model off the devices; the model's next call moves it back. Models also take turns
-    among themselves (`rl_core.workers.devices`). An engine that sleeps loses its weights, which must then be published
-    again. If the devices are not shared, nothing moves.
+    `WorkerGroup.offload` moves the policy, and all models on the same devices, off these devices; a model's next call
+    moves it back. Models also take turns among themselves (`rl_core.workers.devices`). An engine that sleeps loses its
+    weights, which must then be published again. If the engine does not share devices, all methods do nothing.
     """
 
     def __init__(self, client: InferenceClient, policy: WorkerGroup, *, are_shared: bool):
@@ -38,15 +38,16 @@ class EngineTurns:
         self.engine_sleeps = are_shared
 
     async def to_models(self) -> None:
-        """Puts the engine to sleep. Call before any model computes, when no request is running."""
+        """Puts the engine to sleep. Must be called before a model computes, when no request is running."""
         if self.are_shared and not self.engine_sleeps:
             await self._sleepable.sleep()
             self.engine_sleeps = True
 
     @asynccontextmanager
     async def handover(self) -> AsyncIterator[None]:
-        """Context of a weight sync. Inside, the devices hold the engine's weights and the policy's parameters, but
-        neither the policy's optimizer state nor the engine's cache. Outside, they hold either the engine or models."""
+        """Context of a weight sync. On entry, moves all models off the shared devices, and allocates a sleeping
+        engine's weights. Sending then moves the policy's parameters back, but not its optimizer state. After a
+        successful sync, calls `to_engine`."""
         if not self.are_shared:
             yield
             return
@@ -57,8 +58,8 @@ class EngineTurns:
         await self.to_engine()
 
     async def to_engine(self) -> None:
-        """Gives the devices to the engine. Call after a weight sync, and after the policy computed while the engine was
-        awake."""
+        """Moves all models off the shared devices, and allocates a sleeping engine's cache, so that it can sample. Must
+        be called after a weight sync, and after the policy has computed while the engine was awake."""
         if not self.are_shared:
             return
         await self._policy.offload()

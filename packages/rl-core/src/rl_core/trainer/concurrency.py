@@ -1,4 +1,4 @@
-"""Runs work alongside a block, or until a stop is requested. Neither function leaves a task behind."""
+"""Runs a coroutine while a block runs, or until a stop is requested. No task is left when the function ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _Result = TypeVar("_Result")
 
 @contextlib.asynccontextmanager
 async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work` as a separate task until the block ends."""
+    """Context during which `work` runs as a separate task. At the end, cancels the task and waits for it; an error of
+    `work` is raised there."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -25,7 +26,7 @@ async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """The result of `work`. If `stop` is set before `work` is done, cancels it and returns None.
+    """Runs `work` and returns its result. If `stop` is set before `work` is done, cancels it and returns None.
 
     Raises:
         ForeignCodeError: something else cancelled the work, or it raised SystemExit or similar.

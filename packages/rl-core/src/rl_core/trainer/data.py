@@ -1,4 +1,4 @@
-"""Rows of data files, and the order in which a run goes through them."""
+"""Reads the rows of data files, and determines the order in which a run uses them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class DataRow:
 
     row: Row
     place: str
-    """`file:row`, counted from 1. In a JSON-lines file, the row's number is that of its line."""
+    """`file:number`. Rows are numbered from 1; a row of a JSON-lines file has the number of its line."""
 
 
 FORMATS = (".parquet", ".jsonl", ".json", ".csv")
 """File name suffixes of data files."""
 _STRUCTURED = ("messages", "reward_spec", "reward_model", "extra_info")
-"""Columns whose cells contain JSON in CSV files."""
+"""Columns that hold nested values. In CSV files, their cells are parsed as JSON."""
 
 
 def is_at_hand(path: str) -> bool:
@@ -45,16 +45,17 @@ def is_at_hand(path: str) -> bool:
 
 
 def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "prompt") -> list[DataRow]:
-    """All rows of Parquet, JSON-lines, JSON or CSV files, local or at an address that fsspec supports, and of data
-    sets (`rl_core.data_sets`), in order.
+    """Reads all rows, in order, of Parquet, JSON-lines, JSON or CSV files, which may be local or at an address that
+    fsspec supports, and of data sets (`rl_core.data_sets`).
 
     Args:
+        paths: files and names of data sets.
         key: the configuration key that names the files, for messages.
         prompt_key: the column that holds the prompt.
 
     Raises:
         DataError: a file is missing, unreadable or empty; a row has no usable prompt; or `paths` is empty. The message
-            names the file and, if there is one, the row.
+            names the file and, if a single row is at fault, the row.
         ConfigError: a package needed to read the data is not installed, or the source does not exist or cannot be
             reached.
     """
@@ -77,7 +78,7 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
 
 
 def _read(path: str, key: str) -> Iterator[tuple[int, Any]]:
-    """Rows with their numbers, counted from 1. JSON-lines rows have their line numbers; blank lines are skipped."""
+    """Yields rows with their numbers as in `DataRow.place`. Skips blank lines of JSON-lines files."""
     if is_data_set(path):
         yield from enumerate(read_data_set(path, key=key), start=1)
         return
@@ -106,7 +107,8 @@ def _read_json(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
-    """Cells are text, or JSON in the columns of `_STRUCTURED`, where an empty cell counts as missing."""
+    """Reads cells as text, or as JSON in the columns of `_STRUCTURED`. An empty cell in such a column counts as
+    missing."""
     lines = io.StringIO(_decoded(file.read(), path), newline="")
     try:
         for number, row in enumerate(csv.DictReader(lines, strict=True), start=1):
@@ -171,7 +173,7 @@ def _checked(row: Any, place: str, prompt_key: str) -> DataRow:
     if prompt_key != "prompt":
         row = {**row, "prompt": prompt}
     if "reward_model" in row and row.get("reward_spec") is None:
-        row = {**row, "reward_spec": row["reward_model"]}  # the name in verl's data sets
+        row = {**row, "reward_spec": row["reward_model"]}  # verl's data sets call this column `reward_model`
     return DataRow(row, place)
 
 
@@ -188,8 +190,8 @@ def _says_something(message: Mapping[str, Any]) -> bool:
 
 
 def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """Converts rows that hold their prompt in another form, as TRL's data sets do: a whole conversation, two
-    conversations with the same beginning, or token ids."""
+    """Adds `prompt` to a row that holds the prompt in another form, as in TRL's data sets: a whole conversation, two
+    conversations with the same beginning, or token ids. Returns other rows unchanged."""
     if "messages" in row:
         return _opened_conversation(row, place)
     if _is_chat(row.get("chosen")) and _is_chat(row.get("rejected")):
@@ -212,7 +214,7 @@ def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not _is_chat(messages):
         shown = repr(messages)[:80]
         raise DataError(f"{place}: 'messages' must be a list of messages with 'role' and 'content', got {shown}")
-    # In Parquet every message has every field; missing ones are None.
+    # In Parquet, every message has every field, and a field that the message lacks is None.
     plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
     is_answered = plain[-1]["role"] == "assistant"
     prompt = plain[:-1] if is_answered else plain

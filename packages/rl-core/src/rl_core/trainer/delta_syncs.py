@@ -1,4 +1,4 @@
-"""Decides which syncs of a run send only changes, and relative to which earlier sync."""
+"""Decides which weight syncs of a run send only changes, and to which earlier sync the changes refer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rl_core.interfaces import Manifest
 
 
 class DeltaSyncs:
-    """Provides the `Rendezvous.delta` of each sync. The caller reports each success.
+    """Provides the `Rendezvous.delta` of each sync. The caller reports each successful sync with `succeeded`.
 
-    Whole weights are sent in the first sync, after a failed sync, if an engine lacks the current version, and in every
-    `interval`-th sync.
+    A sync sends whole weights if it is the first, if the previous one failed, if an engine lacks the current version,
+    or if the previous `interval` − 1 syncs sent only changes.
     """
 
     def __init__(self, interval: int) -> None:
@@ -39,7 +39,7 @@ class DeltaSyncs:
 
 
 def sent_share(sent: Manifest) -> dict[str, float]:
-    """`weight_sync/sent_share`: bytes sent / bytes of the weights. Empty without delta syncs."""
+    """Computes the metric `weight_sync/sent_share`: bytes sent / bytes of the weights. Empty without delta syncs."""
     if sent.num_sent_bytes is None:
         return {}
     num_bytes = sum(prod(t.shape) * getattr(torch, t.dtype).itemsize for t in sent.tensors.values())

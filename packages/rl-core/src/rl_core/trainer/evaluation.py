@@ -1,4 +1,4 @@
-"""One evaluation: plays the held-out rows at one policy version."""
+"""Evaluates one policy version on the held-out rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rl_core.trainer.rollouts import RolloutSettings, generate_group, group_requ
 
 @attrs.frozen(kw_only=True, eq=False)
 class Evaluation:
-    """Results of the policy on held-out prompts."""
+    """The results of one evaluation of the policy on held-out prompts."""
 
     metrics: dict[str, float]
-    """`eval/reward`, `eval/<environment metric>`, `eval/response_length`: means over samples that did not fail. Also
-    `eval/failed`, and failures by kind."""
+    """`eval/reward`, `eval/<environment metric>` and `eval/response_length` are means over samples that did not fail.
+    `eval/failed` and `eval/failed/<kind>` count the samples that failed."""
     trajectories: tuple[Trajectory, ...]
     rows: tuple[Row, ...] = ()
     """The data rows that were played; a trajectory's `group_id` is the index of its row."""
@@ -38,12 +38,13 @@ async def evaluate(
     timeout_s: float,
     failures: FailureAccount | None = None,
 ) -> Evaluation:
-    """Plays every row `num_samples` times.
+    """Plays every row `settings.num_samples` times, and returns the samples and their mean metrics.
 
     Args:
+        version: the policy version that the engines serve.
         batch_size: number of rows in flight at a time.
         timeout_s: deadline of the whole evaluation.
-        failures: account to which failed samples are added, so that they are known even if this call raises. None: a
+        failures: account that records failed samples, so that the caller knows them even if this call raises. None: a
             new account.
 
     Raises:
@@ -82,13 +83,13 @@ async def evaluate(
 
 
 def evaluation_failures(rows: Sequence[DataRow], settings: RolloutSettings) -> FailureAccount:
-    """The account of an evaluation's failed samples."""
+    """Creates the account that records the failed samples of one evaluation."""
     return FailureAccount("eval", max_rate=settings.max_failure_rate, num_expected=len(rows) * settings.num_samples)
 
 
 def trajectory_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over trajectories: `reward`, `response_length` (sampled tokens), and each environment metric over the
-    trajectories that report it."""
+    """Computes means over trajectories: `reward`, `response_length` (sampled tokens), and each environment metric, for
+    which only the trajectories count that report it."""
     values: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         values["reward"].append(trajectory.reward)

@@ -1,4 +1,4 @@
-"""The account of failed samples: warns at once, counts by kind, keeps them for `samples.jsonl`, limits their rate."""
+"""Records failed samples: warns of them, counts them by kind, keeps them for `samples.jsonl`, and limits their rate."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ logger = logging.getLogger(__name__)
 
 
 class FailureAccount:
-    """Failed samples of a step or of an evaluation.
+    """Records the failed samples of a step or of an evaluation.
 
-    The first failure of each kind causes a warning at once. It is an error if more than a fraction `max_rate` of the
-    samples fails: of those that ended since the last `lap`, or of `num_expected` if that is more.
+    `add` warns of the first failure of each kind, and raises an error if the number of failures is more than `max_rate`
+    times the number of samples. The number of samples is that of the samples that have ended since the last `lap`, or
+    `num_expected` if this is larger.
     """
 
     def __init__(self, name: str, *, max_rate: float, num_expected: int):
         """
         Args:
             name: prefix of the metrics, `rollout` or `eval`.
-            max_rate: largest fraction of samples that may fail; 1: all.
-            num_expected: samples of a step, or of the evaluation.
+            max_rate: largest fraction of samples that may fail; 1: all may fail.
+            num_expected: number of samples that a step or the evaluation needs.
         """
         self._name = name
         self._max_rate = max_rate
@@ -59,12 +60,12 @@ class FailureAccount:
 
     @property
     def pending(self) -> tuple[Trajectory, ...]:
-        """Failed samples that no `lap` has returned yet, ordered by group."""
+        """Failed samples that no `lap` has returned yet, ordered by group and sample."""
         return tuple(sorted(self._failed, key=_place))
 
     def lap(self, *, later: Container[int] = ()) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
-        """Returns the metrics `<name>/failed` and `<name>/failed/<kind>`, and the failed samples ordered by group; then
-        forgets both. The groups in `later` are left out and kept for a later call."""
+        """Returns the metrics `<name>/failed` and `<name>/failed/<kind>`, and the failed samples ordered by group and
+        sample. Forgets the returned samples. Groups in `later` are left out and kept for a later call."""
         failed = sorted((one for one in self._failed if one.group_id not in later), key=_place)
         self._failed = [one for one in self._failed if one.group_id in later]
         self._num_ended = Counter({group: count for group, count in self._num_ended.items() if group in later})

@@ -1,9 +1,9 @@
-"""The fingerprint of a run: its prompts and settings. Checkpoints store it, and a resume compares it.
+"""Computes the fingerprint of a run, which records its prompts and settings, and compares it at a resume.
 
-Rows, their order and the seed determine which prompt a group number means. With other rows, another number
-of prompts that are short enough, other shuffling or another seed, the group numbers in a checkpoint would mean other
-prompts, so a resume refuses such changes. All other settings may change; a resume lists the changes in a warning,
-except those of the process (`_OF_THE_PROCESS`).
+Rows, their order and the seed determine which prompt a group number means. If the rows, the number of prompts that are
+short enough, the shuffling or the seed changed, the group numbers in a checkpoint would mean other prompts, so a resume
+refuses such changes. All other settings may change. A resume warns of these changes, except those in the settings that
+concern only the process (`_OF_THE_PROCESS`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_THE_PROCESS = frozenset(
     }
 )
 """Keys that may differ between the processes of a run without a warning: output directories, resume, trackers and
-callbacks. The rows of `data.train_data` are compared, not the file names."""
+callbacks. Of `data.train_data`, the rows are compared instead of the file names."""
 _PLAYING = (
     "generator.",
     "environment.",
@@ -56,17 +56,17 @@ _REMEDY = "or start a new run with trainer.resume_mode=none, which keeps the fil
 
 
 def fingerprint(config: Config, rows: Sequence[DataRow], held_out: Sequence[DataRow] | None = None) -> dict[str, Any]:
-    """The fingerprint that a checkpoint stores, without the number of prompts (`with_prompts` adds it).
+    """Computes the fingerprint that checkpoints store, without the number of prompts, which `with_prompts` adds.
 
     Args:
-        config: resolved.
+        config: a resolved configuration.
         rows: all rows of `data.train_data`, in order.
-        held_out: all rows of `data.val_data`; None: not known.
+        held_out: all rows of `data.val_data`; None or empty: later resumes do not compare them.
     """
     settings = {key: value for key, value in leaves(as_mapping(config)) if key not in _OF_THE_PROCESS}
     data = {"num_rows": len(rows), "sha256": _digest(rows), "num_prompts": None}
     data["held_out_sha256"] = _digest(held_out) if held_out else None
-    # In the form in which JSON returns it, with lists for tuples, so that it can be compared with a stored one.
+    # A round trip through JSON turns tuples into lists, as in a stored fingerprint, so that the two can be compared.
     return json.loads(json.dumps({"data": data, "settings": settings}, default=str))
 
 
@@ -79,7 +79,7 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
     """Requires that the group numbers of the checkpoint mean the same prompts now.
 
     Raises:
-        ConfigError: they do not; ConfigErrors: for several reasons.
+        ConfigError: the rows or a setting changed so that they mean others; ConfigErrors: for several reasons.
         CheckpointError: the checkpoint's fingerprint cannot be read.
     """
     before = load_fingerprint(checkpoint)
@@ -100,7 +100,8 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
 
 
 def plays_alike(checkpoint: Path, now: Mapping[str, Any]) -> bool:
-    """Whether groups would be played now as they were for the checkpoint, so that its stored groups can be used."""
+    """Whether all settings that determine how a group is played are those of the checkpoint, so that the checkpoint's
+    stored groups can be used. False if the checkpoint has no fingerprint."""
     before = load_fingerprint(checkpoint)
     if before is None:
         return False
@@ -143,7 +144,7 @@ def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, An
 
 
 def _digest(rows: Sequence[DataRow]) -> str:
-    """A digest of the rows' content in order. It does not depend on files and formats."""
+    """The SHA-256 of the rows' content, in order. The names and formats of the files do not change it."""
     digest, encode = hashlib.sha256(), json.JSONEncoder(sort_keys=True, default=str).encode
     for row in rows:
         digest.update(encode(row.row).encode())

@@ -1,6 +1,6 @@
-"""Between buffer and batch: selects the groups and tokens that a step trains on, and counts what was left out.
+"""Selects the groups and tokens that a step trains on, and counts those that are left out.
 
-The rules are in `rl_core.algorithms.selection`. This module applies them to the loop's trajectories.
+This module applies the rules in `rl_core.algorithms.selection` to the groups that the loop took from the buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rl_core.workers.group import add_metrics
 
 
 class Selection:
-    """Replaces groups in the batches of a run, and masks tokens."""
+    """Replaces groups whose samples all have the same reward, and masks tokens, as the configuration requires."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Selection:
             mask_zero_variance: do not train on groups whose samples all have the same reward.
             mask_overlong: do not train on samples whose last response was cut off by its length, or that had no room
                 for another response. Their rewards still count in the baseline.
-            seed: seed of the run. Which copies are drawn depends on it and on the number of the batch's first group.
+            seed: the run's seed. With the number of the batch's first group, it determines which copies are drawn.
         """
         self._min_replace_ratio = min_replace_ratio
         self._max_rejected_batches = max_rejected_batches
@@ -78,8 +78,9 @@ class Selection:
         return self._min_replace_ratio is not None
 
     def chosen(self, groups: list[FinishedGroup]) -> list[FinishedGroup] | None:
-        """The groups to train on. None if the batch has too few groups with a signal, so that a new batch is needed.
-        Raises GenerationError if too many batches in a row were rejected."""
+        """Replaces groups without a signal, and returns the groups to train on. Returns None if the batch has too few
+        groups with a signal, so that a new batch is needed. Raises GenerationError if too many batches in a row were
+        rejected."""
         assert self._min_replace_ratio is not None
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         seed = seed_of(self._seed, groups[0].group_id)
@@ -105,7 +106,8 @@ class Selection:
         ]
 
     def masked(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
-        """Clears `loss_mask` of a batch, or of a part of it, as the run's rules require. Does not change `sampled`.
+        """Clears `loss_mask` at the tokens of a batch, or of a part of one, that are not trained on. Does not change
+        `sampled`.
 
         Args:
             trajectories: the trajectories of `batch`, which its column `trajectory_id` indexes.
@@ -124,7 +126,7 @@ class Selection:
         return batch
 
     def lap(self) -> Metrics:
-        """Metrics `selection/…` of the last batch, for the enabled rules."""
+        """Returns the metrics `selection/…` of the enabled rules since the last call, and forgets them."""
         metrics, masked, self._metrics, self._masked = self._metrics, self._masked, {}, []
         return {**metrics, **add_metrics(masked)}
 
@@ -139,7 +141,8 @@ class Selection:
 
 
 def has_zero_variance(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether all samples of one prompt have the same reward. Every group estimator gives them advantage 0."""
+    """Whether all samples of one prompt have (almost) the same reward. If so, estimators that compare the samples of a
+    prompt give all of them an advantage of about 0."""
     return bool(zero_variance_groups(*_scores_and_groups(trajectories)).all())
 
 

@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C) and SIGTERM of a run: the first asks it to stop at a step boundary, a later one ends it at once."""
+"""Handles SIGINT (Ctrl-C) and SIGTERM: the first signal stops a run at a step boundary, a later one ends it at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""Seconds that each engine and model has to close if the run is ended at once."""
+"""Longest time, in seconds, that each engine and model may take to close if the run is ended at once."""
 _BOUNCE_S = 1.0
 """A second signal within this many seconds counts as the same key press."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -48,7 +48,7 @@ class Interrupts:
         """Runs `work()` in a new event loop and returns its result.
 
         Raises:
-            KeyboardInterrupt: a signal cancelled the work, which has closed everything; or a signal interrupted a
+            KeyboardInterrupt: a signal cancelled the work, and its clean-up is complete; or a signal interrupted a
                 clean-up that took more than 10 s.
             ForeignCodeError: code that the work calls raised SystemExit, CancelledError or similar.
             RuntimeError: this thread already has a running event loop.
@@ -74,7 +74,7 @@ class Interrupts:
 
     @contextmanager
     def stops(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Inside, the first signal calls `stop` in the event loop."""
+        """Context in which the first signal calls `stop`, in the event loop."""
         self._stop = stop
         try:
             yield
@@ -102,8 +102,8 @@ class Interrupts:
 
 
 def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Like `asyncio.run`, except for a SystemExit in a task: `asyncio.run` would leave the event loop at once; here the
-    other tasks continue, and the task that awaits the failed one gets the exception."""
+    """Runs `work` like `asyncio.run`, but continues the event loop after a SystemExit in another task. The task that
+    awaits the failed one gets the exception. `asyncio.run` would leave the event loop at once."""
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         task = loop.create_task(work)
@@ -137,7 +137,7 @@ def _wake_by_signals(loop: asyncio.AbstractEventLoop) -> None:
         return
     for number in _SIGNALS:
         handler = signal.getsignal(number)
-        loop.add_signal_handler(number, lambda: None)  # side effect: signal numbers are written to the loop's pipe
+        loop.add_signal_handler(number, lambda: None)  # from now on, signal numbers are written to the loop's pipe
         signal.signal(number, handler)
 
 

@@ -1,7 +1,8 @@
-"""The one training loop.
+"""The training loop of synchronous and asynchronous runs.
 
-Two tasks, joined by a bounded buffer. With `pipeline_depth` 0 they take turns; with more, generation runs ahead. When
-streaming, a step trains while its last groups are still being played (`trainer.step_training`).
+A generating task and a training task exchange groups through a bounded buffer. With `pipeline_depth` 0 they take turns;
+with a larger depth, generation runs ahead of training. When streaming, a step trains while its last groups are still
+being played (`trainer.step_training`).
 
 | task             | consumes        | produces                | waits for                       | unblocked by        |
 |------------------|-----------------|-------------------------|---------------------------------|---------------------|
@@ -10,8 +11,9 @@ streaming, a step trains while its last groups are still being played (`trainer.
 
 A third task publishes the current version again when a restarted engine lacks it.
 
-An evaluation runs in the training task, before the next version is published, so it sees a single version. If engine
-and models share devices (`EngineTurns`), the next groups start only after the models have done all work of the step.
+An evaluation runs in the training task, before the next version is published, so all its samples come from a single
+version. If engine and models share devices (`EngineTurns`), the next groups start only after the models have done all
+work of the step.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.frozen(kw_only=True)
 class LoopSettings:
-    """When the loop evaluates, saves and exports, and where it writes."""
+    """Settings of the loop: when it evaluates, saves and exports, how long it waits, and where it writes."""
 
     last_step: int
     eval_interval: int
@@ -68,15 +70,15 @@ class LoopSettings:
     worker_timeout_s: float
     saves_in_background: bool
     merge_steps: bool
-    """Merge trajectory steps that continue each other into one sequence."""
+    """Whether to merge trajectory steps that continue each other into one sequence."""
     stream_groups: bool = False
-    """Train on groups as they finish."""
+    """Whether to train on the groups of a step as they finish, before all of them have finished."""
     fingerprint: Mapping[str, Any] | None = None
     """The run's fingerprint, stored in its checkpoints; None: not stored."""
     checkpoint_copies: CheckpointCopies | None = None
-    """Where checkpoints are copied; None: nowhere."""
+    """Copies each checkpoint to a remote address; None: checkpoints are not copied."""
     model_path: Path | None = None
-    """Where the model is written after the last step; None: nowhere."""
+    """Directory into which the model is written after the last step; None: the model is not written."""
 
 
 class TrainingLoop:
@@ -143,11 +145,11 @@ class TrainingLoop:
         """Metrics of the last trained step, until its row is complete."""
         self._row_is_written = False
         self._lacks_export = False
-        """The last export that was due failed because the disk was full."""
+        """Whether the last export failed because the disk was full. If so, the next step exports its model."""
         self.steps_done = steps_done
 
     def stop(self) -> None:
-        """Ends the run at the next step boundary, with a checkpoint. Callable from a signal handler."""
+        """Ends the run at the next step boundary, with a checkpoint. Must be called in the event loop's thread."""
         self._stop.set()
 
     @property
@@ -166,8 +168,8 @@ class TrainingLoop:
         await self._engines.prove()
         async with alongside(self._bring_back_engines()), self._saving_after_errors():
             await self._train()
-            # Only here, where no group is being played: after a stop, groups may still have been running in `_train`,
-            # and saving puts an engine on shared devices to sleep.
+            # `_train` cannot save after a stop, because groups may still be running there, and saving puts an engine on
+            # shared devices to sleep. Here no group is being played.
             if self._settings.ckpt_interval > 0 or self._stop.is_set():
                 await self._checkpoint()
             with self._times.phase("checkpoint"):
@@ -198,7 +200,7 @@ class TrainingLoop:
                     break
                 await self._train_on(groups)
             if self._stop.is_set():
-                await self._collect_answers()  # before the groups in progress are cancelled
+                await self._collect_answers()  # here, because the end of the block cancels the groups in progress
 
     @asynccontextmanager
     async def _saving_after_errors(self) -> AsyncIterator[None]:
@@ -250,7 +252,7 @@ class TrainingLoop:
         await self._finish_step()
 
     async def _begin_row(self, trained: TrainedStep, queue: Mapping[str, float]) -> dict[str, float]:
-        """The row of a step that has been trained. Also reports its samples."""
+        """Returns the metrics row of the step that was just trained, and reports the step's samples."""
         step, groups, batch = self.steps_done, trained.groups, trained.batch
         samples, bound = self._engines.is_sampled_from, self._buffer.max_staleness
         agreement = self._update.agreement(batch, version=step - 1) if samples else {}
@@ -299,7 +301,8 @@ class TrainingLoop:
         return self._settings.export_root / f"step_{self.steps_done:06d}"
 
     async def _evaluated(self, row: dict[str, float], *, is_due: bool) -> bool:
-        """Evaluates if due and adds the metrics to the row. False if a stop interrupted the evaluation."""
+        """Evaluates if `is_due`, and adds the metrics to the row. Returns False if a stop interrupted the evaluation,
+        after writing the row without them."""
         if not is_due or not self._eval_rows:
             return True
         metrics = await self._evaluate()
@@ -310,12 +313,14 @@ class TrainingLoop:
         return True
 
     def _lap(self) -> dict[str, float]:
-        """Metrics `time/…`: how the time since the last call was spent."""
+        """Returns the metrics `time/…`: seconds since the last call, by phase, and idle times of generation and
+        engines."""
         idle = {"time/generation_idle": self._rollouts.idle_lap()} if self._engines.is_sampled_from else {}
         return self._times.lap() | idle | self._engines.idle_lap()
 
     def _write_row(self) -> None:
-        """Writes the row of the last trained step with the metrics known by now. Writes each row once."""
+        """Writes the row of the last trained step with the metrics that are known so far. Does nothing if the row was
+        already written."""
         if self._row is None or self._row_is_written:
             return
         for name, seconds in self._lap().items():
@@ -325,7 +330,8 @@ class TrainingLoop:
         self._reporter.step(self.steps_done, dict(self._row))
 
     async def _next_groups(self) -> list[FinishedGroup] | None:
-        """The groups of the next step, or of its next part; None if the run should stop."""
+        """Waits for the groups of the next step, or of its next part, and returns those to train on. Returns None if a
+        stop was requested."""
         if self._stop.is_set():
             return None
         if self._engines.are_asleep:
@@ -335,7 +341,7 @@ class TrainingLoop:
         with self._times.phase("generate"):
             while True:
                 groups = await unless_set(self._stop, self._buffer.take(self._settings.generation_timeout_s))
-                # Even after a stop, a batch that was taken is either trained on or rejected.
+                # A batch that was taken is trained on or rejected, even if a stop was requested meanwhile.
                 if groups is None or not self._selection.replaces_groups:
                     return groups
                 chosen = self._selection.chosen(groups)
@@ -351,7 +357,8 @@ class TrainingLoop:
             return await self._engines.publish(self.steps_done)
 
     async def _bring_back_engines(self) -> None:
-        """Until the run ends, publishes the current version to restarted engines. An error here ends the run."""
+        """Publishes the current version to restarted engines until the run ends. An error is passed to the buffer,
+        whose `take` raises it, so that the run ends."""
         try:
             with code_of("restarting an engine: the engine client"):
                 await self._engines.bring_back(lambda: self.steps_done, self._between_versions)
@@ -359,7 +366,7 @@ class TrainingLoop:
             await self._buffer.fail(error)
 
     async def _evaluate(self) -> dict[str, float] | None:
-        """The metrics of an evaluation; None if a stop interrupted it."""
+        """Evaluates, reports samples and metrics, and returns the metrics; None if a stop interrupted it."""
         self._reporter.phase("evaluate")
         failures = evaluation_failures(self._eval_rows, self._eval_settings)
         evaluation = evaluate(

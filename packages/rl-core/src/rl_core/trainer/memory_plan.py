@@ -1,8 +1,8 @@
-"""Peak memory of a run, phase by phase, from the plans of backends and engine (`rl plan`). Starts nothing.
+"""Computes the peak memory of each phase of a run, for `rl plan`. Starts nothing.
 
-This module repeats the rules by which the loop moves models and engine on and off the devices
-(`trainer/colocation.py`, `workers/devices.py`). The plug-ins' plans (`RankPlan`, `EnginePlan`) state how much memory
-each of them uses.
+The plug-ins' plans (`RankPlan`, `EnginePlan`) state how much memory each model and the engine use. This module adds the
+sizes up by the same rules by which the loop moves models and engine on and off the devices (`trainer/colocation.py`,
+`workers/devices.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ModelOnRanks:
     ranks: tuple[RankPlan, ...]
     ranks_per_node: int
     keeps_optimizer: bool
-    """The optimizer state stays on the devices while other models or the engine use them."""
+    """Whether the optimizer state stays on the devices while other models or the engine use them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,22 +52,22 @@ class Peak:
 
 @attrs.frozen(kw_only=True)
 class Serving:
-    """How much an engine can serve with its share of a device."""
+    """Capacity of an engine that has its share of a device."""
 
     tokens: int
-    """Number of tokens whose keys and values fit into the cache."""
+    """Number of tokens for which the cache holds keys and values."""
     context: int
     """Tokens of the longest sequence."""
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of the longest length that can be decoded at a time; others wait."""
+        """Number of sequences of the longest length that can be decoded at the same time; more sequences wait."""
         return self.tokens // self.context
 
 
 def serving(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> Serving:
-    """How much the engine can serve. If the device's size is unknown, assumes room for `max_num_seqs` sequences of the
-    longest length."""
+    """Computes the engine's capacity, at most `max_num_seqs` sequences of the longest length. If the device's size is
+    unknown, assumes that these fit."""
     wanted = config.generator.inference_engine.max_num_seqs * context
     if device_bytes is None:
         return Serving(tokens=wanted, context=context)
@@ -87,7 +87,7 @@ def peaks(
 
     Args:
         config: the run's configuration.
-        models: all of its models.
+        models: all models of the run that have ranks.
         engine: the engine's plan; None: no engine is started, or its plug-in does not plan, so it is left out.
         context: tokens of the longest sequence.
         device_bytes: memory of one device, of which the engine takes its share; None: unknown.
@@ -146,7 +146,7 @@ def require_room(
 def _of_devices(
     config: Config, models: Sequence[ModelOnRanks], engine: EnginePlan | None, context: int, device_bytes: int | None
 ) -> list[Peak]:
-    """Peaks of devices that are shared by these models, and by the engine if given."""
+    """Peaks of devices that these models and, if it is not None, the engine share."""
     turns = engine is not None and engine.can_sleep and config.pipeline_depth == 0
     devices = " + ".join([*(model.role for model in models), *([ENGINE] if engine is not None else [])])
     beside: dict[str, int] = {}
@@ -186,7 +186,7 @@ def _of_devices(
         synced = _fullest(model, _held_between(model, optimizer=keeps), ("exported",))
         synced["buckets"] = 2 * config.generator.inference_engine.weight_bucket_bytes
         if turns and engine is not None:
-            synced["engine's weights"] = engine.weight_bytes  # the engine's weights are on the device, its cache is not
+            synced["engine's weights"] = engine.weight_bytes  # an engine that wakes for a sync has no cache yet
         add("sync", synced, others + (0 if keeps else away["policy"].optimizer))
         if turns and engine is not None:
             kept = _fullest(model, ("optimizer",)) if model.keeps_optimizer else {}
@@ -209,8 +209,8 @@ def _of_engine(engine: EnginePlan, config: Config, context: int, device_bytes: i
 
 
 def _served_parts(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> dict[str, int]:
-    """Kind of memory → bytes on a device, while the engine serves. An engine with a share below 1 allocates all of it:
-    keys and values get what weights and computation leave, even if they need less."""
+    """Kind of memory → bytes on a device, while the engine serves. An engine with a share below 1 allocates its whole
+    share: the cache of keys and values gets what weights and computation leave, even if it needs less."""
     room = serving(engine, config, context, device_bytes)
     parts = {"engine's weights": engine.weight_bytes, "engine's computation": engine.computing_bytes}
     cache = round(room.tokens * engine.kv_bytes_per_token)
@@ -221,7 +221,7 @@ def _served_parts(engine: EnginePlan, config: Config, context: int, device_bytes
 
 @attrs.frozen(kw_only=True)
 class _Away:
-    """Bytes of one model in host memory while others use the devices."""
+    """Bytes that one model has moved to host memory while another model or the engine uses the devices."""
 
     parameters: int = 0
     optimizer: int = 0
@@ -239,7 +239,7 @@ def _away(model: ModelOnRanks) -> _Away:
 
 
 def _on_host(model: ModelOnRanks) -> int:
-    """Bytes that are in host memory in all phases."""
+    """Bytes of a model's state that are in host memory in all phases, on the fullest machine."""
     return _node_sum(model, lambda rank: sum(_bytes(rank, kind) for kind in rank.on_host))
 
 

@@ -1,5 +1,5 @@
-"""Trains one model, policy or critic, on a batch: one optimizer step per mini-batch and epoch. If the batch comes in
-parts, one step for the whole batch."""
+"""Trains one model, policy or critic, on a batch, with one optimizer step per mini-batch and epoch. A batch that comes
+in parts (streaming) gets a single optimizer step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rl_core.workers.group import add_metrics
 
 @attrs.frozen(kw_only=True)
 class ModelUpdateSettings:
-    """How one model is trained on a batch."""
+    """Settings of training one model on a batch."""
 
     name: str
-    """`policy` or `critic`: prefix of its metrics."""
+    """`policy` or `critic`; also the prefix of the model's metrics."""
     loss: LossSpec
     reduction: str
     reduction_params: Mapping[str, Any]
@@ -34,8 +34,8 @@ class ModelUpdateSettings:
     epochs: int
     temperature: float
     entropy_interval: int = 0
-    """The metric `entropy` is computed in step 1 and in every step divisible by this. 0: only if the loss reads
-    entropies."""
+    """The metric `entropy` is computed in step 1 and in every step divisible by this number. In other steps, and in all
+    steps if it is 0, the metric is computed only if the loss reads entropies."""
     limits: MicroBatchLimits
     max_nonfinite_steps: int
     seed: int
@@ -56,9 +56,9 @@ class ModelUpdate:
     ):
         """
         Args:
-            settings: how the model is trained.
+            settings: loss, batch sizes and limits.
             group: the model's ranks.
-            first_is_own, keeps_first: see `ScoringPass`.
+            first_is_own, keeps_first: as in `ScoringPass`.
             nonfinite_steps: number of optimizer steps skipped in a row so far.
         """
         self._settings = settings
@@ -68,7 +68,7 @@ class ModelUpdate:
         self._keeps_first = keeps_first
         self._added: list[Metrics] = []
         self._divisor = 0.0
-        """Sum of the loss reduction's divisors of the parts added so far."""
+        """Sum of the loss reduction's divisors over the parts added so far."""
         self.nonfinite_steps = nonfinite_steps
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
@@ -87,8 +87,9 @@ class ModelUpdate:
         return batch, self._named(parts)
 
     async def add(self, batch: Batch, step: int) -> Batch:
-        """Adds the gradient of a part (whole groups) of a batch that is a single mini-batch. `finish` takes the
-        optimizer step. Returns the part with the scores that the pass returned."""
+        """Adds the gradient of a part of the step's batch. The part consists of whole groups, and the batch is a single
+        mini-batch, for which `finish` takes the optimizer step. Returns the part with the scores that the training pass
+        returned."""
         settings = self._settings
         part, divisor = with_summed_loss_weights(batch, settings.reduction, settings.reduction_params)
         scores, metrics = await self._accumulated(part, step, seed_of(settings.seed, step, 0, 0), is_first=True)
@@ -131,10 +132,8 @@ class ModelUpdate:
         return {f"{self._settings.name}/{name}": value for name, value in add_metrics(parts).items()}
 
     def judged(self, batch: Batch, step: int) -> dict[str, float]:
-        """The loss of a scored batch, taken as one mini-batch, and the loss's metrics. Trains nothing.
-
-        `perplexity` is exp(mean negative log-prob of the trained tokens).
-        """
+        """Computes the loss of a scored batch, taken as one mini-batch, without training. Returns the loss's metrics,
+        and `perplexity` = exp(mean negative log-prob of the trained tokens) if the loss reads log-probs."""
         settings, objective = self._settings, self._objective
         batch = with_loss_weights(batch, settings.reduction, settings.reduction_params)
         batch = batch.with_columns(
@@ -149,8 +148,8 @@ class ModelUpdate:
         return metrics
 
     def _for_workers(self, mini_batch: Batch, loss: LossSpec, seed: int) -> Batch:
-        """The mini-batch with only the model's inputs and the columns that the loss reads, including those that the
-        loss prepares from the whole mini-batch."""
+        """Reduces the mini-batch to the model's inputs and the columns that the loss reads, and adds the columns that
+        the loss prepares from the whole mini-batch."""
         made = self._objective.prepare(mini_batch.columns, mini_batch.sequence_index, seed=seed)
         mini_batch = mini_batch.with_columns(**made)
         needed = {*INPUT_COLUMNS, *self._objective.call_columns}
@@ -171,7 +170,8 @@ class ModelUpdate:
 
 
 _SCORE_OF = {"logprobs": "old_logprobs", "entropies": "old_entropies", "predicted_values": "values"}
-"""Score of the current model that a loss reads → column of this score in a batch that the same model scored."""
+"""Score of the current model that a loss reads → column with this score in a batch. `judged` reads these columns,
+because the model does not change between scoring and loss."""
 
 
 def mini_batch_sequences(batch: Batch, groups_per_mini_batch: int) -> list[Tensor]:
@@ -185,13 +185,13 @@ def mini_batch_sequences(batch: Batch, groups_per_mini_batch: int) -> list[Tenso
 def with_trained_logprobs(batch: Batch, sequences_M: Tensor, logprobs_T: Tensor) -> Batch:
     """Sets `old_logprobs` of some sequences of a batch to the log-probs that a training pass returned.
 
-    Unknown values are NaN: untrained tokens of these sequences and, unless the batch already has the column, all tokens
-    of the other sequences.
+    Untrained tokens of these sequences get NaN. If the batch had no such column, all tokens of other sequences get NaN
+    too.
 
     Args:
         batch: the whole batch.
         sequences_M: indices of the trained sequences.
-        logprobs_T: log-probs of the stream of these sequences.
+        logprobs_T: log-probs of the tokens of these sequences, in the order of `sequences_M`.
     """
     unknown_T = torch.full((batch.num_tokens,), float("nan"))
     old_logprobs_T = batch["old_logprobs"].clone() if "old_logprobs" in batch else unknown_T

@@ -1,4 +1,4 @@
-"""The models of a run, and the folder of each in a checkpoint and in an export."""
+"""Saves and loads all models of a run, each in a separate folder of a checkpoint or an export."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rl_core.workers import WorkerGroup
 
 @attrs.frozen(kw_only=True, eq=False)
 class Models:
-    """Handles of the ranks of each model."""
+    """The handles of a run's models, through which the controller calls their ranks or engine."""
 
     policy: WorkerGroup
     reference: WorkerGroup | ServedReference | None = None
-    """For KL terms and distillation. Never trained, so never saved."""
+    """Computes log-probs for KL terms and distillation. It is never trained, so it is never saved. None: nothing reads
+    its log-probs."""
     critic: WorkerGroup | None = None
-    """For estimators that read values."""
+    """Computes values for advantage estimators that read them; None: the estimator reads none."""
 
     async def save_state(self, checkpoint: Path) -> None:
         """Saves weights, optimizer and schedule of the trained models."""
@@ -28,7 +29,7 @@ class Models:
             await self.critic.save_state(checkpoint / "critic")
 
     async def start_saving(self, checkpoint: Path) -> None:
-        """Like `save_state`, but in the background: returns when the state is copied."""
+        """Saves like `save_state`, but in the background: returns when the state is copied to memory."""
         await self.policy.start_saving(checkpoint / "policy")
         if self.critic is not None:
             await self.critic.start_saving(checkpoint / "critic")
@@ -48,7 +49,7 @@ class Models:
         return all(answers) and not errors
 
     async def load_state(self, checkpoint: Path) -> None:
-        """Restores the state that `save_state` wrote. Raises CheckpointError."""
+        """Restores the state that `save_state` wrote. Raises CheckpointError if this fails."""
         await self.policy.load_state(checkpoint / "policy")
         if self.critic is not None:
             await self.critic.load_state(checkpoint / "critic")

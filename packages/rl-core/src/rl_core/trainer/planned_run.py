@@ -1,4 +1,4 @@
-"""The plug-ins' memory plans of a run's models, on their meshes, and of its engine. Starts nothing."""
+"""Gets the memory plans of a run's models and of its engine from the plug-ins. Starts nothing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class ArrangedModel:
 
     backend: Backend
     spec: WorkerSpec
-    """If the model is not on this machine, its path is that of a configuration that an installed package ships."""
+    """If the model is not on this machine, the specification's model path is the path of a model configuration that an
+    installed package ships."""
     mesh: Mesh
     ranks_per_node: int
 
 
 def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
-    """All models of a resolved configuration. Raises ConfigError if a backend cannot plan memory, or cannot arrange
-    the configured number of ranks."""
+    """Determines backend, specification and mesh of all models with ranks. Raises ConfigError if the backend cannot
+    plan memory, or cannot arrange the configured number of ranks in a mesh."""
     models: dict[Role, ArrangedModel] = {}
     for role, (nodes, per_node) in model_shapes(config).items():
         # Only the schedule depends on the number of steps, and a plan does not need it.
@@ -58,7 +59,7 @@ def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int
 
 
 def planned_engine(config: Config) -> EnginePlan | None:
-    """The memory plan of one device of an engine; None if its plug-in does not plan, or no engine is started."""
+    """The memory plan of one device of an engine; None if the run starts no engine, or its plug-in does not plan."""
     if not needs_engine(config):
         return None
     plugin, spec = engine_spec(config)
@@ -68,7 +69,7 @@ def planned_engine(config: Config) -> EnginePlan | None:
 
 
 def longest_sequence(config: Config) -> int:
-    """Largest number of tokens of a prompt and its response together."""
+    """Largest number of tokens that a prompt and its response may have together."""
     return config.trainer.max_prompt_length + config.generator.sampling_params.max_generate_length
 
 
@@ -77,8 +78,8 @@ def micro_batch_size(config: Config, role: Role, mesh: Mesh, longest: int | None
     sequence has the largest length, padded.
 
     Args:
-        longest: tokens of a sequence; None: `longest_sequence`. A smaller `trainer.max_tokens_per_microbatch` is raised
-            to it.
+        longest: tokens of a sequence; None: `longest_sequence(config)`. If `trainer.max_tokens_per_microbatch` is set
+            but smaller, a micro-batch holds one sequence.
     """
     trainer = config.trainer
     longest = int(padded_lengths([longest or longest_sequence(config)], mesh.sequence_multiple)[0])

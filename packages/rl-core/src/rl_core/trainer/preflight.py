@@ -1,8 +1,8 @@
-"""Checks before anything is started or written, for training runs and for playing without training.
+"""Checks configuration, data and models before a run starts, for training and for playing without training.
 
 `rl train`, its dry run and `run_training` call `preflight`; `rl eval`, `rl generate`, `run_evaluation` and
-`run_generation` call `prepare_playing`. Independent mistakes are raised together. Paths that a recipe creates are
-checked as soon as they exist: before the start, or after the recipe has created them.
+`run_generation` call `prepare_playing`. Independent mistakes are raised together. Files that a recipe creates are
+checked before the start if they exist already, otherwise after the recipe has created them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _RANKS_READ = (
     "trainer.num_threads",
     "trainer.seed",
 )
-"""Keys that the ranks of every model get."""
+"""Keys that determine the ranks of every model. If one of them has a mistake, no model is checked."""
 _UPDATE_READS = (
     "trainer.algorithm",
     "trainer.policy_mini_batch_size",
@@ -82,18 +82,19 @@ _DIRECTORIES = ("trainer.run_name", "trainer.run_dir", "trainer.ckpt_path", "tra
 
 
 _FEW = 32
-"""Number of shortest prompts, and of longest prompts, that are encoded before a run."""
+"""Before a run, this many of the shortest and as many of the longest prompts (by characters) are encoded."""
 
 
 class NoSampler:
-    """Replaces a generator's engine for calls that need none."""
+    """The sampler of generators that do not sample: before a run, and in runs whose responses come from the data."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         raise AssertionError("nothing is sampled before a run")
 
 
 def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, ...]:
-    """All checks of a training run. Writes nothing except the record that a model was proved.
+    """Makes all checks of a training run that are possible before the start. Writes only the record that a model was
+    proved.
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
@@ -101,7 +102,7 @@ def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, 
             exist already. A run logs this itself, later, when both exist.
 
     Returns:
-        Sentences about what can only be proved when the run starts.
+        One sentence for each check that is possible only when the run starts.
 
     Raises:
         ConfigError, PluginError, DataError: the mistake that was found; ConfigErrors: several mistakes.
@@ -142,8 +143,8 @@ def _fingerprint(config: Config, rows: Mapping[str, list[DataRow] | None]) -> di
 
 
 def _require_resumable(config: Config, now: Mapping[str, Any] | None) -> None:
-    """Requires that the checkpoint to resume from is complete, as far as file sizes show, and that a run of this
-    configuration can continue it."""
+    """Requires that the checkpoint to resume from, if there is one, passes `load_state`, and that its group numbers
+    mean the same prompts in this run (if `now`, this run's fingerprint, is known)."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         load_state(checkpoint)
@@ -159,8 +160,8 @@ def say_changes(config: Config, now: Mapping[str, Any]) -> None:
 
 
 def prepare(run: Config | Loaded) -> None:
-    """Downloads models given by name, lets the recipe create missing data and models, and checks what it created.
-    Called while the run has locked its directories.
+    """Downloads models given by name, lets the recipe create missing data and models, and checks what it created. The
+    caller has locked the run's directories.
 
     Raises:
         ConfigError, DataError, PluginError: the run cannot train on what was created; ConfigErrors: several reasons.
@@ -182,11 +183,13 @@ def prepare(run: Config | Loaded) -> None:
 
 
 def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = None) -> None:
-    """All checks for playing the prompts of the key `reads` without training. Between the checks, a model given by name
-    is downloaded, and the recipe creates missing files; nothing else is written.
+    """Makes all checks for playing prompts without training. Between the checks, a model given by name is downloaded,
+    and the recipe creates missing files; nothing else is written.
 
     Args:
-        output: a file that will be written.
+        run: as in `preflight`.
+        reads: the configuration key of the data files with the prompts.
+        output: a file that the caller will write, and that must not exist yet; None: no file.
 
     Raises:
         ConfigError, PluginError, DataError: the mistake that was found; ConfigErrors: several mistakes.
@@ -212,13 +215,13 @@ def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = N
 
 
 def config_of(run: Config | Loaded) -> Config:
-    """The configuration in the argument of `run_training` and similar functions."""
+    """The configuration itself, or the one in the result of `rl_core.config.load`."""
     return run.config if isinstance(run, Loaded) else run
 
 
 def _loaded(run: Config | Loaded) -> Loaded:
-    """Wraps a plain configuration. A plain configuration does not tell which keys the user set. So no key counts as
-    set, and no warning says that a key has no effect."""
+    """Wraps a plain configuration in a `Loaded`. Because a plain configuration does not record which keys the user set,
+    no key counts as set, and no warning says that a key has no effect."""
     return run if isinstance(run, Loaded) else Loaded(config=run, given={})
 
 
@@ -229,7 +232,8 @@ def _prepare_function(loaded: Loaded) -> Callable[[Config], object] | None:
 
 
 def _fetch_models(config: Config, roles: Sequence[Role], made: Container[str]) -> None:
-    """Downloads the models given by name into the hub's cache, before many processes request them at once."""
+    """Downloads the models given by name into the hub's cache, before many processes request them at once. `made`:
+    paths that the recipe creates."""
     fetched: set[str] = set()
     for role in roles:
         key = f"{SECTIONS[role]}.model.path"
@@ -253,10 +257,10 @@ def _require_new(output: Path) -> None:
 
 
 def _gather_rows(loaded: Loaded, keys: Sequence[str], mistakes: Mistakes) -> dict[str, list[DataRow] | None]:
-    """The rows of each key's files; None if a file is missing or unreadable. Notes mistakes in the rows."""
+    """Reads the rows of each key's files (None if a file is missing or unreadable), and notes mistakes in the rows."""
     config = loaded.config
     rows = {key: _rows(config, key, mistakes) for key in keys}
-    # Other generators may play without environments.
+    # Rows are checked against environments only here, because other generators may play without environments.
     if config.generator.type == "environment" and not mistakes.about("environment.env_class"):
         everything = [row for found in rows.values() for row in found or []]
         if config.environment.env_class is None:
@@ -269,8 +273,9 @@ def _gather_rows(loaded: Loaded, keys: Sequence[str], mistakes: Mistakes) -> dic
 
 
 def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
-    """If rows name an environment other than `environment.env_class`, the user must have set this key, not the
-    recipe."""
+    """Checks rows that name another environment than `environment.env_class`. Raises ConfigError if the recipe set
+    this key and the user set neither it nor reward functions. Otherwise warns that the rows' environments are
+    ignored."""
     key, chosen = "environment.env_class", loaded.config.environment.env_class
     others = [row for row in rows if isinstance(row.row.get("env_class"), str) and row.row["env_class"] != chosen]
     if not others:
@@ -312,7 +317,8 @@ def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistak
 
 
 def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
-    """Notes environments that constrain responses (`Constraining`), if the engine accepts no grammars."""
+    """Notes a mistake for each environment that constrains responses (`Constraining`), if the engine accepts no
+    grammars."""
     key, engine = "generator.inference_engine.backend", config.generator.inference_engine.backend
     try:
         plugin = plugins.load("rl_core.inference", engine)
@@ -338,12 +344,12 @@ def _gather_prompts(
     config: Config, rows: Mapping[str, list[DataRow] | None], mistakes: Mistakes, *, makes: Container[str]
 ) -> None:
     """Notes prompts that are too long, and a tokenizer that cannot be loaded. Encodes only the prompts with the most
-    and the fewest characters; the run later counts the tokens of all. Skipped if there are other mistakes,
-    or if prompts cannot be encoded before the start."""
+    and the fewest characters; the run later counts the tokens of all. Does nothing if other mistakes were found, if the
+    model is not on this machine yet, or if creating the generator may start something."""
     is_made = config.policy_model_path in makes
     if mistakes or (is_made and not Path(config.policy_model_path).exists()):
         return
-    # Other generators may start something when they are created.
+    # Other generators that sample may start something when they are created.
     if config.generator.type != "environment" and needs_engine(config):
         return
     if _is_elsewhere(config.policy_model_path):
@@ -393,13 +399,14 @@ def _require_environment(row: DataRow, name: str | None) -> None:
 
 
 def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes: Mistakes) -> None:
-    """Notes algorithm settings that the trainer refuses, and models that the backend cannot train."""
+    """Notes mistakes in algorithm settings and in the number of steps, models that the backend cannot train, and Ray
+    if it is needed but not installed."""
     if not mistakes.about(*_UPDATE_READS):
         with mistakes.gathered():
             update = update_settings(config)
             if config.trainer.stream_groups and not mistakes.about(*_STREAMING_READS):
                 require_streamable(config, update)
-    # Data that the recipe will create cannot be counted yet. Until then, any schedule length will do.
+    # Data that the recipe will create cannot be counted yet. For these checks, any schedule length will do.
     steps, roles = sys.maxsize, []
     if not mistakes.about("trainer.epochs", "trainer.train_batch_size", "trainer.max_training_steps"):
         with mistakes.gathered():
@@ -414,7 +421,7 @@ def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes
 
 
 def _planned_steps(config: Config, train_rows: Sequence[DataRow] | None) -> int:
-    """Steps of the run; `sys.maxsize` if neither configuration nor rows determine them."""
+    """Number of steps of the run; `sys.maxsize` if neither configuration nor rows determine it."""
     steps = config.trainer.max_training_steps
     if steps is None:
         return sys.maxsize if train_rows is None else num_steps(config, len(train_rows))
@@ -446,8 +453,8 @@ def _require_ray(config: Config, roles: Sequence[Role]) -> None:
 
 
 def _prove_models(config: Config) -> tuple[str, ...]:
-    """Proves that the backend computes each model as transformers does. Returns which models cannot be proved now, and
-    why."""
+    """Proves that the backend computes each model as transformers does. Returns one sentence, with the reason, for each
+    model that can be proved only when the run starts."""
     mistakes, left = Mistakes(), []
     for role in model_shapes(config):
         backend, spec = worker_spec(config, role, num_training_steps=None)

@@ -19,7 +19,8 @@ _PART = 256
 
 
 async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
-    """Like `fitting_rows`, but yields to the event loop between chunks of rows, so signals are handled."""
+    """Does the same as `fitting_rows`, but yields to the event loop between chunks of rows, so that signals are
+    handled."""
     kept: list[DataRow] = []
     for first in range(0, len(rows), _PART):
         await asyncio.sleep(0)
@@ -29,11 +30,12 @@ async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config,
 
 
 def fitting_rows(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
-    """The rows whose prompts and stored responses are short enough; other rows are an error or dropped, depending on
-    `data.on_long_prompt`.
+    """Returns the rows whose prompts and stored responses are short enough. Depending on `data.on_long_prompt`, other
+    rows are dropped or are an error.
 
     Args:
-        sampling: `TRAINING` or `EVALUATION` of `config.context`, the section with the maximum response length.
+        sampling: `TRAINING` or `EVALUATION` of `rl_core.config.context`, the configuration section that contains the
+            maximum response length.
 
     Raises:
         DataError: a prompt or stored response is too long and such rows are not dropped; all rows are too long; or a
@@ -64,7 +66,8 @@ def _short_enough(rows: Sequence[DataRow], generator: Generator, config: Config,
 
 
 def _long_response(row: DataRow, generator: Generator, config: Config, sampling: str) -> str | None:
-    """Describes a stored response that is too long; None if it is not."""
+    """Describes a stored response that is too long. None if it is short enough, or if the generator does not read
+    stored responses."""
     if not isinstance(generator, ResponseMeasuring):
         return None
     length, key = generator.response_length(row.row), f"{sampling}.max_generate_length"
@@ -86,7 +89,7 @@ def _require_some(rows: Sequence[DataRow], kept: Sequence[DataRow], config: Conf
 
 
 def _limits(config: Config, sampling: str) -> list[tuple[int, str]]:
-    """Limits on prompt length, each with its reason."""
+    """Limits on prompt length in tokens, each with a text that explains it."""
     limit, context = config.trainer.max_prompt_length, context_of(config)
     limits = [(limit, f"trainer.max_prompt_length is {limit}")]
     if context is not None:

@@ -1,4 +1,4 @@
-"""One weight sync: ranks send, engines load, and the manifests of both sides must be equal."""
+"""Publishes weights in one sync: ranks send, engines load, and the manifests of both sides must be equal."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rl_core.workers import WorkerGroup
 R = TypeVar("R")
 PauseMode = Literal["keep", "abort", "wait"]
 _END_S = 10.0
-"""Seconds that engines have to end their part of a failed sync."""
+"""Longest wait, in seconds, for engines to end their part of a failed sync."""
 
 
 @attrs.frozen(kw_only=True)
 class Publication:
-    """A sync that succeeded."""
+    """The result of a sync that succeeded."""
 
     sent: Manifest
     """The manifest of the weights that the engines now hold."""
     pause_s: float
-    """Seconds that the engines paused sampling for the sync."""
+    """Seconds from the request to pause sampling until the engines have resumed."""
 
 
 async def publish_weights(
@@ -45,10 +45,10 @@ async def publish_weights(
     `WeightPreparing`, engines keep sampling while they receive, and pause only to load.
 
     Args:
-        group: the ranks that send.
-        client: the engines.
-        transport: how the weights are sent.
-        version: the new version's number.
+        group: the policy's ranks, which send the weights.
+        client: client of the engines, which receive and load them.
+        transport: moves the weights from ranks to engines.
+        version: number of the version that the engines will serve.
         max_bucket_bytes: largest size of one bucket.
         num_engines: number of receivers, for a client that is not `WeightReceivers`.
         pause_mode: what happens to running requests: see `InferenceClient.pause`.
@@ -103,9 +103,9 @@ async def _of_client(client: InferenceClient, answering: Awaitable[R]) -> R:
 async def _both_or_neither(
     sending: asyncio.Future[Any], receiving: asyncio.Future[Any], *, stop: Callable[[], None]
 ) -> None:
-    """Waits for both sides. If one fails, `stop` makes the other fail through the transport. This function still waits
-    for it, because a rank cannot begin its next call before it has stopped sending. Engines that have not stopped after
-    `_END_S` are cancelled. Raises the first error."""
+    """Waits for both sides. If one side fails, calls `stop`, which closes the transport so that the other side fails
+    too. Then waits for the other side, because a rank cannot begin its next call before it has stopped sending, but
+    cancels a call of the engines that has not ended after `_END_S`. Raises the first error."""
     both = {sending, receiving}
     try:
         done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
@@ -123,4 +123,4 @@ async def _both_or_neither(
     finally:
         for future in both:
             if future.done() and not future.cancelled():
-                future.exception()  # so that asyncio does not log the other side's error, a consequence
+                future.exception()  # retrieved, so that asyncio does not log the consequential error of the other side

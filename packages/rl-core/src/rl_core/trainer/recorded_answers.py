@@ -63,7 +63,8 @@ class GroupAnswers:
             _GROUP.reset(token)
 
     async def answer(self, request: GenerateRequest, client: Sampler) -> tuple[Completion, ...]:
-        """The recorded answer to this request, else the answer of `client`. Raises whatever `client` raises."""
+        """Returns the recorded answer to this request or, if there is none, the answer of `client`, which is then
+        recorded. Raises whatever `client` raises."""
         key = request_key(request)
         if key in self._recorded:
             self._given[key] = self._recorded.pop(key)

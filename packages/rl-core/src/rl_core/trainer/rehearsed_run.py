@@ -1,4 +1,4 @@
-"""Runs a step of each model on tensors without data, with the largest micro-batches that the run may have."""
+"""Rehearses a step of each model: runs it on tensors without data, with the largest micro-batches of the run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rl_core.trainer.planned_run import ArrangedModel, longest_sequence, micro_b
 from rl_core.trainer.settings import update_settings
 
 _MICRO_BATCHES = 2
-"""Largest number of micro-batches that are rehearsed. Two suffice: from the second on, gradients are already in
-memory."""
+"""Largest number of micro-batches that are rehearsed. A third would need no more memory than the second, for which the
+gradients of the first are in memory already."""
 
 
 @attrs.frozen(kw_only=True)
 class RehearsedModel:
-    """The rehearsed step of a model's first rank."""
+    """The result of rehearsing a step of a model's first rank."""
 
     phases: tuple[RehearsedPhase, ...]
     num_micro_batches: int
     """Number of rehearsed micro-batches; `phases` count the operations of all of them."""
     micro_batch_tokens: int
-    """Tokens of each micro-batch, before ranks split it."""
+    """Tokens of each micro-batch, before it is split over ranks."""
 
 
 def rehearsed_model(config: Config, role: Role, model: ArrangedModel) -> RehearsedModel:
@@ -55,7 +55,7 @@ def rehearsed_model(config: Config, role: Role, model: ArrangedModel) -> Rehears
 
 
 def planned_phase(planned: ModelOnRanks, phase: str) -> Mapping[str, int]:
-    """Planned bytes on the first rank's device, under the names of `RehearsedPhase.parts`."""
+    """Kind of memory, as in `RehearsedPhase.parts` → bytes planned for it in this phase on the first rank's device."""
     rank = planned.ranks[0]
     held = {"parameters": rank.parameter_bytes, "gradients": rank.gradient_bytes, "optimizer": rank.optimizer_bytes}
     passing = {"gathered": rank.gathered_bytes, "activations": rank.activation_bytes}
@@ -73,7 +73,8 @@ def _loss(config: Config, role: Role) -> LossSpec | None:
 
 
 def _fullest_batch(config: Config, longest: int, per_micro_batch: int, num_micro_batches: int) -> tuple[Batch, Plan]:
-    """A batch in which every prompt and response has the largest length, with every column that a loss may read."""
+    """Makes a batch in which every prompt and response has the largest length, with every column that a loss may read.
+    Also returns the sequences of each micro-batch."""
     count = per_micro_batch * num_micro_batches
     is_sampled_T = torch.arange(longest) >= config.trainer.max_prompt_length
     masks = {"sampled": is_sampled_T, "loss_mask": is_sampled_T}

@@ -1,8 +1,8 @@
-"""Remote checkpoints: with `trainer.ckpt_path=s3://…`, each checkpoint is copied there, and a run resumes from the
-newest.
+"""Copies checkpoints to a remote address, such as `trainer.ckpt_path=s3://…`, and fetches the newest for a resume.
 
-A checkpoint is first completed in the run's local directory. Then its files are copied, their list last, so that a
-remote copy without the list does not count as a checkpoint. A failed copy is repeated with the next checkpoint.
+A checkpoint is first completed in the run's local directory. Then its files are copied. The list of the files is copied
+last, and a remote copy without the list does not count as a checkpoint. A failed copy is repeated with the next
+checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointCopies:
-    """The copies at one address."""
+    """Copies checkpoints to one remote address, and fetches them from there."""
 
     def __init__(self, address: str):
         self._address = address.rstrip("/")
@@ -29,13 +29,14 @@ class CheckpointCopies:
         self._sending: OwnThread[None] | None = None
 
     def steps(self) -> list[str]:
-        """Names of the complete remote checkpoints, oldest first. Raises ConfigError, OSError."""
+        """Names of the complete remote checkpoints, oldest first. Raises ConfigError if the store cannot be accessed,
+        OSError if reading fails."""
         names = [name for name in remote_files.names_in(self._address) if is_step_name(name)]
         return sorted((name for name in names if self._listing(name) is not None), key=lambda name: int(name[5:]))
 
     def send(self, root: Path) -> None:
-        """Copies the complete checkpoints in `root` that are missing or different at the address, and removes those
-        there that `root` lacks. A failure causes a warning, and is kept for `require_sent`."""
+        """Copies the complete checkpoints in `root` that are missing or different at the address, and removes remote
+        checkpoints that `root` lacks. Warns of a failure, and keeps it for `require_sent`."""
         try:
             here = {path.name: path for path in complete_checkpoints(root)}
             for name, path in here.items():
@@ -50,8 +51,8 @@ class CheckpointCopies:
             logger.warning("%s: checkpoints not copied (the next checkpoint tries again): %s", self._address, error)
 
     async def send_within(self, root: Path, timeout_s: float) -> None:
-        """Runs `send` outside the event loop. If the store does not answer within `timeout_s`, the copy counts as
-        failed, and the run does not wait again until this copy has ended."""
+        """Runs `send` in a thread. If it has not ended within `timeout_s`, it counts as failed but continues. Until it
+        has ended, later calls only warn and copy nothing."""
         if self._sending is None or self._sending.is_done:
             self._sending = OwnThread(lambda: self.send(root))
             try:
@@ -70,7 +71,8 @@ class CheckpointCopies:
             ) from self._failure
 
     def fetch_newest(self, root: Path) -> None:
-        """Downloads the newest remote checkpoint into `root`, if it is missing there. Raises ConfigError, OSError."""
+        """Downloads the newest remote checkpoint into `root`, if it is missing there. Raises ConfigError if the store
+        cannot be accessed, OSError if reading or writing fails."""
         names = self.steps()
         if not names or (root / names[-1] / COMPLETE).is_file():
             return

@@ -1,4 +1,4 @@
-"""The interface through which the loop reports what happened."""
+"""The interface through which the loop reports phases, metrics and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides which of a checkpoint's groups a resumed run can train on or continue. The run plays the others again."""
+"""Decides which groups of a checkpoint a resumed run can train on or continue. It plays all other groups again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 @attrs.frozen(kw_only=True, eq=False)
 class ResumedGroups:
-    """What a resumed run does with the groups of its checkpoint."""
+    """The groups of a checkpoint, sorted by what the resumed run does with them."""
 
     state: RunState
-    """The checkpoint's state. Its `restart_groups` are all groups that are neither finished nor started here."""
+    """The checkpoint's state, in which `restart_groups` are all groups that are neither in `finished` nor in
+    `started`."""
     finished: tuple[StoredGroup, ...] = ()
-    """Groups that the run trains on as they are."""
+    """Finished groups that the run trains on without playing them again."""
     started: tuple[StartedGroup, ...] = ()
     """Groups in progress that the run continues."""
 
@@ -32,11 +33,14 @@ class ResumedGroups:
 def resumed_groups(
     config: Config, checkpoint: Path | None, state: RunState, now: Mapping[str, Any], *, total_steps: int
 ) -> ResumedGroups:
-    """The groups of a checkpoint that a run uses.
+    """Reads the groups that a checkpoint stores, and decides which of them the run uses.
 
     Args:
+        checkpoint: the checkpoint that the run resumes from; None: it stores no groups.
+        state: the checkpoint's state.
         now: the fingerprint of this run (`trainer.fingerprint`). If this run would play prompts differently than
             the checkpoint's run, all groups are played again.
+        total_steps: number of steps of the run.
 
     Raises:
         CheckpointError: the groups or the checkpoint's fingerprint cannot be read.
@@ -45,7 +49,7 @@ def resumed_groups(
         return ResumedGroups(state=state)
     finished, started = read_groups(checkpoint), read_started_groups(checkpoint)
     versions = {one.group.group_id: one.group.start_version for one in finished}
-    if config.pipeline_depth > 0:  # else all groups of a step start at its own version
+    if config.pipeline_depth > 0:  # with depth 0, every group must start at the version of its step
         versions |= {one.group_id: one.start_version for one in started}
     kept = within_the_bound(
         versions if plays_alike(checkpoint, now) else {},
@@ -78,6 +82,7 @@ def within_the_bound(
 
     Args:
         start_versions: group → the version with which it started.
+        last_version: the version at which the last step is trained.
     """
     kept: set[int] = set()
     for group_id, start_version in sorted(start_versions.items(), key=lambda group: (group[1], group[0])):

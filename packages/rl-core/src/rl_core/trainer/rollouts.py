@@ -1,4 +1,4 @@
-"""The generating task: starts groups as fast as the buffer allows, and passes on those that can be trained on."""
+"""Runs the generating task, which starts groups as soon as the buffer allows and gives it the usable results."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ from rl_core.trainer.stored_groups import StartedGroup, StoredGroup
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
-"""Longest wait for the answers of aborted requests. A request that moved to another server meanwhile runs on."""
+"""Longest wait for the answers of aborted requests, in seconds. A request that moved to another server meanwhile is not
+aborted and may take longer."""
 
 
 @attrs.frozen(kw_only=True)
 class RolloutSettings:
-    """How a prompt is played, and which groups are worth training on."""
+    """Settings of playing prompts: sampling, which groups are dropped, and how many failures are accepted."""
 
     num_samples: int
     params: SamplingParams
     seed: int
     drop_zero_variance: bool
-    """Dynamic sampling: a group whose samples all have the same reward is dropped, and another one is played."""
+    """Whether to drop a group whose samples all have the same reward, and play another (dynamic sampling)."""
     max_dropped_groups: int
     """The run stops if more than this many groups in a row are dropped."""
     limit_rule: str = "one batch"
     """How `max_dropped_groups` was determined, for the error message."""
     plays_greedy: bool = False
-    """Also play a greedy answer to each prompt, as a baseline. It is not trained on."""
+    """Whether to also play a greedy answer to each prompt. Its reward is a baseline; it is not trained on."""
     max_failure_rate: float = 1.0
-    """A larger fraction of failed samples stops the run."""
+    """Largest fraction of samples that may fail. If more fail, the run stops."""
     samples_per_step: int = 1
-    """`max_failure_rate` is a fraction of this many samples, until more have ended."""
+    """Number of samples to which `max_failure_rate` refers; if more have ended since the last step, their number."""
 
 
 class Rollouts:
-    """Plays prompts into the buffer.
+    """Plays the prompts of a source, and puts the finished groups into the buffer.
 
     consumes     rows of `source`, in the order of group numbers
-    produces     finished groups in `buffer`; for checkpoints, what groups in progress have got so far (`started`)
+    produces     finished groups in `buffer`; for checkpoints, the answers so far of groups in progress (`started`)
     waits for    the buffer's permission to start a group, then the generator
     unblocked by the training task taking groups and publishing versions
     """
@@ -76,7 +77,7 @@ class Rollouts:
             stored: groups of an earlier run that are finished in the buffer.
             started: groups of an earlier run that are in progress in the buffer, and are continued.
             abort: `InferenceClient.abort` of the engine that `generator` uses through a `RecordingSampler`; None:
-                checkpoints get no groups in progress.
+                `collect_answers` does nothing.
         """
         self._generator = generator
         self._source = source
@@ -144,8 +145,9 @@ class Rollouts:
         )
 
     async def collect_answers(self) -> None:
-        """Makes the engines return what running requests have sampled so far, for `started`; the generator continues
-        them in new requests. If the engines refuse, or take too long, the checkpoint has fewer tokens."""
+        """Aborts the running requests, so that the engines return the tokens sampled so far, which `started` then
+        includes. The generator continues these responses in new requests. If aborting fails or takes too long, the
+        checkpoint lacks some tokens."""
         running = {name: done for answers in self._in_progress.values() for name, done in answers.running.items()}
         if self._abort is None or not running or not self._buffer.runs_ahead:
             return
@@ -164,8 +166,8 @@ class Rollouts:
             )
 
     def started(self) -> tuple[StartedGroup, ...]:
-        """The groups in progress of which tokens have been sampled. Empty if generation does not run ahead, as
-        `stored`."""
+        """The groups in progress for which tokens have been sampled. Empty if generation does not run ahead, for the
+        reason given at `stored`."""
         if not self._buffer.runs_ahead:
             return ()
         return tuple(
@@ -175,9 +177,9 @@ class Rollouts:
         )
 
     def lap(self) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
-        """Metrics since the last call, and the failed samples. Counts dropped groups by reason, tokens of dropped or
-        discarded groups, failed samples by kind, and tokens of greedy answers. Outstanding groups are left for the step
-        that accounts for them, because a resumed run would play them again."""
+        """Returns metrics since the last call, and the failed samples. The metrics count dropped groups by reason,
+        tokens of dropped or discarded groups, failed samples by kind, and tokens of greedy answers. Outstanding groups
+        count only in the step that accounts for them, because a resumed run would play them again."""
         later = set(self._buffer.outstanding)
         dropped = Counter(reason for group, reason in self._dropped.items() if group not in later)
         self._dropped = {group: reason for group, reason in self._dropped.items() if group in later}
@@ -251,7 +253,8 @@ def _popped(count_of_group: Counter[int], later: set[int]) -> float:
 
 
 async def generate_group(generator: Generator, request: GroupRequest) -> tuple[Trajectory, ...]:
-    """The group's trajectories. Raises GenerationError if the generator's answer does not match the request."""
+    """Plays a group and returns its trajectories. Raises GenerationError if they do not match the request, or if one
+    has both steps and a failure, or neither."""
     with code_of(f"{request.row_place}: the generator {type(generator).__name__}"):
         trajectories = await generator.generate(request)
     asked = [(request.group_id, index) for index in range(request.num_samples)]
@@ -272,7 +275,7 @@ async def generate_group(generator: Generator, request: GroupRequest) -> tuple[T
 
 
 def group_request(row: DataRow, group_id: int, start_version: int, settings: RolloutSettings) -> GroupRequest:
-    """The request that plays one row."""
+    """The request for the `settings.num_samples` samples of a row's prompt."""
     return GroupRequest(
         group_id=group_id,
         row=row.row,

@@ -1,4 +1,4 @@
-"""From a resolved configuration to a finished run: builds the parts of the loop, runs it, and closes them."""
+"""Runs training, evaluation or generation for a resolved configuration: builds all parts, runs them, closes them."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(config: Config | Loaded, *, started: float | None = None) -> RunSummary:
-    """Makes all checks that are possible beforehand (`trainer.preflight`), trains as `config` says, and returns when
-    the run is done or was stopped.
+    """Makes all checks that are possible before the start (`trainer.preflight`), trains as configured, and returns the
+    summary when the run is complete or was stopped.
 
     In the main thread, once the loop runs, the first SIGINT or SIGTERM stops the run at the next step boundary, with a
     checkpoint; a second one, or one before the loop, ends the run at once. In a notebook, whose event loop occupies the
@@ -102,7 +102,7 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
     Args:
         config: a resolved configuration (see `rl_core.config.resolve`), or the result of `rl_core.config.load`. With
             the latter, the recipe creates missing files once the run has locked its directories.
-        started: `time.perf_counter()` when the process began its work; default: now.
+        started: the value of `time.perf_counter()` from which the summary's `total_seconds` counts; default: now.
 
     Raises:
         ConfigError, PluginError, DataError: the run cannot start as configured, for example because another run uses
@@ -128,9 +128,9 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
 
 
 def run_evaluation(config: Config | Loaded) -> dict[str, float]:
-    """Plays the held-out rows once with the model at `trainer.policy.model.path`. Returns the metrics.
+    """Evaluates the model at `trainer.policy.model.path` once on the held-out rows. Returns the metrics.
 
-    Only what playing needs is checked. The recipe creates missing files.
+    Checks only the settings that this needs. A model given by name is downloaded, and the recipe creates missing files.
 
     Args:
         config: as in `run_training`.
@@ -146,13 +146,13 @@ def run_evaluation(config: Config | Loaded) -> dict[str, float]:
 
 
 def run_generation(config: Config | Loaded, output: Path, *, limit: int | None = None) -> int:
-    """Plays the held-out rows (the training rows, if there are none) and writes one JSON line per sample. Returns the
-    number of lines.
+    """Samples responses to the held-out rows, or to the training rows if no held-out rows are configured. Writes one
+    JSON line per sample, and returns the number of lines.
 
     Args:
         config: as in `run_evaluation`.
         output: a new file. Its directory is created if it is missing.
-        limit: number of rows to play, from the first; None: all.
+        limit: use only the first `limit` rows; None: all rows.
 
     Raises:
         ConfigError, PluginError, DataError: the rows cannot be played as configured, or `output` exists; it is never
@@ -272,7 +272,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
 
 
 def _require_same_groups(config: Config, now: Mapping[str, Any]) -> None:
-    """Repeats this check of `preflight`: since then the recipe may have created rows, the checkpoint may have been
+    """Repeats a check of `preflight`, because since then the recipe may have created rows, a checkpoint may have been
     fetched, or another run may have written one."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
@@ -286,7 +286,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
 async def _generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
     rows = _rows(config, reads)[:limit]
-    # Failed samples are written too, so that users can inspect them.
+    # No number of failed samples is an error: they are written too, so that users can inspect them.
     result = await _play(config, rows, attrs.evolve(train_rollouts(config), max_failure_rate=1.0), TRAINING)
     writer = SamplesWriter(output, first_step=0)
     writer.write([sample_of(one, step=0, purpose="eval", row=result.rows[one.group_id]) for one in result.trajectories])
@@ -299,8 +299,8 @@ def _rows(config: Config, key: str) -> list[DataRow]:
 
 
 async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettings, sampling: str) -> Evaluation:
-    """Plays the rows once with the model at `trainer.policy.model.path`. `sampling`: the section with the maximum
-    response length, which limits prompts."""
+    """Starts the generator (and its engine), plays the rows at version 0, and returns the result. `sampling`:
+    `TRAINING` or `EVALUATION`, the configuration section whose maximum response length limits the prompts."""
     async with _playing(config) as (_, generator):
         return await evaluate(
             generator,
@@ -314,7 +314,7 @@ async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettin
 
 @asynccontextmanager
 async def _playing(config: Config) -> AsyncIterator[tuple[InferenceClient | None, Generator]]:
-    """The engine's client (None if the generator does not sample), and the generator."""
+    """Context with the engine's client (None if the generator does not sample) and the generator. Closes both."""
     generator, told = generator_spec(config)
     generator.validate(told)
     if needs_engine(config):
@@ -355,7 +355,8 @@ async def _engine(config: Config) -> AsyncIterator[InferenceClient]:
 
 
 async def _with_served_models(config: Config, options: Mapping[str, Any], client: InferenceClient) -> Mapping[str, Any]:
-    """The options of environments, with the addresses of the models that they ask on the run's engines."""
+    """Lets the engines serve the models that environments query (`url: inference_engine`). Returns the environments'
+    options with these models' addresses."""
     asked = asked_models(options)
     served = {place: await serving_plugin(config).serve_model(client, adapter) for place, adapter in asked.items()}
     return with_served_models(options, served)
@@ -419,8 +420,8 @@ async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
 
 
 async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:
-    """Waits for `close`. If the run is ended at once, waits at most `CLOSE_S`; a part that takes longer ends with the
-    process."""
+    """Calls `close` and waits for it. If the current task is being cancelled, waits at most `CLOSE_S`, and only warns
+    if `close` fails or takes longer, because the part ends with the process."""
     task = asyncio.current_task()
     if task is None or not task.cancelling():
         await close()
@@ -455,9 +456,10 @@ def _callback(path: str) -> Callback:
 
 @contextmanager
 def _data_outside_garbage_collection() -> Iterator[None]:
-    """Excludes rows, models and modules, which live as long as the run, from garbage collection.
+    """Context in which the garbage collector ignores all objects that exist at its start: rows, models and modules.
 
-    They make up most objects of the process. In the quick start, scanning them took 95 ms of a 730 ms step.
+    These objects live as long as the run, and are most of the process's objects. In the quick start, scanning them took
+    95 ms of a 730 ms step.
     """
     gc.collect()
     gc.freeze()

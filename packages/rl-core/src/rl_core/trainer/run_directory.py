@@ -1,4 +1,4 @@
-"""Prepares a run's directory, for a new, continued or resumed run, without losing a file; writes the run's summary."""
+"""Prepares the directory of a new or resumed run without losing a file, and writes the run's summary."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _OWN_ENTRIES = re.compile(
     r"report\.html(\.writing)?|checkpoints|model|tensorboard|wandb|wandb_run_id\.txt|replaced_\d+|logs|"
     r"\.rl-lock|\.rl-run"
 )
-"""Names of the files that a run, its trackers and its engines write into its directory."""
+"""Names of files and directories that a run, its trackers and its engines create in the run's directory."""
 MARK = ".rl-run"
-"""The first file that a run writes into its directory, and the last one to be moved away. It identifies a run's
-directory, because other programs use the other names too."""
+"""A run writes this file into its directory before all others, and moves it away after all others. The file shows that
+the directory is a run's: other programs use names such as `metrics.jsonl` too."""
 _MARK_TEXT = "A run of rl writes this directory, and may move files with the names of its output; see config.yaml.\n"
 _COMPLETE = ("trainer", "generator", "data", "environment")
-"""Sections of every configuration that a run wrote."""
+"""Sections that every `config.yaml` written by a run contains."""
 
 
 @attrs.frozen(kw_only=True)
 class RunSummary:
-    """How a run ended."""
+    """Results of a run. `summary.json` contains all fields except `run_dir`."""
 
     run_dir: Path
     steps: int
@@ -60,15 +60,15 @@ class RunSummary:
     accuracy_after: float | None
     """The same measure in the last evaluation; None without evaluation."""
     rl_seconds: float
-    """Duration of all steps and evaluations, in all processes of the run."""
+    """Seconds that all steps and evaluations took, summed over all processes of the run."""
     total_seconds: float
-    """Time since this process started, including preparation, loading and saving."""
+    """Seconds since this process began its work, including preparation, loading and saving."""
     seed: int
 
 
 @attrs.frozen(kw_only=True)
 class RunStart:
-    """Where a run begins."""
+    """The directory of a run, and the checkpoint and state with which it begins."""
 
     run_dir: Path
     checkpoint: Path | None
@@ -140,13 +140,13 @@ def set_aside_later_steps(config: Config, step: int) -> None:
 
 
 def newest_config(run_dir: Path) -> Path:
-    """The file with the configuration with which the run was last started."""
+    """The file that contains the configuration of the run's last process."""
     resumed = [path for path in run_dir.glob("config.resumed-*.yaml") if _resumed_number(path)]
     return max(resumed, key=_resumed_number, default=run_dir / "config.yaml")
 
 
 def write_summary(run_dir: Path, *, interrupted: bool, total_seconds: float, seed: int) -> RunSummary:
-    """Reads the run's metrics and writes `summary.json`."""
+    """Summarizes the run from its metrics file, writes `summary.json`, and returns the summary."""
     rows = list(read_rows(run_dir / METRICS_FILE_NAME))
     accuracies = [row.get("eval/accuracy", row.get("eval/reward")) for row in rows]
     evaluated = [
@@ -172,8 +172,8 @@ def _start_state() -> RunState:
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
-    """The checkpoint that a run would continue from: `resume_path`, or the newest complete one, whatever the state of
-    the metrics. None: the run starts from the model.
+    """The checkpoint that a run would continue from: `resume_path`, or the newest complete one in the run's checkpoint
+    directory, even if metrics rows are missing. None: the run starts from the model.
 
     Raises CheckpointError if `resume_path` is not a directory."""
     trainer = config.trainer
@@ -201,8 +201,8 @@ def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
 
 
 def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
-    """Warns about missing metrics rows. A row is on disk before its step's checkpoint, so a kill cannot have caused
-    this."""
+    """Warns if metrics rows of steps up to the checkpoint are missing. A killed process cannot cause this, because each
+    row is on disk before the checkpoint of its step."""
     metrics = config.run_dir / METRICS_FILE_NAME
     if checkpoint is None or not metrics.exists() or checkpoint.resolve().parent != config.ckpt_dir.resolve():
         return
@@ -216,12 +216,15 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
 
 
 def require_own_files(config: Config) -> None:
-    """Requires that a run wrote all files in the run's directory that have the names of a run's files. This is shown by
-    a run's mark; by a complete checkpoint; or, from a version that made no marks, by configuration, metrics and samples
-    together.
+    """Requires that the run would not append to, move or overwrite files that no run wrote.
 
-    Raises ConfigError if not, because the run would otherwise append to, or move, foreign files. Also raises it if the
-    run would overwrite the model that it starts from.
+    Files in the run's directory that have the names of a run's files count as written by a run if the directory has a
+    run's mark or a complete checkpoint. Versions that made no mark left configuration, metrics and samples; these three
+    together count as a mark.
+
+    Raises:
+        ConfigError: the directory contains foreign files with such names; its metrics or samples cannot be read; or the
+            run would overwrite the model that it starts from.
     """
     run_dir, model = config.run_dir, config.trainer.policy.model.path
     for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME):
@@ -248,7 +251,8 @@ def require_own_files(config: Config) -> None:
 
 
 def _foreign_entries(config: Config) -> list[Path]:
-    """Entries with names of a run's files in a directory that no run wrote, except those that this run will read."""
+    """If no run wrote the run's directory: its entries that have names of a run's files, except those that this run
+    will read, lock files, and unfinished saves."""
     run_dir = config.run_dir.absolute()
     ckpt_dir = config.ckpt_dir.absolute()
     has_checkpoint = run_dir in ckpt_dir.parents and bool(complete_checkpoints(ckpt_dir))
@@ -260,7 +264,7 @@ def _foreign_entries(config: Config) -> list[Path]:
 def _is_run(run_dir: Path) -> bool:
     if (run_dir / MARK).exists() or complete_checkpoints(run_dir / "checkpoints"):
         return True
-    # A version that made no mark opened both files at once, after it had written its configuration.
+    # Versions that made no mark created both files together, after writing config.yaml.
     if not all((run_dir / name).exists() for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME)):
         return False
     try:
@@ -280,8 +284,8 @@ def _rows_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _ends(config: Config, step: int) -> list[Path]:
-    """Paths inside `run_dir` of the exported models of later steps, including the final one, and of summary and
-    report."""
+    """Paths of the models that later steps exported, of the final model, and of summary and report, as far as they are
+    inside `run_dir`."""
     run_dir, export_dir = config.run_dir, config.export_dir
     models = list(export_dir.iterdir()) if run_dir in export_dir.parents and export_dir.is_dir() else []
     later = [path for path in models if not (is_step_name(path.name) and step_of(path) <= step)]
@@ -309,8 +313,8 @@ def _move_aside(config: Config, checkpoint: Path | None) -> Path | None:
 
 
 def _own_entries(config: Config) -> list[Path]:
-    """The entries of the run directory that a run wrote, without those that this run will read. Metrics and mark come
-    last."""
+    """The entries of the run directory that have names of a run's files, except those that this run will read. Metrics
+    and mark come last, so that they are moved last."""
     run_dir = config.run_dir.absolute()
     models = (config.trainer.policy.model.path, config.trainer.ref.model.path, config.trainer.critic.model.path)
     reads = [Path(os.path.realpath(path)) for path in (*models, *config.data.train_data, *config.data.val_data) if path]
@@ -323,7 +327,8 @@ def _own_entries(config: Config) -> list[Path]:
 
 
 def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:
-    """Moves the run's entries; moves the whole directory if it contains nothing else."""
+    """Moves the whole directory if it contains nothing else and the process does not work in it; otherwise moves only
+    the run's entries."""
     if len(own) == len(list(run_dir.iterdir())) and not Path.cwd().is_relative_to(run_dir.resolve()):
         run_dir.rename(aside)
         return

@@ -1,13 +1,13 @@
 """Locks a run's directories for one process. A second process gets an error that names the holder, and changes nothing.
 
-A lock is flock(2) on a file that contains the process's id, host and start time. The kernel releases it however the
-process ends, so the file of a killed run blocks no one. The lock file is next to the directory, as `.<name>.rl-lock`. A
-file inside would move with the directory, lock included, when a run moves an earlier run away. The lock file is inside
-only if the directory cannot be moved, because it is a mount point or its parent is not writable.
+A lock is flock(2) on a file that contains the process's id, host and start time. The kernel releases the lock however
+the process ends, so the lock file of a killed run blocks no other run. The lock file is next to the directory, as
+`.<name>.rl-lock`, because a run that moves an earlier run away would move a lock file inside the directory too. The
+lock file is inside only if the directory cannot be moved, because it is a mount point or its parent is not writable.
 
 A host may not see the locks of another host on a shared file system, and some file systems have no locks. So a run also
-touches its lock files every few seconds. If the process that a lock file names may still be alive although its lock
-cannot be seen, the file is watched for such a touch before it is taken over.
+touches its lock files every few seconds. If the process named in a lock file may still be alive although this host
+sees no lock of it, this process watches the file for such a touch before it takes the lock over.
 
 A directory inside another directory of the run needs no lock of its own, because every run also looks for lock files
 above its directories and directly inside them. It looks before and after taking its own locks, so of two runs whose
@@ -40,15 +40,16 @@ logger = logging.getLogger(__name__)
 _KEYS = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path")
 _SUFFIX = ".rl-lock"
 _PATIENCE_S = 2.0
-"""Seconds for which a lock is retried: its holder may not have written its identity yet, or may only be checking."""
+"""Seconds for which an attempt to lock is repeated, because the lock's holder may not have written its identity yet, or
+may hold the lock only for a check."""
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 _BEAT_S, _WATCH_S = 4.0, 10.0
 """Seconds between touches of a run's lock files; and seconds without a touch after which a run counts as dead."""
 _dead: set[tuple[Path, Holder]] = set()
 """Holders that this process has found dead, so that each is watched only once."""
 _descriptors: set[int] = set()
-"""File descriptors of this process's locks. A forked child must close them, else it holds the locks after its parent
-has ended."""
+"""File descriptors of this process's locks. A forked child must close them; otherwise it would hold the locks after its
+parent has ended."""
 
 
 @attrs.frozen(kw_only=True)
@@ -58,7 +59,7 @@ class Holder:
     pid: int
     host: str
     started: str
-    """When it took the lock: local time with UTC offset."""
+    """When the process took the lock: local time with UTC offset."""
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def held_directories(config: Config) -> Iterator[None]:
         with _signs_of_life(taken.values()):
             yield
     finally:
-        if os.getpid() == pid:  # a forked child unwinds the same stack and must not release
+        if os.getpid() == pid:  # a forked child runs this block too, but must not release the parent's locks
             for path, descriptor in taken.items():
                 _release(path, descriptor)
 
@@ -144,7 +145,7 @@ def _lock_files_in(directory: Path) -> list[Path]:
 def _require_free(config: Config, key: str, path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # most do not exist; without read permission the directory is not writable either
+    except OSError:  # usually, there is no file; one without read permission protects a directory of another user
         return
     try:
         has_lock = _lock(config, key, path, descriptor, fcntl.LOCK_SH)
@@ -154,7 +155,8 @@ def _require_free(config: Config, key: str, path: Path) -> None:
 
 
 def _taken(config: Config, key: str, path: Path) -> int:
-    """The descriptor of a lock file that this process has locked. Warns if the file system has no locks."""
+    """Creates a lock file if it is missing, locks it, writes this process's identity into it, and returns its
+    descriptor. Warns if the file system has no locks."""
     try:
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,8 +184,8 @@ def _taken(config: Config, key: str, path: Path) -> int:
 
 
 def _lock(config: Config, key: str, path: Path, descriptor: int, kind: int) -> bool:
-    """Takes a lock of that kind. False if the file system has no locks. Raises ConfigError that names the holder if
-    another process has the lock."""
+    """Takes a shared or exclusive lock (`kind`). Returns False if the file system has no locks. Raises a ConfigError
+    that names the holder if another process has the lock."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -201,8 +203,8 @@ def _lock(config: Config, key: str, path: Path, descriptor: int, kind: int) -> b
 
 
 def _require_dead(config: Config, key: str, path: Path, descriptor: int, *, has_lock: bool) -> None:
-    """Raises ConfigError if the process that the lock file names may still run although this process got the lock: it
-    may be on another host, or the file system may have no locks."""
+    """Raises ConfigError if the process named in the lock file may still run although no lock of it was found. This
+    happens if it is on another host, or if the file system has no locks."""
     holder = _read_holder(descriptor)
     if holder is None or (path, holder) in _dead:
         return
@@ -223,8 +225,8 @@ def _require_dead(config: Config, key: str, path: Path, descriptor: int, *, has_
 
 
 def _is_touched(path: Path) -> bool:
-    """Whether a process touches the file within `_WATCH_S`. Compares only the file's times, not the clocks of two
-    hosts."""
+    """Watches the file for up to `_WATCH_S`. Returns whether a process touched it. Compares only the file's timestamps
+    with each other, because the clocks of two hosts may differ."""
     first, deadline = _touched_at(path), time.monotonic() + _WATCH_S
     while first is not None and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -247,13 +249,13 @@ def _touched_at(path: Path) -> int | None:
 
 @contextmanager
 def _signs_of_life(descriptors: Iterable[int]) -> Iterator[None]:
-    """Within the context, updates the files' timestamps every few seconds."""
+    """Context in which a thread updates the timestamps of the lock files every `_BEAT_S` seconds."""
     ends, held = threading.Event(), list(descriptors)
 
     def touch() -> None:
         while not ends.wait(_BEAT_S):
             for descriptor in held:
-                with suppress(OSError):  # if the disk is full or lost, another write ends the run
+                with suppress(OSError):  # if the file system is full or lost, other writes of the run report it
                     os.utime(descriptor)
 
     thread = threading.Thread(target=touch, name="run-lock", daemon=True)
@@ -277,15 +279,15 @@ def _in_use(config: Config, key: str, path: Path, holder: Holder | None) -> Conf
 
 
 def _is_running_here(holder: Holder | None) -> bool:
-    """Whether the holder is a running process on this machine. The file may still name a previous holder that has
-    ended, until the new one writes."""
+    """Whether the holder is a running process on this machine. False for an earlier holder that has ended; a lock file
+    names it until the new holder has written its identity."""
     if holder is None or holder.host != socket.gethostname():
         return False
     try:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # the process runs, but belongs to another user
         return True
     return True
 
@@ -294,14 +296,14 @@ def _write_holder(descriptor: int) -> None:
     started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     holder = Holder(pid=os.getpid(), host=socket.gethostname(), started=started)
     line = json.dumps(attrs.asdict(holder)).encode() + b"\n"
-    os.pwrite(descriptor, line, 0)  # one write: a reader sees either this line or the previous one, complete
+    os.pwrite(descriptor, line, 0)  # a single write, so that a reader sees a complete line, either this or the old one
     os.ftruncate(descriptor, len(line))
 
 
 def _read_holder(descriptor: int) -> Holder | None:
     try:
         return Holder(**json.loads(os.pread(descriptor, 4096, 0).split(b"\n")[0]))
-    except (ValueError, TypeError):  # nothing is written yet
+    except (ValueError, TypeError):  # the process that created the file has not written its identity yet
         return None
 
 
@@ -313,7 +315,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _release(path: Path, descriptor: int) -> None:
-    """Removes the file while it is still locked, so that it cannot be a file that another process has just locked."""
+    """Removes the lock file, then unlocks it by closing it. In this order, the removed file cannot be one that another
+    process has just locked."""
     try:
         if _is_at(path, descriptor):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Writing a run's checkpoints: at once, or in the background while training goes on (`trainer.async_save`)."""
+"""Writes a run's checkpoints, either at once or in the background while training continues (`trainer.async_save`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _REPEAT_S = 60.0
-"""Seconds between two warnings about the same full disk, although saving is tried after every step."""
+"""Least number of seconds between two warnings about a full disk. Saving is tried more often, after every step."""
 
 
 class CheckpointSaver:
@@ -44,7 +44,7 @@ class CheckpointSaver:
     consumes     states of the run (`save`)
     produces     complete checkpoints, each reported to `on_complete`
     waits for    the ranks: `save` until their files are written or, in the background, until the previous save is
-                 complete and the state is copied; `finish` until the last save is complete
+                 complete and the state is copied to memory; `finish` until the last save is complete
     unblocked by the ranks, an error of one of them, or the deadline
     """
 
@@ -82,7 +82,7 @@ class CheckpointSaver:
         self, state: RunState, finished: Sequence[StoredGroup] = (), started: Sequence[StartedGroup] = ()
     ) -> None:
         """Writes the checkpoint of `state.step`, or starts to write it in the background. First waits for the previous
-        background save. Raises that save's error (unless the disk was full), or DeadlineError if it takes too long."""
+        background save, and raises its error (unless the disk was full), or DeadlineError if it takes too long."""
         await self._wait()
         self._full = None
         partial = partial_path(self._root, state.step)
@@ -105,8 +105,8 @@ class CheckpointSaver:
                 await self._copy()
 
     async def export(self, directory: Path) -> bool:
-        """Writes the model in Hugging Face format, atomically, between two steps. False, with a warning, if the disk is
-        full."""
+        """Writes the model atomically in Hugging Face format. Must be called between two steps. Returns False, with a
+        warning, if the disk is full."""
         partial = directory.with_name(f"{directory.name}{PARTIAL}")
         remove_unfinished(partial)
         try:
@@ -145,7 +145,7 @@ class CheckpointSaver:
         Raises:
             DeadlineError: the ranks did not write it in time.
             DiskFullError: the disk had no room for the last checkpoint.
-            CheckpointError, OSError: writing it failed, or the last copy to a remote store did.
+            CheckpointError, OSError: writing the checkpoint, or copying it to a remote store, failed.
         """
         await self._wait()
         if self._full is not None:

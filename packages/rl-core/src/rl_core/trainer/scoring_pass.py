@@ -1,9 +1,10 @@
 """Decides, from the configuration, which scores of the policy a step computes before its first optimizer step.
 
-`old_logprobs` are log-probs under the weights at the start of the update, no matter which weights sampled the tokens. A
-batch's first optimizer step computes the same log-probs anyway. So the loss of this step uses them, detached
-(`LossSpec.old_is_current`), and needs no scoring pass. The weights then change, so later mini-batches are scored before
-the first step. Later epochs over the first mini-batch reuse the log-probs that the first step computed.
+`old_logprobs` are log-probs under the weights at the start of the update, no matter which weights sampled the tokens.
+The first optimizer step on a batch computes these log-probs anyway. So its loss uses them, detached
+(`LossSpec.old_is_current`), and the first mini-batch needs no scoring pass. Later mini-batches are scored before the
+first step, because this step changes the weights. Later epochs over the first mini-batch reuse the log-probs that the
+first step computed.
 """
 
 from __future__ import annotations
@@ -18,39 +19,39 @@ from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.trainer.batch_advantages import Estimator
 
 OWN_VERSION, RETURNS_VERSION = 3, 2
-"""Versions of the backend contract: the first with `old_is_current`, and the first in which a training pass returns
-scores."""
+"""Versions of the backend contract. `OWN_VERSION` is the first with `old_is_current`, `RETURNS_VERSION` the first in
+which a training pass returns scores."""
 
 
 @attrs.frozen(kw_only=True)
 class ScoringPass:
-    """The scores that the policy computes before training on a batch, and those that its first optimizer step
-    returns."""
+    """Which scores the policy computes before training on a batch, and whether its first optimizer step returns
+    log-probs."""
 
     covers_batch: bool = True
-    """All sequences are scored, because something reads the scores before the first optimizer step."""
+    """Whether all sequences are scored, because something reads the scores before the first optimizer step."""
     first_is_own: bool = False
-    """The loss reads old log-probs, and the first optimizer step computes them itself. Only later mini-batches are
-    scored."""
+    """Whether the loss reads old log-probs and the first optimizer step computes them itself, so that only later
+    mini-batches are scored."""
     keeps_first: bool = False
-    """The first optimizer step returns its log-probs, because later epochs read them or they are compared with the
-    engine's."""
+    """Whether the first optimizer step returns its log-probs, because later epochs read them or they are compared with
+    the engine's."""
     scores: tuple[str, ...] | None = None
     """Names of the scores to compute; None: all that the model has."""
     extent: str = "every batch"
-    """Which part of a batch is scored before training, as readable text."""
+    """Describes, for users, which part of a batch is scored before training."""
     reason: str = ""
-    """Why, as readable text."""
+    """Describes, for users, why this part is scored."""
 
     def __str__(self) -> str:
         return f"{self.extent}: {self.reason}"
 
 
 def scoring_pass(config: Config, loss: LossSpec, *, estimator: Estimator | None, is_corrected: bool) -> ScoringPass:
-    """The scoring pass of a run.
+    """Decides which scores the policy computes in every step of a run.
 
     Args:
-        config: resolved.
+        config: a resolved configuration.
         loss: the policy's loss.
         estimator: the advantage estimator; None: the loss reads no advantages.
         is_corrected: whether an off-policy correction weights or masks tokens.
@@ -95,7 +96,7 @@ def _reader(
     *,
     is_corrected: bool,
 ) -> str | None:
-    """What reads the policy's scores before the first optimizer step, as readable text; None: nothing."""
+    """Describes what reads the policy's scores before the first optimizer step; None if nothing does."""
     algorithm, name = config.trainer.algorithm, config.trainer.algorithm.policy_loss_type
     if algorithm.use_kl_in_reward:
         return "the KL in the reward reads the scores (trainer.algorithm.use_kl_in_reward)"
@@ -113,7 +114,7 @@ def _reader(
 
 
 def _of_backend(config: Config, backend: Backend, *, compares: bool, samples: bool) -> str | None:
-    """Why the backend cannot train without the pass, as readable text; None: it can."""
+    """Describes why the backend cannot train without the scoring pass; None if it can."""
     options = config.trainer.policy.options(backend.config_section)
     if isinstance(backend, RouteRecording) and backend.records_routes(options):
         return f"training replays the routes of the scoring pass (trainer.policy.{backend.config_section})"

@@ -1,7 +1,7 @@
-"""A reference or teacher that an inference engine serves instead of training ranks.
+"""Computes log-probs with a reference or teacher that an inference engine serves, in place of training ranks.
 
-consumes: batches · produces: log-probs of their tokens · waits for: the engine · unblocked by: its answer, its failure
-or the deadline.
+consumes: batches · produces: log-probs of their tokens · waits for: the engine · unblocked by: the engine's answer or
+failure, or the deadline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import Scoring
 
 TOKENS_PER_REQUEST = 65_536
-"""Largest number of tokens in one request: keeps an engine busy for seconds, and is less than 1 MB to send."""
+"""Largest number of tokens in one request. So many tokens keep an engine busy for seconds, and are less than 1 MB."""
 
 
 class ServedReference:
@@ -33,12 +33,12 @@ class ServedReference:
         self._timeout_s = timeout_s
 
     async def logprobs(self, batch: Batch) -> Tensor:
-        """log p(token | previous tokens), float32 [T]; 0 for the first token of each sequence.
+        """Computes log p(token | previous tokens), float32 [T]. The first token of each sequence gets 0.
 
         Raises:
             ConfigError: a token is outside the reference's vocabulary.
             DeadlineError: the engine did not answer in time.
-            GenerationError: no engine is in service, or the engine did not give one finite number per token.
+            GenerationError: no engine is in service, or the engine did not return one finite number per token.
         """
         largest = int(batch["tokens"].max())
         if largest >= self._client.vocab_size:
@@ -74,7 +74,8 @@ class ServedReference:
 
 
 def _parts(batch: Batch) -> Iterator[list[list[int]]]:
-    """The batch's sequences, in parts of at most `TOKENS_PER_REQUEST` tokens; a longer sequence is a separate part."""
+    """Splits the batch's sequences into parts of at most `TOKENS_PER_REQUEST` tokens. A longer sequence is a separate
+    part."""
     part: list[list[int]] = []
     for tokens in batch["tokens"].split(batch.lengths.tolist()):
         if part and sum(map(len, part)) + len(tokens) > TOKENS_PER_REQUEST:

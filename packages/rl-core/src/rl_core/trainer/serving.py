@@ -1,4 +1,4 @@
-"""The loop's interface to the engines: publishes each version, proves that it arrived, brings back lost engines.
+"""The loop's interface to the engines: publishes and verifies versions, and returns restarted engines to service.
 
 A run whose responses come from its data has no engines and uses `NoEngines`.
 """
@@ -31,29 +31,30 @@ from rl_core.workers import WorkerGroup
 logger = logging.getLogger(__name__)
 
 _MOST_ENGINES = 32
-"""Largest number of engines that have their own idle metric."""
+"""Largest number of engines for which separate idle times are reported."""
 _ROOM_S, _ROOM_POLL_S = 600.0, 5.0
 """Seconds that a weight sync waits for space on a full disk, and seconds between tries."""
 _MAKE_ROOM = "Make room there, or start the run with TMPDIR set to a directory that has more space"
 _MOST_LOST = 3
-"""Largest number of tries to publish a version if an engine is lost in each. Limited because the sync itself may
-crash the engines."""
+"""After this many tries to publish a version in which an engine was lost, the run ends, because the sync itself may be
+what crashes the engines."""
 
 
 @attrs.frozen(kw_only=True)
 class ServingSettings:
-    """How versions are sent to the engines and verified."""
+    """Settings of weight syncs and of their verification."""
 
     max_bucket_bytes: int
     num_engines: int
     pause_mode: PauseMode
     delta_interval: int | None = None
-    """Every `delta_interval`-th sync sends whole weights, the others only changes. None: all send whole weights."""
+    """Every `delta_interval`-th sync sends whole weights, all others send only changes. None: all send whole
+    weights."""
     verification: VerificationSettings
 
 
 class Engines(Protocol):
-    """The engines that sample from the policy, as the loop uses them."""
+    """The loop's interface to the engines that sample from the policy."""
 
     @property
     def is_sampled_from(self) -> bool:
@@ -67,7 +68,8 @@ class Engines(Protocol):
 
     @property
     def are_asleep(self) -> bool:
-        """Whether the engines sleep. If so, they have lost their weights, and need them before they can sample."""
+        """Whether the engines sleep. Sleeping engines have lost their weights, so they cannot sample before the next
+        `publish`."""
         ...
 
     async def publish(self, version: int) -> dict[str, float]:
@@ -76,25 +78,32 @@ class Engines(Protocol):
         ...
 
     async def prove(self) -> None:
-        """Proves at the start of the run that every weight arrives, if the settings ask for it."""
+        """Proves at the start of the run that every tensor reaches the engines, if the settings enable the proof."""
         ...
 
     async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None:
-        """Publishes the current version again whenever a restarted engine needs it. Never returns, or returns at once
-        if no engine can be lost. The loop holds `between_versions` while weights change."""
+        """Publishes the current version again whenever a restarted engine needs it. Runs until it is cancelled, or
+        returns at once if engines are never restarted.
+
+        Args:
+            version: returns the current version.
+            between_versions: the loop holds this lock while a step changes the weights.
+        """
         ...
 
     async def to_models(self) -> None:
-        """Puts an engine on shared devices to sleep. Call before any model computes, when no request is running."""
+        """Puts the engines to sleep if they share devices with the models. Must be called before a model computes, when
+        no request is running."""
         ...
 
     def idle_lap(self) -> dict[str, float]:
-        """Metrics `time/engine_idle…` since the last call."""
+        """Returns metrics `time/engine_idle…`: seconds since the last call during which engines had no request."""
         ...
 
 
 class NoEngines:
-    """For runs whose responses come from their data: nothing is published, and only models use the devices."""
+    """Implements `Engines` for runs whose responses come from their data. Publishes nothing, because there is no
+    engine."""
 
     is_sampled_from = False
     are_shared = False
@@ -117,7 +126,7 @@ class NoEngines:
 
 
 class ServedEngines:
-    """Engines behind an `InferenceClient`."""
+    """Implements `Engines` with the engines of an `InferenceClient`."""
 
     is_sampled_from = True
 
@@ -138,7 +147,7 @@ class ServedEngines:
         self._version = 0
         self._deltas = None if settings.delta_interval is None else DeltaSyncs(settings.delta_interval)
         self._verification = verification_of(settings.verification, policy, client, self._publish)
-        self.idle_lap()  # starts measuring
+        self.idle_lap()  # the first call starts the measurement
 
     @property
     def are_shared(self) -> bool:
@@ -163,7 +172,8 @@ class ServedEngines:
             await self._turns.to_engine()
 
     async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None:
-        """Waits while a step changes the weights, because the step's own sync may already bring the engine back."""
+        """See `Engines.bring_back`. While a step changes the weights, waits, because the sync of this step also reaches
+        the restarted engine."""
         if not isinstance(self._client, Recovering):
             return
         while True:
@@ -180,7 +190,8 @@ class ServedEngines:
         await self._turns.to_models()
 
     def idle_lap(self) -> dict[str, float]:
-        """The mean over all engines, and the idle time of each of the first `_MOST_ENGINES`. Empty with one engine."""
+        """Returns the mean idle time of all engines, and the idle time of each of the first `_MOST_ENGINES`. Empty with
+        one engine."""
         idle = self._client.idle_lap() if isinstance(self._client, IdleMeasuring) else {}
         if len(idle) < 2:
             return {}
@@ -188,8 +199,8 @@ class ServedEngines:
         return {"time/engine_idle": sum(idle.values()) / len(idle), **each}
 
     async def _publish(self) -> Publication:
-        """Publishes once, and again in three cases: an engine was lost during the sync, which then fails for all
-        engines; an engine refused a delta (then with whole weights); or a disk was full (until there is space).
+        """Publishes the version. Repeats the sync in three cases: an engine was lost meanwhile, so the sync failed for
+        all engines; a sync of changes failed, which is then repeated with whole weights; or a disk was full.
 
         Raises:
             WeightSyncError, DeadlineError: the sync failed with all engines alive, or engines were lost in every try.
@@ -236,7 +247,7 @@ class ServedEngines:
                 return published
 
     async def _room(self, error: Exception, *, is_late: bool) -> None:
-        """Waits some seconds for disk space while the engines are paused. Raises DiskFullError if `is_late`."""
+        """Waits `_ROOM_POLL_S` for disk space, while the engines are paused. Raises DiskFullError if `is_late`."""
         if is_late:
             raise DiskFullError(
                 f"disk full: there was no room for weight version {self._version} within {_ROOM_S:g} s ({error}). "

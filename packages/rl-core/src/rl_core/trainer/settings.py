@@ -51,7 +51,7 @@ def num_steps(config: Config, num_rows: int) -> int:
 
 
 def model_shapes(config: Config) -> dict[Role, tuple[int, int]]:
-    """The models of the run that have ranks → (nodes, ranks per node)."""
+    """Model of the run → (nodes, ranks per node). Leaves out a reference that an engine serves."""
     placement = config.trainer.placement
     shapes: dict[Role, tuple[int, int]] = {"policy": placement.policy_shape}
     if needs_reference(config) and config.trainer.ref.inference_backend is None:
@@ -62,7 +62,11 @@ def model_shapes(config: Config) -> dict[Role, tuple[int, int]]:
 
 
 def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -> tuple[Backend, WorkerSpec]:
-    """The backend, and the spec of its ranks for one of the models. Schedules end with the last training step."""
+    """The backend, and the specification of its ranks for one model.
+
+    Args:
+        num_training_steps: the learning-rate schedule ends with this step; None: not known.
+    """
     trainer = config.trainer
     backend: Backend = plugins.load("rl_core.backends", trainer.strategy, key="trainer.strategy")
     if role == "reference":
@@ -70,7 +74,7 @@ def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -
     else:
         section = trainer.policy if role == "policy" else trainer.critic
         model, optimizer = section.model, section.optimizer_config
-    # A loss that reads predicted values trains a value head instead of the language-model head.
+    # If the policy's loss reads predicted values, the policy has a value head instead of a language-model head.
     has_value_head = role == "policy" and "predicted_values" in objective_of(config).reads
     spec = WorkerSpec(
         role="critic" if has_value_head else role,
@@ -90,8 +94,8 @@ def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -
 
 
 def _shares_prefixes(config: Config, backend: Backend, options: Any) -> bool:
-    """Whether the ranks compute shared prefixes once. Raises ConfigError if the user requires it and it is
-    impossible."""
+    """Whether the ranks compute a prefix that several sequences share only once. Raises ConfigError if
+    `trainer.share_prefixes=true` and the ranks cannot."""
     asked = config.trainer.share_prefixes
     if asked is False:
         return False
@@ -114,7 +118,7 @@ def _num_optimizer_steps(config: Config, role: Role, num_training_steps: int | N
 
 
 def loop_settings(config: Config, total_steps: int, fingerprint: Mapping[str, Any] | None = None) -> LoopSettings:
-    """When the loop evaluates and saves, where it writes, and how long it waits."""
+    """Builds the loop's settings. `total_steps`: the run's last step. `fingerprint`: stored in checkpoints."""
     trainer = config.trainer
     return LoopSettings(
         last_step=total_steps,
@@ -138,7 +142,7 @@ def loop_settings(config: Config, total_steps: int, fingerprint: Mapping[str, An
 
 
 def serving_settings(config: Config) -> ServingSettings:
-    """How versions are sent to the engines."""
+    """Builds the settings of weight syncs and of their verification."""
     engine = config.generator.inference_engine
     return ServingSettings(
         max_bucket_bytes=engine.weight_bucket_bytes,
@@ -164,7 +168,8 @@ def _verification(config: Config) -> VerificationSettings:
 
 
 def train_rollouts(config: Config, *, plays_greedy: bool = False) -> RolloutSettings:
-    """How training prompts are played. `plays_greedy`: whether the estimator compares with greedy answers."""
+    """Builds the settings of playing training prompts. `plays_greedy`: whether to play a greedy answer to each prompt
+    too, because the advantage estimator reads its reward."""
     dynamic = config.trainer.algorithm.dynamic_sampling
     filters = dynamic.type == "filter"
     batches = dynamic.max_sample_batches if dynamic.type is not None else 1
@@ -185,7 +190,8 @@ def train_rollouts(config: Config, *, plays_greedy: bool = False) -> RolloutSett
 
 
 def eval_rollouts(config: Config) -> RolloutSettings:
-    """How held-out prompts are played."""
+    """Builds the settings of playing held-out prompts: those of training, but with the evaluation's sampling parameters
+    and number of samples, and without dropping groups of equal rewards."""
     params = config.generator.eval_sampling_params
     assert params is not None, "resolve() gives the evaluation's sampling"
     return attrs.evolve(
@@ -197,7 +203,7 @@ def eval_rollouts(config: Config) -> RolloutSettings:
 
 
 def update_settings(config: Config) -> UpdateSettings:
-    """How a step trains on a batch."""
+    """Builds the settings of training on a batch: losses, advantages, corrections and batch sizes."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
     params = advantage_params(config)
     uses_max_seq_len = algorithm.loss_reduction == "seq_mean_token_sum_norm"
@@ -223,7 +229,7 @@ def update_settings(config: Config) -> UpdateSettings:
         max_nonfinite_steps=trainer.max_consecutive_nonfinite_steps,
         seed=trainer.seed,
     )
-    # The critic's error has the same weight at every token, however the policy's tokens are weighted.
+    # The critic's loss is a mean over tokens, whichever reduction the policy's loss uses.
     critic = attrs.evolve(
         policy,
         name="critic",

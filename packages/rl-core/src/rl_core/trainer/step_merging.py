@@ -1,4 +1,4 @@
-"""Merges the steps of multi-turn trajectories into fewer, longer sequences, so that shared tokens are computed once."""
+"""Merges steps of multi-turn trajectories into fewer, longer sequences, so that tokens they share are computed once."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def merge_steps(batch: Batch) -> tuple[Batch, PrefixMerge]:
     """Merges each step with the previous one if its prompt continues the previous step's tokens.
 
     Every sampled token keeps its log-probs, reward, mask, advantage and weight, at the position where it was sampled.
-    So the gradient of a per-token loss does not change, if advantages and loss weights are already computed. A mean per
-    sequence that is computed afterwards, or a ratio per sequence (GSPO), covers a merged sequence. `step_index` is
-    renumbered.
+    So if advantages and loss weights are already computed, the gradient of a per-token loss does not change. A mean per
+    sequence that is computed afterwards, or a ratio per sequence (GSPO), is taken over the whole merged sequence.
+    `step_index` is renumbered.
 
     Args:
-        batch: has `sampled` and the columns of `columns.STEP_COLUMNS`; rows in any order.
+        batch: has `sampled` and the columns of `columns.STEP_COLUMNS`. Its rows may be in any order.
 
     Returns:
-        The merged batch, and the merge with its `tokens_saved`.
+        The merged batch, and the merge (its `tokens_saved` is a metric).
 
     Raises:
-        DataError: a trajectory is incomplete, or a step has rewards or loss on prompt tokens that are part of an
-            earlier step.
+        DataError: a trajectory is incomplete; or a step has rewards, a loss mask or loss weights on prompt tokens that
+            the merge drops, because they are part of an earlier step.
         ShapeError: a column is missing.
     """
     merge = merge_prefixes(

@@ -1,4 +1,4 @@
-"""The metrics of a step: properties of its groups, and means of summed metrics."""
+"""Computes the metrics of a step from its groups, its batch and the buffer, and means from summed metrics."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rl_core.trainer.evaluation import trajectory_means
 
 
 def divided(metrics: Metrics) -> dict[str, float]:
-    """Each sum divided by its weight. Metrics with weight 0 are left out."""
+    """Divides each metric's sum by its weight. Leaves out metrics with weight 0."""
     return {name: total / weight for name, (total, weight) in metrics.items() if weight}
 
 
 def data_metrics(batch: Batch) -> dict[str, float]:
-    """`rollout/…` for rows that contain the responses. Nothing was sampled, so there are no rewards and no
-    staleness."""
+    """The metrics `rollout/…` of a batch whose responses come from the data. Nothing was sampled, so there are no
+    metrics of rewards and staleness."""
     return {
         "rollout/tokens": float(batch.num_tokens),
         "rollout/sampled_tokens": float(batch["sampled"].sum()),
@@ -26,12 +26,18 @@ def data_metrics(batch: Batch) -> dict[str, float]:
 
 
 _MOST_AGES = 32
-"""Largest number of staleness values that have their own metric; the bound itself is unlimited."""
+"""`rollout/staleness/<k>` is written for k up to this number, although `max_staleness` may be larger."""
 
 
 def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int, bound: int) -> dict[str, float]:
-    """`reward/…`, `rollout/…` and `environment/…` of the groups on which version `version` is trained. No group is
-    more than `bound` versions old."""
+    """The metrics `reward/…`, `rollout/…` and `environment/…` of a step's groups.
+
+    Args:
+        groups: the groups that the step trained on.
+        batch: their batch.
+        version: the policy's version at the start of the step.
+        bound: the staleness bound; no group is more than `bound` versions old.
+    """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     means = trajectory_means(trajectories)
     mean = means.pop("reward")
@@ -58,6 +64,6 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
 
 
 def queue_metrics(buffer: GroupBuffer) -> dict[str, float]:
-    """Numbers of finished groups that wait for training and of groups being played, after a step has taken its own."""
+    """The number of finished groups that wait for training, and the number of groups that are being played."""
     queued, under_way = len(buffer.finished), buffer.num_under_way
     return {"rollout/queued_groups": float(queued), "rollout/groups_under_way": float(under_way)}

@@ -31,17 +31,18 @@ from rl_core.workers.group import add_metrics
 
 @attrs.frozen(kw_only=True)
 class TrainedStep:
-    """The data of a trained step, and its metrics."""
+    """The groups, batch and metrics of a trained step."""
 
     groups: tuple[FinishedGroup, ...]
-    """Oldest first."""
+    """The groups that were trained on, oldest first."""
     batch: Batch
-    """The batch of their trajectories, in the same order, as trained on. Without routes if it came in parts."""
+    """The batch that was trained on, with the trajectories in the order of `groups`. It has no routes if the step was
+    streamed."""
     metrics: Metrics
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Trajectories of all groups; the batch's column `trajectory_id` indexes this tuple."""
+        """The trajectories of all groups. The batch's column `trajectory_id` indexes this tuple."""
         return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
 
 
@@ -63,8 +64,8 @@ class StepTraining:
         """
         Args:
             tell_phase: called with the name of each phase that begins, for display.
-            merges_steps: merge trajectory steps that continue each other into one sequence.
-            in_parts: whether steps are streamed.
+            merges_steps: whether to merge trajectory steps that continue each other into one sequence.
+            in_parts: whether the groups of a step come in parts (streaming).
         """
         self._update = update
         self._selection = selection
@@ -82,9 +83,11 @@ class StepTraining:
         Gradients of an unfinished step may be pending."""
 
     async def train(self, groups: Sequence[FinishedGroup], step: int, *, is_last: bool) -> TrainedStep | None:
-        """Trains on these groups of the step. Returns None if the step has further groups.
+        """Trains on groups of the step. Returns the trained step, or None if the step has further groups.
 
         Args:
+            groups: all groups of the step or, when streaming, those of a part.
+            step: the step's number.
             is_last: whether these are the step's last groups.
         """
         begun = self._clock()
@@ -138,7 +141,8 @@ class StepTraining:
 def whole_step(
     parts: Sequence[tuple[Sequence[FinishedGroup], Batch]],
 ) -> tuple[list[FinishedGroup], Batch]:
-    """All groups of a step's parts and their batch, as if they had been taken at once: oldest first."""
+    """Joins the parts of a step. Returns groups and batch in the order that they would have had without streaming,
+    oldest first."""
     came = [group for groups, _ in parts for group in groups]
     counts = [sum(len(group.trajectories) for group in groups) for groups, _ in parts]
     firsts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)

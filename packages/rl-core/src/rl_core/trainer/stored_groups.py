@@ -149,7 +149,8 @@ def _started_entry(started: StartedGroup, arrays: dict[str, Any]) -> dict[str, A
 
 
 def _moved(record: TrajectoryStep | Completion, arrays: dict[str, Any], columns: Mapping[str, Any]) -> str | None:
-    """Appends the record's per-token values to `arrays`. Returns the name of its routes there; None if it has none."""
+    """Appends the record's per-token values to `arrays`. Returns the name under which `arrays` holds its routes; None
+    if it has no routes."""
     for name, dtype in columns.items():
         values = getattr(record, name)
         if values is not None:

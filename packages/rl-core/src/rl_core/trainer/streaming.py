@@ -1,7 +1,8 @@
-"""Decides which runs may train on groups as they finish (`trainer.stream_groups`): those whose steps stay the same.
+"""Decides whether a run may train on groups as they finish (`trainer.stream_groups`) without changing its steps.
 
-Advantages, masks and undivided loss weights of a part must not depend on the step's other groups. Settings are checked
-directly. Functions are tried on made-up groups, once with all groups together and once with each group alone.
+For this, the advantages, masks and undivided loss weights of a part must not depend on the step's other groups.
+Settings are checked directly. The advantage estimator, the KL in the reward and the off-policy correction are tried on
+made-up groups, once with all groups together and once with each group alone.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from rl_core.trainer.update import UpdateSettings, prepared
 
 _KEY = "trainer.stream_groups"
 _SCALE_VERSION = 2
-"""First version of the backend contract in which a worker can scale gradients."""
+"""The first version of the backend contract in which a worker can scale gradients."""
 _TOLERANCE = 1e-5
-"""Absolute tolerance for float32 advantages and weights of size 1; another summation order changes the seventh
+"""Absolute tolerance for float32 advantages and weights of about 1. Another order of summation changes their seventh
 digit."""
 
 
 def require_streamable(config: Config, update: UpdateSettings) -> None:
-    """Requires that the configured run can be streamed.
+    """Requires that streaming does not change the run's steps, and that the backend supports streaming.
 
     Args:
-        config: resolved.
-        update: the settings of its steps.
+        config: a resolved configuration with `trainer.stream_groups=true`.
+        update: the result of `update_settings(config)`.
 
     Raises:
-        ConfigError: streaming would change the step; ConfigErrors: for several reasons.
+        ConfigError: the run cannot be streamed; ConfigErrors: for several reasons.
     """
     found = [*_unfit_keys(config, update), *_unfit_backend(config)]
     if not found:
@@ -113,7 +114,8 @@ def _unfit_backend(config: Config) -> Iterator[ConfigError]:
 
 
 def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigError]:
-    """Tries out the estimator, then everything else that is computed with the advantages."""
+    """Tries the advantage estimator alone, then together with the KL in the reward and the off-policy correction.
+    Yields an error for the first of the two in which a group's columns depend on other groups."""
     estimation = attrs.evolve(update, kl_in_reward=None, correction_params=None)
     name = config.trainer.algorithm.advantage_estimator
     for what, settings in (
@@ -130,8 +132,8 @@ def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigE
 
 
 def difference_alone(settings: UpdateSettings, *, num_samples: int) -> float:
-    """Largest difference between the columns of three made-up groups prepared together and each alone; 0 if it is not
-    above `_TOLERANCE`."""
+    """Prepares three made-up groups together, and each of them alone. Returns the largest difference between the two
+    results, or 0 if it is not above `_TOLERANCE`."""
     largest = 0.0
     for seed in range(4):
         batch = _made_up(num_samples, seed)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class PhaseTimes:
-    """Wall-clock seconds of a step's phases. Time outside all phases counts as the controller's."""
+    """Measures wall-clock seconds of a step's phases. Time outside all phases is `time/controller`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -25,7 +25,8 @@ class PhaseTimes:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - started
 
     def lap(self) -> dict[str, float]:
-        """`time/<phase>`, `time/controller` and `time/step` in seconds since the last lap; starts the next one."""
+        """Returns `time/<phase>`, `time/controller` and `time/step`, in seconds since the last call, and starts to
+        measure anew."""
         now = self._clock()
         step = now - self._started
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}

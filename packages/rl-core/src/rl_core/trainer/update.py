@@ -1,4 +1,4 @@
-"""One training step: scores, advantages, and the optimizer steps of policy and critic."""
+"""Trains policy and critic on a batch: computes scores and advantages, and takes the optimizer steps."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 @attrs.frozen(kw_only=True)
 class UpdateSettings:
-    """How a step trains on a batch; from `trainer.algorithm` and the batch sizes."""
+    """Settings of training on a batch, built from `trainer.algorithm` and the batch sizes."""
 
     policy: ModelUpdateSettings
     critic: ModelUpdateSettings | None
-    """None: the estimator reads no values."""
+    """Settings of training the critic; None: there is no critic, because the estimator reads no values."""
     scoring: ScoringPass = attrs.field(factory=ScoringPass)
     """Which scores the policy computes before training on a batch."""
     estimator: Estimator | None
-    """None: the loss reads no advantages."""
+    """The advantage estimator; None: the loss reads no advantages."""
     estimator_params: Mapping[str, Any]
     correction_params: Mapping[str, Any] | None
-    """None: no off-policy correction."""
+    """Keyword arguments of the off-policy correction; None: there is no correction."""
     kl_in_reward: str | None
     """KL estimator of the penalty in the reward; None: no penalty."""
     adaptive_kl: Mapping[str, float] | None
-    """`kl_target` and `horizon` of the penalty's adaptive coefficient; None: it is fixed."""
+    """`kl_target` and `horizon` of the penalty's adaptive coefficient; None: the coefficient is fixed."""
     normalize_advantages: bool
     temperature: float
     forward_limits: MicroBatchLimits
@@ -81,22 +81,23 @@ class BatchUpdate:
 
     @property
     def nonfinite_steps(self) -> int:
-        """Number of skipped optimizer steps of the policy in a row."""
+        """Number of the policy's last optimizer steps that were skipped in a row."""
         return self._policy.nonfinite_steps
 
     @property
     def critic_nonfinite_steps(self) -> int:
-        """Number of skipped optimizer steps of the critic in a row; 0 without a critic."""
+        """Number of the critic's last optimizer steps that were skipped in a row; 0 without a critic."""
         return self._critic.nonfinite_steps if self._critic else 0
 
     async def score(self, batch: Batch, *, judges: bool = False) -> Batch:
-        """Adds the scores that something reads: the policy's `old_logprobs` and `old_entropies`, or its `values` if it
-        has a value head; the reference's `ref_logprobs`; the critic's `values`.
+        """Adds the scores that later computations read: the policy's `old_logprobs` and `old_entropies`, or its
+        `values` if it has a value head; the reference's `ref_logprobs`; the critic's `values`.
 
-        Only the policy follows the batch's routes; reference and critic choose experts by themselves.
+        Only the policy follows the batch's expert routes; the routers of reference and critic choose the experts.
 
         Args:
-            judges: compute the policy's scores in any case.
+            judges: compute all scores of the policy, even those that training does not need before its first optimizer
+                step.
         """
         models, limits, temperature = self._models, self._settings.forward_limits, self._settings.temperature
         others = batch.without_columns(*ROUTE_COLUMNS)
@@ -119,8 +120,8 @@ class BatchUpdate:
         return {"ref_logprobs": scored["logprobs"]}
 
     async def _policy_columns(self, batch: Batch, *, judges: bool) -> dict[str, Tensor]:
-        """The policy's scores that are needed before training. `old_logprobs` of the first mini-batch are NaN if its
-        optimizer step computes them."""
+        """The policy's scores that are needed before training. If the first mini-batch's optimizer step computes the
+        old log-probs itself, `old_logprobs` has NaN for this mini-batch, or is missing if there is no other."""
         scoring, limits, temperature = self._settings.scoring, self._settings.forward_limits, self._settings.temperature
         forward = self._models.policy.forward
         if judges or scoring.covers_batch:
@@ -138,20 +139,20 @@ class BatchUpdate:
         return {"old_logprobs": old_logprobs_T}
 
     def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """See `prepared`. Uses the current KL coefficient."""
+        """Prepares a scored batch for the loss (see `prepared`) with the current KL coefficient."""
         return prepared(batch, self._settings, kl_coef=self.kl_coef)
 
     async def judged(self, batch: Batch, step: int) -> dict[str, float]:
-        """The training loss of held-out rows and its metrics, `eval/…`, with all rows as one mini-batch. Trains
-        nothing."""
+        """Computes the loss of held-out rows, taken as one mini-batch, without training. Returns the loss and its
+        metrics as `eval/…`."""
         scored = await self.score(batch, judges=True)
         batch, _ = self.prepare(scored)
         return {f"eval/{name}": value for name, value in self._policy.judged(batch, step).items()}
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """Takes all optimizer steps of the batch: policy and critic concurrently, or in turn if they share devices.
-        Returns the batch and metrics. If the first optimizer step returns log-probs (`ScoringPass.keeps_first`), the
-        batch has them as `old_logprobs`."""
+        """Takes all optimizer steps of the batch: those of policy and critic concurrently, or in turn if the two share
+        devices. Returns the batch and metrics. If the first optimizer step returns log-probs
+        (`ScoringPass.keeps_first`), the returned batch has them in `old_logprobs`."""
         policy, critic = self._models.policy, self._models.critic
         if self._critic is None or critic is None:
             return await self._policy.train(batch, step)
@@ -165,7 +166,8 @@ class BatchUpdate:
         return batch, {**of_policy, **of_critic}
 
     async def add(self, batch: Batch, step: int) -> Batch:
-        """Adds the gradients of policy and critic for a part of the step's batch. Returns the part, as `train` does."""
+        """Adds the gradients of policy and critic for a part of the step's batch. Returns the part, with `old_logprobs`
+        as in `train`."""
         if self._critic is None:
             return await self._policy.add(batch, step)
         others = batch.without_columns(*ROUTE_COLUMNS)
@@ -178,12 +180,12 @@ class BatchUpdate:
         return {name: value for metrics in of_models for name, value in metrics.items()}
 
     def observed(self, batch: Batch, metrics: Metrics) -> Metrics:
-        """Adapts the KL coefficient, which the next step reads, to the whole prepared batch. Returns the metrics that
-        need the whole batch.
+        """Adapts the KL coefficient for the next step to the KL observed in this step. Returns the metrics that need
+        the whole batch.
 
         Args:
-            batch: the step's batch.
-            metrics: the metrics of `prepare`, over all its parts.
+            batch: all parts of the step's batch, prepared.
+            metrics: the metrics that `prepare` returned, summed over the parts.
         """
         adaptive = self._settings.adaptive_kl
         if adaptive is not None and "policy/kl" in metrics:
@@ -193,8 +195,8 @@ class BatchUpdate:
         return {} if self._critic is None else explained_variance(batch)
 
     def agreement(self, batch: Batch, version: int) -> Metrics:
-        """`rollout_agreement` of a batch returned by `train`, over tokens whose log-probs were computed with the
-        weights at the start of the update."""
+        """`rollout_agreement` of a batch that was trained on. Compares only tokens whose log-probs were computed with
+        the weights at the start of the update."""
         scoring = self._settings.scoring
         if scoring.covers_batch:
             return rollout_agreement(batch, version)
@@ -206,8 +208,9 @@ class BatchUpdate:
 
 
 def prepared(batch: Batch, settings: UpdateSettings, *, kl_coef: float) -> tuple[Batch, Metrics]:
-    """Prepares a scored batch for the loss: KL in the reward, advantages, normalisation, off-policy correction, in this
-    order and as far as the settings enable them. Without an estimator, only the first. Also returns metrics."""
+    """Prepares a scored batch for the loss. Applies KL in the reward, computes advantages, normalises them, and applies
+    the off-policy correction, each if the settings enable it. Without an estimator, applies only KL in the reward.
+    Returns the batch and metrics."""
     metrics: dict[str, tuple[float, float]] = {}
     if settings.kl_in_reward is not None:
         batch, kl = with_kl_in_reward(batch, coef=kl_coef, estimator=settings.kl_in_reward)
@@ -229,13 +232,14 @@ _POLICY_SCORES = {
     "values": "values",
     **{name: name for name in ROUTE_COLUMNS},
 }
-"""Column of a batch → the policy's score that it holds."""
+"""Column of a batch → name, in the result of `forward`, of the policy's score that the column holds."""
 
 
 def explained_variance(batch: Batch) -> Metrics:
-    """`critic/explained_variance`: 1 − Var(returns − values) / Var(returns) over the trained tokens.
+    """Computes `critic/explained_variance`: 1 − Var(returns − values) / Var(returns) over the trained tokens.
 
-    1: a perfect critic; 0: no better than the mean return. Empty if the returns do not vary.
+    The metric is 1 if the values equal the returns up to a constant, and 0 if they predict them no better than the mean
+    return does. Empty if the returns do not vary.
     """
     mask_T = batch["loss_mask"]
     returns_T, values_T = batch["returns"][mask_T].double(), batch["values"][mask_T].double()
@@ -246,16 +250,17 @@ def explained_variance(batch: Batch) -> Metrics:
 
 
 def rollout_agreement(batch: Batch, version: int, *, among: Tensor | None = None) -> Metrics:
-    """How much the log-probs of engine and trainer differ on sampled tokens, separately for tokens of the trainer's own
-    version and for others.
+    """Measures how much the log-probs of engine and trainer differ on sampled tokens.
 
-    `rollout/logprob_diff_max` is the largest |rollout_logprobs − old_logprobs| in nats over tokens of `version`. Tokens
-    of forced responses have no rollout log-probs and are not compared.
+    `rollout/logprob_diff_max` and `_mean` are the largest and the mean |rollout_logprobs − old_logprobs| in nats over
+    tokens sampled with `version`. `rollout/stale_logprob_diff_max` and `_mean` are the same over tokens sampled with
+    other versions, and `rollout/stale_tokens` is the fraction of these. Tokens of forced responses have no rollout
+    log-probs and are not compared.
 
     Args:
         batch: has `old_logprobs`.
-        version: the trainer's version.
-        among: bool [T], the tokens to compare; None: all.
+        version: the trainer's version at the start of the step.
+        among: bool [T], the tokens whose log-probs are compared; None: all sampled tokens.
     """
     difference_T = (batch["rollout_logprobs"] - batch["old_logprobs"]).abs()
     sampled_T = chosen_tokens(batch)

@@ -1,9 +1,10 @@
-"""Verifies through log-probs that the engines compute with the trainer's weights, for any backend and any engine.
+"""Verifies with log-probs that the engines compute with the trainer's weights, for any backend and any engine.
 
 Manifests prove that every byte arrived, but not that the engine computes with it. So the trainer and each engine score
-fixed tokens, and the mean difference of their log-probs must stay below a limit. At the start of a run, the path of
-every tensor is proved: all trained parameters get noise, so an engine's log-probs differ if it did not load one of them
-from this sync. Then the parameters are restored bit for bit, and the comparison is repeated.
+fixed tokens, and the mean difference of their log-probs must stay below a limit. At the start of a run, a proof shows
+that every trained tensor reaches the engines: all trained parameters get noise and are published, so an engine that
+fails to load one of them computes other log-probs. Then the parameters are restored bit for bit and published, and the
+comparison is repeated.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from rl_core.workers import MicroBatchLimits, WorkerGroup
 logger = logging.getLogger(__name__)
 
 LIMITS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2}
-"""Largest mean |difference| of log-probs in nats, by the coarser dtype of trainer and engine.
+"""Largest allowed mean |difference| of log-probs in nats, by the coarser dtype of trainer and engine.
 
 Measured on random Qwen3 models: float32 at most 2e-6; bfloat16 0.02 with MoE layers, because rounding flips a router's
 choice.
 """
 _USUAL_LOGPROB = -5.0
-"""Rounding errors are relative. So the default limit applies to mean log-probs of this value and above, and grows in
-proportion below. A pretrained model gives random tokens lower log-probs than a random model does (SmolLM2-135M in
-bfloat16: -15.3, with trainer and engine 0.12 apart)."""
+"""Rounding errors are relative. So the default limit applies to mean log-probs of this value and above, and for lower
+ones grows in proportion. A pretrained model gives random tokens lower log-probs than a random model does: SmolLM2-135M
+in bfloat16 gives -15.3, and trainer and engine differ by 0.12."""
 LEAST_NOISE = 0.125
-"""The first scale of noise that is tried. It is doubled until the effect is large enough."""
+"""The first scale of noise that is tried. The scale is doubled until the log-probs change enough."""
 _LARGEST_FACTOR = 8192
 """Largest multiple of `LEAST_NOISE` that is tried. A rank-1 adapter on a tiny model needs 32 or 64."""
 _WANTED_EFFECT = 1.5
@@ -53,21 +54,21 @@ _LEAST_EFFECT = 3.0
 """The noise must change the trainer's log-probs by at least this multiple of the proof's limit, else the proof is
 meaningless."""
 _SEQUENCE_TOKENS = 17
-"""Tokens per sequence: few enough for any engine's context. The first token has no score."""
+"""Number of tokens per sequence, small enough for any engine's context. The first token of each has no score."""
 
 
 @attrs.frozen(kw_only=True)
 class VerificationSettings:
-    """What is compared, and how often."""
+    """Settings of the comparison of trainer and engines: tokens, limit, and when it is done."""
 
     prove_at_start: bool
-    """Before the first step: add noise, sync, probe; restore, sync, probe."""
+    """Whether to prove before the first step that every tensor arrives (`WeightVerification.prove`)."""
     interval: int
     """Probes follow the first sync of a process and every version divisible by this; 0: none."""
     num_tokens: int
     """Least number of tokens to score."""
     limit: float
-    """Largest mean |difference| of log-probs in nats."""
+    """Largest allowed mean |difference| of log-probs in nats."""
     limit_grows: bool = False
     """Whether the limit grows in proportion if the mean log-prob is below -5."""
     seed: int
@@ -76,8 +77,8 @@ class VerificationSettings:
 
 
 class WeightVerification:
-    """Compares trainer and engines. `publish` sends the trainer's weights to the engines without a new version
-    number."""
+    """Compares the log-probs of trainer and engines. `publish` sends the trainer's weights to the engines without a new
+    version number."""
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class WeightVerification:
         self._has_probed = False
 
     async def prove(self) -> None:
-        """Proves that each trained tensor reaches every engine, with noise and after restoring. The engines end with
-        the trainer's weights.
+        """Proves that each trained tensor reaches every engine: adds noise, publishes and probes; then restores the
+        weights, publishes and probes again. Only warns if the backend cannot perturb its weights.
 
         Raises:
             WeightSyncError: an engine computes with another tensor than the trainer (the message says in which phase);
@@ -110,7 +111,8 @@ class WeightVerification:
             moved = await self._perturb()
             await self._publish()
             perturbed = await self._probe("every weight was perturbed", _NOISY_LIMIT)
-        except Exception:  # not on cancellation: weights are no longer needed, and a busy rank would delay the end
+        # A cancelled run does not restore: it no longer needs the weights, and a busy rank would delay its end.
+        except Exception:
             await self._policy.restore()
             raise
         await self._policy.restore()
@@ -153,10 +155,10 @@ class WeightVerification:
         return moved
 
     async def after_sync(self, version: int) -> dict[str, float]:
-        """Called after every sync. Probes if due, and then returns the metrics.
+        """Called after every sync. Probes if a probe is due. Returns the probe's metrics; empty without a probe.
 
         The version decides when a probe is due, so that a resumed run probes at the same steps as an uninterrupted one.
-        Also probes after the process's first sync, in which newly started engines get their weights.
+        A probe is also due after the process's first sync, in which newly started engines get their weights.
         """
         interval = self._settings.interval
         if interval == 0 or (version % interval and self._has_probed):
@@ -165,14 +167,14 @@ class WeightVerification:
         return await self.probe(version)
 
     async def probe(self, version: int) -> dict[str, float]:
-        """Scores the fixed tokens on both sides.
+        """Scores the fixed tokens with the trainer and with every engine, and compares the log-probs.
 
         Returns:
             `weight_sync/logprob_diff_mean` and `_max`: |trainer − engine| in nats; each is the largest over all
             engines. Empty, with a warning, if no engine is in service.
 
         Raises:
-            WeightSyncError: an engine's mean is above the limit. The message has the numbers of both sides.
+            WeightSyncError: an engine's mean |difference| is above the limit. The message has both sides' numbers.
         """
         return await self._probe(f"weight version {version} was published")
 
@@ -188,7 +190,7 @@ class WeightVerification:
             engine_T = torch.tensor([value for sequence in logprobs for value in sequence[1:]])
             difference_T = (trainer_T - engine_T).abs()
             mean = float(difference_T.mean())
-            if not mean <= limit:  # also true for NaN
+            if not mean <= limit:  # a NaN fails too
                 raise WeightSyncError(
                     f"after {what}, engine {engine} does not compute with the trainer's weights: on {len(trainer_T)} "
                     f"fixed tokens the trainer's mean log-prob is {float(trainer_T.mean()):.6f}, the engine's "
@@ -219,7 +221,8 @@ def verification_of(
     client: InferenceClient,
     publish: Callable[[], Awaitable[object]],
 ) -> WeightVerification | None:
-    """The run's verification; None if it is off, or (with a warning) if the engines cannot score."""
+    """Creates the run's verification. Returns None if the settings switch it off, or (with a warning) if the engines
+    cannot score tokens."""
     if not settings.prove_at_start and settings.interval == 0:
         return None
     if not isinstance(client, Scoring):
