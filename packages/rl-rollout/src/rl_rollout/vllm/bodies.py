@@ -1,5 +1,5 @@
-"""Bodies of the routes under /rl, field by field: a body with a wrong shape, type or range is refused before it reaches
-the engine, because some values would end the engine's input thread."""
+"""Declares the fields of request bodies under /rl. A body with a missing or unknown field, a wrong type or a value out
+of range is refused before it reaches the engine, because some values would end the engine's input thread."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class GenerateBody(Body):
     session_id: Name | None
 
     def request(self) -> GenerateRequest:
-        """The engine's request. Raises ValueError if bytes are not int32 values."""
+        """Converts the body to the engine's request. Raises ValueError if `prompt_tokens` is not a whole number of
+        int32 values."""
         params = msgspec.structs.asdict(self.params)
         tuples = {name: tuple(params[name]) for name in ("stop", "stop_token_ids")}
         return GenerateRequest(
@@ -82,13 +83,13 @@ class AdapterBody(Body):
 
 
 class SamplesBody(Body):
-    """Ids of requests."""
+    """Ids of requests to cancel."""
 
     sample_ids: list[Name]
 
 
 class AbortBody(Body):
-    """Like `SamplesBody`; None: all requests."""
+    """Ids of requests to abort; None: all requests."""
 
     sample_ids: list[Name] | None
 
@@ -115,7 +116,7 @@ class UpdateBody(Body):
 
 
 class SleepBody(Body):
-    """Level 1 keeps the weights in host memory, level 2 drops them."""
+    """Sleep level: 1 keeps the weights in host memory, 2 drops them."""
 
     level: Literal[1, 2]
 

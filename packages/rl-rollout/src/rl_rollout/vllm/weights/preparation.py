@@ -61,5 +61,5 @@ class Preparation:
 
 
 def described(error: BaseException) -> str:
-    """The error as text for the server's response."""
+    """Describes the error for the server's response."""
     return str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
