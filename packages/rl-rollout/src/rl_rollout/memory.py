@@ -12,8 +12,8 @@ _MODEL = "trainer.policy.model.path"
 
 
 def shape_of(spec: EngineSpec) -> ModelShape:
-    """Reads the sizes of the engine's model from its configuration. Raises ConfigError if the model is not on this
-    machine."""
+    """Reads the sizes of the engine's model from its configuration. Raises ConfigError if they are unknown, for example
+    because the model is not on this machine."""
     config = written_config(spec.model_path)
     if config is None:
         raise ConfigError(
