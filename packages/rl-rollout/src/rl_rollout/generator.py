@@ -210,7 +210,7 @@ def _without_reward(trajectory: Trajectory) -> Trajectory:
 
 
 def sample_seed(seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
-    """Random seed of one turn of one sample."""
+    """Returns the random seed of one turn of one sample."""
     return seed_of(seed, group_id, sample_index, *([turn] if turn else []))
 
 

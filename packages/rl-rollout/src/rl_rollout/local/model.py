@@ -117,8 +117,7 @@ def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
     """Checks that the staged tensors are the model's parameters, by name and shape.
 
     The names are those of a checkpoint, in which each expert has its own tensors, even if the model holds all experts
-    as one tensor.
-    A tied weight may arrive under any of its names.
+    as one tensor. A tied weight may arrive under any of its names.
 
     Raises:
         WeightSyncError: a tensor is missing or unknown, a shape differs, or different tensors arrived for a tied

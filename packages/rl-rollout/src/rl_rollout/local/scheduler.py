@@ -91,7 +91,7 @@ class Scheduler:
         return [self._rows.score(sequence) for sequence in sequences]
 
     def update_weights(self, staged: StagedWeights) -> None:
-        """Loads a version that all tokens are sampled with from now on, and recomputes the cache of running rows.
+        """Loads a weight version, with which all later tokens are sampled, and recomputes the cache of running rows.
         Raises WeightSyncError if the weights do not fit the model, which then stays unchanged."""
         require_complete(self._model, staged)
         load_weights(self._model, staged)

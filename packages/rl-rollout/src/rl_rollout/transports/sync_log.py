@@ -84,8 +84,8 @@ def follow(
     Args:
         channel: the channel of the sync.
         version: expected version.
-        take: called with each other message than a failure or an end, and with the message's place in the log. Returns
-            the bucket that the message announces, or None.
+        take: called with every message, except those of a failure or an end, and with the message's place in the log.
+            Returns the bucket that the message announces, or None.
 
     Raises:
         WeightSyncError: a rank failed or sent another version, tensors are damaged or missing, or the sync was closed.

@@ -24,7 +24,7 @@ class EngineWithAdapter(AsyncLLM):
 
 
 class NamedAdapters:
-    """The adapters that OpenAI clients name in the field `model`."""
+    """Loads and finds the adapters that OpenAI clients name in the field `model`."""
 
     def __init__(self, engine: AsyncLLM, models: OpenAIServingModels) -> None:
         self._engine = engine
@@ -34,7 +34,7 @@ class NamedAdapters:
         models.lora_requests[BASE_MODEL.lora_name] = BASE_MODEL
 
     def __getitem__(self, name: str) -> LoRARequest:
-        """Raises GenerationError for an unknown name."""
+        """Returns vLLM's request for the adapter of this name. Raises GenerationError for an unknown name."""
         if name not in self._models.lora_requests:
             names = ", ".join(self._models.lora_requests) or "none"
             raise GenerationError(f"this server has no adapter {name!r} (adapters: {names})")

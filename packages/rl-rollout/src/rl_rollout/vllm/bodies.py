@@ -47,7 +47,7 @@ class GenerateBody(Body):
 
     sample_id: Name
     prompt_tokens: bytes
-    """int32, little-endian."""
+    """Token ids as little-endian int32 values."""
     params: Sampling
     seed: int
     num_samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
@@ -111,7 +111,7 @@ class UpdateBody(Body):
     delta: dict[str, Any] | None = None
 
     def rendezvous(self) -> Rendezvous:
-        """The contract's `Rendezvous`, without the transport's name, which is not sent."""
+        """Converts the body to a `Rendezvous`. The transport's name stays empty, because it is not sent."""
         return Rendezvous(transport="", receiver=self.receiver, data=self.data, adapter=self.adapter, delta=self.delta)
 
 

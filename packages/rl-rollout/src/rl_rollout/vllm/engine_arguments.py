@@ -1,4 +1,5 @@
-"""Builds the arguments of vLLM's engine. Imports neither vllm nor torch, because both take seconds."""
+"""Builds the arguments of vLLM's engine. This module imports neither vllm nor torch, because importing them takes
+seconds."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ _OWN_KEYS = {
     "max_loras": f"{_LORA}.max_loras",
     "max_cpu_loras": f"{_LORA}.max_cpu_loras",
 }
-"""Engine argument → configuration key that sets it, so that `engine_init_kwargs` may not."""
+"""Engine argument → configuration key that sets it. These arguments are refused in `engine_init_kwargs`."""
 _FIXED = {
     "worker_extension_cls": "weights arrive through it",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
@@ -161,7 +162,7 @@ def _has_experts(model_path: str) -> bool:
 
 
 def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name that vLLM does not know, that a configuration key sets, or that is fixed."""
+    """Raises ConfigError for an argument that vLLM does not know, that a configuration key sets, or that is fixed."""
     key = f"{_SECTION}.engine_init_kwargs"
     for name in engine_init_kwargs:
         if name in _OWN_KEYS:
@@ -174,8 +175,8 @@ def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
 
 @cache
 def known_arguments() -> frozenset[str]:
-    """Names of vLLM's engine arguments, read from its source because importing it takes more than ten seconds. Raises
-    ConfigError if it is not installed."""
+    """Returns the names of vLLM's engine arguments. Reads them from vLLM's source, because importing vLLM takes more
+    than ten seconds. Raises ConfigError if vLLM is not installed."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ConfigError(

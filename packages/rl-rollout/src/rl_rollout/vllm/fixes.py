@@ -23,7 +23,7 @@ _MARK = "_rl_fixed"
 
 
 def apply() -> None:
-    """Applies all fixes; a second call does nothing."""
+    """Applies the fixes that a worker needs before it loads its model. A second call changes nothing."""
     repack_moe_experts_on_cpu()
     rewind_generators_on_cpu()
     keep_adapters_off_vocabularies()

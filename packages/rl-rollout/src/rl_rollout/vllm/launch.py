@@ -34,7 +34,8 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
         ConfigError: Ray's cluster is too small for the servers, vLLM's CPU build does not support the options, or the
             control token of external servers is missing.
         DeadlineError: Ray's cluster stays occupied.
-        GenerationError, DeadlineError: a server did not start; the message has its last log lines.
+        GenerationError, DeadlineError: a server did not start. If the run started it, the message has its last log
+            lines.
     """
     options: VLLMOptions = spec.options
     if options.external_server_urls is not None:

@@ -41,7 +41,7 @@ class SharedGpus:
     """Number of the engine's GPUs."""
 
     def visible(self, inherited: str | None) -> str:
-        """CUDA_VISIBLE_DEVICES of the engine's processes: its own GPUs, then the node's others.
+        """Returns CUDA_VISIBLE_DEVICES for the engine's processes: the engine's GPUs, then the node's others.
 
         Args:
             inherited: value of the variable in Ray's process on the node; None: all GPUs are visible.
@@ -88,7 +88,7 @@ class EnginePlace:
         }
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of the server's process that depend on its placement."""
+        """Returns the environment variables of the server's process that depend on its placement."""
         # By default Ray hides all GPUs that the actor does not reserve.
         return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if self.shared else {}
 

@@ -44,7 +44,7 @@ class Wanted:
     """Parts of memory that sleeping servers have allocated again."""
 
     def awake(self, tags: Iterable[str] | None) -> Wanted:
-        """A copy with these parts of memory allocated again; None: all parts."""
+        """Returns a copy with these parts of memory allocated again; None: all parts."""
         woken = ALL_MEMORY if tags is None else self.woken | set(tags)
         if self.sleep_level is None or woken >= ALL_MEMORY:
             return attrs.evolve(self, sleep_level=None, woken=frozenset())

@@ -11,11 +11,11 @@ unblocked by the pool: requests go only to servers that hold the current weights
 If a server is lost before an agent has received any of its answer, the request goes to another server, unnoticed by the
 agent. A stream that breaks off later ends with an error event.
 
-Why not vllm-router: none of its documented policies meets both needs here, sessions and load. `consistent_hash` keeps a
-session on one server whatever its load; `cache_aware` considers load, but matches prompts rather than sessions
-(github.com/vllm-project/router, docs/load_balancing). In addition, vllm-router chooses servers by health, not by the
-weights they hold, so a restarted server with the model's first weights would get requests. These statements come from
-the documentation of vllm-router, not from a test.
+This package does not use vllm-router, because none of its documented policies considers both sessions and load.
+`consistent_hash` keeps a session on one server whatever its load; `cache_aware` considers load, but matches prompts
+rather than sessions (github.com/vllm-project/router, docs/load_balancing). In addition, vllm-router chooses servers by
+health, not by the weights they hold, so a restarted server with the model's first weights would get requests. These
+statements come from the documentation of vllm-router, not from a test.
 """
 
 from __future__ import annotations

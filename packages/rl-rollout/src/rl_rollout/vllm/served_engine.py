@@ -78,7 +78,7 @@ class ServedEngine:
         the version. The number is None if the request was finished by then: its remaining tokens have this version."""
         self._aborted: set[str] = set()
         """Ids of requests whose abort a caller requested. If another request ends with the finish reason `abort`, the
-        core has shut down."""
+        server is quarantined, or the core has shut down."""
         self._changing = asyncio.Lock()
         self._is_paused = False
         self._asleep: set[str] = set()
@@ -172,7 +172,7 @@ class ServedEngine:
             self._is_paused = True
 
     async def resume(self) -> None:
-        """Resumes sampling; a quarantined server stays paused."""
+        """Resumes sampling, unless the server is asleep or quarantined."""
         async with self._changing:
             self._is_paused = False
             await self._serve_unless_held()
@@ -427,7 +427,8 @@ class ServedEngine:
 
 
 def _fault(answers: Mapping[str, Mapping[str, Any]], num_workers: int) -> tuple[str | None, bool]:
-    """Why an update failed (None if it did not), and whether all workers hold one complete version, new or old.
+    """Returns why an update failed (None if it succeeded), and whether all workers hold the same complete version, new
+    or old.
 
     Args:
         answers: fields of `worker_extension.Outcome`, by the worker's name.

@@ -148,7 +148,7 @@ class Supervisor:
                 await self._bring_back(member, server)
 
     async def _fault(self, member: Member) -> str | None:
-        """Why the server must be restarted; None if it is healthy."""
+        """Checks the server. Returns why it must be restarted, or None if it is healthy."""
         connection = member.connection
         assert connection is not None
         if member.hung is not None:

@@ -73,8 +73,8 @@ class Tokens:
 
 
 def is_for_agents(path: str) -> bool:
-    """Whether the route belongs to the OpenAI API or is read-only; all other routes of vLLM and this package change a
-    server."""
+    """Whether the route belongs to the OpenAI API or is read-only. All other routes of vLLM and of this package need
+    the control token."""
     path = path.rstrip("/")
     if path in _CONTROL_PATHS:
         return False
@@ -87,17 +87,17 @@ def is_bearer(authorization: bytes, token: str) -> bool:
 
 
 def new_token() -> str:
-    """A new token that cannot be guessed."""
+    """Makes a new random token that cannot be guessed."""
     return secrets.token_urlsafe(_NUM_BYTES)
 
 
 def tokens_of_run() -> Tokens:
-    """Tokens of the servers that a run starts; only the run knows the control token."""
+    """Makes the tokens for the servers that a run starts; only the run and its servers know the control token."""
     return _tokens(new_token(), os.environ)
 
 
 def given_tokens(*, makes_file: bool = False, environment: Mapping[str, str] = os.environ) -> Tokens:
-    """Tokens from the environment, for external servers and the runs that use them.
+    """Reads the tokens of external servers, on their side and in the runs that use them.
 
     Args:
         makes_file: whether to write a new control token to the file if it is missing, which only servers do.

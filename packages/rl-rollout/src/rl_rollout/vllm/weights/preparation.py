@@ -50,7 +50,7 @@ class Preparation:
         wait([self._received])
 
     def state(self) -> dict[str, bool | str | None]:
-        """Plain data: whether it has ended (`has_ended`), and the `error` if it failed."""
+        """Returns plain data: whether the preparation has ended (`has_ended`), and the `error` if it failed."""
         has_ended = self._received.done()
         error = self._received.exception() if has_ended else None
         return {"has_ended": has_ended, "error": None if error is None else described(error)}

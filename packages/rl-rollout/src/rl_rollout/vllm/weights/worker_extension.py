@@ -1,8 +1,9 @@
-"""Extension of vLLM's worker (`worker_extension_cls`): receives a weight version and loads it.
+"""Extends vLLM's worker (`worker_extension_cls`), so that it receives and loads weight versions.
 
-Whole weights are loaded layer by layer as on the first load, then copied into the tensors that the engine computes
-with: on the CPU a linear layer's weight is packed, and the parameter of that name is empty, so nothing can be copied
-into it directly. An adapter that is sent without the model replaces the policy's adapter (`adapters`).
+Whole weights are loaded layer by layer, as when the engine starts, and then copied into the tensors that the engine
+computes with. They cannot be copied into the model's parameters directly: on the CPU, for example, a linear layer's
+weight is packed, and the parameter of that name is empty. An adapter that is sent without the model replaces the
+policy's adapter (`adapters`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class WeightReceiverExtension:
         adapter: Mapping[str, Any] | None,
         delta: Mapping[str, Any] | None,
     ) -> None:
-        """Begins to receive `version` of a staged transport without changing the model; parameters as in
+        """Begins to receive `version` of a staged transport without changing the model. The parameters are those of
         `rl_receive_weights`."""
         rendezvous = Rendezvous(transport="", receiver=receiver, data=data, adapter=adapter, delta=delta)
         before = getattr(self, _PREPARATION, None)
@@ -94,7 +95,7 @@ class WeightReceiverExtension:
         setattr(self, _PREPARATION, prepared)
 
     def rl_preparation_state(self) -> dict[str, Any]:
-        """`Preparation.state` of the last preparation."""
+        """Returns `Preparation.state` of the last preparation."""
         return getattr(self, _PREPARATION).state()
 
     def rl_receive_weights(
@@ -156,7 +157,7 @@ def _received(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[We
 
 
 def _stored(worker: Any) -> Mapping[str, StoredTensor]:
-    """The model's `stored_tensors`, read only once."""
+    """Returns the model's `stored_tensors`, which are read only once."""
     if not hasattr(worker, _STORED):
         setattr(worker, _STORED, stored_tensors(worker.model_config))
     return getattr(worker, _STORED)
