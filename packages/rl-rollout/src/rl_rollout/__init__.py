@@ -1,7 +1,7 @@
 """Inference engines, weight transports and generators.
 
-A name is imported when it is first used. The names belong to the engine `local`, the transport `files` and the
-generator `environment`.
+This package exports the classes and functions of the engine `local`, the transport `files` and the generator
+`environment`. Each name is imported when it is first used.
 """
 
 from __future__ import annotations

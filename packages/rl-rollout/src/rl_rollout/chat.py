@@ -1,4 +1,4 @@
-"""Prompts as token ids, token ids as text.
+"""Converts prompts to token ids, and token ids to text.
 
 The tokenizer's chat template renders chat messages, with the special tokens that the model expects and the tools that
 the environment offers. Text is encoded without adding any special token, not even a beginning-of-sequence token: the
@@ -24,8 +24,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or name. Raises ConfigError if there is none, or it cannot be fetched or
-    loaded."""
+    """Loads the tokenizer of a model, given by directory or hub name. Raises ConfigError if the model has no tokenizer,
+    or if it cannot be downloaded or loaded."""
     if not has_tokenizer(path):
         raise ConfigError(
             f"{_MODEL_PATH}: {path} contains no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
@@ -44,8 +44,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _require_in_reach(name: str) -> None:
-    """Asks the hub once for a model that is not cached; transformers would retry an unreachable hub for most of a
-    minute.
+    """Asks the hub once for a model that is not cached, because transformers would retry an unreachable hub for most of
+    a minute.
 
     Raises ConfigError if the hub is unreachable and `name` is neither a directory nor in the hub's cache.
     """
@@ -54,14 +54,14 @@ def _require_in_reach(name: str) -> None:
 
 
 def has_tokenizer(path: str) -> bool:
-    """Whether a model directory holds a tokenizer; True for a hub name, because only loading shows whether it has
+    """Whether a model directory holds a tokenizer. True for a hub name: only loading shows whether that model has
     one."""
     directory = Path(path)
     return not directory.is_dir() or any((directory / name).exists() for name in _TOKENIZER_FILES)
 
 
 class TokenCodec:
-    """Prompts into token ids, and token ids into text."""
+    """Encodes prompts and decodes responses with a model's tokenizer and chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_kwargs: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
@@ -69,7 +69,7 @@ class TokenCodec:
         self._tools: tuple[ToolSchema, ...] = ()
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> TokenCodec:
-        """A copy of this codec for conversations in which the model sees these functions.
+        """Returns a copy of this codec for conversations in which the model sees these functions.
 
         Raises:
             ConfigError: the configuration's `chat_template_kwargs` also contain `tools`.
@@ -84,12 +84,12 @@ class TokenCodec:
         return codec
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt. After chat messages, the template opens the assistant's turn.
+        """Encodes a prompt. After chat messages, the template opens the assistant's turn.
 
         Raises:
             DataError: the prompt is neither text nor messages, is empty, or is text although the environment offers
-                tools; or the tokenizer has no template for messages, or the template refuses them.
-            ConfigError: the template does not show tools.
+                tools; or the tokenizer has no chat template, or the template refuses the messages.
+            ConfigError: the codec has tools, but the template does not show them.
         """
         tokens = self.encode_text(self.prompt_text(prompt))
         if not tokens:
@@ -97,7 +97,7 @@ class TokenCodec:
         return tokens
 
     def prompt_text(self, prompt: Prompt) -> str:
-        """The text that the policy sees: the prompt itself, or chat messages as the template writes them."""
+        """Returns the text that the policy sees: the prompt itself, or chat messages as the template writes them."""
         if isinstance(prompt, str):
             if self._tools:
                 raise DataError(
@@ -118,15 +118,15 @@ class TokenCodec:
             )
 
     def response_text(self, tokens: Sequence[int]) -> str:
-        """The text of a response, without special tokens."""
+        """Decodes a response to text, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Token ids of text; special tokens in the text are recognised, none are added."""
+        """Encodes text. Special tokens that the text contains are recognised, and none are added."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Messages as the chat template writes them. Raises DataError if there is no template or it refuses them."""
+        """Renders messages with the chat template. Raises DataError if there is no template, or if it refuses them."""
         if self.tokenizer.chat_template is None:
             raise DataError(
                 "the prompt is a list of chat messages, but the model's tokenizer has no chat template; use text"
@@ -149,5 +149,5 @@ class TokenCodec:
 
 
 def _given(message: Message) -> dict[str, Any]:
-    """The message without keys whose value is None, because templates test whether a message has `tool_calls`."""
+    """Returns the message without keys whose value is None, because templates test whether `tool_calls` is present."""
     return {key: value for key, value in message.items() if value is not None}

@@ -1,10 +1,10 @@
-"""Builds the prompt of a later turn from the conversation so far. Three kinds of history, one method.
+"""Builds the prompt of a later turn from the conversation so far.
 
-`TextHistory` and `ChatHistory` only append: each prompt begins with the prompt and the sampled response before it,
-unchanged, so a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns (most
-templates of thinking models drop the thinking): it appends if the template leaves everything unchanged; else the next
-prompt is a new rendering of the conversation and begins a new sequence. In every case training uses the tokens that the
-engine sampled; rendered tokens are used only as prompt.
+`TextHistory` and `ChatHistory` only append: each prompt begins with the previous prompt and the response that was
+sampled for it, so a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns: most
+templates of thinking models drop the thinking. It appends if the template leaves the earlier turns unchanged. Otherwise
+the next prompt is a new rendering of the conversation and begins a new sequence. In every case, training uses the
+tokens that the engine sampled, and rendered tokens are used only in prompts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Tokens = tuple[int, ...]
 
 
 class History(Protocol):
-    """One episode's conversation."""
+    """Builds the prompts of one episode."""
 
     def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
-        """The engine's next prompt, after it answered `prompt` with `response`.
+        """Returns the engine's next prompt, after the engine answered `prompt` with `response` and the environment
+        answered with `observation`.
 
         Raises:
             DataError: the observation does not fit the conversation.
@@ -38,7 +39,7 @@ def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> Hist
 
     Args:
         turns: encodes the text between two responses, with the tools of this conversation.
-        step_wise: an episode may be several sequences, so the template may change earlier turns.
+        step_wise: whether an episode may be several sequences, so that the template may change earlier turns.
     """
     if isinstance(prompt, str):
         return TextHistory(turns.codec)
@@ -46,7 +47,7 @@ def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> Hist
 
 
 class TextHistory:
-    """Text without a template: an observation is appended unchanged."""
+    """Builds prompts of text without a template: appends each observation unchanged."""
 
     def __init__(self, codec: TokenCodec) -> None:
         self._codec = codec
@@ -56,7 +57,7 @@ class TextHistory:
 
 
 class ChatHistory:
-    """Messages under a template that leaves earlier turns unchanged."""
+    """Builds prompts of messages for a template that leaves earlier turns unchanged."""
 
     def __init__(self, turns: TurnTokens, opening: Sequence[Message]) -> None:
         self._turns = turns
@@ -75,7 +76,7 @@ class ChatHistory:
 
 
 class RenderedHistory:
-    """Messages under any template: its current rendering decides whether the sequence continues or a new one begins."""
+    """Builds prompts of messages for any template. If the template changes an earlier turn, begins a new sequence."""
 
     def __init__(self, turns: TurnTokens, opening: Sequence[Message]) -> None:
         self._codec = turns.codec

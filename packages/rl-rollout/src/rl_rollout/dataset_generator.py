@@ -1,4 +1,4 @@
-"""The `dataset` generator: makes trajectories from the responses stored in the rows. Nothing is sampled."""
+"""Implements the `dataset` generator: makes trajectories from the responses stored in the rows, without sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_rollout.generator_options import DatasetGeneratorOptions
 from rl_rollout.supervised_tokens import RowEncoder, Supervised, text_parts
 
 _REWARDS = (1.0, 0.0)
-"""Rewards of a pair's preferred response and of the other."""
+"""Rewards of the two responses of a pair: first of the preferred one, then of the other."""
 
 
 class DatasetGenerator:
@@ -21,8 +21,8 @@ class DatasetGenerator:
         self._of_pairs = of_pairs
 
     def prompt_length(self, row: Row) -> int:
-        """Number of tokens before the first trained one; of a pair, the larger number. Raises DataError if the row has
-        no response."""
+        """Returns the number of tokens before the first trained one; for a pair, the larger of the two numbers. Raises
+        DataError if the row has no response."""
         return max(sequence.prompt_length for sequence in self._sequences(row))
 
     def response_length(self, row: Row) -> int:
@@ -30,7 +30,7 @@ class DatasetGenerator:
         return max(len(sequence.tokens) - sequence.prompt_length for sequence in self._sequences(row))
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """The row's responses. Raises DataError."""
+        """Returns one trajectory per response of the row. Raises DataError if the row has no usable response."""
         try:
             sequences = self._sequences(request.row)
         except DataError as error:

@@ -1,5 +1,5 @@
-"""Calls an environment, wherever it runs: sets a deadline, checks its tools, and turns an exception into the failure of
-one sample."""
+"""Functions with which every placement calls an environment. They set a deadline, check the tools, and convert any
+exception to an EnvironmentFailure, which fails only one sample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 class EnvironmentFailure(Exception):
-    """What an environment raised, as text: the original may be in another process, and need not be an `Exception`."""
+    """Type and message of what an environment raised. They are texts, because the original may be in another process,
+    and need not be an `Exception`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)
@@ -33,7 +34,7 @@ class EnvironmentFailure(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """The failure that describes `error`, with the line that raised it unless `error` is an RLError."""
+        """Describes `error`, with the line of code that raised it unless `error` is an RLError."""
         place = "" if isinstance(error, RLError) else raised_at(error)
         return cls(type(error).__name__, f"{error} {place}".strip())
 
@@ -42,11 +43,13 @@ class EnvironmentFailure(Exception):
 
 
 async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str) -> T:
-    """The environment's answer. No deadline is set for a call that returns without awaiting anything: a deadline could
-    not end it, and setting one for each of an episode's four calls would take a quarter of the episode's time.
+    """Calls the environment and returns its answer. Sets no deadline for a call that returns without awaiting anything:
+    a deadline could not end such a call, and setting one for each of an episode's four calls would take a quarter of
+    the episode's time.
 
     Raises:
-        EnvironmentFailure: the environment raised. DeadlineError: it did not answer in time.
+        EnvironmentFailure: the environment raised.
+        DeadlineError: the environment did not answer in time.
     """
     begun = asyncio.get_running_loop().time()
     coroutine = caught(call)
@@ -80,7 +83,7 @@ def _rest(coroutine: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, A
 
 
 async def caught(call: Callable[[], Awaitable[T]]) -> T:
-    """The environment's answer. Turns whatever the environment raises into EnvironmentFailure, except KeyboardInterrupt
+    """Awaits `call` and returns its result. Converts whatever it raises to EnvironmentFailure, except KeyboardInterrupt
     and the cancellation of this task."""
     task = asyncio.current_task()
     try:
@@ -94,7 +97,8 @@ async def caught(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def offered_tools(environment: object) -> Sequence[ToolSchema]:
-    """The functions that the environment offers after its `reset`. Raises DataError if they are not tools."""
+    """Returns the functions that the environment offers after its `reset`; empty if it does not implement `Tools`.
+    Raises DataError if they are not valid tools."""
     tools = getattr(environment, "tools", None)
     # `tools` may also be an unrelated attribute of the environment.
     if not callable(tools):
@@ -109,7 +113,8 @@ async def offered_tools(environment: object) -> Sequence[ToolSchema]:
 
 
 def made(factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]) -> Environment:
-    """The factory's environment. Raises ConfigError if it constrains responses, but its factory does not say so."""
+    """Calls the factory for one episode. Raises ConfigError if the environment has `structural_tag`, but the factory
+    lacks it."""
     environment = factory(row, options)
     if isinstance(environment, Constraining) and not isinstance(factory, Constraining):
         raise ConfigError(
@@ -121,7 +126,8 @@ def made(factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]) -> E
 
 
 async def next_structural_tag(environment: object, example_call: str | None) -> str | None:
-    """The grammar of a `Constraining` environment's next response. Raises DataError if it is not text."""
+    """Returns the grammar of a `Constraining` environment's next response, or None. Raises DataError for any other
+    type."""
     assert isinstance(environment, Constraining)
     tag = await require_awaitable(environment.structural_tag(example_call), "structural_tag")
     if not isinstance(tag, str | None):

@@ -1,4 +1,4 @@
-"""Where environments run: each in its own thread unless its factory or the configuration says otherwise.
+"""Runs each environment in the placement that the configuration or its factory chooses; by default in its own thread.
 
 | placement    | an episode has                  | a call that misses its deadline                                     |
 |--------------|---------------------------------|---------------------------------------------------------------------|
@@ -38,12 +38,12 @@ from rl_rollout.environment_processes import EnvironmentProcess, ProcessEnvironm
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 
 _START_S = 300.0
-"""Deadline for a process to start and import the environment; generous, because many may start at once."""
+"""Deadline for a process to start and import the environment. It is long, because many processes may start at once."""
 _PROCESSES_PER_CORE = 4
 _FILES_PER_THREAD = 2
 _OTHER_FILES = 512
 MOST_LEFT_THREADS = 1000
-"""The run stops when this many threads hang, because each holds its memory until the process ends."""
+"""The run stops when this many threads hang, because a hanging thread does not free its memory."""
 
 
 class HangingThreads(GenerationError):
@@ -51,7 +51,7 @@ class HangingThreads(GenerationError):
 
 
 class EnvironmentPool:
-    """Gives each episode its environment.
+    """Provides an environment for each episode.
 
     consumes     episodes (`opened`)
     produces     environments
@@ -64,7 +64,7 @@ class EnvironmentPool:
     ) -> None:
         """
         Args:
-            placement: where all environments run, whatever they request; None: where each requests.
+            placement: placement of all environments; None: each environment's factory chooses its placement.
             num_workers: maximum number of threads or processes; None: one thread per episode, four processes per CPU
                 core.
             max_episodes: maximum number of episodes played at a time.
@@ -77,19 +77,21 @@ class EnvironmentPool:
         self._left = LeftThreads()
 
     def placement_of(self, factory: EnvironmentFactory) -> PlacementKind:
-        """See the function `placement_of`."""
+        """Returns where the factory's environments run in this pool; see the function `placement_of`."""
         return placement_of(factory, self._placement)
 
     @contextlib.asynccontextmanager
     async def opened(
         self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
     ) -> AsyncIterator[EnvironmentCalls]:
-        """The environment of one episode, closed when the context ends.
+        """Yields the environment of one episode, and closes it at the end of the context.
 
         Raises:
-            ConfigError: the environment cannot run in its placement. HangingThreads: too many threads hang.
-            DeadlineError: its process did not import it in time.
-            EnvironmentFailure, DeadlineError: the episode did not fail, but closing the environment did.
+            ConfigError: the environment cannot run in its placement.
+            HangingThreads: too many threads hang.
+            DeadlineError: the process did not import the environment in time, or the environment did not close in time
+                after an episode without errors.
+            EnvironmentFailure: closing the environment failed after an episode without errors.
         """
         kind = self.placement_of(factory)
         where = {"thread": self._in_thread, "process": self._in_process}.get(kind, _in_place)
@@ -151,11 +153,11 @@ class EnvironmentCalls:
         return await answered(self._environment.reset, self._timeout_s, "reset")
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """Its tools; none if it is not `Tools`."""
+        """Returns the environment's tools; empty if it does not implement `Tools`."""
         return await answered(lambda: offered_tools(self._environment), self._timeout_s, "tools")
 
     async def structural_tag(self, example_call: str | None) -> str | None:
-        """The grammar of its next response; None if it is not `Constraining`."""
+        """Returns the grammar of the next response; None if the environment is not `Constraining`, or sets none."""
         if not self._is_constraining:
             return None
         asked = partial(next_structural_tag, self._environment, example_call)
@@ -171,7 +173,7 @@ class EnvironmentCalls:
 
 
 class _InPlace:
-    """An environment that is constructed in `reset`, as in the other placements."""
+    """Runs an environment in the event loop of all episodes. `reset` constructs it, as in the other placements."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make = make
@@ -213,10 +215,13 @@ async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:
 def placement_of(
     factory: EnvironmentFactory, configured: PlacementKind | None = None, where: str = ""
 ) -> PlacementKind:
-    """Where the factory's environments run: as configured, else as the factory requests, else in a thread.
+    """Returns where the factory's environments run: the configured placement, else the one that the factory requests,
+    else `thread`.
 
     Args:
-        where: prefix of the error message: the configuration key that chose the factory.
+        factory: creates the environments.
+        configured: the placement from the configuration; None: not configured.
+        where: prefix of error messages, such as the configuration key that chose the factory.
 
     Raises:
         ConfigError: an unknown placement, or `process` for a factory that cannot be pickled.
@@ -235,8 +240,8 @@ def placement_of(
 
 
 def pickled(factory: EnvironmentFactory, where: str = "") -> bytes:
-    """The factory, pickled for another process. Raises ConfigError if it cannot be pickled, or is defined in the script
-    that was started."""
+    """Pickles the factory for another process. Raises ConfigError if it cannot be pickled, or if it is defined in the
+    main script, which other processes cannot import."""
     try:
         if getattr(factory, "__module__", None) == "__main__":
             raise pickle.PicklingError("it is defined in the script that was started, which no other process imports")

@@ -1,8 +1,9 @@
-"""The program of an environment process: `python -m rl_rollout.environment_process`.
+"""The program that runs in an environment process: `python -m rl_rollout.environment_process`.
 
-Consumes requests of the controller (`environment_processes.py`) on standard input, one after another; produces one
-answer to each on standard output, while the environment's own prints go to standard error. Waits for the next request.
-Ends when the controller ends, whatever the environment is doing.
+consumes     requests of the controller (`environment_processes.py`) on standard input, one at a time
+produces     one answer per request on standard output; what the environment prints goes to standard error
+waits for    the next request
+unblocked by the controller's next request; when the controller ends, this process ends, even during a call
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LENGTH = struct.Struct("<Q")
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """A request of the controller: `load` a factory, or a call of the episode."""
+    """A request of the controller to call a method of `EnvironmentHost`."""
 
     call: str
     arguments: tuple[Any, ...] = ()
@@ -34,11 +35,11 @@ class Request:
 
 @attrs.frozen(kw_only=True)
 class Answer:
-    """The answer to a request."""
+    """The result of a request: a value or a failure."""
 
     value: Any = None
     failure: tuple[str, str] | None = None
-    """Type and message of the exception."""
+    """Type and message of the exception; None: the call succeeded."""
 
 
 class EnvironmentHost:
@@ -49,13 +50,13 @@ class EnvironmentHost:
         self._environment: Environment | None = None
 
     async def load(self, path: list[str], factory: bytes) -> None:
-        """Imports the factory of the environments."""
+        """Imports the pickled factory of the environments, with the controller's `sys.path`."""
         if factory not in self._factories:
             sys.path[:] = path
             self._factories[factory] = pickle.loads(factory)
 
     async def reset(self, factory: bytes, row: Any, options: Any) -> Any:
-        """Also constructs the environment."""
+        """Constructs the environment and calls its `reset`."""
         self._environment = made(self._factories[factory], row, options)
         return await require_awaitable(self._environment.reset(), "reset")
 
@@ -73,7 +74,8 @@ class EnvironmentHost:
         return await require_awaitable(self._environment.step(action), "step")
 
     async def close(self) -> None:
-        """Closes the environment and cancels the tasks that it left, so that the next episode finds none."""
+        """Closes the environment and cancels the tasks that it left running, so that they do not run during the next
+        episode."""
         environment, self._environment = self._environment, None
         try:
             if environment is not None:
@@ -83,7 +85,7 @@ class EnvironmentHost:
                 task.cancel()
 
     async def answer(self, request: Request) -> bytes:
-        """The pickled answer; a result that cannot be pickled is a failure."""
+        """Carries out a request and returns the pickled answer. A result that cannot be pickled becomes a failure."""
         try:
             value = await caught(lambda: getattr(self, request.call)(*request.arguments))
             return pickle.dumps(Answer(value=value))
@@ -121,7 +123,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Pickle names a class by its module; the controller does not know the classes of this module as `__main__`'s.
+    # Pickle stores the module name of a class. In `__main__` it would be one that the controller cannot import.
     from rl_rollout import environment_process
 
     environment_process.main()

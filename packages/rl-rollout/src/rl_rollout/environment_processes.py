@@ -1,7 +1,7 @@
-"""The controller's side of environments in processes; `environment_process.py` is the other side.
+"""Runs environments in processes: starts and calls them from the controller. Each process runs `environment_process`.
 
-A process plays one episode at a time, so that ending it affects no other episode. It is reused until it dies, or until
-a call of its episode is abandoned.
+A process plays one episode at a time, so that killing it affects no other episode. It is reused for further episodes
+until it dies, or until the controller stops waiting for a call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rl_rollout.environment_process import LENGTH, Answer, Request
 
 
 class EnvironmentProcess:
-    """One process in its own session and process group, so that the processes that the environment started are killed
-    with it, and Ctrl-C does not reach it."""
+    """A process in its own session and process group. So Ctrl-C does not reach it, and killing the group also kills the
+    processes that the environment started."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -45,11 +45,12 @@ class EnvironmentProcess:
         return cls(process)
 
     async def ask(self, call: str, *arguments: Any) -> Any:
-        """Returns the answer. If the wait is cancelled, the process is ended, because it cannot take another request.
+        """Sends a request and returns the answer. If the wait is cancelled, kills the process, because it cannot take
+        another request.
 
         Raises:
             EnvironmentFailure: the environment raised something, or its process ended.
-            KeyboardInterrupt: the environment raised it.
+            KeyboardInterrupt: the environment raised KeyboardInterrupt.
         """
         if not self.is_usable:
             raise EnvironmentFailure("EnvironmentEnded", "the environment's process has ended")
@@ -90,18 +91,18 @@ class EnvironmentProcess:
 
 
 class ProcessEnvironment:
-    """The environment of one episode, in a process that has loaded its factory."""
+    """Runs the environment of one episode in a process that has loaded the environment's factory."""
 
     def __init__(self, process: EnvironmentProcess, factory: bytes, row: Row, options: Mapping[str, Any]) -> None:
         self._process = process
         self._made_of = (factory, dict(row), dict(options))
 
     async def reset(self) -> Prompt:
-        """Also constructs the environment."""
+        """Constructs the environment in the process and calls its `reset`."""
         return await self._process.ask("reset", *self._made_of)
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """Its tools; none if it is not `Tools`."""
+        """Returns the environment's tools; empty if it does not implement `Tools`."""
         return await self._process.ask("tools")
 
     async def structural_tag(self, example_call: str | None) -> str | None:

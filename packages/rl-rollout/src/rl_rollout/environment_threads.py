@@ -18,12 +18,12 @@ from rl_rollout.environment_calls import EnvironmentFailure, caught, next_struct
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 _GRACE_S = 1.0
-"""How long a thread may take, after its call was abandoned, to begin closing the environment; after that, the thread is
-abandoned too."""
+"""Seconds that a thread with an abandoned call may take to begin closing the environment; then the thread is abandoned
+too."""
 
 
 class LeftThreads:
-    """Threads that hang in an abandoned call and cannot be killed."""
+    """Counts threads that hang in an abandoned call, because a thread cannot be killed."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -39,10 +39,11 @@ class LeftThreads:
 
 
 class ThreadedEnvironment:
-    """An environment that lives in a thread.
+    """Runs one environment in its own thread.
 
-    An abandoned call is cancelled in its thread, with effect at the call's next `await`. A blocked thread cannot be
-    killed: it is abandoned, closes the environment when its call returns, and does not keep the process alive.
+    If a caller stops waiting for a call, the call is cancelled at its next `await` in the thread. A thread that blocks
+    cannot be killed and is abandoned: it closes the environment when its call returns, and does not keep the process
+    alive.
     """
 
     def __init__(self, make: Callable[[], Environment], left: LeftThreads) -> None:
@@ -52,14 +53,15 @@ class ThreadedEnvironment:
         self._environment: Environment | None = None
         self._was_given_up = False
         try:
-            # Needs no file descriptor, unlike epoll, and accepts any descriptor, unlike select.
+            # A poll selector needs no file descriptor, unlike epoll, and accepts any descriptor, unlike select.
             self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
         except OSError as error:
             raise _no_room(error) from error
         self._closed = asyncio.Event()
         self._beginning = threading.Lock()
         self._begun_last: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
-        """The last two calls: `close` may start while an abandoned call is still running."""
+        """The last two scheduled calls. There can be two, because `close` may start while an abandoned call is still
+        running."""
         self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
         try:
             self._thread.start()
@@ -68,7 +70,7 @@ class ThreadedEnvironment:
             raise _no_room(error) from error
 
     async def reset(self) -> Prompt:
-        """Also constructs the environment, because that may block like any call."""
+        """Constructs the environment and calls its `reset`, both in the thread, because construction may block too."""
 
         async def make_and_reset() -> Prompt:
             self._environment = self._make()
@@ -77,7 +79,7 @@ class ThreadedEnvironment:
         return await self._in_thread(make_and_reset)
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """Its tools; none if it is not `Tools`."""
+        """Returns the environment's tools; empty if it does not implement `Tools`."""
         return await self._in_thread(lambda: offered_tools(self._made))
 
     async def structural_tag(self, example_call: str | None) -> str | None:
@@ -89,8 +91,8 @@ class ThreadedEnvironment:
         return await self._in_thread(lambda: require_awaitable(self._made.step(action), "step"))
 
     async def close(self) -> None:
-        """Closes the environment and ends the thread; if the thread is still in an abandoned call, both happen when it
-        returns."""
+        """Closes the environment and ends the thread. If an abandoned call still blocks the thread, returns after 1 s;
+        the thread then does both when the call returns."""
         has_begun: Future[None] = Future()
         if self._loop.is_closed():
             return
@@ -132,12 +134,12 @@ class ThreadedEnvironment:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._until_closed())
         except BaseException as error:
-            # Raised by a task that the environment started. The end of the loop cancels the running call.
+            # A task that the environment started has raised this. The end of the loop cancels the running call.
             _LOGGER.warning("an environment ended its own thread: %s: %s", type(error).__name__, error)
         finally:
             with self._beginning:
                 for coroutine, future in self._begun_last:
-                    # Scheduled, but the loop ended before it started; cancel it, or its caller would wait forever.
+                    # The loop ended before this scheduled call started: cancel it, or its caller would wait forever.
                     if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                         coroutine.close()
                         future.cancel()
@@ -155,8 +157,8 @@ class ThreadedEnvironment:
             self._closed.set()
 
     def _begun(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Schedules `coroutine` in the thread; the future is cancelled if the environment has ended its thread's
-        loop."""
+        """Schedules `coroutine` in the thread, and returns the future of its result. The future is cancelled if the
+        environment has ended the thread's loop."""
         with self._beginning:
             try:
                 future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -1,4 +1,4 @@
-"""One episode: the policy and an environment take turns until the environment or a limit ends the episode."""
+"""Plays one episode: the policy and an environment take turns until the environment or a limit ends the episode."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ class Limits:
     max_input_length: int | None = None
     """Maximum number of tokens of a later turn's prompt; None: no separate limit."""
     context_window: int | None = None
-    """Maximum number of tokens of prompt and response together; None: unknown, so the engine enforces it."""
+    """Maximum number of tokens of prompt and response together; None: unknown, so only the engine enforces it."""
     environment_timeout_s: float = 300.0
     """Deadline of each call to the environment."""
 
     def room(self, prompt: Tokens) -> float:
-        """Maximum number of tokens of the response to this later turn's prompt; below 1: the turn cannot be played."""
+        """Returns how many tokens the response to a later turn's prompt may have; if below 1, the turn cannot be
+        played."""
         if self.max_input_length is not None and len(prompt) > self.max_input_length:
             return 0
         return math.inf if self.context_window is None else self.context_window - len(prompt)
@@ -61,12 +62,12 @@ class Episode:
     """An episode that was played to its end."""
 
     turns: tuple[PlayedTurn, ...]
-    """The turns; at least one."""
+    """All turns; there is at least one."""
     end: TrajectoryEnd
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The environment's metrics; those of later turns override earlier ones."""
+        """The environment's metrics of all turns; a later turn's value replaces an earlier one of the same name."""
         return {name: value for turn in self.turns for name, value in turn.result.metrics.items()}
 
 
@@ -84,16 +85,23 @@ async def play(
     limits: Limits,
     example_call: str | None = None,
 ) -> Episode:
-    """Plays an episode whose first prompt is already encoded.
+    """Plays an episode.
 
     Args:
+        environment: the environment, after its `reset`.
+        history: builds the prompts of later turns.
+        prompt: the first prompt.
+        respond: samples the policy's responses.
+        text_of: decodes a response for the environment.
+        limits: limits that may end the episode early.
         example_call: see `Action`.
 
     Raises:
         DataError: the environment's answer violates its contract, or the chat template refuses it.
         ConfigError: the chat template cannot be used for several turns in one sequence.
-        EnvironmentFailure: the environment raises. DeadlineError: it does not answer in time.
-        Whatever `respond` raises.
+        EnvironmentFailure: the environment raised.
+        DeadlineError: the environment did not answer in time.
+        Exception: any error of `respond`.
     """
     turns: list[PlayedTurn] = []
     room: float = math.inf
@@ -118,7 +126,7 @@ async def play(
 def _what_follows(
     result: StepResult, history: History, prompt: Tokens, completion: Completion, num_turns: int, limits: Limits
 ) -> tuple[Tokens, TrajectoryEnd | None]:
-    """The next turn's prompt, or why there is none."""
+    """Returns the next turn's prompt and None, or an empty prompt and why the episode ends."""
     if result.done:
         return (), "done"
     if limits.max_turns == 1:
@@ -152,12 +160,12 @@ def _shown(result: StepResult) -> str | None:
 
 
 def one_sequence_per_turn(turns: tuple[PlayedTurn, ...]) -> tuple[TrajectoryStep, ...]:
-    """One sequence per turn: its prompt and response as the engine saw them."""
+    """Makes one sequence of each turn: its prompt and its response, as the engine saw them."""
     return tuple(_sequence((turn,)) for turn in turns)
 
 
 def one_sequence(turns: tuple[PlayedTurn, ...]) -> tuple[TrajectoryStep, ...]:
-    """The whole episode as one sequence; each turn's prompt must begin with everything before it."""
+    """Makes one sequence of the whole episode. Each turn's prompt must begin with the previous prompt and response."""
     return (_sequence(turns),)
 
 
@@ -195,7 +203,8 @@ def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
 
 
 def _newest_routes(known: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
-    """A later turn's routes also cover the tokens of earlier turns, and replace the routes known for them."""
+    """Returns the routes of the sequence so far. `new`, the routes of a later turn, also covers the tokens of earlier
+    turns, and replaces the `known` routes of those tokens."""
     if known is None or new is None:
         return known if new is None else new
     return new if len(new) >= len(known) else np.concatenate([new, known[len(new) :]])

@@ -1,6 +1,7 @@
-"""The `environment` generator: plays episodes of an Environment against an engine, token ids in and out.
+"""Implements the `environment` generator: an engine and an environment play episodes turn by turn.
 
-The trajectory holds the tokens that the engine sampled; text is decoded for the environment and never encoded again.
+The engine receives and returns token ids, and the trajectory holds exactly the tokens that it sampled. They are decoded
+to text for the environment, and this text is never encoded again.
 """
 
 from __future__ import annotations
@@ -50,27 +51,27 @@ class Episodes:
     """Settings shared by all episodes of a run."""
 
     environment_of: Callable[[Row], EnvironmentFactory]
-    """The factory of a row's environment. Raises an RLError for a row that names none."""
+    """Returns the factory of a row's environment. Raises an RLError for a row that names no known environment."""
     environment_options: Mapping[str, Any] = attrs.field(factory=dict)
-    """Passed to every environment."""
+    """Options that every environment's factory receives."""
     limits: Limits = attrs.field(factory=Limits)
-    """Limits of turns, tokens and time."""
+    """Maximum numbers of turns and tokens, and the deadline of calls to the environment."""
     step_wise: bool = False
     """True: a trajectory has one sequence per turn. False: it is one sequence, and the template must not change earlier
     turns."""
     max_concurrency: int = 1024
     """Maximum number of episodes that run at a time."""
     environment_placement: PlacementKind | None = None
-    """Where environments run, whatever they request; None: where each requests."""
+    """Placement of all environments; None: each environment's factory chooses its placement."""
     environment_workers: int | None = None
-    """Maximum number of environment threads or processes; None: see `EnvironmentPool`."""
+    """Maximum number of environment threads or processes; None: the default of `EnvironmentPool`."""
     zero_reward_on_non_stop: bool = False
-    """Reward 0 for an episode whose last response did not end by itself, or that had no tokens left for another
-    turn."""
+    """Whether an episode gets reward 0 if its last response did not end by itself, or if it had no tokens left for
+    another turn."""
 
 
 class EnvironmentGenerator:
-    """Generator of episodes of one or several turns."""
+    """Implements `Generator`: plays one episode, of one or several turns, for each sample."""
 
     def __init__(self, client: Sampler, codec: TokenCodec, episodes: Episodes) -> None:
         self._client = client
@@ -107,7 +108,7 @@ class EnvironmentGenerator:
             try:
                 return await self._play(request, index, prompts)
             except (ConfigError, PluginError, HangingThreads) as error:
-                # Affects every sample and is not the model's fault, so the run ends.
+                # Such an error affects every sample and is not the model's fault, so the run ends.
                 raise type(error)(f"{request.row_place}: {error}") from error
             except EnvironmentFailure as error:
                 return _failed(request, index, error.kind, str(error))
@@ -129,7 +130,7 @@ class EnvironmentGenerator:
         ) as environment:
             prompt = await environment.reset()
             tools = await environment.tools()
-            # Serialized, so that later changes to the environment's list have no effect.
+            # The tools are serialized, because a cache key must be hashable and must not change later.
             turns = self._turns_with(json.dumps(list(tools)))
             tokens, prompt_text = prompts.encode(prompt, turns.codec)
             history = start_history(turns, prompt, step_wise=self._episodes.step_wise)
@@ -190,7 +191,7 @@ def _transcript(episode: Episode) -> str:
 
 
 def _failed(request: GroupRequest, index: int, kind: str, text: str) -> Trajectory:
-    """The record of a failed sample; the loop stops if too many fail."""
+    """Returns the trajectory of a failed sample, which has no tokens; the training loop stops if too many fail."""
     return Trajectory(
         group_id=request.group_id,
         sample_index=index,
@@ -209,18 +210,18 @@ def _without_reward(trajectory: Trajectory) -> Trajectory:
 
 
 def sample_seed(seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
-    """Random seed of one turn of one sample."""
+    """Returns the random seed of one turn of one sample."""
     return seed_of(seed, group_id, sample_index, *([turn] if turn else []))
 
 
 class _GroupPrompts:
-    """Encodes each distinct prompt of a group once: nearly always all samples start with the same prompt."""
+    """Encodes each distinct prompt of a group only once, because nearly always all samples have the same prompt."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Prompt, TokenCodec, Tokens, str]] = []
 
     def encode(self, prompt: Prompt, codec: TokenCodec) -> tuple[Tokens, str]:
-        """Token ids, and the text that the policy sees."""
+        """Returns the prompt's token ids, and its text as the policy sees it."""
         for known, its_codec, tokens, text in self._known:
             if its_codec is codec and known == prompt:
                 return tokens, text
@@ -230,11 +231,11 @@ class _GroupPrompts:
 
 
 def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerator:
-    """Creates the generator that `spec`, with `EnvironmentGeneratorOptions`, describes.
+    """Creates the generator of a run; `spec.options` must be `EnvironmentGeneratorOptions`.
 
     Raises:
         ConfigError: the model has no usable tokenizer.
-        PluginError: an unknown environment.
+        PluginError: `spec.env_class` names an unknown environment.
     """
     options: EnvironmentGeneratorOptions = spec.options
     return EnvironmentGenerator(
@@ -259,8 +260,8 @@ def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerat
 
 
 def context_window(spec: GeneratorSpec) -> int | None:
-    """The engine's maximum sequence length: its `max_model_len`, else the model's position limit; None if neither is
-    known."""
+    """Returns the engine's maximum sequence length: its `max_model_len` if that is configured, else the model's number
+    of positions; None if neither is known."""
     from transformers import AutoConfig
 
     limit = spec.engine_init_kwargs.get("max_model_len")

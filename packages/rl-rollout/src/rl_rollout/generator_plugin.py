@@ -1,4 +1,4 @@
-"""The entry points of the generators. Imports neither torch nor transformers until a generator is created."""
+"""Entry points of the generators. This module imports neither torch nor transformers until a generator is created."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from rl_rollout.reward_functions import RewardFunctionsEnvironment, require_func
 
 @attrs.frozen
 class EnvironmentGeneratorPlugin:
-    """GeneratorPlugin of `EnvironmentGenerator`."""
+    """Implements `GeneratorPlugin` for `EnvironmentGenerator`."""
 
     contract_version: int = 2
     name: str = "environment"
     options_class: type = EnvironmentGeneratorOptions
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Raises PluginError if the environment is unknown or a reward function cannot be imported, ConfigError if the
-        environment cannot run in its placement or its reward functions are configured wrongly. An environment that a
-        row names is checked only when the row is played."""
+        """Checks the environment that the configuration names; one that a row names is checked when the row is played.
+
+        Raises:
+            PluginError: the environment is unknown, or a reward function cannot be imported.
+            ConfigError: the environment cannot run in its placement, or the reward functions are configured wrongly.
+        """
         if spec.env_class is not None:
             key = "environment.env_class"
             factory = plugins.load("rl_core.environments", spec.env_class, key=key)
@@ -43,7 +46,7 @@ environment = EnvironmentGeneratorPlugin()
 
 @attrs.frozen
 class DatasetGeneratorPlugin:
-    """GeneratorPlugin of `DatasetGenerator`."""
+    """Implements `GeneratorPlugin` for `DatasetGenerator`."""
 
     contract_version: int = 2
     name: str = "dataset"
@@ -51,7 +54,8 @@ class DatasetGeneratorPlugin:
     needs_no_engine: bool = True
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Raises ConfigError if the number of responses per row differs from the number of samples requested."""
+        """Raises ConfigError if the configured number of samples per prompt differs from the number of responses per
+        row."""
         responses = spec.options.responses
         expected = 2 if responses == "pair" else 1
         asked = {"n_samples_per_prompt": spec.num_samples, "eval_n_samples_per_prompt": spec.eval_num_samples}

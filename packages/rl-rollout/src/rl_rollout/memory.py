@@ -1,4 +1,4 @@
-"""Estimates the memory of any engine before it is started. Imports no torch."""
+"""Functions for estimating the memory of any engine before it is started. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _MODEL = "trainer.policy.model.path"
 
 
 def shape_of(spec: EngineSpec) -> ModelShape:
-    """The sizes of the engine's model. Raises ConfigError if they are unknown."""
+    """Reads the sizes of the engine's model from its configuration. Raises ConfigError if they are unknown, for example
+    because the model is not on this machine."""
     config = written_config(spec.model_path)
     if config is None:
         raise ConfigError(
@@ -23,5 +24,5 @@ def shape_of(spec: EngineSpec) -> ModelShape:
 
 
 def sampling_bytes(spec: EngineSpec, shape: ModelShape) -> int:
-    """Bytes of one step's float32 logits, and of the log-probs computed from them."""
+    """Returns the bytes that one step's float32 logits and the log-probs computed from them take."""
     return 2 * 4 * spec.max_num_seqs * shape.vocab_size

@@ -1,8 +1,8 @@
 """Requests one response, and joins its parts if the engine returns it in several.
 
-`pause("abort")` returns running requests with the tokens sampled so far: a part of the response. A new request whose
-prompt ends with this part samples the rest; tokens, log-probs and versions of the part stay unchanged. A response that
-must match a grammar is sampled anew instead, because the rest alone does not match it.
+After `pause("abort")`, a running request returns the tokens sampled so far, which are only a part of the response. A
+new request, whose prompt ends with this part, samples the rest; the part keeps its tokens, log-probs and versions. A
+response that must match a grammar is sampled again from its start instead, because the rest alone does not match it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_EMPTY_PARTS = 100
-"""After this many consecutive aborts without a token the engine is assumed never to answer."""
+"""After this many consecutive aborts without a token, the request fails, because the engine seems never to answer."""
 
 
 async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    """The response to a request of one sample, joined from its parts; never ends with `abort`.
+    """Returns the whole response to a request of one sample. Its stop reason is never `abort`.
 
     Part i > 0 has the id `<sample_id>.<i>` and a seed derived from the request's.
 
@@ -50,7 +50,7 @@ async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: P
 
 
 def _without_start(completion: Completion) -> Completion:
-    """Drops an unfinished response: the grammar of a new request begins at its first token."""
+    """Drops the tokens of an unfinished response, because the grammar of a new request starts at its first token."""
     if completion.stop_reason != "abort":
         return completion
     return Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")
@@ -87,7 +87,8 @@ def _joined(request: GenerateRequest, parts: Sequence[Completion], tokenizer: Pr
 
 
 def _first_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Number of tokens up to the end of the first stop string; the engine cannot see one that spans two parts."""
+    """Returns the number of tokens up to the end of the first stop string, or None. The engine does not find a stop
+    string that spans two parts."""
     if not stop:
         return None
     watch = StopStringWatch(tokenizer, stop)

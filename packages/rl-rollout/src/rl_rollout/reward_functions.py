@@ -1,8 +1,8 @@
-"""The environment `reward_functions`: single-turn episodes scored by functions with TRL's signature.
+"""Implements the environment `reward_functions`: functions with TRL's signature score single-turn episodes.
 
-Every argument of a function is a list of one element. A function gets `completions`, and it gets `prompts`,
-`completion_ids` and the row's columns if it has parameters of these names or `**kwargs`. It returns a list with one
-number, or with None to abstain; async functions are awaited.
+Every argument of a function is a list of one element. A function gets `completions`. It also gets `prompts`,
+`completion_ids` and the row's columns, if it has parameters with these names or `**kwargs`. It returns a list with one
+number, or with None to give no reward for this completion. Async functions are awaited.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ KEY, WEIGHTS = "environment.reward_functions", "environment.reward_weights"
 
 
 class RewardFunctionsEnvironment:
-    """One turn: its reward is the weighted sum of the functions' rewards, which are also logged as
-    `reward_<function>`."""
+    """Plays one turn, and rewards it with the weighted sum of the functions' rewards. Each function's reward is also
+    logged as `reward_<function>`."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._row = row
@@ -54,7 +54,8 @@ class RewardFunctionsEnvironment:
 
 @cache
 def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """The functions by name, in order; duplicate names get a number.
+    """Imports the functions and returns them by name, in order. If two have the same name, the later one's name gets a
+    number.
 
     Raises:
         ConfigError: no function is named, a path has no colon, or a function does not take `completions`.
@@ -81,7 +82,7 @@ def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
 
 
 def _names(function: Callable[..., Any]) -> set[str | None]:
-    """Parameters that can be passed by name; None stands for `**kwargs`."""
+    """Returns the names of the parameters that accept keyword arguments; None stands for `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     return {*named, *([None] if any(one.kind is one.VAR_KEYWORD for one in parameters) else [])}
@@ -102,13 +103,13 @@ def _wanted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -
 
 
 def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
-    """Describes the available names."""
+    """Describes which names a function's parameters may have instead of `name`."""
     columns = ", ".join(key for key in given if key not in ("prompts", "completions", "completion_ids"))
     return f"the row has {columns}.{nearest(name, given)}"
 
 
 def _number(name: str, answer: Any) -> float | None:
-    """The single number in a function's result."""
+    """Returns the single number in a function's result, or None. Raises DataError for any other result."""
     values = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 1:
         raise DataError(f"the reward function {name} returned {answer!r:.80}; expected a list of one number")
@@ -121,8 +122,8 @@ def _number(name: str, answer: Any) -> float | None:
 
 
 def require_functions(options: Mapping[str, Any]) -> None:
-    """Checks that all functions can be imported, and that weights are absent or one per function. Raises ConfigError,
-    PluginError."""
+    """Imports all functions, and checks that there are no weights or one weight per function. Raises ConfigError, and
+    the errors of `functions_at`."""
     paths, weights = tuple(options.get("reward_functions", ())), tuple(options.get("reward_weights", ()))
     functions_at(paths)
     if weights and len(weights) != len(paths):

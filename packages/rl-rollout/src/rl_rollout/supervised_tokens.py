@@ -1,8 +1,8 @@
 """Encodes the response stored in a row as tokens, each marked as trained or not.
 
-Text is cut where the policy would begin to sample and where its turn ends, and each part is encoded separately: the
-prompt gets the same tokens as when the policy plays the row, and the response begins with a new token, as a sampled one
-does.
+Text is cut where the policy would begin to sample and where its turn ends, and each part is encoded separately. So the
+prompt gets the same tokens as when the policy samples a response, and no token spans the end of the prompt and the
+start of the response.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ TrainedTurns = Literal["all", "last"]
 
 @attrs.frozen(kw_only=True)
 class Supervised:
-    """One sequence; both fields have one value per token, and the first token is never trained."""
+    """One sequence, with its trained tokens marked. Both fields have one value per token; the first token is never
+    trained."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
@@ -37,7 +38,7 @@ class Supervised:
 
 
 class RowEncoder:
-    """Encodes rows as sequences."""
+    """Encodes rows as sequences, by the options of `DatasetGeneratorOptions`."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class RowEncoder:
         self._scored_at_end = scored_at_end
 
     def response(self, row: Row) -> Supervised:
-        """The sequence of a row with one response. Raises DataError."""
+        """Encodes a row with one response. Raises DataError if the row has no usable response."""
         if row.get("input_ids") is not None:
             return self._ended(_marked(row))
         if row.get("messages") is not None:
@@ -76,7 +77,8 @@ class RowEncoder:
         return self._ended(self._answered(row, self._response_key))
 
     def pair(self, row: Row) -> tuple[Supervised, Supervised]:
-        """The preferred sequence of a row, and the other one. Raises DataError."""
+        """Encodes a row with a pair of responses; returns the preferred sequence first. Raises DataError if the row has
+        no usable pair."""
         for name in ("chosen", "rejected"):
             if row.get(name) is None:
                 raise DataError(
@@ -86,7 +88,7 @@ class RowEncoder:
         return preferred, other
 
     def _answered(self, row: Row, name: str) -> Supervised:
-        """The row's prompt with the response in the given column."""
+        """Encodes the row's prompt with the response in column `name`."""
         prompt, response = row["prompt"], row[name]
         if isinstance(prompt, str):
             if not isinstance(response, str):
@@ -109,7 +111,8 @@ class RowEncoder:
         return "" if response.endswith(end) else end
 
     def _conversation(self, row: Row, messages: Sequence[Message], *, num_given: int = 0) -> Supervised:
-        """Trains on messages of the trained roles, except the first `num_given` messages, which are the prompt."""
+        """Encodes a conversation. The messages of trained roles are trained, except among the first `num_given`
+        messages, which are the prompt."""
         roles = [message["role"] for message in messages]
         turns = [turn for turn in range(num_given, len(roles)) if roles[turn] in self._trained_roles]
         if not turns:
@@ -138,8 +141,8 @@ class RowEncoder:
         return self._joined(parts)
 
     def _until_end(self, text: str) -> str:
-        """A turn up to its end-of-sequence token; if it has none, without the trailing white space that the template
-        adds."""
+        """Returns a turn's text up to its last end-of-sequence token. If the text has no such token, removes the white
+        space that the template adds at the end."""
         end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
         return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
 
@@ -163,7 +166,7 @@ class RowEncoder:
 
 
 def _tools_of(row: Row) -> Sequence[ToolSchema]:
-    """The tools in a row's column `tools`: a list, or its JSON text."""
+    """Returns the tools in a row's column `tools`, which holds a list or the JSON text of one."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools:
         try:
@@ -174,15 +177,15 @@ def _tools_of(row: Row) -> Sequence[ToolSchema]:
 
 
 def _without_none(value: Any) -> Any:
-    """Removes keys whose value is None, at any depth: in a Parquet file every function has the parameters of all
-    functions, and None for those it lacks."""
+    """Removes keys whose value is None, at any depth. In a Parquet file, all functions of a column have the same
+    parameters, with the value None where a function lacks a parameter."""
     if isinstance(value, Mapping):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def _marked(row: Mapping[str, Any]) -> Supervised:
-    """The sequence of a row of token ids."""
+    """Encodes a row that already has token ids; its mask columns say which tokens are trained."""
     tokens = row["input_ids"]
     if not _are_integers(tokens) or len(tokens) < 2:
         raise DataError(f"'input_ids' must be a list of at least two token ids, got {str(tokens)[:80]}")
@@ -205,8 +208,8 @@ def _are_integers(values: object) -> bool:
 
 
 def text_parts(codec: TokenCodec, sequence: Supervised) -> tuple[str, str]:
-    """For display: the text before the first trained token, and the text from there on, with untrained parts marked by
-    an arrow."""
+    """Returns two texts for display: the text before the first trained token, and the text from there on, in which an
+    arrow precedes each untrained part."""
     changes = [0, *(i for i, (a, b) in enumerate(pairwise(sequence.trained), start=1) if a != b), len(sequence.tokens)]
     texts = [str(codec.tokenizer.decode(list(sequence.tokens[start:end]))) for start, end in pairwise(changes)]
     spoken = [f" → {text}" if index % 2 else text for index, text in enumerate(texts[1:])]

@@ -1,10 +1,10 @@
-"""The tokens that a chat template writes between two turns of the policy.
+"""Finds the tokens that a chat template writes between two turns of the policy.
 
 What the policy sampled is never rendered or encoded: it stays in the conversation token for token. The template only
 provides the tokens between two responses: the end of the policy's turn, the observation's messages and the opening of
-the next turn. To find them, a fixed short conversation around the same observation is rendered, and cut after the
-assistant's text. A template may render everything differently with tools, so the fixed conversation is rendered with
-the tools of the real one (`TurnTokens.codec`).
+the next turn. To find them, this module renders a short fixed conversation that contains the same observation, and
+takes the text after the assistant's placeholder. A template may write everything differently with tools, so the fixed
+conversation has the tools of the real one (`TurnTokens.codec`).
 
     response      <|im_end|> \\n <|im_start|> user \\n  higher  <|im_end|> \\n <|im_start|> assistant \\n
     sampled  ──►  (the end token once: the sampled one, or the template's if the response was cut off)
@@ -27,18 +27,18 @@ _REPLACES_SAID: Message = {"role": "assistant", "content": _SAID}
 
 
 class TurnTokens:
-    """The tokens that a chat template writes after a response, in conversations with one set of tools."""
+    """Finds the tokens that a chat template writes after a response, in conversations with one set of tools."""
 
     def __init__(self, codec: TokenCodec) -> None:
         self.codec = codec
         self._changes: dict[tuple[tuple[str, ...], tuple[str, ...]], str | None] = {}
 
     def between(self, response_tokens: Sequence[int], observation: Sequence[Message]) -> tuple[int, ...]:
-        """Tokens from the end of a response to the start of the next.
+        """Returns the tokens from the end of a response to the start of the next.
 
         Args:
             response_tokens: the sampled tokens of the response.
-            observation: the environment's messages after it.
+            observation: the environment's messages after the response.
 
         Raises:
             DataError: the template refuses the observation, or does not render the assistant's text.
@@ -47,28 +47,28 @@ class TurnTokens:
         return self.behind(head, response_tokens, tail)
 
     def behind(self, text: str, response_tokens: Sequence[int], tail: str) -> tuple[int, ...]:
-        """Tokens of `tail`, which the template wrote after `text`, without the part of the turn's end that was already
-        sampled."""
+        """Encodes `tail`, which the template wrote after `text`, without those end-of-turn tokens that the policy has
+        already sampled."""
         closing, num_blank = self._closing
         return without_said_end(response_tokens, self._encode_behind(text, tail), closing, num_blank=num_blank)
 
     @cached_property
     def _closing(self) -> tuple[tuple[int, ...], int]:
-        """The tokens that end every turn of the policy, and the number of whitespace tokens they start with."""
+        """The tokens that end every turn of the policy, and the number of whitespace tokens at their start."""
         closing = self._encode_behind(*self._around_said([_ASKED, _REPLACES_SAID], add_generation_prompt=False))
         visible = (bool(str(self.codec.tokenizer.decode([token])).strip()) for token in closing)
         return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
 
     @cached_property
     def example_call(self) -> str | None:
-        """`EXAMPLE_CALL` as the template renders it in a response; None if it renders no calls."""
+        """`EXAMPLE_CALL` as the template renders it in a response; None if the template renders no calls."""
         calling: Message = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE_CALL]}
         try:
             opening = self.codec.encode_text(self.codec.render([_ASKED]))
             written = self.codec.encode_text(self.codec.render([_ASKED, calling], add_generation_prompt=False))
         except DataError:
-            return None  # the template rejects calls; an environment may still define its own format
-        # Compare tokens, not text: two markers that start with `<` would share that character.
+            return None  # the template refuses calls; an environment may still define its own format
+        # Tokens are compared, not text: two markers that start with `<` would share that character.
         shared = 0
         while shared < min(len(opening), len(written)) and opening[shared] == written[shared]:
             shared += 1
@@ -76,10 +76,10 @@ class TurnTokens:
         return call if EXAMPLE_CALL["function"]["name"] in call else None
 
     def how_it_changes(self, opening: Sequence[Message], observation: Sequence[Message]) -> str | None:
-        """Describes how the template changes earlier turns when later ones follow; None if it does not.
+        """Describes how the template changes earlier turns when later ones follow; None if it does not change them.
 
-        Renders two turns after `opening`, once without and once with thinking. The result is kept for all conversations
-        with the same roles.
+        To find this, renders two turns after `opening`, once without and once with thinking. The result is cached for
+        all conversations with the same roles.
         """
         roles = (_roles(opening), _roles(observation))
         if roles not in self._changes:
@@ -119,13 +119,14 @@ def without_said_end(
 ) -> tuple[int, ...]:
     """Returns `tail` without the end-of-turn tokens that the response already contains.
 
-    A response that reached its length limit or a stop string lacks them; they are then kept as tokens that were not
-    sampled.
+    A response that reached its length limit or a stop string does not contain them. Then `tail` keeps them, as tokens
+    that were not sampled.
 
     Args:
         response_tokens: the sampled tokens of the response.
         tail: tokens that the template writes after the response.
-        closing: tokens that end every turn; only tokens that `tail` shares with it can have been sampled.
+        closing: tokens that end every turn. Only the start of `tail` that equals the start of `closing` can have been
+            sampled.
         num_blank: number of whitespace tokens at the start of `closing`; a response may end without them.
     """
     shared = 0

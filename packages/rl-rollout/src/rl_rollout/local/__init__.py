@@ -1,4 +1,5 @@
-"""The engine in the trainer's own process.
+"""Runs an inference engine in the trainer's own process.
 
-`plugin` is the entry point, `engine` the asynchronous client; they build on `scheduler`, `rows` and `sampling`.
+`plugin` is the entry point, and `engine` implements `InferenceClient`. `scheduler` decides which samples run, `rows`
+runs the model for them, and `sampling` draws their tokens.
 """

@@ -1,10 +1,12 @@
-"""The key-value cache of rows that decode together; the cost of copying grows linearly with the number of tokens.
+"""Holds the keys and values of rows that decode together, so that the cost of copying them grows only linearly with the
+number of tokens.
 
-Every row is left-padded and ends at the last column in use, so appending a token appends one column. Spare columns
-follow, and a step writes only its own column. When none is left, the rows move to new tensors, with as many spare
-columns as columns in use. When rows leave, the last remaining rows move to the free places, so a sample's end moves at
-most one row. Columns that are padding for all rows are hidden from attention, and left out of new tensors. Padding is
-always zero, never another row's leftovers: attention gives it weight 0, and 0 times a non-finite value is not 0.
+Every row is left-padded and ends at the last column in use, so appending a token to all rows appends one column. Spare
+columns follow, and a step writes only its own column. When no spare column is left, the rows move to new tensors, with
+as many spare columns as columns in use. When rows leave, the last remaining rows move to the free places, so the end of
+a sample moves at most one row. Columns that are padding for all rows are hidden from attention, and left out of new
+tensors. Padding is always overwritten with zeros: attention gives it weight 0, but 0 times a non-finite value of an
+earlier row would not be 0.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 
 
 def rows_without(num_rows: int, gone: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Old index of each remaining row: a remaining row keeps its index, and rows from the end fill the places that
-    became free."""
+    """Returns the old index of each row after the rows `gone` have left: rows from the end fill the places that became
+    free, and all others keep their index."""
     stays_B = np.ones(num_rows, bool)
     stays_B[gone] = False
     num_left = int(stays_B.sum())
@@ -37,24 +39,24 @@ def rows_without(num_rows: int, gone: npt.NDArray[np.int64]) -> npt.NDArray[np.i
 
 @attrs.define(eq=False)
 class RowCache:
-    """Keys and values of rows; the first `pad_B[b]` of the columns in use are padding in row b."""
+    """Keys and values of all rows. In row b, the first `pad_B[b]` of the columns in use are padding."""
 
     pad_B: npt.NDArray[np.int64] = attrs.field(factory=lambda: np.empty(0, np.int64))
     _layers: Layers = ()
-    """With spare space: in use are the first `num_rows` rows, and the columns from `_start` to `_end`."""
+    """Tensors with spare space. In use are the first `num_rows` rows and the columns from `_start` to `_end`."""
     _start: int = 0
     _end: int = 0
 
     @property
     def num_rows(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         return len(self.pad_B)
 
     def with_room(self) -> DynamicCache:
-        """The cache in the model's format, with space for one more column."""
+        """Returns the cache in the model's format, with space for one more column."""
         if self._end == self._layers[0][0].shape[2]:
             self._move_to_new(self.num_rows, self._end - self._start, self._layers)
-        # `DynamicCache(layers)` would copy every tensor.
+        # The layers are appended, because `DynamicCache(layers)` would copy every tensor.
         cache = DynamicCache()
         for keys, values in self._layers:
             whole = keys[: self.num_rows, :, self._start :], values[: self.num_rows, :, self._start :]
@@ -62,14 +64,17 @@ class RowCache:
         return cache
 
     def appended(self) -> None:
-        """Call after the model has written the column for which `with_room` made space."""
+        """Records that the model has written the column for which `with_room` made space."""
         self._end += 1
 
     def add(self, num_rows: int, width: int, like: Layers) -> None:
-        """Adds empty rows of at most `width` columns, to be written by `fill`.
+        """Adds empty rows, to be written by `fill`.
 
         Args:
-            like: keys and values of any rows of this model; the new ones get their heads, head size, dtype and device.
+            num_rows: number of rows to add.
+            width: maximum number of columns that the new rows need.
+            like: keys and values of any rows of this model, from which the number of heads, the head size, the dtype
+                and the device are taken.
         """
         num_before, width_before = self.num_rows, self._end - self._start
         width, num_rows = max(width, width_before), num_before + num_rows
@@ -93,7 +98,7 @@ class RowCache:
 
         Args:
             rows: indices of the rows to write.
-            layers: source rows, which also end at their last column.
+            layers: keys and values of the source rows, each of which ends at the last column.
             sources: for each of `rows`, the index of its source row in `layers`.
             pad_B: number of padding columns of each row of `layers`.
         """
@@ -105,7 +110,7 @@ class RowCache:
         self.pad_B[rows] = self._end - self._start - width + pad_B[sources]
 
     def keep(self, row_B: npt.NDArray[np.int64]) -> None:
-        """Drops rows: row b becomes the old row `row_B[b]` (see `rows_without`)."""
+        """Keeps only some rows: the new row b is the old row `row_B[b]` (see `rows_without`)."""
         if not len(row_B):
             self.pad_B, self._layers, self._start, self._end = self.pad_B[:0], (), 0, 0
             return
@@ -123,7 +128,7 @@ class RowCache:
         return [tensor for layer in self._layers for tensor in layer]
 
     def _move_to_new(self, num_rows: int, width: int, like: Layers) -> None:
-        """Moves the rows to larger tensors, in which they end at column `width` and as many spare columns follow."""
+        """Moves the rows to new tensors, in which they end at column `width` and as many spare columns follow."""
 
         def moved(old: Tensor | None, like: Tensor) -> Tensor:
             new = like.new_zeros((num_rows, like.shape[1], 2 * width, like.shape[3]))
@@ -140,8 +145,8 @@ class RowCache:
 
 
 class _LayerWithRoom(DynamicLayer):
-    """Writes new columns after those in use. Also serves sliding-window models, because their mask hides columns
-    outside the window."""
+    """A layer that writes new columns into the spare space after those in use. It also serves sliding-window models,
+    because their mask hides columns outside the window."""
 
     def __init__(self, keys: Tensor, values: Tensor, width: int) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""The `local` engine: a Hugging Face causal language model in this process, batched continuously, on its own thread.
+"""Implements the `local` engine: a thread of this process runs a Hugging Face causal language model with continuous
+batching.
 
-Why not transformers' continuous batching (5.19, `ContinuousBatchingManager`): it draws with `torch.multinomial` from
-torch's global generator, so a sample would depend on other running requests; it has no per-request seed, no stop
-strings, and no way to change weights while requests run.
+It does not use transformers' continuous batching (5.19, `ContinuousBatchingManager`), which draws with
+`torch.multinomial` from torch's global generator, so that a sample would depend on other running requests. That manager
+also has no per-request seed, no stop strings, and no way to change weights while requests run.
 
 consumes     requests from the event loop; weight versions from a transport's receiver
 produces     completions, returned to the event loop in batches
@@ -40,7 +41,7 @@ Load = Callable[[], "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]"]
 
 @attrs.define(eq=False)
 class _Call:
-    """A running request and its waiters (more than one if it was retried)."""
+    """A running request and the callers that wait for its answer. There are several if the request was repeated."""
 
     request: GenerateRequest
     completions: dict[int, Completion] = attrs.field(factory=dict)
@@ -48,8 +49,8 @@ class _Call:
 
 
 class LocalEngine:
-    """InferenceClient of a model in this process. Create it with `start`, and call its methods on the event loop that
-    called `start`."""
+    """Implements `InferenceClient` for a model in this process. Create it with `start`, and call its methods on the
+    event loop that called `start`."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -85,14 +86,15 @@ class LocalEngine:
         """Loads the model on the engine's thread and returns when it can serve.
 
         Args:
-            load: creates model and tokenizer (tokenizer None: requests with stop strings are refused).
+            load: returns the model and its tokenizer. If the tokenizer is None, requests with stop strings are refused.
             max_num_seqs: maximum number of samples that decode together.
             timeout_s: deadline of every call.
-            num_threads: torch threads of the engine; None leaves torch's choice.
-            return_routed_experts: include each token's routed experts in completions.
+            num_threads: number of torch threads of the engine; None: torch's default.
+            return_routed_experts: whether completions include the routed experts of each token.
 
         Raises:
-            Whatever `load` raises; DeadlineError.
+            Exception: any error of `load`.
+            DeadlineError: loading took longer than `timeout_s`.
         """
         engine = cls(timeout_s=timeout_s)
         ready = engine._new_answer()
@@ -133,7 +135,7 @@ class LocalEngine:
                 self._abandon(call)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `InferenceClient.pause`. When it returns, no sampling is in progress."""
+        """See `InferenceClient.pause`. Returns when no sample is being computed any more."""
         self._submit_new_calls()
         still = self._new_answer()
 
@@ -296,7 +298,8 @@ class LocalEngine:
         _fail(list(self._answers), error)
 
     async def _ask(self, command: Callable[[], object], what: str) -> None:
-        """Runs `command` on the engine's thread; re-raises an RLError; any other exception stops the engine."""
+        """Runs `command` on the engine's thread and waits for its end. Raises the command's RLError; any other
+        exception of the command stops the engine."""
         answer = self._new_answer()
 
         def run() -> None:

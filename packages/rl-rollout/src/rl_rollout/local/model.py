@@ -1,4 +1,4 @@
-"""The engine's model: loads it, checks whether it can be served, and replaces its weights as a whole."""
+"""Loads the engine's model, checks whether the engine can serve it, and replaces all of its weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
     """Loads a causal language model for generation.
 
     Args:
-        path: Hugging Face model directory or name.
-        dtype: torch name, e.g. `float32`.
-        device: torch device, e.g. `cpu`.
-        model_kwargs: passed to `from_pretrained`, e.g. `attn_implementation`.
+        path: directory or Hugging Face name of the model.
+        dtype: torch's name of the dtype, e.g. `float32`.
+        device: torch's name of the device, e.g. `cpu`.
+        model_kwargs: further arguments of `from_pretrained`, e.g. `attn_implementation`.
 
     Raises:
         ConfigError: the model does not exist or cannot be loaded, or its layers keep state other than keys and values
@@ -67,7 +67,7 @@ def _require_servable(path: str, config: Any) -> None:
 
 
 def eos_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response: the generation configuration's, and the tokenizer's end of sequence."""
+    """Returns the tokens that end a response: the end tokens of the generation configuration and of the tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
     tokens = [configured] if isinstance(configured, int) else list(configured or ())
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -77,7 +77,7 @@ def eos_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
 
 @torch.no_grad()
 def token_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> list[float]:
-    """log p(token t | tokens before it) at temperature 1; 0.0 for the first."""
+    """Returns log p(token t | tokens before it) at temperature 1 for each token; 0.0 for the first."""
     tokens_T = torch.tensor(tokens, device=model.device)
     logits_TV = model(input_ids=tokens_T[None], use_cache=False).logits[0].float()
     logprobs_T = logits_TV[:-1].log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
@@ -89,7 +89,7 @@ def token_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> list[float]
 
 @attrs.frozen(kw_only=True, eq=False)
 class StagedWeights:
-    """A whole weight version, held next to the one that is served."""
+    """A complete weight version that has arrived, in memory besides the version that is served."""
 
     version: int
     tensors: Mapping[str, Tensor]
@@ -97,12 +97,12 @@ class StagedWeights:
 
 
 def stage(rendezvous: Rendezvous, version: int, held: HeldWeights) -> StagedWeights:
-    """Receives a version into memory without serving it yet. Raises WeightSyncError.
+    """Receives a version into memory without serving it yet. Raises the receiver's error, such as WeightSyncError.
 
     Args:
-        rendezvous: the rendezvous of the sync.
+        rendezvous: names the receiver and describes the sync.
         version: expected version.
-        held: the weights that the engine received last; a sync may send only the changes since then.
+        held: the weights that the engine received last, because a sync may send only the changes since then.
     """
     receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
     tensors: dict[str, Tensor] = {}
@@ -116,11 +116,12 @@ def stage(rendezvous: Rendezvous, version: int, held: HeldWeights) -> StagedWeig
 def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
     """Checks that the staged tensors are the model's parameters, by name and shape.
 
-    Names are those of a checkpoint: each expert has its own tensors, even if the model holds all experts as one tensor.
-    A tied weight may arrive under any of its names.
+    The names are those of a checkpoint, in which each expert has its own tensors, even if the model holds all experts
+    as one tensor. A tied weight may arrive under any of its names.
 
     Raises:
-        WeightSyncError: tensors are missing, unknown, of another shape, or tied but different; the message names some.
+        WeightSyncError: a tensor is missing or unknown, a shape differs, or different tensors arrived for a tied
+            weight. The message names some of the tensors.
     """
     expected = _checkpoint_shapes(model)
     aliases = {name: name for name in expected} | _tied_names(model)
@@ -144,8 +145,8 @@ def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
 def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
     """Copies checked weights into the model, in the model's dtype.
 
-    If a checkpoint's names differ from the model's, all tensors are converted first, so an error leaves the model
-    unchanged.
+    If the checkpoint's names differ from the model's, all tensors are converted before the first is copied. So an error
+    in the conversion leaves the model unchanged.
     """
     aliases = {name: name for name in _checkpoint_shapes(model)} | _tied_names(model)
     tensors = {aliases[name]: tensor for name, tensor in staged.tensors.items()}
@@ -157,8 +158,8 @@ def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
 
 
 def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-    """Converts a checkpoint's names to the model's, as transformers does on loading; until they are copied, the weights
-    take the memory of a second model."""
+    """Converts a checkpoint's tensors to the model's parameters, as transformers does on loading. Until the caller has
+    copied them, they take the memory of a second model."""
     try:
         with no_progress_bars():
             loaded = type(model).from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=model.dtype)
@@ -168,13 +169,14 @@ def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], version: i
 
 
 def _checkpoint_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Shapes of the model's parameters by their names in a checkpoint; of tied weights, only the first name."""
+    """Returns the shapes of the model's parameters by their names in a checkpoint. A tied weight occurs only under its
+    first name."""
     empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in model.named_parameters()}
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, empty).items()}
 
 
 def _tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Further names of tied weights → the first name."""
+    """Returns a map from each further name of a tied weight to its first name."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in named if first[id(parameter)] != name}

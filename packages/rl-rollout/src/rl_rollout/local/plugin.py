@@ -1,4 +1,4 @@
-"""The entry point of the `local` engine. Imports no torch until an engine is created."""
+"""Entry point of the `local` engine. This module does not import torch until an engine is created."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _LOADING = (
     "use_safetensors",
     "variant",
 )
-"""Parameters of `from_pretrained` that do not affect device or dtype, which the engine sets."""
+"""Parameters of `from_pretrained` that `engine_init_kwargs` may set. The engine itself sets device and dtype."""
 _COMMON_FIELDS = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache")
 
 
 @attrs.frozen
 class LocalEnginePlugin:
-    """InferencePlugin of the engine that runs in the trainer's process: no server, no Ray, one device."""
+    """Implements `InferencePlugin` for the engine in the trainer's process, which uses one device and neither a server
+    nor Ray."""
 
     contract_version: int = 2
     receives_deltas: bool = True
@@ -83,9 +84,9 @@ class LocalEnginePlugin:
         )
 
     async def create(self, spec: EngineSpec) -> InferenceClient:
-        """Loads the model on the engine's own thread; on the first GPU if there is one.
+        """Starts the engine's thread, which loads the model on the first GPU, or on the CPU if there is none.
 
-        `init_kwargs` are passed to `from_pretrained`, e.g. `attn_implementation`.
+        `spec.init_kwargs` are passed to `from_pretrained`, e.g. `attn_implementation`.
         """
         from rl_rollout.local.engine import LocalEngine
 
@@ -113,7 +114,7 @@ class LocalEnginePlugin:
 
 def _require_known(spec: EngineSpec) -> None:
     """Raises ConfigError for names in `init_kwargs` that are neither parameters of `from_pretrained` nor fields of the
-    model's configuration. If the model is not a local directory, only loading it checks them."""
+    model's configuration. Checks nothing if the model is not a local directory; unknown names then fail on loading."""
     try:
         fields = json.loads(Path(spec.model_path, "config.json").read_text())
     except (OSError, ValueError):

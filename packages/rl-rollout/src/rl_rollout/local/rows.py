@@ -1,6 +1,6 @@
-"""The rows of the running batch: one key-value cache, and one array entry per row for everything else.
+"""Runs the model for a batch of samples. Each sample is a row of one key-value cache, and of arrays for its other data.
 
-A sample's row index may change while it runs (see `cache.py`). A row's cache holds all of its tokens except the last
+A sample's row index may change while it runs (see `cache.py`). The cache holds all tokens of a row except the last
 sampled one, which is the next input.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PREFILL_TOKENS = 1 << 14
-"""Tokens of one prefill forward; bounds its activations."""
+"""Maximum number of tokens of one prefill forward, to limit the memory of its activations."""
 _NO_TOKEN = -1
 
 
@@ -37,9 +37,9 @@ class Sample:
     """A sample that waits or runs."""
 
     owner: Any
-    """The requester's handle, which the engine returns with the completion."""
+    """Any object that identifies the sample's request; samples of the same request have the same owner."""
     index: int
-    """Index among the owner's samples."""
+    """Index among the samples of the request."""
     prompt_tokens: tuple[int, ...]
     params: SamplingParams
     seed: int
@@ -52,7 +52,7 @@ Ended = list[tuple[Sample, Completion]]
 
 
 class Rows:
-    """Samples that decode together. Synchronous, and used by one thread only."""
+    """Computes the samples that decode together. Its calls block; only one thread may use it."""
 
     def __init__(self, model: PreTrainedModel, choices: ExpertChoices | None = None) -> None:
         self._model = model
@@ -61,7 +61,7 @@ class Rows:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._choices = choices
         self._routes: list[list[npt.NDArray[Any]]] = []
-        """Routes of each row, as pieces [tokens, L, K]: one for the tokens of its prefill, then one per token."""
+        """Routes of each row, as pieces [tokens, L, K]: one piece for all tokens of the prefill, then one per step."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -95,7 +95,7 @@ class Rows:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Recomputes the cache and the tokens' routes after the weights have changed."""
+        """Recomputes the cache and the routes of all rows after the weights have changed."""
         if self._samples:
             self._cache = RowCache()
             _, routes = self._prefill([self._inputs(row) for row in range(len(self))], np.arange(len(self)))
@@ -103,13 +103,14 @@ class Rows:
 
     @torch.inference_mode()
     def remove(self, rows: Iterable[int]) -> Ended:
-        """Removes rows before their end; returns their samples with the tokens so far and the stop reason `abort`."""
+        """Removes rows whose samples have not ended. Returns the samples with the tokens sampled so far and the stop
+        reason `abort`."""
         rows_F = np.array(sorted(rows), dtype=np.int64)
         reasons: list[StopReason] = ["abort"] * len(rows_F)
         return self._take(rows_F, reasons)
 
     def rows_of(self, owners: set[Any] | None) -> list[int]:
-        """The rows of these owners; None: all rows."""
+        """Returns the indices of the rows of these owners; None: of all rows."""
         return [row for row, sample in enumerate(self._samples) if owners is None or sample.owner in owners]
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -181,9 +182,9 @@ class Rows:
     def _prefill(
         self, sequences: Sequence[tuple[int, ...]], sequence_M: npt.NDArray[np.int64]
     ) -> tuple[Tensor, list[npt.NDArray[Any]]]:
-        """Adds M rows to the cache, each a copy of one of P sequences. Each sequence is computed once; sequences of
-        similar length share a forward. Returns the last logits [P, V], and routes (an empty list if they are not
-        requested)."""
+        """Adds M rows to the cache; row m is a copy of sequence `sequence_M[m]` of the P sequences. Each sequence is
+        computed once, and sequences of similar length share a forward. Returns the logits after each sequence [P, V],
+        and each sequence's routes (an empty list if routes are not requested)."""
         lengths_P = np.array([len(tokens) for tokens in sequences])
         order = np.argsort(lengths_P, kind="stable")
         first, logits, routes = self._cache.num_rows, [], []
@@ -213,7 +214,8 @@ class Rows:
     def _forward(
         self, inputs_BQ: npt.NDArray[np.int64], pad_B: npt.NDArray[np.int64], past: DynamicCache
     ) -> tuple[Tensor, npt.NDArray[Any] | None]:
-        """Appends Q columns to the cache; returns the logits [B, V] after the last one, and the routes [B, Q, L, K]."""
+        """Computes Q inputs per row and appends them to the cache `past`. Returns the logits [B, V] after the last
+        input, and the routes [B, Q, L, K] (None if they are not requested)."""
         device = self._model.device
         before = past.get_seq_length()
         columns_1S = np.arange(before + inputs_BQ.shape[1])[None]
@@ -234,14 +236,14 @@ class Rows:
         return output.logits[:, -1], routes_BQLK
 
     def score(self, sequence: Sequence[int]) -> list[float]:
-        """Log-probs of the tokens of a sequence outside the batch, computed without a cache."""
+        """Returns the log-probs of a sequence's tokens, computed without a cache; the batch does not change."""
         if self._choices is not None:
             self._choices.follow(None, None)
         return token_logprobs(self._model, sequence)
 
 
 def _routes(choices: ExpertChoices, num_rows: int) -> npt.NDArray[Any]:
-    """Routes [B, Q, L, K] of the latest forward, in the smallest dtype that a batch accepts."""
+    """Returns the routes [B, Q, L, K] of the latest forward, in the smallest dtype that a training batch accepts."""
     dtype = torch.uint8 if choices.shape.num_experts <= 256 else torch.int16
     return choices.taken().to(dtype).unflatten(0, (num_rows, -1)).cpu().numpy()
 
@@ -283,7 +285,8 @@ def _widened(values: npt.NDArray[Any], num_columns: int) -> npt.NDArray[Any]:
 
 
 def _chunks(lengths: Sequence[int], max_tokens: int) -> Iterable[range]:
-    """Consecutive ranges of at most `max_tokens` padded tokens (count · longest); `lengths` ascend."""
+    """Divides sequences into consecutive ranges, each with at most `max_tokens` tokens including padding, unless one
+    sequence alone is longer. `lengths` must ascend."""
     start = 0
     for i, length in enumerate(lengths):
         if i > start and (i - start + 1) * length > max_tokens:

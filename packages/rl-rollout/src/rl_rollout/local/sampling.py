@@ -1,8 +1,8 @@
 """Draws one token per row from filtered logits, with randomness that depends only on (seed, position).
 
-The uniform number of a row comes from a hash of its seed and of the number of tokens it has sampled (counter-based
-generation, Salmon et al. 2011), and the token from the inverse of the cumulative distribution. So these numbers do not
-depend on the other rows of the batch, and repeat after a restart.
+A row's uniform number is a hash of its seed and of the number of tokens that it has sampled (counter-based generation,
+Salmon et al. 2011). The token is the inverse of the cumulative distribution at this number. So the uniform numbers do
+not depend on the other rows of the batch, and are the same after a restart.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from rl_core.interfaces import SamplingParams
 _MASK_64 = 2**64 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MAX_CHUNK_ELEMENTS = 1 << 22
-"""Number of logits processed at a time: float64 sums of a whole batch over a large vocabulary would need gigabytes."""
+"""Maximum number of logits processed at a time, because float64 sums of a whole batch over a large vocabulary would
+need gigabytes."""
 
 
 def hashed_seeds(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Hashes any integers to well-mixed 64-bit states [B]; neighbouring seeds get unrelated states."""
+    """Hashes integers of any size to 64-bit states [B], so that neighbouring seeds get unrelated states."""
     return _splitmix64(np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64))
 
 
 def uniforms(states_B: npt.NDArray[np.uint64], positions_B: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Independent numbers in [0, 1), one per (state, position).
+    """Returns one independent number in [0, 1) per (state, position).
 
-    u = splitmix64(state + (position + 1) · golden) / 2^64, truncated to 52 bits: then u · total < total in float64 too,
-    so the inverse of the cumulative distribution stays inside the vocabulary. Source: Steele et al. 2014, "Fast
-    splittable pseudorandom number generators".
+    u = splitmix64(state + (position + 1) · golden) / 2^64, truncated to 52 bits. The truncation ensures u · total <
+    total also in float64, so the inverse of the cumulative distribution stays inside the vocabulary. Source: Steele et
+    al. 2014, "Fast splittable pseudorandom number generators".
     """
     mixed_B = _splitmix64(states_B + (positions_B.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (mixed_B >> np.uint64(12)).astype(np.float64) * 2.0**-52
@@ -46,7 +47,7 @@ def _splitmix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def knob_array(params: Sequence[SamplingParams]) -> npt.NDArray[np.float32]:
-    """The numbers that `draw` reads, one row per sample [B, 4]: temperature, top_k, top_p, min_p."""
+    """Returns the parameters that `draw` reads, one row per sample [B, 4]: temperature, top_k, top_p, min_p."""
     return np.array([[p.temperature, p.top_k, p.top_p, p.min_p] for p in params], dtype=np.float32).reshape(-1, 4)
 
 
@@ -60,7 +61,7 @@ def draw(
     the unscaled, unfiltered distribution.
 
     Args:
-        logits_BV: any float dtype; computed in float32.
+        logits_BV: logits of any float dtype, which are converted to float32.
         knobs_array_B4: the result of `knob_array`.
         uniforms_B: the result of `uniforms`.
 
@@ -90,18 +91,19 @@ def _draw_chunk(logits_BV: Tensor, knobs_B4: Tensor, targets_B: Tensor, filtered
         )
     cumulative_BV = torch.cumsum(logprobs_BV.exp(), dim=-1, dtype=torch.float64)
     drawn_B1 = torch.searchsorted(cumulative_BV, targets_B[:, None] * cumulative_BV[:, -1:], right=True)
-    # Only NaN sums can index past the end; the caller detects NaN by the log-prob.
+    # Only if a sum is NaN can an index lie past the end; the caller then finds a NaN log-prob.
     drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[1] - 1)
     tokens_B1 = torch.where(greedy_B1, logprobs_BV.argmax(dim=-1, keepdim=True), drawn_B1)
     return tokens_B1[:, 0], logprobs_BV.gather(1, tokens_B1)[:, 0]
 
 
 def filter_logprobs(logprobs_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor) -> Tensor:
-    """The distribution renormalised over the tokens that the filters keep; dropped tokens are −inf.
+    """Returns the log-probs renormalised over the tokens that the filters keep; −inf for the others.
 
-    top-k keeps the k most likely tokens (−1: all); top-p the smallest set of most likely remaining tokens whose total
-    probability reaches p; min-p the tokens at least min_p times as likely as the most likely one. The most likely token
-    always stays. Among tokens of equal probability the lower id stays, so exactly k are kept.
+    top-k keeps the k most likely tokens (−1: all). top-p keeps the smallest set of most likely remaining tokens whose
+    total probability reaches p. min-p keeps the tokens that are at least min_p times as likely as the most likely one.
+    The most likely token always stays. Among tokens of equal probability, those with lower ids stay, so top-k keeps
+    exactly k tokens.
     """
     sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(sorted_BV.shape[1], device=sorted_BV.device)

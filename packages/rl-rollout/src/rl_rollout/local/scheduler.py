@@ -1,7 +1,7 @@
-"""Schedules samples: waiting queue, running rows, pausing, aborting, and the weight version.
+"""Decides which samples wait and which run, pauses and aborts them, and changes the weight version.
 
-Synchronous and without threads; `engine` runs it on its own thread. Between two calls every sample is in exactly one
-place: `_held` (submitted during a pause), `_waiting`, or the rows.
+All calls block and start no threads; `engine` makes them on its own thread. Between two calls, every sample is in
+exactly one place: in `_held` (submitted during a pause), in `_waiting`, or in the rows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rl_rollout.local.rows import Ended, Rows, Sample
 PauseMode = Literal["keep", "abort", "wait"]
 
 _JOIN_FRACTION = 8
-"""Waiting samples join when 1/8 of the rows are free, or enough rows for all of them, because each join costs a prefill
-and a copy of the cache."""
+"""Waiting samples join the running ones only when 1/8 of the rows are free, or when enough rows are free for all of
+them, because each join costs a prefill and a copy of the cache."""
 
 
 class Scheduler:
@@ -76,7 +76,7 @@ class Scheduler:
         self._held.clear()
 
     def abort(self, owners: set[Any] | None) -> Ended:
-        """Ends the samples of these owners (None: all) and returns each with its tokens so far."""
+        """Ends the samples of these owners (None: all), and returns each with the tokens sampled so far."""
         ended = self._rows.remove(self._rows.rows_of(owners))
         for line in (self._waiting, self._held):
             out = [sample for sample in line if owners is None or sample.owner in owners]
@@ -91,8 +91,8 @@ class Scheduler:
         return [self._rows.score(sequence) for sequence in sequences]
 
     def update_weights(self, staged: StagedWeights) -> None:
-        """Serves another version from the next token on; the caches of running rows are recomputed with the new
-        weights."""
+        """Loads a weight version, with which all later tokens are sampled, and recomputes the cache of running rows.
+        Raises WeightSyncError if the weights do not fit the model, which then stays unchanged."""
         require_complete(self._model, staged)
         load_weights(self._model, staged)
         self.version = staged.version

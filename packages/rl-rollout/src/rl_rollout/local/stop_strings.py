@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class StopStringWatch:
-    """Decodes one response piece by piece and says when it contains a stop string.
+    """Decodes one response token by token, and finds out when its text contains a stop string.
 
-    Each piece is decoded together with the piece before, because a token's text depends on its neighbours. A piece that
-    ends inside a multi-byte character waits for the next token.
+    New tokens are decoded together with those before them, because a token's text depends on its neighbours. Tokens
+    that end inside a multi-byte character are not searched until further tokens complete the character.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ class StopStringWatch:
         self._pending: list[int] = []
 
     def sees_stop(self, token: int) -> bool:
-        """Takes the next token; true once the text so far contains a stop string."""
+        """Takes the next token of the response. Returns whether this token completes a stop string."""
         self._pending.append(token)
         known = self._decode(self._context)
         text = self._decode(self._context + self._pending)

@@ -1,1 +1,1 @@
-"""Weight transports, one module each."""
+"""Weight transports. Each has a module of its name; the streaming ones also have a module `<name>_ends`."""

@@ -3,9 +3,9 @@
 Serves any number of ranks and engines, on any number of hosts. A sync is not staged: engines load buckets as they
 arrive, and no second copy of the weights exists anywhere. Two buckets of a rank are in flight at a time.
 
-Every sync has its own store and its own process groups, created when needed and dropped at its end: a group that
-outlives a dead engine, or a layout that outlives a change of the model, could lead to wrong weights. A group is one
-sending rank with all receivers; a rank that sends nothing has no group.
+Every sync has its own store and its own process groups, created when needed and dropped at its end. Groups are not
+reused, because a group that outlives a dead engine, or a layout that outlives a change of the model, could lead to
+wrong weights. A group consists of one sending rank and all receivers; a rank that sends nothing has no group.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class BroadcastTransport:
-    """WeightTransport over process groups of torch."""
+    """Implements `WeightTransport` with process groups of torch."""
 
     host: str | None = None
     """Address at which ranks and engines reach the controller. None: the controller's address in Ray's cluster if the
     cluster has several nodes, else loopback."""
     timeout_s: float = 600.0
-    """How long each side waits for the other's next step."""
+    """Seconds that a rank and an engine wait for each other's next message or bucket."""
     join_timeout_s: float = 30.0
-    """How long a rank that is ready waits for every engine to join. Engines are called when the sync begins and join
-    before they do anything else, so an engine that takes longer is dead or hangs."""
+    """Seconds that a rank with its first bucket waits for all engines to join. Engines are called when the sync begins
+    and join before they do anything else, so an engine that takes longer is dead or hangs."""
     contract_version: int = 1
     name: str = "broadcast"
     is_staged: bool = False
     receiver: str = "rl_rollout.transports.broadcast_ends:BroadcastReceiver"
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Starts the sync's store."""
+        """Starts the sync's store in this process, the controller."""
         from rl_rollout.transports.channel import open_store
 
         host = self.host or controller_address()
@@ -66,7 +66,7 @@ class BroadcastTransport:
 
 
 def controller_address() -> str:
-    """Address at which the other processes of this run reach this one."""
+    """Returns the address at which the other processes of this run reach this one."""
     import sys
 
     ray = sys.modules.get("ray")

@@ -1,7 +1,7 @@
-"""The two ends of a sync by broadcast.
+"""Sends and receives the weights of a sync by broadcast.
 
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's bytes
-produces     (sender) the log, the bytes; (receiver) buckets, checked once a rank has sent its last
+produces     (sender) the log and the bytes; (receiver) buckets, whose checksums are compared after the rank's last one
 waits for    receivers to join (`join_timeout_s` of the rendezvous), the other end of each broadcast (`timeout_s`)
 unblocked by the other side; by `close` of the transport; by a participant that fails and breaks off the sync, or that
              dies, which breaks its connections
@@ -44,7 +44,7 @@ _LOOKS_PER_STORE = 100
 
 
 class BroadcastSender:
-    """The sending end of a rank."""
+    """Sends the weights of one rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._rendezvous = rendezvous
@@ -84,7 +84,7 @@ class BroadcastSender:
         return tensors
 
     def _open_group(self, channel: Channel, data: Tensor, version: int) -> Group:
-        """The group of this rank and all receivers; on GPUs if each member has its own."""
+        """Creates the group of this rank and all receivers. It uses NCCL if each member has its own GPU, else gloo."""
         receivers = channel.receivers()
         require_version(receivers, version)
         devices = [device_name(data), *(receiver["device"] for receiver in receivers)]
@@ -95,14 +95,14 @@ class BroadcastSender:
 
 
 class Stages:
-    """Host memory into which a rank's buckets are packed: two buffers, used alternately for all buckets of a sync."""
+    """Packs a rank's buckets into host memory: two buffers, used alternately for all buckets of a sync."""
 
     def __init__(self) -> None:
         self._stages = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
     def packed(self, bucket: WeightBucket) -> WeightBucket:
-        """The packed bucket, valid until the call after next. A bucket that is already packed, or on a GPU, is returned
-        unchanged: torch caches GPU memory itself."""
+        """Returns the packed bucket, which the call after next overwrites. Returns a bucket unchanged if it is already
+        packed, or if it is on a GPU, because torch caches GPU memory itself."""
         if bucket.parts is None or any(part.is_cuda for part in bucket.parts):
             return bucket
         self._stages.reverse()
@@ -112,7 +112,7 @@ class Stages:
 
 
 class BroadcastReceiver:
-    """The receiving end of an engine process."""
+    """Receives the weights of all ranks in an engine process."""
 
     is_staged = False
 
@@ -120,14 +120,15 @@ class BroadcastReceiver:
         self._rendezvous = rendezvous
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields all ranks' buckets as they arrive, and receives the next one meanwhile. After a rank's last bucket,
-        the checksums that the rank sent must match the received data.
+        """Yields the buckets of all ranks as they arrive, and receives the next one meanwhile. After a rank's last
+        bucket, checks all checksums of the rank.
 
-        A bucket's memory is never reused, because vLLM keeps parts of it until a layer's last tensor has arrived.
+        Each bucket gets new memory, because vLLM keeps parts of a bucket until a layer's last tensor has arrived.
 
         Raises:
             DeadlineError: a rank stopped sending.
-            WeightSyncError: another version, damaged or missing tensors, a rank that failed, or a closed sync.
+            WeightSyncError: a rank failed or sent another version, tensors are damaged or missing, or the sync was
+                closed.
         """
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device(CPU)
         arrived: queue.Queue[WeightBucket | BaseException | None] = queue.Queue(maxsize=1)
@@ -179,7 +180,7 @@ class BroadcastReceiver:
 
 
 class Group:
-    """One sending rank (member 0) and all receivers.
+    """The process group of one sending rank (member 0) and all receivers.
 
     Its creator must call `close`, even after an error: `close` breaks the connections, which ends the waits of the
     other members. Dropping the reference is not enough, because an error's traceback may keep it alive.
@@ -197,12 +198,22 @@ class Group:
         self._channel = channel
         self._data: Tensor | None = None
         self._work: Any = None
-        """The broadcast in flight; `_data` is its memory."""
+        """The broadcast that is running, or None; `_data` is the memory that it sends or fills."""
 
     @classmethod
     def connected(cls, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> Group:
-        """Connects all members and waits for them. `member`: 0 for the sender, 1 + the receiver's number for a
-        receiver."""
+        """Connects this process with all other members.
+
+        Args:
+            channel: the channel of the sync.
+            data: `Rendezvous.data` of the sync.
+            sender: the sending rank.
+            member: this process's number in the group: 0 for the sender, 1 + its number for a receiver.
+            backend: `nccl` or `gloo`.
+
+        Raises:
+            WeightSyncError: the members could not connect in time.
+        """
         prefix, size, timeout = f"group/{sender}", 1 + channel.num_receivers, timedelta(seconds=channel.timeout_s)
         try:
             if backend == "nccl":
@@ -220,7 +231,7 @@ class Group:
             raise WeightSyncError(f"rank {sender} and its receivers could not connect: {error}") from error
 
     def start_broadcast(self, data: Tensor) -> Tensor:
-        """Starts a broadcast from the sender; wait for it before starting the next. Receivers pass the memory to fill.
+        """Starts a broadcast from the sender; call `wait` before the next one. Receivers pass the memory to fill.
 
         Returns:
             The tensor that is sent or filled, on the group's device.
@@ -230,17 +241,17 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=self._channel.timeout_s)
-        # Skips an empty bucket: not every backend supports a collective of zero bytes.
+        # An empty bucket is skipped, because not every backend supports a collective of zero bytes.
         if data.numel():
             self._data, self._work = data, self._group.broadcast([data], options)
         return data
 
     def wait(self) -> None:
-        """Returns when the broadcast in flight is complete.
+        """Returns when the running broadcast is complete. Looks into the sync's store meanwhile, because NCCL does not
+        notice that a participant has left or that the sync was closed.
 
         Raises:
-            WeightSyncError: a participant left or is too late, or the sync was closed. NCCL does not detect these by
-                itself.
+            WeightSyncError: a participant left or is too late, or the sync was closed.
         """
         if self._work is None:
             return
@@ -258,8 +269,8 @@ class Group:
     def close(self) -> None:
         """Breaks the connections; a second call does nothing.
 
-        Abandons a broadcast that is still in flight. NCCL can abort it; gloo ends it when the others' connections break
-        or at its deadline, and frees the group only then, so a thread waits for that.
+        Abandons a broadcast that is still running. NCCL can abort it. Gloo ends it only at its deadline or when the
+        connections of other members break, and cannot be freed before, so a thread waits for that.
         """
         held = [self._group, self._work, self._data]
         is_under_way = self._work is not None
@@ -283,7 +294,7 @@ def _receive_bucket(message: Mapping[str, Any], group: Group, device: torch.devi
 
 
 def _put(items: queue.Queue[Any], item: object, stopped: threading.Event) -> bool:
-    """Returns False if the consumer has stopped."""
+    """Puts the item into the queue as soon as there is room. Returns False if the consumer has stopped before that."""
     while not stopped.is_set():
         try:
             items.put(item, timeout=0.1)

@@ -1,9 +1,9 @@
-"""How the two ends of a streaming sync communicate: a log of messages that every receiver reads in the same order.
+"""Connects ranks and receivers of a streaming sync by a log of messages, which every receiver reads in the same order.
 
-Each sync has its own store (torch's TCPStore, in the controller). A sender appends what it is about to do, then does
-it; receivers follow the log. So no participant has to know in advance which ranks send, how much, or in which layout,
-and nothing is left over from one sync to the next. All messages are signed (`signed_store`). All waits on the store end
-when it is closed, or when a participant breaks off the sync.
+Each sync has its own store (torch's TCPStore, in the controller), which holds the log. Before a rank sends something,
+it appends a message that describes it, and receivers act on each message. So no participant has to know in advance
+which ranks send, how much, or in which layout, and nothing is left over from one sync to the next. All messages are
+signed (`signed_store`). All waits on the store end when it is closed, or when a participant breaks off the sync.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from rl_rollout.transports.signed_store import SignedStore
 _OPENED, _LENGTH, _RECEIVERS, _BROKEN = "opened", "log/length", "receivers", "broken"
 _CONNECT_S = 30.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
-"""First and longest polling interval of a wait. (torch's own wait writes two lines to stderr whenever it times out.)"""
+"""First and longest polling interval of a wait. Torch's own wait is not used, because it writes two lines to stderr
+whenever it times out."""
 _LOOKS_PER_BREAK = 20
 _stores: dict[int, TCPStore] = {}
 """Stores of the syncs that are open in this process, by port."""
@@ -38,7 +39,7 @@ def open_store(
     host: str, *, num_ranks: int, num_receivers: int, timeout_s: float, join_timeout_s: float
 ) -> dict[str, Any]:
     """Starts a sync's store on a free port, listening only on `host`; returns `Rendezvous.data` of the sync."""
-    # torch itself would listen on every address of the machine.
+    # The socket is opened here, because torch itself would listen on every address of the machine.
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
     store = TCPStore(
@@ -71,23 +72,24 @@ def close_store(port: int) -> None:
 def break_off(data: Mapping[str, Any], reason: str) -> None:
     """Ends all participants' waits with an error that gives the reason; does nothing if the sync is already closed.
 
-    Uses a separate connection, because a channel's may be busy in another thread.
+    Opens its own connection to the store, because the connection of a `Channel` may be busy in another thread.
     """
     with contextlib.suppress(WeightSyncError):
         Channel(data).break_off(reason)
 
 
 class Channel:
-    """One participant's access to a sync's store."""
+    """Connects one participant to a sync's store."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        """`data`: as returned by `open_store`. Raises WeightSyncError if the sync is closed or has another secret."""
+        """Connects to the store that `data`, the result of `open_store`, describes. Raises WeightSyncError if the sync
+        is closed or has another secret."""
         self.timeout_s: float = data["timeout_s"]
         self.join_timeout_s: float = min(data["join_timeout_s"], self.timeout_s)
         self.num_ranks: int = data["num_ranks"]
         self.num_receivers: int = data["num_receivers"]
         try:
-            # torch would keep trying to reach a store that no longer exists.
+            # This fails at once if the store no longer exists, while torch would keep trying to reach it.
             socket.create_connection((data["host"], data["port"]), timeout=_CONNECT_S).close()
             store = TCPStore(
                 data["host"],
@@ -129,8 +131,8 @@ class Channel:
         return place
 
     def read(self, place: int) -> dict[str, Any]:
-        """The message at `place`. Raises DeadlineError if it does not arrive in time, WeightSyncError if the sync is
-        closed."""
+        """Waits for the message at `place` and returns it. Raises DeadlineError if it does not arrive in time, and
+        WeightSyncError if the sync is closed."""
         what = f"a rank to append message {place} to the sync's log"
         return json.loads(self._get(f"log/{place}", what, timeout_s=self.timeout_s))
 
@@ -146,8 +148,8 @@ class Channel:
         return number
 
     def receivers(self) -> list[dict[str, Any]]:
-        """The receivers' descriptions, by number; waits until all have registered. Raises DeadlineError if they do not
-        in time."""
+        """Waits until all receivers have registered, and returns their descriptions, ordered by number. Raises
+        DeadlineError if one has not registered in time."""
         deadline, joined = time.monotonic() + self.join_timeout_s, []
         while len(joined) < self.num_receivers:
             names = ", ".join(receiver["process"] for receiver in joined) or "none"
@@ -164,12 +166,14 @@ class Channel:
             raise _closed(error) from error
 
     def wait_until_taken(self, place: int, numbers: Sequence[int]) -> None:
-        """Returns when all these receivers have taken the bucket of message `place`."""
+        """Returns when all these receivers have taken the bucket of message `place`. Raises DeadlineError if one does
+        not take it in time."""
         for number in numbers:
             self._get(f"taken/{place}/{number}", f"receiver {number} to take bucket {place}", timeout_s=self.timeout_s)
 
     def _get(self, key: str, what: str, *, timeout_s: float, told_s: float | None = None) -> bytes:
-        """`told_s`: the timeout to report in an error, if the wait began before this call."""
+        """Waits for a key and returns its value. `told_s` is the timeout that an error reports, if the wait began
+        before this call; None: `timeout_s`."""
         deadline, look_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         try:
             for looks in itertools.count(1):
@@ -187,7 +191,7 @@ class Channel:
 
 
 def this_process() -> str:
-    """Name of this process in messages."""
+    """Names this process for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -1,11 +1,11 @@
 """Sends weights through GPU memory shared by ranks and engines of one host (CUDA IPC); nothing leaves the devices.
 
-For colocated training: an engine copies each bucket directly from the rank's memory. Not staged: engines load buckets
-as they arrive. At most two buckets of a rank wait for engines at a time.
+This transport is for colocated training: an engine copies each bucket directly from the rank's memory. A sync is not
+staged: engines load buckets as they arrive. At most two buckets of a rank wait for engines at a time.
 
 vLLM's own IPC transfer uses the same handles, but it needs all names and shapes before the first tensor, needs a client
-of vLLM's server in the training rank, and does not report what arrived. So here the handles travel in the sync's log,
-with checksums, and vLLM only does the loading.
+of vLLM's server in the training rank, and does not report what arrived. So this transport sends the handles and the
+checksums in the sync's log, and uses vLLM only to load the weights.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class CudaIpcTransport:
-    """WeightTransport between processes that can see the same GPUs."""
+    """Implements `WeightTransport` between processes that can see the same GPUs."""
 
     timeout_s: float = 600.0
-    """How long each side waits for the other's next step."""
+    """Seconds that a rank and an engine wait for each other's next message or bucket."""
     join_timeout_s: float = 30.0
-    """How long a rank that is ready waits for every engine to join; see `BroadcastTransport`."""
+    """Seconds that a rank with its first bucket waits for all engines to join; see `BroadcastTransport`."""
     contract_version: int = 1
     name: str = "cuda_ipc"
     is_staged: bool = False
@@ -52,8 +52,8 @@ class CudaIpcTransport:
         )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Starts the sync's store on loopback, because all participants are on one host. Raises what `validate`
-        raises."""
+        """Starts the sync's store on loopback, because all participants are on one host. Raises ConfigError if CUDA is
+        unavailable."""
         from rl_rollout.transports.channel import open_store
 
         self.validate()

@@ -1,4 +1,4 @@
-"""The two ends of a sync by CUDA IPC.
+"""Sends and receives the weights of a sync by CUDA IPC.
 
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's memory
 produces     (sender) the log with a handle per bucket; (receiver) copies on its own GPU, and acknowledgements
@@ -35,7 +35,7 @@ _BUCKETS_UNDER_WAY = 2
 
 
 class CudaIpcSender:
-    """The sending end of a rank."""
+    """Sends the weights of one rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._rendezvous = rendezvous
@@ -74,7 +74,7 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """The receiving end of an engine process."""
+    """Receives the weights of all ranks in an engine process."""
 
     is_staged = False
 
@@ -82,12 +82,12 @@ class CudaIpcReceiver:
         self._rendezvous = rendezvous
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields copies of all ranks' buckets as they arrive, on this process's GPU.
+        """Copies the buckets of all ranks to this process's GPU as they arrive, and yields the copies.
 
         Raises:
             DeadlineError: a rank stopped sending.
-            WeightSyncError: another version, damaged or missing tensors, a rank that failed, a GPU that this process
-                does not see, or a closed sync.
+            WeightSyncError: a rank failed, sent another version, or uses a GPU that this process does not see; tensors
+                are damaged or missing; this process has no GPU; or the sync was closed.
         """
         if not torch.cuda.is_available():
             raise WeightSyncError("the cuda_ipc transport reached an engine without a GPU; use shared_memory")
@@ -108,8 +108,8 @@ class CudaIpcReceiver:
 
 
 def shared(data: Tensor, rank: int) -> dict[str, Any]:
-    """What another process needs to open GPU memory, as plain data. The memory must stay allocated until the other
-    process has opened it."""
+    """Returns what another process needs to open this GPU memory with `opened`, as plain data. The memory must stay
+    allocated until the other process has opened it. Raises WeightSyncError if the data is not on a GPU."""
     if not data.is_cuda:
         raise WeightSyncError(
             f"rank {rank}: the cuda_ipc transport shares GPU memory, but the weights are on the {data.device.type}; "
@@ -125,7 +125,8 @@ def shared(data: Tensor, rank: int) -> dict[str, Any]:
 
 
 def opened(message: Mapping[str, Any]) -> Tensor:
-    """Opens the memory that `shared` describes, on the GPU that contains it."""
+    """Opens the memory that `shared` describes, and returns it as a tensor on the GPU that contains it. Raises
+    WeightSyncError if this process does not see that GPU."""
     if message["num_bytes"] == 0:
         return torch.empty(0, dtype=torch.uint8)
     names = [device_name(torch.empty(0, device=f"cuda:{i}")) for i in range(torch.cuda.device_count())]
@@ -165,5 +166,5 @@ _HANDLE = {
     13: "event",
     14: "event_sync_required",
 }
-"""The arguments that torch's `reduce_tensor` (2.11 to 2.13) returns for a GPU tensor: position → name."""
+"""Position → name, for the arguments that torch's `reduce_tensor` (2.11 to 2.13) returns for a GPU tensor."""
 _BYTES = ("storage", "ref_counter", "event")

@@ -1,12 +1,12 @@
-"""Sends weights through files: each rank writes its buckets, then a manifest; an engine reads when all manifests exist.
+"""Sends weights through files: each rank writes its buckets and then a manifest; engines wait for all manifests.
 
 Serves any number of ranks and engines that can access the same directory. A sync is staged: an engine takes the whole
 version or refuses it. By default buckets are stored in memory (`/dev/shm`) while they fit, else in the temporary
 folder; ranks and engines on several machines need a `directory` that all of them can access.
 
-Layout of a sync: `<directory>/rank<r>_<i>.bucket` (raw bytes, as in `WeightBucket.data`) and `rank<r>.json` (version
-and, per bucket, its file, size and tensors with checksums), which is renamed into place when all buckets of the rank
-are complete.
+Layout of a sync: `<directory>/rank<r>_<i>.bucket` has the raw bytes of bucket i of rank r, as in `WeightBucket.data`.
+`<directory>/rank<r>.json` is the rank's manifest: the version and, for each bucket, its file, size and tensors with
+checksums. It is renamed into place when all buckets of the rank are complete.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MAX_POLL_S = 0.05
 
 @attrs.frozen
 class FilesTransport:
-    """WeightTransport through a directory that exists for one sync."""
+    """Implements `WeightTransport` with a directory for each sync."""
 
     directory: str | None = None
-    """Where each sync makes its private directory; None: in memory if the buckets fit, else in the temporary folder."""
+    """Directory in which each sync creates its own; None: in memory if the buckets fit, else the temporary folder."""
     timeout_s: float = 600.0
-    """How long an engine waits for the ranks."""
+    """Seconds that an engine waits for the manifests of all ranks."""
     run: str = "run"
     """Name of the run that owns the files; part of their folders' names."""
     contract_version: int = 1
@@ -48,7 +48,7 @@ class FilesTransport:
     receiver: str = f"{__name__}:FilesReceiver"
 
     def of_run(self, run: str) -> Self:
-        """A copy whose folders have the run's name."""
+        """Returns a copy of this transport that puts the run's name into the names of its folders."""
         return attrs.evolve(self, run=run)
 
     def validate_nodes(self, num_nodes: int) -> None:
@@ -62,8 +62,8 @@ class FilesTransport:
             )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Makes the sync's directory, and a second one in memory if no `directory` is configured (both readable by this
-        user only)."""
+        """Creates the sync's directory and, if no `directory` is configured, a second one in memory. Only this user can
+        read them."""
         del num_engines  # any number of engines may read
         directories = [make_folder(self.directory, self.run)]
         if self.directory is None and os.access(_SHARED_MEMORY, os.W_OK):
@@ -82,7 +82,7 @@ class FilesTransport:
 
 
 class FilesSender:
-    """The sending end of a rank."""
+    """Sends the weights of one rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._directories = [Path(directory) for directory in rendezvous.data["directories"]]
@@ -127,7 +127,7 @@ class FilesSender:
 
 
 class FilesReceiver:
-    """The receiving end of an engine."""
+    """Receives the weights of all ranks in an engine."""
 
     is_staged = True
 
@@ -137,12 +137,12 @@ class FilesReceiver:
         self._timeout_s: float = rendezvous.data["timeout_s"]
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields every rank's buckets, each checked.
+        """Yields the buckets of all ranks, after checking their sizes and checksums.
 
         Raises:
             DeadlineError: a rank's manifest did not appear in time.
-            WeightSyncError: a wrong version, a missing, truncated or damaged file, a file outside the sync's
-                directories, or a sync that was closed meanwhile.
+            WeightSyncError: a rank sent another version, a file is missing, truncated, damaged or outside the sync's
+                directories, or the sync was closed meanwhile.
         """
         manifests = self._wait_for_manifests()
         for rank, manifest in enumerate(manifests):
@@ -194,7 +194,8 @@ def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
 
 
 def _write_bucket(path: Path, bucket: WeightBucket) -> dict[str, TensorRecord]:
-    """Writes the tensors directly and releases them; returns records of what was written."""
+    """Writes a bucket's tensors to a file without packing them first, releases the bucket, and returns the tensors'
+    records."""
     import torch
 
     from rl_core.rank_kit.weight_buckets import bucket_records, unpack_bucket

@@ -1,8 +1,8 @@
-"""Which classes an engine's server may load as receivers: those of installed transports, and the one of its own run.
+"""Limits which classes an engine's server may load as weight receivers.
 
-A rendezvous names its receiver class and arrives over the network. So a server has a list of allowed classes, made from
-the installed transports and from the run that starts the server, and refuses a request that names any other class,
-before importing anything.
+A rendezvous names its receiver class and arrives over the network. So a server has a list of allowed classes: those of
+installed transports, and that of the transport of the run that starts the server. It refuses a request that names any
+other class, before importing anything.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _GROUP = "rl_core.weight_transports"
 
 
 def receiver_of(transport: WeightTransport) -> str:
-    """`package.module:Class`, as the transport's rendezvous name it.
+    """Returns the transport's receiver class as `package.module:Class`, as its rendezvous name it.
 
-    Read from the transport's attribute `receiver`; if it has none, from a sync that is opened and closed for this.
+    Reads the transport's attribute `receiver`. If there is none, opens a sync, reads the receiver from its rendezvous,
+    and closes the sync.
     """
     receiver = getattr(transport, "receiver", None)
     if receiver is None:
@@ -35,10 +36,11 @@ def receiver_of(transport: WeightTransport) -> str:
 
 
 def installed_receivers() -> frozenset[str]:
-    """Receivers of all entry-point transports that declare one; a transport that cannot be imported is skipped.
+    """Returns the receivers of all installed transports that have the attribute `receiver`. Skips a transport that
+    cannot be imported.
 
-    The working directory does not count as installed, although Python finds entry points there if it is on `sys.path`,
-    as with `python -m`.
+    Skips entry points in the working directory too, which Python finds if this directory is on `sys.path`, as with
+    `python -m`.
     """
     found, here = set(), Path.cwd().resolve()
     for entry in entry_points(group=_GROUP):

@@ -6,11 +6,11 @@ refuses it. While an engine checks a bucket, the rank writes the next one.
 Tensors are packed directly into a segment of shared memory, and their checksums are computed while they are in the CPU
 cache.
 
-A segment is anonymous memory (memfd), which engines open through the rank's `/proc` entry; the kernel frees it when its
-last user ends, for whatever reason. A rank keeps its segments for the next sync, because fresh pages cost several times
-as much as the copy. An engine holds a shared file lock on the segments it has mapped: a rank that cannot get the
-exclusive lock leaves the segment to the engine and takes a new one, so a segment that is being read is never
-overwritten.
+A segment is anonymous memory (memfd), which engines open through the rank's `/proc` entry. The kernel frees it when the
+last process that uses it ends, for whatever reason. A rank keeps its segments for the next sync, because allocating new
+pages costs several times as much as the copy. An engine holds a shared file lock on each segment that it has mapped. A
+rank that cannot get the exclusive lock of a segment takes another segment, so it never overwrites one that is being
+read.
 
 Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r, `<directory>/rank<r>.json` gives the
 number of rank r's buckets.
@@ -39,15 +39,16 @@ if TYPE_CHECKING:
 
 _MAX_POLL_S = 0.02
 _POPULATE_READ = 22
-"""MADV_POPULATE_READ (Linux 5.14): maps all pages at once; touching them one by one takes longer than the checksum."""
+"""Number of MADV_POPULATE_READ (Linux 5.14), which maps all pages at once. Mapping them one by one, as they are read,
+takes longer than the checksum."""
 
 
 @attrs.frozen
 class SharedMemoryTransport:
-    """WeightTransport between processes of one host."""
+    """Implements `WeightTransport` between processes of one host."""
 
     timeout_s: float = 600.0
-    """How long an engine waits for a rank's next bucket."""
+    """Seconds that an engine waits for a rank's next bucket."""
     run: str = "run"
     """Name of the run that owns the announcements; part of their folder's name."""
     contract_version: int = 1
@@ -56,11 +57,11 @@ class SharedMemoryTransport:
     receiver: str = f"{__name__}:SharedMemoryReceiver"
 
     def of_run(self, run: str) -> Self:
-        """A copy whose folder has the run's name."""
+        """Returns a copy of this transport that puts the run's name into the folder's name."""
         return attrs.evolve(self, run=run)
 
     def validate_nodes(self, num_nodes: int) -> None:
-        """Raises ConfigError if there are several machines: memory is shared only within one."""
+        """Raises ConfigError if the policy trains on several machines, because they cannot share memory."""
         if num_nodes > 1:
             raise ConfigError(
                 "generator.inference_engine.weight_sync_backend: shared_memory works only within one machine, but the "
@@ -73,7 +74,7 @@ class SharedMemoryTransport:
             raise ConfigError("generator.inference_engine.weight_sync_backend: shared_memory needs Linux; use files")
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Makes the directory of announcements (readable by this user only)."""
+        """Creates the directory for the ranks' announcements, which only this user can read."""
         del num_engines  # any number of engines may read
         self.validate()
         data = {
@@ -94,14 +95,15 @@ class SharedMemoryTransport:
 
 
 class SharedMemorySender:
-    """The sending end of a rank."""
+    """Sends the weights of one rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._rendezvous = rendezvous
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Packs each bucket into shared memory as it arrives. Raises WeightSyncError."""
+        """Packs each bucket into shared memory and announces it to the engines. Raises WeightSyncError if the memory or
+        the announcement cannot be written, or if this rank is on another host."""
         from rl_core.rank_kit.weight_buckets import bucket_records, draining
 
         tensors: dict[str, TensorRecord] = {}
@@ -140,7 +142,7 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """The receiving end of an engine."""
+    """Receives the weights of all ranks in an engine."""
 
     is_staged = True
 
@@ -150,11 +152,12 @@ class SharedMemoryReceiver:
         self._timeout_s: float = rendezvous.data["timeout_s"]
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields every rank's buckets, each checked, as copy-on-write views of the shared memory.
+        """Yields the buckets of all ranks, after checking their checksums, as copy-on-write views of the shared memory.
 
         Raises:
             DeadlineError: a rank's next bucket did not arrive in time.
-            WeightSyncError: a wrong version, damaged memory, a rank that is gone, or a sync that was closed meanwhile.
+            WeightSyncError: a rank sent another version or is gone, the memory is damaged, the sync was closed
+                meanwhile, or this engine is on another host.
         """
         _require_same_host(self._rendezvous, "an engine")
         for rank in range(self._rendezvous.data["num_ranks"]):
@@ -165,7 +168,8 @@ class SharedMemoryReceiver:
                 count += 1
 
     def _next(self, rank: int, index: int) -> dict[str, Any] | None:
-        """The announcement of a rank's bucket; None if the rank has no more buckets."""
+        """Waits for the announcement of a rank's bucket and returns it; returns None if the rank has no more
+        buckets."""
         announced, last = self._directory / f"rank{rank}_{index}.json", self._directory / f"rank{rank}.json"
         deadline, pause_s = time.monotonic() + self._timeout_s, 0.0005
         while True:
@@ -191,7 +195,7 @@ class SharedMemoryReceiver:
 
 
 class Segment:
-    """Memory of this process that others can map."""
+    """Memory of this process that other processes can map."""
 
     def __init__(self, num_bytes: int) -> None:
         import torch
@@ -210,7 +214,8 @@ class Segment:
                 raise
 
     def write(self, bucket: WeightBucket) -> WeightBucket:
-        """Packs a bucket from any device and lets engines read it; returns the bucket in this memory."""
+        """Packs a bucket from any device into this memory and releases the lock, so that engines can map it. Returns
+        the packed bucket."""
         from rl_core.rank_kit.weight_buckets import packed_into
 
         packed = packed_into(self.tensor, bucket)
@@ -218,7 +223,8 @@ class Segment:
         return packed
 
     def lock(self) -> bool:
-        """Whether no engine reads the segment; if True, no engine can map it until `write` is done."""
+        """Tries to take the exclusive lock. Returns False if an engine reads the segment. If it returns True, no engine
+        can map the segment until `write` has ended."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -231,8 +237,8 @@ class Segment:
 
 
 class SegmentPool:
-    """The segments of one rank. One sync at a time uses the pool, as a context manager; segments that this sync did not
-    need are freed at its end."""
+    """Keeps the segments of one rank from one sync to the next. A sync enters the pool as a context manager, one sync
+    at a time; segments that it did not take are freed at the end of the context."""
 
     def __init__(self) -> None:
         self._free: list[Segment] = []
@@ -248,7 +254,8 @@ class SegmentPool:
         self._free = []
 
     def take(self, num_bytes: int) -> Segment:
-        """A locked segment of exactly this size; a model's buckets have the same sizes in every sync."""
+        """Returns a locked segment of exactly this size. Segments can be reused, because a model's buckets have the
+        same sizes in every sync."""
         fitting = [segment for segment in self._free if segment.num_bytes == num_bytes]
         segment = next((segment for segment in fitting if segment.lock()), None)
         if segment is None:
@@ -261,8 +268,8 @@ class SegmentPool:
 
 
 _pools: dict[tuple[int, int], SegmentPool] = {}
-"""Keyed by process and rank: a forked process inherits its parent's segments, but engines would look for them under the
-wrong process."""
+"""(Process id, rank) → pool. A forked process must not use the segments of its parent, because engines would look for
+them in `/proc` under the wrong process id."""
 
 
 def _pool_of(rank: int) -> SegmentPool:
@@ -289,7 +296,7 @@ def _map(path: str, num_bytes: int, rank: int) -> Tensor:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        # The mapping duplicates the descriptor and so shares its lock, which ends when the tensor is freed.
+        # The mapping duplicates the descriptor and shares its lock, so the lock ends when the tensor is freed.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

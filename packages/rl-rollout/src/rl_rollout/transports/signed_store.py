@@ -1,4 +1,4 @@
-"""A torch store whose values are accepted only from participants that know the sync's secret.
+"""Provides a torch store that accepts values only from participants that know the sync's secret.
 
 torch's TCPStore has no password: anyone who reaches its port can read, write and list all keys. So each value carries a
 signature of its key and content, and participants reject other values. The secret comes with the rendezvous, which
@@ -19,11 +19,15 @@ _NUM_BYTES = 32
 
 
 class SignedStore(Store):
-    """Implements the methods of a store that a sync and gloo use. Counts (`add`) are not signed: they only say which
-    keys to read."""
+    """Implements those methods of a store that a sync and gloo use. Counts (`add`) are not signed, because they only
+    determine which keys are read."""
 
     def __init__(self, plain: Store, secret: str) -> None:
-        """`plain`: the store that holds the values. `secret`: from `secrets.token_hex`."""
+        """
+        Args:
+            plain: the store that holds the signed values.
+            secret: the sync's secret, as hexadecimal digits.
+        """
         super().__init__()
         self.plain = plain
         self._secret = bytes.fromhex(secret)

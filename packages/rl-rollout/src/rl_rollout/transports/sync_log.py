@@ -1,6 +1,6 @@
-"""A rank's messages in the log of a sync: one per bucket, then one with all checksums, or one with an error.
+"""Writes and reads a rank's messages in the log of a sync: one per bucket, then one with all checksums or an error.
 
-Shared by the transports whose ranks and receivers communicate over a `Channel`; each adds its own kinds of messages.
+All transports whose ranks and receivers communicate over a `Channel` use these messages, and may add others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl_core.rank_kit.weight_buckets import bucket_records, draining, with_check
 from rl_rollout.transports.channel import Channel, break_off, this_process
 
 CPU = "cpu"
-"""`device_name` of memory that is not on a GPU."""
+"""Result of `device_name` for memory that is not on a GPU."""
 
 
 @contextlib.contextmanager
@@ -40,8 +40,8 @@ def sending(rendezvous: Rendezvous, rank: int, buckets: Iterator[WeightBucket]) 
 
 @contextlib.contextmanager
 def receiving(rendezvous: Rendezvous) -> Iterator[None]:
-    """Context in which a receiver receives a sync. If it does not receive all weights, the sync is broken off for all
-    participants: NCCL would not notice, and a rank would wait in a collective for a receiver that is gone."""
+    """Context in which a receiver receives a sync. If the context raises, the sync is broken off for all participants,
+    because NCCL would not notice the failure, and a rank would wait in a collective for a receiver that is gone."""
     try:
         yield
     except BaseException as error:  # also GeneratorExit: the consumer of the buckets raised
@@ -51,14 +51,14 @@ def receiving(rendezvous: Rendezvous) -> Iterator[None]:
 
 
 def require_version(receivers: Sequence[Mapping[str, Any]], version: int) -> None:
-    """Call before connecting: raises WeightSyncError unless all receivers expect the version that is sent."""
+    """Raises WeightSyncError unless all receivers expect the version that is sent; call it before connecting them."""
     others = [receiver["version"] for receiver in receivers if receiver["version"] != version]
     if others:
         raise WeightSyncError(f"got weight version {version} to send, but an engine expects {others[0]}")
 
 
 def description(bucket: WeightBucket, rank: int) -> dict[str, Any]:
-    """The log's message about a bucket."""
+    """Makes the message that announces a bucket."""
     return {
         "kind": "bucket",
         "rank": rank,
@@ -70,7 +70,7 @@ def description(bucket: WeightBucket, rank: int) -> dict[str, Any]:
 
 
 def end_message(tensors: Mapping[str, TensorRecord], rank: int, version: int) -> dict[str, Any]:
-    """The log's message that a rank has sent all of its buckets."""
+    """Makes the message that a rank has sent all of its buckets, with the checksums of all tensors."""
     checksums = {name: record.checksum for name, record in tensors.items()}
     return {"kind": "end", "rank": rank, "version": version, "checksums": checksums}
 
@@ -78,16 +78,17 @@ def end_message(tensors: Mapping[str, TensorRecord], rank: int, version: int) ->
 def follow(
     channel: Channel, version: int, take: Callable[[Mapping[str, Any], int], WeightBucket | None]
 ) -> Iterator[WeightBucket]:
-    """Reads the log until every rank has sent its last bucket; after a rank's last bucket its checksums must match.
+    """Reads the log until every rank has sent its last bucket, and yields the buckets. After a rank's last bucket,
+    checks the checksums of all its tensors.
 
     Args:
         channel: the channel of the sync.
         version: expected version.
-        take: called with each message that announces neither a failure nor an end, and with its place; returns the
-            bucket that the message announces, or None.
+        take: called with every message, except those of a failure or an end, and with the message's place in the log.
+            Returns the bucket that the message announces, or None.
 
     Raises:
-        WeightSyncError: another version, damaged or missing tensors, a rank that failed, or a closed sync.
+        WeightSyncError: a rank failed or sent another version, tensors are damaged or missing, or the sync was closed.
         DeadlineError: a rank stopped sending.
     """
     records: dict[int, dict[str, TensorRecord]] = {rank: {} for rank in range(channel.num_ranks)}
@@ -111,7 +112,7 @@ def follow(
 
 
 def described_bucket(message: Mapping[str, Any], data: Tensor) -> WeightBucket:
-    """The bucket that a message of `description` describes, with its bytes."""
+    """Makes the bucket that a message of `description` announces; `data` holds its bytes."""
     return WeightBucket(
         names=tuple(message["names"]),
         dtypes=tuple(message["dtypes"]),
@@ -128,5 +129,5 @@ def _require_checksums(records: Mapping[str, TensorRecord], checksums: Mapping[s
 
 
 def device_name(tensor: Tensor) -> str:
-    """A unique name of the GPU that holds the tensor; `cpu` if none does."""
+    """Returns a unique name of the GPU that holds the tensor, or `cpu` if no GPU does."""
     return f"cuda:{torch.cuda.get_device_properties(tensor.device).uuid}" if tensor.is_cuda else CPU

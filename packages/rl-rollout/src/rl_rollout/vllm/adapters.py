@@ -1,4 +1,4 @@
-"""Adapters in the server: the policy's own by default, and others by the name in a request."""
+"""Chooses the adapter for each request in the server: the one that the request names, else the policy's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EngineWithAdapter(AsyncLLM):
 
 
 class NamedAdapters:
-    """The adapters that OpenAI clients name in the field `model`."""
+    """Loads and finds the adapters that OpenAI clients name in the field `model`."""
 
     def __init__(self, engine: AsyncLLM, models: OpenAIServingModels) -> None:
         self._engine = engine
@@ -34,7 +34,7 @@ class NamedAdapters:
         models.lora_requests[BASE_MODEL.lora_name] = BASE_MODEL
 
     def __getitem__(self, name: str) -> LoRARequest:
-        """Raises GenerationError for an unknown name."""
+        """Returns vLLM's request for the adapter of this name. Raises GenerationError for an unknown name."""
         if name not in self._models.lora_requests:
             names = ", ".join(self._models.lora_requests) or "none"
             raise GenerationError(f"this server has no adapter {name!r} (adapters: {names})")
@@ -45,9 +45,9 @@ class NamedAdapters:
         can serve it.
 
         Raises:
-            GenerationError: the name is empty, the policy's or the model's; or an engine cannot serve the adapter, and
-                nothing has changed; or an engine failed later, when loading it, and the name is now undefined. The
-                message says which.
+            GenerationError: the name is empty or reserved for the policy or the model, or an engine cannot serve the
+                adapter: nothing has changed. Or an engine failed while loading the checked adapter: the name has no
+                adapter now. The message says which.
         """
         if name == BASE_MODEL.lora_name:
             raise GenerationError(
@@ -73,5 +73,5 @@ class NamedAdapters:
                 f"the adapter {name!r} at {path} passed the checks, but could not be loaded: {error}. The name now "
                 "has no adapter: load one again"
             ) from error
-        # Not with `load_inplace`, because vLLM 0.30 would then read the file again in every engine step.
+        # Kept without `load_inplace`: with it, vLLM 0.30 would read the file again in every engine step.
         self._models.lora_requests[name] = LoRARequest(name, number, path)

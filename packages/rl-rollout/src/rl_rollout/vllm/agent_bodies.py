@@ -1,7 +1,7 @@
-"""Checks a body of the OpenAI API for values that vLLM would accept and fail on later.
+"""Refuses bodies of the OpenAI API with values that vLLM accepts at first and fails on later.
 
-Seen with vllm 0.30: a number of more than 64 bits, a lone surrogate, or `structured_outputs` that is not an object ends
-in status 500. The first two also leave a request in vLLM that is never computed and never removed.
+With vllm 0.30, a number of more than 64 bits, a lone surrogate, or `structured_outputs` that is not an object leads to
+status 500. The first two also leave a request in vLLM that is never computed and never removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAX_DEPTH = 200
 
 
 def require_sound(body: bytes) -> None:
-    """Raises ValueError, which says what is wrong, for a JSON body that no route can handle."""
+    """Raises ValueError for a JSON body that no route can handle; the message says what is wrong."""
     try:
         fields = msgspec.json.decode(body)
     except RecursionError:

@@ -1,5 +1,5 @@
-"""Bodies of the routes under /rl, field by field: a body with a wrong shape, type or range is refused before it reaches
-the engine, because some values would end the engine's input thread."""
+"""Declares the fields of request bodies under /rl. A body with a missing or unknown field, a wrong type or a value out
+of range is refused before it reaches the engine, because some values would end the engine's input thread."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ class GenerateBody(Body):
 
     sample_id: Name
     prompt_tokens: bytes
-    """int32, little-endian."""
+    """Token ids as little-endian int32 values."""
     params: Sampling
     seed: int
     num_samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
     session_id: Name | None
 
     def request(self) -> GenerateRequest:
-        """The engine's request. Raises ValueError if bytes are not int32 values."""
+        """Converts the body to the engine's request. Raises ValueError if `prompt_tokens` is not a whole number of
+        int32 values."""
         params = msgspec.structs.asdict(self.params)
         tuples = {name: tuple(params[name]) for name in ("stop", "stop_token_ids")}
         return GenerateRequest(
@@ -82,13 +83,13 @@ class AdapterBody(Body):
 
 
 class SamplesBody(Body):
-    """Ids of requests."""
+    """Ids of requests to cancel."""
 
     sample_ids: list[Name]
 
 
 class AbortBody(Body):
-    """Like `SamplesBody`; None: all requests."""
+    """Ids of requests to abort; None: all requests."""
 
     sample_ids: list[Name] | None
 
@@ -110,12 +111,12 @@ class UpdateBody(Body):
     delta: dict[str, Any] | None = None
 
     def rendezvous(self) -> Rendezvous:
-        """The contract's `Rendezvous`, without the transport's name, which is not sent."""
+        """Converts the body to a `Rendezvous`. The transport's name stays empty, because it is not sent."""
         return Rendezvous(transport="", receiver=self.receiver, data=self.data, adapter=self.adapter, delta=self.delta)
 
 
 class SleepBody(Body):
-    """Level 1 keeps the weights in host memory, level 2 drops them."""
+    """Sleep level: 1 keeps the weights in host memory, 2 drops them."""
 
     level: Literal[1, 2]
 

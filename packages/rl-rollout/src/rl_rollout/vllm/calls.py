@@ -1,4 +1,4 @@
-"""Requests by sample id, in the server: each is computed only once, however often it is sent."""
+"""Computes a request only once in the server, even if the client sends it several times."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _Call:
 class Calls:
     """Joins a repeated request to the running one, or returns the finished answer.
 
-    The newest finished answers are kept, up to `max_kept_bytes`: a client repeats its request if the answer was lost on
-    the way. Failed requests are forgotten, so a repeated one is computed again.
+    Finished answers are kept, because a client repeats its request if the answer was lost on the way. When they exceed
+    `max_kept_bytes`, the oldest are dropped. Failed requests are not kept; if repeated, they are computed again.
     """
 
     def __init__(self, *, max_kept_bytes: int = _MAX_KEPT_BYTES) -> None:
@@ -39,12 +39,13 @@ class Calls:
         return tuple(self._running)
 
     async def answer(self, sample_id: str, body: bytes, compute: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """The answer of `compute`. A request with a known id joins the running `compute`, or gets the answer kept.
+        """Runs `compute` and returns its answer. If the id is known, waits for its running `compute` instead, or
+        returns its kept answer.
 
         Args:
             sample_id: the request's id.
-            body: the request; repeating an id with another body raises GenerationError.
-            compute: computes the answer; continues if the requesting connection is lost.
+            body: the encoded request. Raises GenerationError if the id was used with another body.
+            compute: computes the answer; goes on if the client's connection is lost.
         """
         finished = self._finished.get(sample_id)
         if finished is not None:

@@ -1,4 +1,4 @@
-"""The InferenceClient over vLLM servers.
+"""Implements `InferenceClient` by sending requests to vLLM servers over HTTP.
 
 consumes     requests of the generator; pauses and weight versions of the trainer
 produces     completions: exactly one answer per request, from whichever server finished it
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _SHORT_S = 30.0
-"""Deadline of calls without computation, and for servers to end their part of a failed sync."""
+"""Deadline of calls that compute nothing. Servers also get this long to end their part of a failed weight sync."""
 _VERDICT_S = 10.0
-"""Longest wait for the supervisor to give up a server whose engine has died: the engine's core process outlives a
-worker by seconds."""
+"""Longest wait for the supervisor to give up a server whose engine has died. The supervisor notices that only when the
+engine's core process ends, which can be seconds after the death of a worker."""
 _UPDATE_SHARE = 0.5
-"""Share of a request's deadline that a weight update may take: requests wait meanwhile, and outlive a hanging
-update."""
+"""Fraction of the request deadline that a weight update may take. Requests wait during an update, so a hanging update
+must time out before they do."""
 _TOKENIZE_CONCURRENCY = 32
 _PROBE = (0, 1, 2, 3)
 """Token ids that every vocabulary has."""
 
 
 class RemoteInferenceClient:
-    """InferenceClient over the servers of a pool. Call all methods on the same event loop."""
+    """Sends each request to a server of a pool. Call all methods on the same event loop."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class RemoteInferenceClient:
     ) -> None:
         """
         Args:
-            pool: the servers.
-            timeout_s: deadline of a request; a weight update gets half of it.
-            start_timeout_s: deadline for a server to restart.
-            on_failure: called with a server that did not answer.
-            on_close: ends the pool's servers.
-            served_model_name: the model's name in vLLM's own routes.
-            router: in front of the pool; may not listen yet. `on_close` closes it.
+            pool: the servers with their states; its supervisor adds and removes them.
+            timeout_s: seconds until a request fails; a weight update may take half of this time.
+            start_timeout_s: seconds that the restart of a server may take.
+            on_failure: called with a server that did not answer or failed a weight update, so that it is checked now.
+            on_close: called by `close`; ends the router, the supervisor and the servers.
+            served_model_name: the model's name in requests to vLLM's own routes.
+            router: the proxy that gives outside agents access to the pool, which need not listen yet.
         """
         self._pool = pool
         self._timeout_s = timeout_s
@@ -83,20 +83,20 @@ class RemoteInferenceClient:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Size of the vocabulary: token ids are smaller."""
         return self._pool.facts.vocab_size
 
     @property
     def router_url(self) -> str | None:
-        """URL at which outside agents and environments are served; None: they are not."""
+        """URL at which outside agents and environments reach the servers; None if no router listens."""
         return None if self._router is None else self._router.url
 
     def num_weight_receivers(self) -> int:
-        """See `WeightReceivers`. Counts at least one engine, because an update waits for one."""
+        """See `WeightReceivers`. Counts one engine if all servers are down, because an update waits until one is up."""
         return self._pool.facts.num_workers * max(1, len(self._pool.up))
 
     def idle_lap(self) -> Mapping[str, float]:
-        """See `IdleMeasuring`. Requests of outside agents count as work."""
+        """See `IdleMeasuring`. A server that answers an outside agent is not idle."""
         return {str(member.index): member.idle.lap() for member in self._pool.members}
 
     # --- generation ---------------------------------------------------------------------------------------------------
@@ -116,7 +116,8 @@ class RemoteInferenceClient:
         return wire.completions_of(answer)
 
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
-        """See `InferenceClient.abort`. Repeats the abort for requests that are still on their way to a server."""
+        """See `InferenceClient.abort`. Repeats the abort for requests that are still on their way to a server. Raises
+        DeadlineError if some of them have not been aborted after 30 s."""
         deadline = time.monotonic() + _SHORT_S
         asked = set(self._where) if sample_ids is None else set(sample_ids) & self._where.keys()
         while asked:
@@ -128,12 +129,12 @@ class RemoteInferenceClient:
             await asyncio.sleep(_FIRST_BACKOFF_S if asked else 0)
 
     async def chat(self, messages: Sequence[Message], **options: Any) -> Mapping[str, Any]:
-        """A chat completion: the response body of OpenAI's API, as a mapping. The server does the tokenization.
+        """Requests a chat completion. Returns the decoded response body, in the format of OpenAI's API.
 
         Args:
-            messages: chat messages.
-            options: fields of the API's request, such as `max_tokens`, or `model` for an adapter; `session_id` keeps a
-                conversation on one server.
+            messages: the conversation so far, which the server converts to tokens.
+            options: further fields of the request, such as `max_tokens`, or `model` to choose an adapter. `session_id`
+                is not sent: requests with the same value go to the same server.
         """
         session_id = options.pop("session_id", None)
         arguments = {"model": self._model, "messages": [dict(message) for message in messages], **options}
@@ -146,8 +147,8 @@ class RemoteInferenceClient:
     async def score(
         self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> Mapping[str, Sequence[Sequence[float]]]:
-        """See `Scoring`; with the policy, or with the adapter of this name. Each data-parallel engine of a server
-        scores separately."""
+        """See `Scoring`. Scores with the policy, or with the adapter whose name is `adapter`. Each data-parallel engine
+        of a server scores all sequences and has its own entry in the result."""
         arguments = {"sequences": wire.sequences_record(sequences), "adapter": adapter}
         answers = await self._on_all("score", arguments, timeout_s=self._timeout_s)
         serving = [member for member in self._pool.serving if member in answers]
@@ -158,7 +159,8 @@ class RemoteInferenceClient:
         }
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of a text (nothing is added), or of chat messages with the template's generation prompt."""
+        """Returns the token ids of a text, without adding special tokens, or of chat messages followed by the chat
+        template's generation prompt."""
         arguments: dict[str, Any] = {"model": self._model}
         if isinstance(prompt, str):
             arguments |= {"prompt": prompt, "add_special_tokens": False}
@@ -167,7 +169,7 @@ class RemoteInferenceClient:
         return tuple((await self._tokenizer_call("/tokenize", arguments))["tokens"])
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Decodes token ids to text."""
         return (await self._tokenizer_call("/detokenize", {"model": self._model, "tokens": list(tokens)}))["prompt"]
 
     # --- pausing and weights ------------------------------------------------------------------------------------------
@@ -181,18 +183,20 @@ class RemoteInferenceClient:
         await self._on_all("resume", {}, timeout_s=_SHORT_S)
 
     async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
-        """See `WeightPreparing`. The supervisor handles a server that dies meanwhile."""
+        """See `WeightPreparing`. A server that dies meanwhile raises no error here; the supervisor restarts it."""
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
         self._left_before = self._pool.num_left
         arguments = self._update_arguments(rendezvous, version)
         await self._on_all("prepare_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-        """See `InferenceClient.update_weights`. The supervisor handles a server that dies meanwhile.
+        """See `InferenceClient.update_weights`. If a server dies during the sync of a staged transport, the others are
+        updated, and the supervisor restarts the dead one.
 
         Raises:
             WeightSyncError: a live server did not get the version, servers received different weights, all servers were
-                lost, or one was lost in a sync that is not staged. In all these cases no server serves the version.
+                lost, or one was lost in a sync that is not staged. In all these cases the pool's version does not
+                change, so servers that loaded the new one leave service at their next heartbeat.
             DeadlineError: no server was up in time, or a server did not answer in time.
         """
         arguments = self._update_arguments(rendezvous, version)
@@ -246,7 +250,7 @@ class RemoteInferenceClient:
         if adapter is not None:
             name = str(adapter.absolute())
             await self.load_lora_from_disk(name, adapter)
-        # A model without a chat template, for example, fails now and not in every sample.
+        # This request makes an unusable model, for example one without a chat template, fail now, not in every sample.
         await self.chat([{"role": "user", "content": "?"}], model=name, max_tokens=1)
         url = self._router.url or await self._router.start("127.0.0.1", 0)
         return ServedModel(url=url, name=name, key=self._router.token)
@@ -279,8 +283,8 @@ class RemoteInferenceClient:
         await self._pool.wait_for(lambda: self._pool.lacks_weights, "a server to need weights", timeout_s=None)
 
     async def sleep(self, level: int = 1) -> None:
-        """Makes servers free their device memory. Level 1 keeps the weights in host memory; level 2 drops them, for
-        servers that get new ones before they serve again. A server that starts meanwhile goes to sleep too."""
+        """Makes servers free their device memory. Level 1 keeps the weights in host memory. Level 2 drops them, so the
+        servers must receive new weights before they serve again. A server that starts before `wake` sleeps too."""
         self._pool.wanted = attrs.evolve(self._pool.wanted, sleep_level=level, woken=frozenset())
         await self._on_all("sleep", {"level": level}, timeout_s=self._timeout_s)
 
@@ -292,7 +296,8 @@ class RemoteInferenceClient:
     # --- health -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See `InferenceClient.health`, over all servers in service. Raises GenerationError if there are none."""
+        """See `InferenceClient.health`. The counts are sums over all servers in service. Raises GenerationError if no
+        server is in service."""
         answers = await self._on_all("health", {}, timeout_s=_SHORT_S)
         serving = [answers[member] for member in self._pool.serving if member in answers]
         if not serving:
@@ -319,8 +324,8 @@ class RemoteInferenceClient:
         sample_id: str | None = None,
         num_samples: int = 1,
     ) -> Any:
-        """The answer of one server. Repeats the request, to the same or another server, until the deadline. `ask` must
-        be idempotent, because an answer can be lost after it was computed.
+        """Sends a request to one server and returns the answer. If the server is gone, repeats the request, to the same
+        or another server, until the deadline. `ask` must be idempotent, because a computed answer can be lost.
 
         Raises:
             DeadlineError: no answer in time.
@@ -361,13 +366,13 @@ class RemoteInferenceClient:
     async def _until_lost(
         self, member: Member, ask: Callable[[Connection, float], Awaitable[Any]], timeout_s: float
     ) -> Any:
-        """The member's answer. Raises ServerGone if the member is given up first."""
+        """Asks the member and returns its answer. Raises ServerGone if the member is given up first."""
         async with while_up(member) as connection:
             return await ask(connection, timeout_s)
 
     async def _on_all(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
-        """Calls all servers that are up; returns the answers of those that did not leave meanwhile. Raises any error
-        but ServerGone."""
+        """Calls all servers that are up, and returns the answers of those that were not lost meanwhile. When all calls
+        have ended, raises the first error that is not ServerGone."""
         asked = self._ask_all(method, arguments, timeout_s)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for member, answer in zip(asked.values(), answers, strict=True):
@@ -379,12 +384,13 @@ class RemoteInferenceClient:
         return {member: answer for member, answer in pairs if not isinstance(answer, ServerGone)}
 
     async def _on_all_or_none(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
-        """Like `_on_all`, for calls that succeed only on all servers: raises the first failure at once. The other calls
-        fail when the caller breaks off the sync they wait for; a server whose call does not end then is considered hung
-        and given up.
+        """Like `_on_all`, for a weight sync that succeeds only if all servers succeed: raises the first failure without
+        waiting for the other calls. Those fail too once the caller aborts the sync. A server whose call is still
+        running 30 s later is marked as hung, and the supervisor gives it up.
 
         Raises:
-            WeightSyncError: a server refused, or is gone.
+            WeightSyncError: a server failed or is gone.
+            RLError: the failed server's own error, if no other call is still running.
         """
         asked = self._ask_all(method, arguments, timeout_s)
         running = set(asked)
@@ -440,7 +446,7 @@ class RemoteInferenceClient:
             return await self._on_some_server(ask, path, session_id=None, num_samples=0)
 
     def _forget(self, member: Member, sample_id: str) -> None:
-        """Tells the server, in the background, that nobody waits for a sample any more."""
+        """Asks the server, in the background, to cancel a request whose answer is no longer needed."""
         if member.connection is None:
             return
 

@@ -1,5 +1,5 @@
-"""The client's HTTP connection to one server: deadlines, and errors that say whether the server or the request was at
-fault."""
+"""Calls one server over HTTP, with a deadline for each call. The exceptions tell apart whether the server is gone or
+has refused the request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rl_rollout.vllm import wire
 from rl_rollout.vllm.tokens import CONTROL_FILE_VARIABLE, CONTROL_VARIABLE
 
 _KEEP_ALIVE_S = 60.0
-"""Shorter than the server's 75 s: the client drops an idle connection first, so none is dropped during a request."""
+"""Seconds until the client closes an idle connection. The server closes it after 75 s, so it never closes a connection
+that the client is about to use."""
 CONNECT_S = 10.0
 """Timeout for a server to accept a connection."""
 _REFUSED, _BAD_WEIGHTS, _LOST, _UNAVAILABLE = 400, 409, 502, 503
@@ -29,11 +30,12 @@ class LostUnderRequest(ServerGone):
 
 
 def open_session(token: str | None) -> aiohttp.ClientSession:
-    """The HTTP session for all servers, with as many connections as there are requests; requests carry `token`."""
+    """Opens an HTTP session for all servers, without a limit on the number of connections. All requests carry
+    `token`."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
         headers={"Authorization": f"Bearer {token}"} if token else {},
-        # These are addresses of the run's own servers, which a proxy for the outside world cannot reach.
+        # Proxy settings of the environment are ignored: the servers belong to the run, and a proxy may not reach them.
         trust_env=False,
     )
 
@@ -57,7 +59,7 @@ class Connection:
         return wire.decode(await self.send(method, wire.encode(arguments or {}), timeout_s=timeout_s))
 
     async def send(self, method: str, body: bytes, *, timeout_s: float) -> bytes:
-        """Like `call`, with request and answer as bytes."""
+        """Like `call`, but takes the encoded request body and returns the encoded answer."""
         headers = {"Content-Type": wire.MEDIA_TYPE}
         status, answer = await self._post(f"/rl/{method}", timeout_s, data=body, headers=headers)
         if status == 200:
@@ -84,7 +86,7 @@ class Connection:
         raise GenerationError(f"{message} (HTTP status {status}); its log says more")
 
     async def call_json(self, path: str, arguments: Any, *, timeout_s: float) -> Any:
-        """Calls one of vLLM's own routes."""
+        """Calls one of vLLM's own routes with a JSON body. Raises the same errors as `call`, except WeightSyncError."""
         import json
 
         status, answer = await self._post(path, timeout_s, json=arguments)
@@ -111,7 +113,7 @@ class Connection:
 
 
 def gone(error: aiohttp.ClientError, name: str) -> ServerGone:
-    """The exception for a connection error: ServerGone if no connection was made, else LostUnderRequest."""
+    """Returns the exception for a connection error: ServerGone if no connection was made, else LostUnderRequest."""
     kind = ServerGone if isinstance(error, aiohttp.ClientConnectorError) else LostUnderRequest
     return kind(f"{name}: {type(error).__name__}: {error}")
 
@@ -120,5 +122,5 @@ def _message(answer: bytes) -> str:
     try:
         return str(wire.decode(answer)["message"])
     except Exception:
-        # Error of the HTTP layer itself, which is text.
+        # An error of the HTTP layer itself has a plain-text body.
         return answer.decode(errors="replace")[:500]

@@ -1,4 +1,5 @@
-"""Builds the arguments of vLLM's engine. Imports neither vllm nor torch, because both take seconds."""
+"""Builds the arguments of vLLM's engine. This module imports neither vllm nor torch, because importing them takes
+seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM has buffers (0.30, `vllm.config.lora.MaxLoRARanks`); an adapter of another rank uses the next
 larger buffer."""
 BASE_MODEL_NAME = "rl-base"
-"""The field `model` of a request for the model without the policy's adapter, at servers that serve adapters."""
+"""Value of a request's field `model` that selects the model without any adapter, on servers that serve adapters."""
 WORKER_EXTENSION = "rl_rollout.vllm.weights.worker_extension.WeightReceiverExtension"
 
 _OWN_KEYS = {
@@ -46,19 +47,19 @@ _OWN_KEYS = {
     "max_loras": f"{_LORA}.max_loras",
     "max_cpu_loras": f"{_LORA}.max_cpu_loras",
 }
-"""Engine arguments that a configuration key sets."""
+"""Engine argument → configuration key that sets it. These arguments are refused in `engine_init_kwargs`."""
 _FIXED = {
     "worker_extension_cls": "weights arrive through it",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
 }
-"""Engine arguments that cannot be set, and why."""
+"""Engine argument that cannot be set → reason."""
 _NOT_ON_CPUS = {
     "expert_parallel_size": "computes with experts that a rank does not hold, and crashes (tensor parallel ranks split "
     "each expert)",
     "pipeline_parallel_size": "has no buffer for what a stage receives, and stops at the first request",
 }
-"""Observed when starting such engines: a segmentation fault in cpu_fused_moe.cpp, an AssertionError in
-gpu_model_runner.py."""
+"""Option that must be 1 on CPUs → reason. Engines with a larger value failed with a segmentation fault in
+cpu_fused_moe.cpp (experts) or an AssertionError in gpu_model_runner.py (pipeline)."""
 
 
 def ranks_per_engine(options: VLLMOptions) -> int:
@@ -67,12 +68,12 @@ def ranks_per_engine(options: VLLMOptions) -> int:
 
 
 def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = False) -> dict[str, Any]:
-    """Fields of vLLM's AsyncEngineArgs.
+    """Returns the fields of vLLM's AsyncEngineArgs for an engine.
 
     Args:
-        spec: its options are VLLMOptions.
-        has_gpus: whether the servers run on GPUs, else on vLLM's CPU build.
-        spans_nodes: whether no single machine has room for all ranks of an engine.
+        spec: describes the engine; `spec.options` must be VLLMOptions.
+        has_gpus: True: the servers run on GPUs. False: they run on vLLM's CPU build.
+        spans_nodes: whether the ranks of an engine are on several machines, because none has room for all of them.
 
     Raises:
         ConfigError: vLLM's CPU build does not support the options with this model.
@@ -104,14 +105,14 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
     if options.distributed_executor_backend is not None:
         arguments["distributed_executor_backend"] = options.distributed_executor_backend
     elif ranks_per_engine(options) > 1:
-        # In a Ray actor with a placement group, as here, vLLM would choose its Ray executor, which does not exist on
-        # CPUs and needs a bundle for each rank.
+        # The server is a Ray actor with a placement group. There vLLM would by default choose its Ray executor, which
+        # does not exist on CPUs and needs a bundle for each rank.
         arguments["distributed_executor_backend"] = "ray" if spans_nodes else "mp"
     if has_gpus:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.shares_devices
     else:
-        # Otherwise vLLM takes a share of the free memory, and refuses to start if other processes use the machine too.
+        # By default vLLM takes a share of the free memory, and refuses to start if other processes use the machine too.
         arguments["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     if lora.is_sent_alone:
         if not has_gpus:
@@ -128,7 +129,7 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
 
 
 def max_served_rank(lora: LoraConfig) -> int:
-    """The largest rank of adapters that the servers take besides the policy's."""
+    """Returns the largest rank that an adapter other than the policy's may have."""
     return next(size for size in MAX_LORA_RANKS if size >= lora.rank)
 
 
@@ -161,7 +162,7 @@ def _has_experts(model_path: str) -> bool:
 
 
 def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name that vLLM does not know, that a configuration key sets, or that is fixed."""
+    """Raises ConfigError for an argument that vLLM does not know, that a configuration key sets, or that is fixed."""
     key = f"{_SECTION}.engine_init_kwargs"
     for name in engine_init_kwargs:
         if name in _OWN_KEYS:
@@ -174,8 +175,8 @@ def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
 
 @cache
 def known_arguments() -> frozenset[str]:
-    """Names of vLLM's engine arguments, read from its source because importing it takes more than ten seconds. Raises
-    ConfigError if it is not installed."""
+    """Returns the names of vLLM's engine arguments. Reads them from vLLM's source, because importing vLLM takes more
+    than ten seconds. Raises ConfigError if vLLM is not installed."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ConfigError(

@@ -3,8 +3,8 @@
 vllm 0.30.0, v1/engine/core_client.py: `DPLBAsyncMPClient.call_utility_async`, and with it `AsyncLLM.collective_rpc` and
 `reset_prefix_cache`, calls the core processes of all data-parallel engines but returns only the first one's answer. So
 an engine that did not load a weight version would serve its old or half-loaded weights under the new version number.
-Here each core process is called separately, by the method that vLLM itself uses. Shown by
-tests/rollout/vllm/test_split_engines.py. Can go when AsyncLLM returns all answers.
+This module calls each core process separately, by the method that vLLM itself uses. It can be removed when AsyncLLM
+returns all answers; tests/rollout/vllm/test_split_engines.py shows the bug.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def require_single_calls(engine: AsyncLLM) -> None:
 
 
 async def answers_of_all(engine: AsyncLLM, method: str, *arguments: Any) -> list[Any]:
-    """The answer of each data-parallel engine's core process to `method`, by rank. Waits for all of them.
+    """Calls `method` in the core process of each data-parallel engine, and returns all answers, ordered by rank.
 
     Raises:
         Exception: the error of the first engine that failed, raised after all have answered.

@@ -11,12 +11,13 @@ import msgspec
 from rl_rollout.vllm import wire
 
 _PATH = re.compile(r"(?<![\w.:/~])/[^\s'\"`,;:()\[\]{}<>]*[^\s'\"`,;:()\[\]{}<>.]")
-"""An absolute path in a sentence."""
+"""Matches an absolute path in a sentence."""
 _TAKEN_OUT = "(a path of the server)"
 
 
 def without_other_paths(text: str, body: bytes) -> str:
-    """`text` without absolute paths, except those that are a string in the request `body`, or lie below one."""
+    """Returns `text` with absolute paths replaced, except for paths that occur as a string in the request `body` or lie
+    below such a path."""
     try:
         sent = {value.rstrip("/") for value in _strings(wire.decode(body))} - {""}
     except (msgspec.DecodeError, RecursionError):
@@ -31,7 +32,7 @@ def without_other_paths(text: str, body: bytes) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in plain data."""
+    """Yields all strings in plain data, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,8 +1,9 @@
-"""Fixes for bugs of vLLM and tqdm: reloading weights, seeds and AMX on CPUs, adapters, and shared memory.
+"""Works around bugs of vLLM and tqdm in reloading weights, seeds and AMX on CPUs, adapters, and shared memory.
 
 Every worker calls `apply` before it loads its model, and `repack_tied_heads_on_cpu` after every reload. The three fixes
-for shared memory are applied in all processes that a server starts (`orphans.end_with_parent`). Each fix names version
-and bug, says when it can go, and raises if vLLM no longer has what it wraps.
+for shared memory are applied in all processes that a server starts (`orphans.end_with_parent`). The docstring of each
+fix names the version and the bug, the tests that show the bug, and when to remove the fix. A fix raises an error if
+vLLM no longer has the function that it wraps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MARK = "_rl_fixed"
 
 
 def apply() -> None:
-    """Applies all fixes; a second call does nothing."""
+    """Applies the fixes that a worker needs before it loads its model. A second call changes nothing."""
     repack_moe_experts_on_cpu()
     rewind_generators_on_cpu()
     keep_adapters_off_vocabularies()
@@ -33,9 +34,9 @@ def repack_moe_experts_on_cpu() -> None:
     """vllm 0.30.0, fused_moe/unquantized_fused_moe_method.py: on CPU every reload leaves the old experts in place.
 
     The CPU kernel computes with a packed copy of the experts, which `_setup_kernel` makes only on the first load, so a
-    reload reports success and log-probs are off by nats. The fix packs again on every later load. Shown by
-    tests/rollout/vllm/test_weights.py::test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails. Can go when
-    that test fails.
+    reload reports success, but the log-probs are wrong by several nats. The fix packs the experts again on every later
+    load. Remove it when its test fails:
+    tests/rollout/vllm/test_weights.py::test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails.
     """
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -63,10 +64,10 @@ def repack_moe_experts_on_cpu() -> None:
 def repack_tied_heads_on_cpu(model: Any) -> None:
     """vllm 0.30.0, model_loader/reload: on CPU every reload leaves a tied output layer with the old weights.
 
-    The output layer shares the embedding's tensor, so no weight arrives for it and a reload skips it; but the CPU
-    kernel computes with a packed copy, made only on the first load. Call this after every reload. Shown by
-    tests/rollout/vllm/test_server_conformance.py::TestVLLMServer::test_new_weights_are_served_and_named, whose model is
-    tied. Can go when that passes without the fix.
+    The output layer shares the embedding's tensor, so no weight arrives for this layer, and a reload skips it. But the
+    CPU kernel computes with a packed copy, made only on the first load. Call this after every reload. Remove the fix
+    when this test, which uses a tied model, passes without it:
+    tests/rollout/vllm/test_server_conformance.py::TestVLLMServer::test_new_weights_are_served_and_named.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.platforms import current_platform
@@ -85,10 +86,9 @@ def rewind_generators_on_cpu() -> None:
     """vllm 0.30.0, v1/worker/gpu_model_runner.py: on CPU a seeded request whose prompt takes two steps kills the
     engine.
 
-    A token sampled after only a part of the prompt is discarded, and the request's generator is rewound by CUDA's
-    offset, which CPU generators do not have. The fix restores the generator's earlier state. Shown by
-    tests/rollout/vllm/test_client.py::test_prompts_that_take_several_steps_keep_their_seeds. Can go when that passes
-    without the fix.
+    vLLM discards a token sampled after only a part of the prompt, and then rewinds the request's generator by an offset
+    that only CUDA generators have. The fix restores the generator's earlier state instead. Remove it when this test
+    passes without it: tests/rollout/vllm/test_client.py::test_prompts_that_take_several_steps_keep_their_seeds.
     """
     from vllm.platforms import current_platform
 
@@ -130,9 +130,9 @@ def keep_adapters_off_vocabularies() -> None:
     """vllm 0.30.0, lora/layers/logits_processor.py: an engine with adapters dies if it scores two prompts in one step.
 
     The output layer's code for adapters expects one row per sampled token, but for prompt log-probs gets one per prompt
-    token. No trainer here puts adapters on an output layer or an embedding, so the fix disables them there; on GPUs,
-    where nothing breaks, that saves their memory and two matrix products per token. Shown by
-    tests/rollout/vllm/test_adapters.py, which scores several sequences. Can go when that passes without the fix.
+    token. No trainer here puts adapters on an output layer or an embedding, so the fix disables them there. On GPUs,
+    where the bug does not occur, this saves memory and two matrix products per token. Remove the fix when
+    tests/rollout/vllm/test_adapters.py, which scores several sequences, passes without it.
     """
     from vllm.lora import model_manager
 
@@ -160,8 +160,8 @@ def request_amx() -> None:
 
     Linux gives a process the tile registers on request (arch_prctl, ARCH_REQ_XCOMP_PERM). vLLM's own kernels never
     request them; they work only if a oneDNN kernel that requests them ran before, which depends on the model's sizes.
-    Shown by tests/rollout/vllm/test_router_replay.py::test_replay_brings_the_trainer_closer_to_a_bf16_engine. Can go
-    when that passes without the fix, on a CPU with AMX.
+    Remove the fix when this test passes without it on a CPU with AMX:
+    tests/rollout/vllm/test_router_replay.py::test_replay_brings_the_trainer_closer_to_a_bf16_engine.
     """
     import torch
 
@@ -176,9 +176,9 @@ def unlink_message_queues() -> None:
     """vllm 0.30.0, distributed/device_communicators/shm_broadcast.py: an engine that dies leaves 160 MB in /dev/shm.
 
     The writer of a queue between core and workers unlinks the queue's segment in `__del__`, which does not run if the
-    process is killed or ended by a signal. The fix makes the writer unlink it as soon as all readers have mapped it;
-    the kernel frees it when its last user ends. Shown by tests/rollout/vllm/test_faults.py. Can go when that passes
-    without the fix.
+    process is killed or ended by a signal. The fix makes the writer unlink the segment as soon as all readers have
+    mapped it; the kernel then frees it when the last process that uses it ends. Remove the fix when
+    tests/rollout/vllm/test_faults.py passes without it.
     """
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
@@ -202,16 +202,16 @@ def lock_progress_bars_by_threads() -> None:
 
     The first bar creates a lock for several processes. In a spawned process only exit handlers remove the lock's name,
     and a killed process runs none. No other process writes to an engine process's bars, so a lock for threads is
-    enough. Shown by tests/rollout/vllm/test_faults.py. Can go when that passes without the fix.
+    enough. Remove the fix when tests/rollout/vllm/test_faults.py passes without it.
     """
-    import_module("tqdm").tqdm.set_lock(threading.RLock())  # vllm depends on it
+    import_module("tqdm").tqdm.set_lock(threading.RLock())  # tqdm is installed, because vllm depends on it
 
 
 def unlink_shared_memory_on_cpu() -> None:
     """vllm 0.30.0, device_communicators/cpu_communicator.py: ranks ended by a signal leave 4 MB each in /dev/shm.
 
-    As for queues, a rank's segment is unlinked as soon as all other ranks have mapped it.
-    Shown by tests/rollout/vllm/test_faults.py, for a tensor-parallel engine. Can go when that passes without the fix.
+    The fix unlinks a rank's segment as soon as all other ranks have mapped it. Remove the fix when
+    tests/rollout/vllm/test_faults.py, which ends a tensor-parallel engine, passes without it.
     """
     from vllm.platforms import current_platform
 
@@ -234,7 +234,7 @@ def unlink_shared_memory_on_cpu() -> None:
 
 
 def undo_repack_moe_experts_on_cpu() -> None:
-    """Removes the fix, so that a test can show that it is still needed."""
+    """Removes `repack_moe_experts_on_cpu`, so that a test can show that this fix is still needed."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     setup_kernel: Any = UnquantizedFusedMoEMethod._setup_kernel

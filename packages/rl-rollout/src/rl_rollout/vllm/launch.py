@@ -1,4 +1,4 @@
-"""Starts an engine's servers and a client for them, and ends them."""
+"""Starts the vLLM servers of a run and a client for them, and ends both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
         ConfigError: Ray's cluster is too small for the servers, vLLM's CPU build does not support the options, or the
             control token of external servers is missing.
         DeadlineError: Ray's cluster stays occupied.
-        GenerationError, DeadlineError: a server did not start; the message has its last log lines.
+        GenerationError, DeadlineError: a server did not start. If the run started it, the message has its last log
+            lines.
     """
     options: VLLMOptions = spec.options
     if options.external_server_urls is not None:
@@ -62,10 +63,10 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
 
 @attrs.frozen(kw_only=True)
 class ClientSettings:
-    """A client's settings."""
+    """What `supervised_client` needs to know besides the servers."""
 
     tokens: Tokens
-    """The run's requests carry the control token, those of agents the access token."""
+    """The control token, which the run's requests carry, and the access token, which agents' requests carry."""
     timeout_s: float
     """Deadline of a request."""
     start_timeout_s: float
@@ -81,7 +82,7 @@ class ClientSettings:
 
 
 def client_settings(spec: EngineSpec, tokens: Tokens, *, host: str = "127.0.0.1") -> ClientSettings:
-    """The settings that `spec` describes; `host` is where the router listens."""
+    """Takes a client's settings from `spec`. The router listens on `host`, if the options set its port."""
     options: VLLMOptions = spec.options
     return ClientSettings(
         tokens=tokens,
@@ -142,7 +143,7 @@ async def _client_of_own_servers(spec: EngineSpec, places: list[EnginePlace]) ->
 
 
 def servers_of(spec: EngineSpec, places: Sequence[EnginePlace], *, host: str, tokens: Tokens) -> list[Server]:
-    """The run's servers, not yet started; they log to the run directory."""
+    """Creates the run's servers without starting them. They write their logs to the run directory."""
     gpus = cluster_has_gpus()
     options: VLLMOptions = spec.options
     arguments = engine_arguments(spec, has_gpus=gpus, spans_nodes=any(place.spans_nodes for place in places))
@@ -166,17 +167,18 @@ def servers_of(spec: EngineSpec, places: Sequence[EnginePlace], *, host: str, to
 
 
 def receivers_of(spec: EngineSpec) -> tuple[str, ...]:
-    """Receivers that a server of this run may load besides those of installed transports: that of the run's transport,
-    which need not be an entry point."""
+    """Returns the receivers that a server of this run may load besides those of installed transports: only that of the
+    run's transport, which may be a `package.module:object` instead of an installed entry point."""
     key = "generator.inference_engine.weight_sync_backend"
     return (receiver_of(plugins.load("rl_core.weight_transports", spec.weight_transport, key=key)),)
 
 
 def cpu_environment(num_ranks: int) -> dict[str, str]:
-    """Environment variables for engines on CPUs: each rank computes with as many threads as its share of the machine's
-    cores, unless OMP_NUM_THREADS is set.
+    """Returns environment variables for engines on CPUs. Each rank gets an equal share of the machine's cores as its
+    number of threads, unless OMP_NUM_THREADS is set.
 
-    vLLM would bind every engine's ranks to the same cores, so binding is switched off.
+    Binding of threads to cores is switched off by default, because vLLM would bind every engine's ranks to the same
+    cores.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {

@@ -1,4 +1,4 @@
-"""Memory that one device of a vLLM engine would hold. Imports neither vllm nor torch."""
+"""Estimates the memory that one device of a vLLM engine needs, without importing vllm or torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rl_rollout.vllm.options import VLLMOptions
 
 _SECTION = "generator.inference_engine"
 _GRAPH_BYTES = 3 << 29
-"""Estimate of CUDA graphs: 1.5 GiB. They stay while the engine sleeps."""
+"""Estimated size of the CUDA graphs: 1.5 GiB. They stay in memory while the engine sleeps."""
 _LEFT_ASLEEP_BYTES = 1 << 29
-"""Estimate of the buffers that sleeping does not release."""
+"""Estimated size of the buffers that a sleeping engine does not release: 0.5 GiB."""
 
 
 def plan_engine(spec: EngineSpec) -> EnginePlan:
-    """Plans the memory of the fullest device of one engine. Raises ConfigError if the model's sizes are unknown, or its
-    heads or experts cannot be split in this way."""
+    """Estimates the memory of one engine's device that needs most. Raises ConfigError if the model's sizes are unknown,
+    if the tensor-parallel size does not divide its heads, or for expert parallelism without experts."""
     options: VLLMOptions = spec.options
     shape = shape_of(spec)
     _require_divisible(options, shape)
@@ -27,7 +27,8 @@ def plan_engine(spec: EngineSpec) -> EnginePlan:
     split = tensor * options.data_parallel_size
     shares_experts = options.expert_parallel_size > 1
     experts = {"expert": split if shares_experts else 1, "expert_tensor": 1 if shares_experts else split}
-    # Counts the last layers: later stages get the full number of layers, and layers with experts come last.
+    # Counts as many of the model's last layers as the largest stage has, because layers with experts come last. The
+    # last stage may have one layer less, so this is an upper bound.
     counts = [shape.layer_parameters(shape.num_layers - 1 - layer, tensor=tensor, **experts) for layer in layers]
     vocabularies = 1 if shape.is_tied or options.pipeline_parallel_size > 1 else 2
     parameters = sum(map(sum, counts)) + shape.hidden_size + vocabularies * shape.vocabulary_parameters(tensor)

@@ -1,9 +1,8 @@
-"""Makes the processes of an engine end with the server that started them, however the server ends, and free their
-memory.
+"""Makes the processes of an engine end, and free their memory, when the server that started them ends for any reason.
 
-vLLM's workers watch their engine's core, but nothing watches the core's parent: after kill -9 of a server its core kept
-running and, on a GPU, kept its memory. vLLM calls `end_with_parent` in each of its processes (entry point
-`vllm.general_plugins`).
+vLLM's workers watch their engine's core, but the core does not watch its parent: after kill -9 of a server, its core
+kept running and, on a GPU, kept its memory. vLLM calls `end_with_parent` in each of its processes, through the entry
+point group `vllm.general_plugins`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Placement of servers: a Ray placement group per engine, or GPUs shared with training.
+"""Places servers on Ray's nodes: each engine gets a placement group, with GPUs of its own or shared with training.
 
-A server takes the GPUs of its engine (tensor × pipeline × data parallel ranks) or, where Ray has no GPUs, only a small
-part of a CPU per rank: engines on CPUs share cores. An engine is placed on one node if any node has room for it;
-otherwise each rank gets its own bundle, and vLLM starts the ranks through Ray.
+A server reserves one GPU for each rank of its engine (tensor × pipeline × data parallel) or, if Ray has no GPUs, only a
+small part of a CPU per rank, because engines on CPUs share cores. An engine is placed on one node if any node has room
+for it; otherwise each rank gets its own bundle, and vLLM starts the ranks through Ray.
 
 Engines that share GPUs with training reserve none: they use the nodes' GPUs in order, each engine on one node. They
 also see the node's other GPUs, listed after their own, because weights sent by CUDA IPC can be on any of them.
@@ -29,7 +29,7 @@ _OF_NODE = 0.001
 
 @attrs.frozen(kw_only=True)
 class SharedGpus:
-    """GPUs of one node that an engine shares with the training."""
+    """GPUs of one node that an engine shares with training."""
 
     node: str
     """The node's own resource in Ray (`node:<address>`)."""
@@ -41,13 +41,13 @@ class SharedGpus:
     """Number of the engine's GPUs."""
 
     def visible(self, inherited: str | None) -> str:
-        """CUDA_VISIBLE_DEVICES of the engine's processes: its own GPUs, then the node's others.
+        """Returns CUDA_VISIBLE_DEVICES for the engine's processes: the engine's GPUs, then the node's others.
 
         Args:
             inherited: value of the variable in Ray's process on the node; None: all GPUs are visible.
 
         Raises:
-            ConfigError: fewer are visible than Ray counts.
+            ConfigError: fewer GPUs are visible than Ray counts.
         """
         every = [str(i) for i in range(self.num_of_node)] if inherited is None else inherited.split(",")
         if len(every) < self.num_of_node:
@@ -75,7 +75,7 @@ class EnginePlace:
         return len(self.group.bundle_specs) > 1
 
     def actor_options(self) -> dict[str, Any]:
-        """Options of the server's actor."""
+        """Returns the Ray options with which the server's actor is created."""
         return {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.group,
@@ -88,8 +88,8 @@ class EnginePlace:
         }
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of the server's process that depend on its placement."""
-        # Ray would hide GPUs that the actor did not ask for.
+        """Returns the environment variables of the server's process that depend on its placement."""
+        # By default Ray hides all GPUs that the actor does not reserve.
         return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if self.shared else {}
 
     def free(self) -> None:
@@ -110,11 +110,11 @@ def num_nodes() -> int:
 async def reserve_places(
     num_engines: int, ranks_per_engine: int, *, shares_devices: bool, timeout_s: float
 ) -> list[EnginePlace]:
-    """One place per engine.
+    """Reserves one place per engine.
 
     Raises:
-        ConfigError: the cluster is too small.
-        DeadlineError: it stays occupied.
+        ConfigError: the cluster has too few GPUs.
+        DeadlineError: the cluster's resources stay occupied for `timeout_s`.
     """
     places: list[EnginePlace] = []
     try:
@@ -148,7 +148,7 @@ async def _reserve(index: int, num_ranks: int, *, shares_devices: bool, timeout_
 
 
 def shared_gpus(gpus_of_nodes: Mapping[str, int], index: int, num_ranks: int) -> SharedGpus:
-    """The shared GPUs of engine `index`, if engines with `num_ranks` ranks fill the nodes in order.
+    """Returns the GPUs that engine `index` shares with training. Engines fill the nodes in order, each on one node.
 
     Args:
         gpus_of_nodes: GPUs per node, keyed by the node's own resource, in filling order.

@@ -1,4 +1,4 @@
-"""The entry point of the `vllm` engine. Imports neither vllm nor Ray until an engine is created."""
+"""Entry point of the `vllm` engine. This module imports neither vllm nor Ray until an engine is created."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECTION = "generator.inference_engine"
 
 @attrs.frozen
 class VLLMPlugin:
-    """InferencePlugin of vLLM servers: Ray actors of this run, or servers started outside it."""
+    """Implements `InferencePlugin` with vLLM servers, which are Ray actors of this run or were started outside it."""
 
     contract_version: int = 2
     receives_deltas: bool = True
@@ -29,8 +29,8 @@ class VLLMPlugin:
     options_class: type = VLLMOptions
 
     def validate(self, spec: EngineSpec) -> None:
-        """Raises ConfigError for missing packages and for options that vLLM does not support, before any process is
-        started."""
+        """Checks the configuration before any process is started. Raises ConfigError for missing packages and for
+        options that vLLM does not support."""
         options: VLLMOptions = spec.options
         missing = [name for name in ("ray", "aiohttp", "msgspec") if find_spec(name) is None]
         if options.external_server_urls is None and find_spec("vllm") is None:
@@ -58,8 +58,8 @@ class VLLMPlugin:
             )
 
     def is_on_this_host(self, options: VLLMOptions) -> bool:
-        """True if the run starts the servers on its own Ray; a Ray cluster that the run joins may have other
-        machines."""
+        """Whether all servers certainly run on this machine: the run starts them, in a Ray cluster of its own. A Ray
+        cluster that the run joins may have other machines."""
         return options.external_server_urls is None and "RAY_ADDRESS" not in os.environ
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
@@ -110,8 +110,8 @@ def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:
 
 
 def _check_adapter(directory: Path, *, max_rank: int) -> None:
-    """Raises ConfigError if the directory lacks a file of peft's format, or the rank is too large. Whether the matrices
-    fit the model is checked by the servers."""
+    """Raises ConfigError if the directory lacks a file of peft's format, or the rank is too large. The servers check
+    later whether the matrices fit the model."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (directory / name).is_file():
             raise ConfigError(

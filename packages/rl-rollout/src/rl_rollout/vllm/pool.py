@@ -1,4 +1,5 @@
-"""Chooses the server for a request: the session's own if it serves, else the least loaded one."""
+"""Chooses a server for each request: the one that its session used before, if that is in service, else the least loaded
+one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
 """The parts of memory that a sleeping server frees."""
 MAX_LOST = 3
-"""After this many servers were lost while they had a request, no other gets the request: it may be the cause."""
+"""When this many servers were lost while they had the same request, it is not sent to another, because the request may
+be the cause."""
 _MAX_SESSIONS = 100_000
 
 
@@ -25,14 +27,14 @@ class EngineFacts:
     """Facts that are the same for every server of a run."""
 
     vocab_size: int
-    """Token ids are below this."""
+    """Size of the vocabulary: token ids are smaller."""
     num_workers: int
     """Number of processes of one engine that hold weights."""
 
 
 @attrs.frozen(kw_only=True)
 class Wanted:
-    """State that the run wants of all servers, including those that start later."""
+    """State into which all servers are brought, including those that start later."""
 
     adapters: Mapping[str, str] = attrs.field(factory=dict)
     """Adapters besides the policy's: name → directory."""
@@ -42,7 +44,7 @@ class Wanted:
     """Parts of memory that sleeping servers have allocated again."""
 
     def awake(self, tags: Iterable[str] | None) -> Wanted:
-        """A copy with these parts of memory allocated again; None: all parts."""
+        """Returns a copy with these parts of memory allocated again; None: all parts."""
         woken = ALL_MEMORY if tags is None else self.woken | set(tags)
         if self.sleep_level is None or woken >= ALL_MEMORY:
             return attrs.evolve(self, sleep_level=None, woken=frozenset())
@@ -57,18 +59,18 @@ class Member:
     connection: Connection | None = None
     """None: the server is down."""
     version: int = -1
-    """Version of the weights it holds, as last reported."""
+    """Version of the server's weights, as last reported."""
     is_quarantined: bool = False
     load: int = 0
-    """Number of samples requested from it and not yet answered."""
+    """Number of samples that were requested from the server and not yet answered."""
     idle: IdleTime = attrs.field(factory=IdleTime)
-    """Time without such samples."""
+    """Measures the time during which `load` is 0."""
     why_down: str = "it has not started"
     hung: str | None = None
-    """Why the server must be restarted although it still answers by HTTP: its engine hangs. None: no restart is
-    needed."""
+    """Why the server's engine is considered hung, so that the server must be restarted although it may still answer
+    heartbeats; None: it is not considered hung."""
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
-    """Set when its current connection is given up; every connection has its own event."""
+    """Set when the current connection is given up; `joined` creates a new event for the next connection."""
 
     def __str__(self) -> str:
         return f"vLLM server {self.index}"
@@ -76,8 +78,8 @@ class Member:
 
 @asynccontextmanager
 async def while_up(member: Member) -> AsyncIterator[Connection]:
-    """Yields the member's connection. Raises ServerGone as soon as the member is given up, because a hung server never
-    breaks the connection itself."""
+    """Yields the member's connection. Raises ServerGone as soon as the member is given up: a hung server never closes
+    the connection, so the call within the context would otherwise wait for its deadline."""
     connection = member.connection
     if connection is None:
         raise ServerGone(f"{member} is down: {member.why_down}")
@@ -105,34 +107,34 @@ class Pool:
         """Set after the first server has answered."""
         self.version = -1
         self.wanted = Wanted()
-        """State wanted of every server, besides its weights."""
+        """State into which every server is brought, apart from its weights."""
         self.num_left = 0
         """Number of servers given up so far."""
         self.num_updates = 0
-        """Number of weight updates begun plus ended; a server's report is ignored if this number has changed since the
-        server was asked."""
+        """Number of begun weight updates plus number of ended ones, so it is odd during an update. A server's report is
+        ignored if this number has changed since the server was asked."""
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._changed = asyncio.Condition()
 
     @property
     def up(self) -> list[Member]:
-        """Servers that answer, whatever weights they hold."""
+        """Servers that answer, with any weights."""
         return [member for member in self.members if member.connection is not None]
 
     @property
     def serving(self) -> list[Member]:
-        """Servers that may take requests."""
+        """Servers in service: they have the current version and are not quarantined."""
         return [member for member in self.up if member.version == self.version and not member.is_quarantined]
 
     def adopt_version(self) -> None:
-        """Makes the version that all servers hold the current one, because external servers may have served another
-        run. Does nothing if their versions differ."""
+        """If all servers hold the same version, makes it the current one; it need not be the first, because external
+        servers may have served another run. Does nothing if their versions differ."""
         versions = {member.version for member in self.up}
         if len(versions) == 1:
             self.version = versions.pop()
 
     async def joined(self, member: Member, connection: Connection, version: int, *, is_quarantined: bool) -> None:
-        """Call when the server answers and has reported its weight version."""
+        """Records that a server answers, and the weights that it has reported."""
         if member.connection is None:
             member.lost = asyncio.Event()
         member.connection = connection
@@ -154,7 +156,7 @@ class Pool:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """Context of a weight update."""
+        """Counts a weight update's begin and end in `num_updates`; the update runs within the context."""
         self.num_updates += 1
         try:
             yield
@@ -163,14 +165,15 @@ class Pool:
             await self._tell()
 
     async def changed_version(self, version: int, members: Sequence[Member]) -> None:
-        """Makes `version` the one that the run serves; `members` hold it."""
+        """Makes `version` the current one, and records that `members` hold it."""
         self.version = version
         for member in members:
             member.version, member.is_quarantined = version, False
         await self._tell()
 
     async def choose(self, session_id: str | None, *, timeout_s: float) -> Member:
-        """The session's server, else the least loaded one; waits until a server is in service. Raises DeadlineError."""
+        """Waits until a server is in service. Returns the session's server if that is in service, else the least loaded
+        one. Raises DeadlineError after `timeout_s`."""
         await self.wait_for(lambda: bool(self.serving), "a vLLM server to be in service", timeout_s=timeout_s)
         serving = self.serving
         known = self._sessions.get(session_id) if session_id is not None else None
@@ -182,7 +185,8 @@ class Pool:
         return member
 
     async def wait_for(self, condition: Callable[[], bool], what: str, *, timeout_s: float | None) -> None:
-        """Returns when `condition()` is true; it is checked whenever a server's state changes."""
+        """Returns when `condition()` is true, which is checked whenever a server's state changes. Raises DeadlineError
+        after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(condition)
@@ -191,7 +195,7 @@ class Pool:
 
     @contextmanager
     def carries(self, member: Member, num_samples: int) -> Iterator[None]:
-        """Counts the samples as load within the context; a request without samples is no load."""
+        """Counts the samples as the member's load within the context. With 0 samples, the member can still be idle."""
         member.load += num_samples
         try:
             with member.idle.busy() if num_samples else nullcontext():
@@ -200,7 +204,7 @@ class Pool:
             member.load -= num_samples
 
     def described(self) -> str:
-        """Every server's state, for messages."""
+        """Describes every server's state, for messages."""
         return "; ".join(self._state(member) for member in self.members)
 
     def _state(self, member: Member) -> str:

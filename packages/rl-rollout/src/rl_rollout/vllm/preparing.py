@@ -15,7 +15,7 @@ _LOOK_S, _MAX_LOOK_S = 0.005, 0.1
 
 
 def arguments_of(rendezvous: Rendezvous, version: int) -> Sequence[object]:
-    """The arguments of the methods of `worker_extension`, as plain data."""
+    """Returns the arguments of `rl_prepare_weights` and `rl_receive_weights` of the workers, as plain data."""
     return version, rendezvous.receiver, dict(rendezvous.data), rendezvous.adapter, rendezvous.delta
 
 

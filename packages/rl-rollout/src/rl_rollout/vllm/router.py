@@ -1,4 +1,4 @@
-"""One address for outside agents: the OpenAI API of any server that currently serves the policy.
+"""Forwards the OpenAI requests of outside agents from one address to servers that hold the current policy.
 
 consumes     HTTP requests under /v1; any other path, however it is written, reaches no server
 produces     the servers' answers: whole or, if an agent requested a stream, event by event as they arrive
@@ -11,10 +11,11 @@ unblocked by the pool: requests go only to servers that hold the current weights
 If a server is lost before an agent has received any of its answer, the request goes to another server, unnoticed by the
 agent. A stream that breaks off later ends with an error event.
 
-Why not vllm-router: none of its documented policies meets both needs here, sessions and load. `consistent_hash` keeps a
-session on one server whatever its load; `cache_aware` considers load, but matches prompts rather than sessions
-(github.com/vllm-project/router, docs/load_balancing). And it chooses servers by health, not by the weights they hold: a
-restarted server with the first weights would get requests. This is what its documentation says; it was not tested.
+This package does not use vllm-router, because none of its documented policies considers both sessions and load.
+`consistent_hash` keeps a session on one server whatever its load; `cache_aware` considers load, but matches prompts
+rather than sessions (github.com/vllm-project/router, docs/load_balancing). In addition, vllm-router chooses servers by
+health, not by the weights they hold, so a restarted server with the model's first weights would get requests. These
+statements come from the documentation of vllm-router, not from a test.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ _HOP_BY_HOP = {
     "upgrade",
 }
 _GONE = {502: LostUnderRequest, 503: ServerGone}
-"""Exceptions by the status codes that a server's routes send."""
+"""Status code that a server's routes send → exception that it stands for."""
 _ASK_AGAIN_S = 0.1
 _LAST_WORDS_S = 1.0
-"""Time after a request's deadline for an agent to read that it has passed."""
+"""Seconds that an agent has after its request's deadline to read the error."""
 MAX_SESSION_ID = 512
 """Maximum number of characters of a session's id; limited because ids are stored."""
 
@@ -77,19 +78,19 @@ class _Names(msgspec.Struct):
 
 
 class Router:
-    """A proxy in front of a pool."""
+    """Forwards the HTTP requests of agents to the servers of a pool."""
 
     def __init__(self, pool: Pool, *, token: str, timeout_s: float, on_failure: Callable[[Member], None]) -> None:
         """
         Args:
-            pool: the servers.
-            token: agents must send it, and servers require it. It must not be the control token, so that no forwarded
-                request can change a server.
-            timeout_s: deadline of a request.
-            on_failure: called with a server that did not answer.
+            pool: the servers with their states.
+            token: the access token that agents must send, and that servers require. It must not be the control token,
+                so that no forwarded request can change a server.
+            timeout_s: seconds that a request may take in all.
+            on_failure: called with a server that did not answer, so that it is checked now.
         """
         self.url: str | None = None
-        """Base URL for an OpenAI client; None: it does not listen."""
+        """Base URL for an OpenAI client; None until the router listens."""
         self.token = token
         self._pool = pool
         self._timeout_s = timeout_s
@@ -102,7 +103,7 @@ class Router:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", _PREFIX + "{path:.*}", self._pass_on)
         self._session = open_session(self.token)
-        # A request ends when its agent disconnects, and all end with the trainer: nothing is drained at the end.
+        # aiohttp cancels a request whose agent disconnects. `close` waits at most 1 s for requests that still run.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
@@ -138,7 +139,7 @@ class Router:
         return response
 
     async def _answered(self, request: web.Request, path: str, deadline: float) -> web.StreamResponse:
-        """The answer: either not sent yet, or a stream of which only the end is missing."""
+        """Returns the answer, which is either not sent yet or a stream that is sent except for its end."""
         try:
             async with asyncio.timeout_at(deadline):
                 body = await request.read()
@@ -157,14 +158,15 @@ class Router:
     async def _from_server(
         self, request: web.Request, path: str, body: bytes, session_id: str | None, deadline: float
     ) -> web.StreamResponse:
-        """The answer of the first server that gives one."""
+        """Tries servers until one answers, and returns that answer or, if none answers, an error response."""
         clock = asyncio.get_running_loop().time
         num_lost = 0
         while num_lost < MAX_LOST:
             try:
                 member = await self._pool.choose(session_id, timeout_s=max(0.0, deadline - clock()))
             except DeadlineError as error:
-                # The reasons why servers are away may contain paths and addresses, which agents must not see.
+                # The error says why servers are out of service, perhaps with paths and addresses that agents must not
+                # see.
                 logger.warning("an agent's request was refused: %s", error)
                 return _error(503, f"no server had the policy's current weights within {self._timeout_s:g} s")
             try:
@@ -182,10 +184,11 @@ class Router:
     async def _ask(
         self, member: Member, request: web.Request, path: str, body: bytes, deadline: float
     ) -> web.StreamResponse:
-        """The server's answer; of a stream, all but the end.
+        """Forwards a request to the server and returns the answer. A stream has been sent to the agent except for its
+        end.
 
         Raises:
-            ServerGone, TimeoutError: raised only before anything was passed on.
+            ServerGone, TimeoutError: the server did not answer, and the agent has received nothing.
             CancelledError: the agent left.
         """
         response: web.StreamResponse | None = None
@@ -242,7 +245,7 @@ async def _whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def path_of_api(raw_path: str) -> str | None:
-    """The decoded path of a request; None if it lies outside the API, or would after repeated decoding.
+    """Returns the decoded path of a request, or None if the path, decoded once or repeatedly, lies outside the API.
 
     Args:
         raw_path: the path as received, percent-encoded.
@@ -263,7 +266,8 @@ def _url(server: str, path: str, raw_query: str) -> str:
 
 
 def _session_id(request: web.Request, body: bytes) -> str | None:
-    """The id that keeps an agent's turns on one server: a header, a field of the body, or the API's own field `user`.
+    """Returns the id that keeps an agent's turns on one server: the header `SESSION_HEADER`, else the body's field
+    `session_id`, else the field `user` of OpenAI's API; None if there is none.
 
     Raises:
         MsgspecError, RecursionError, UnicodeDecodeError: the body is not JSON, or an id is too long or not a string.
@@ -277,7 +281,7 @@ def _session_id(request: web.Request, body: bytes) -> str | None:
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:
-    """The end-to-end headers, without hop-by-hop ones."""
+    """Returns the headers to pass on: all except those that apply to a single connection."""
     return {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
 
 
@@ -286,5 +290,5 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _error_record(status: int, message: str) -> dict[str, dict[str, object]]:
-    """An error in the format of OpenAI's API."""
+    """Returns an error in the format of OpenAI's API."""
     return {"error": {"message": message, "type": "router", "code": status}}

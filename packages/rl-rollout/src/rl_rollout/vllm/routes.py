@@ -1,4 +1,4 @@
-"""The routes under /rl, next to vLLM's OpenAI-compatible ones. Bodies are MessagePack, see `wire`."""
+"""Adds the routes under /rl to vLLM's OpenAI-compatible server. Their bodies are MessagePack; see `wire`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 
 def with_routes(app: FastAPI, engine: ServedEngine, *, tokens: Tokens) -> ASGIApp:
-    """The application with the routes of one engine; requests need a token.
+    """Returns vLLM's application with the routes of `engine` added. It checks each request's token and body.
 
-    Wrapped from outside, because after vLLM's `build_app` no middleware can be added.
+    The checks wrap the application, because no middleware can be added to it after vLLM's `build_app`.
     """
     handlers = Handlers(engine)
     router = APIRouter(prefix="/rl")
@@ -55,7 +55,7 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, tokens: Tokens) -> ASGIAp
 
 
 class Handlers:
-    """The handlers of the routes. A result is plain data, or bytes if it is encoded once for repeated requests."""
+    """Handles requests to the routes. A handler returns plain data, or bytes if its answer is already encoded."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
@@ -129,7 +129,7 @@ ROUTES: Mapping[str, tuple[type[bodies.Body], Callable[..., Awaitable[Any]]]] = 
     "wake": (bodies.WakeBody, Handlers.wake),
     "health": (bodies.Body, Handlers.health),
 }
-"""Body type and handler, by path under /rl."""
+"""Path under /rl → type of the request's body, and handler."""
 
 
 def _answering(
@@ -150,7 +150,8 @@ def _answering(
 
 
 def _failed(error: Exception, body: bytes) -> Response:
-    """The error response, which the client's `connection` turns back into an exception; `body` is the request's."""
+    """Returns the response for an error; the client's `connection` turns it back into an exception. Paths that are not
+    in the request's `body` are removed from the text."""
     if isinstance(error, WeightSyncError):
         status = STATUS_BAD_WEIGHTS
     elif isinstance(error, EngineDeadError | EngineGenerateError | Lost):
@@ -172,11 +173,11 @@ def _failed(error: Exception, body: bytes) -> Response:
 
 
 class _OnlyWhileServing:
-    """Lets the OpenAI routes for agents answer only while the engine is alive and has complete weights; else refuses,
-    and the router tries another server. A stream that has begun ends with an error event.
+    """Lets the OpenAI routes for agents answer only while the engine is alive and has complete weights. Otherwise
+    refuses the request, so that the router tries another server. A stream that has begun ends with an error event.
 
-    If vLLM answers 500 while the engine is alive, this request cannot be computed by any server: for example, with vllm
-    0.30, `response_format={"type": "json_object"}` for a model without tokens for braces.
+    A status 500 of vLLM while the engine is alive becomes 422, because no server can compute the request: for example,
+    with vllm 0.30, `response_format={"type": "json_object"}` for a model without tokens for braces.
     """
 
     def __init__(self, app: ASGIApp, engine: ServedEngine) -> None:
@@ -218,8 +219,8 @@ class _OnlyWhileServing:
 
 
 async def _generation_failed(request: Request, error: Exception) -> Response:
-    """An error of the OpenAI routes while the engine is alive but failed this request; `_OnlyWhileServing` reports dead
-    engines."""
+    """Returns status 422 for a request to an OpenAI route that failed in a living engine; `_OnlyWhileServing` replaces
+    the answers of a dead engine."""
     logger.error("a request of %s failed", request.url.path, exc_info=error)
     return _refusal(f"the engine could not finish this request ({type(error).__name__})", STATUS_NOT_COMPUTED)
 
@@ -229,7 +230,7 @@ def _refusal(fault: str, status: int) -> Response:
 
 
 def _error_record(message: str, status: int) -> dict[str, Any]:
-    """An error in the format of OpenAI's API."""
+    """Returns an error in the format of OpenAI's API."""
     return {"error": {"message": message, "type": "server", "code": status}}
 
 
@@ -261,7 +262,7 @@ class CheckBody:
             return
         except _Disconnected:
             return
-        # If a header occurs several times, readers differ in which one they use, so any of them counts.
+        # If a header occurs several times, libraries differ in which one they use, so one JSON type is enough.
         is_json = any(name == b"content-type" and b"json" in value.lower() for name, value in scope["headers"])
         if body and not scope["path"].startswith("/rl/") and is_json:
             try:
@@ -290,7 +291,8 @@ class _Disconnected(Exception):
 
 
 async def _whole_body(scope: Scope, receive: Receive) -> bytes:
-    """The whole body. Raises _Disconnected, or _TooLarge before more than the limit is in memory."""
+    """Reads and returns the whole body. Raises _Disconnected if the client leaves, and _TooLarge as soon as the body is
+    known to exceed `MAX_BODY_BYTES`."""
     lengths = [int(value) for name, value in scope["headers"] if name == b"content-length"]
     if any(length > wire.MAX_BODY_BYTES for length in lengths):
         raise _TooLarge
@@ -308,7 +310,7 @@ async def _whole_body(scope: Scope, receive: Receive) -> bytes:
 
 
 def _closing(text: str, status: int) -> Response:
-    """A response that closes the connection, because the rest of the body is still on the way."""
+    """Returns a response that closes the connection, because the rest of the body is still on the way."""
     return Response(text, status, headers={"connection": "close"})
 
 
@@ -322,7 +324,7 @@ class _RequireToken:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
-            # This path is already decoded, as for the routes.
+            # ASGI's `path` is already percent-decoded, and the routes match the same value.
             path, given = scope["path"], dict(scope["headers"]).get(b"authorization", b"")
             if not self._tokens.opens(path, given):
                 kind = "an access token" if is_for_agents(path) else "the control token of its run"

@@ -1,8 +1,8 @@
-"""vLLM's AsyncLLM plus what training needs: the version of every token, and atomic weight updates.
+"""Wraps vLLM's AsyncLLM for training: records the weight version of every token, and serves only complete versions.
 
 consumes     requests, pauses and weight versions from `routes`
 produces     completions; the manifest of what arrived
-waits for    the engine's core process (`collective_rpc` has a deadline; a request's own deadline is the client's)
+waits for    the engine's core process; weight updates have a deadline here, and requests have one in the client
 unblocked by the core's outputs; quarantine and the core's death end all requests with an error
 """
 
@@ -42,24 +42,25 @@ _MAX_TOLD = 4
 
 
 class Unavailable(Exception):
-    """This server cannot serve now, but another may be able to; not an error of the request."""
+    """This server cannot serve now, for a reason that lies in the server. Another server may answer the request."""
 
 
 class Lost(Exception):
-    """The engine ended while it had the request, which may be the cause."""
+    """The engine ended while it had the request. The request itself may have caused that."""
 
 
 class ServedEngine:
-    """One engine. Call its methods only on the event loop that created it."""
+    """Samples, scores and updates weights with one AsyncLLM. Call all methods on the event loop that created it."""
 
     def __init__(
         self, engine: AsyncLLM, named_adapters: NamedAdapters | None = None, *, receivers: AbstractSet[str]
     ) -> None:
         """
         Args:
-            engine: a started engine.
-            named_adapters: given if weight versions are adapters on a fixed model; None: they are whole models.
-            receivers: `package.module:Class` of the receivers that may be loaded.
+            engine: an engine whose model is loaded.
+            named_adapters: the adapters, if each weight version is an adapter of a fixed model; None if each weight
+                version is a whole model.
+            receivers: the weight receivers that may be loaded, as `package.module:Class`.
         """
         require_single_calls(engine)
         self._engine = engine
@@ -73,32 +74,33 @@ class ServedEngine:
         self.num_workers: int = parallel.world_size * self._num_engines
         """Number of workers that hold weights, of all data-parallel engines together."""
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
-        """By request id, for each past version: (number of tokens sampled when the version ended, version). None
-        instead of a number: the version sampled all remaining tokens."""
+        """Request id → for each past version, the number of the request's tokens when that version was replaced, and
+        the version. The number is None if the request was finished by then: its remaining tokens have this version."""
         self._aborted: set[str] = set()
-        """Ids of requests that a caller had aborted. Other requests that end as aborted were lost with a core that shut
-        down."""
+        """Ids of requests whose abort a caller requested. If another request ends with the finish reason `abort`, the
+        server is quarantined, or the core has shut down."""
         self._changing = asyncio.Lock()
         self._is_paused = False
         self._asleep: set[str] = set()
         self.is_updating = False
         self.version = -1
         self.quarantine: str | None = None
-        """Why this server serves nothing until a complete update."""
+        """Why this server serves nothing until an update succeeds; None if it is not quarantined."""
 
     @property
     def num_running(self) -> int:
-        """Samples that have at least one token."""
+        """Number of samples with at least one sampled token."""
         return sum(not state.is_prefilling for state in self._engine.output_processor.request_states.values())
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for their first token."""
+        """Number of samples that wait for their first token."""
         return len(self._engine.output_processor.request_states) - self.num_running
 
     @property
     def fault(self) -> str | None:
-        """Why nothing is served now, in words for agents; the exact reason is only in the run's log."""
+        """Why nothing is served now, as a text that agents may read; None if the server serves. The text leaves out the
+        exact reason, which only the run gets."""
         if self._engine.errored:
             return "this server's engine is dead"
         if self.quarantine is not None:
@@ -119,15 +121,20 @@ class ServedEngine:
         await all_of([*(self._score(_WARM_UP, None, rank) for rank in ranks), *(sample(rank) for rank in ranks)])
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """See `InferenceClient.generate`. Raises GenerationError if the request is impossible. Raises Unavailable, or
-        Lost if the engine ended while it had the request, if another server may be able to answer it."""
+        """See `InferenceClient.generate`.
+
+        Raises:
+            GenerationError: no server can answer the request.
+            Unavailable: this server cannot serve now; another one may be able to.
+            Lost: the engine ended while it had the request; another server may be able to answer it.
+        """
         self._require_service()
         self._require_possible(request)
         return tuple(await all_of(self._sample(request, i) for i in range(request.num_samples)))
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[list[float]]]:
-        """For each data-parallel engine and sequence: log p(token t | tokens before it), 0.0 for the first token; with
-        the policy, or with the adapter of this name."""
+        """Returns, per data-parallel engine, sequence and token, log p(token t | tokens before it); 0.0 for the first
+        token. Scores with the policy, or with the adapter whose name is `adapter`."""
         self._require_service()
         lora_request = None if adapter is None else self._adapters[adapter]
 
@@ -137,12 +144,12 @@ class ServedEngine:
         return await all_of(by_engine(rank) for rank in range(self._num_engines))
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Serves the adapter at `path` under this name, also to running requests that use the name.
+        """Loads the adapter at `path`. Requests that select `name`, including running ones, use it from now on.
 
         Raises:
-            GenerationError: it cannot be served, and the name keeps its previous adapter; or an engine failed while it
-                loaded the adapter, and the name has none now; or caches could not be emptied, and the server is
-                quarantined.
+            GenerationError: the adapter cannot be served, and the name keeps its previous adapter; or an engine failed
+                while it loaded the adapter, and the name has no adapter now; or the caches could not be emptied, and
+                the server is quarantined.
         """
         adapters = self._adapters
         async with self._changing:
@@ -157,7 +164,7 @@ class ServedEngine:
                 await self._serve_unless_held()
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `InferenceClient.pause`. The cache is kept; it is dropped when weights change."""
+        """See `InferenceClient.pause`. The prefix cache is kept until the weights change."""
         async with self._changing:
             if mode == "abort":
                 self._aborted.update(self._spans)
@@ -165,13 +172,14 @@ class ServedEngine:
             self._is_paused = True
 
     async def resume(self) -> None:
-        """Resumes sampling; a quarantined server stays paused."""
+        """Resumes sampling, unless the server is asleep or quarantined."""
         async with self._changing:
             self._is_paused = False
             await self._serve_unless_held()
 
     async def abort(self, sample_ids: Sequence[str] | None) -> list[str]:
-        """Ends these requests (None: all) with their tokens so far; returns the ids that were running."""
+        """Ends these requests (None: all), which return the tokens sampled so far. Returns the sample ids that were
+        running."""
         under_way: dict[str, list[str]] = {}
         for request_id in self._spans:
             under_way.setdefault(request_id.rpartition("/")[0], []).append(request_id)
@@ -184,8 +192,8 @@ class ServedEngine:
         return list(chosen)
 
     async def prepare_weights(self, rendezvous: Rendezvous, version: int, *, timeout_s: float) -> None:
-        """Makes every worker receive the version while sampling continues. Raises WeightSyncError; the previous version
-        is then still served."""
+        """Makes every worker receive the version while sampling continues. Raises WeightSyncError if a worker fails;
+        the engine then still serves the previous version."""
         require_allowed(rendezvous.receiver, self._receivers)
         await prepared(self._engine, rendezvous, version, timeout_s=timeout_s)
 
@@ -199,8 +207,8 @@ class ServedEngine:
         token, and would return routes of the old weights for tokens sampled with the new ones.
 
         Raises:
-            WeightSyncError: the version was refused, or the receiver is not one of `receivers`. The old version is
-                still served or, if `quarantine` gives a reason, none is.
+            WeightSyncError: the version was refused or did not arrive in time, or its receiver may not be loaded. The
+                old version is still served, except if `quarantine` is set: then nothing is served.
         """
         require_allowed(rendezvous.receiver, self._receivers)
         async with self._changing:
@@ -226,8 +234,8 @@ class ServedEngine:
             self._asleep = {"weights", "kv_cache"}
 
     async def wake(self, tags: Sequence[str] | None) -> None:
-        """Allocates device memory again: all of it, or a part (`weights`, `kv_cache`). Once fully awake, it serves as
-        before."""
+        """Allocates device memory again: all of it, or a part (`weights`, `kv_cache`). When all is allocated, requests
+        continue, unless the server is paused or quarantined."""
         async with self._changing:
             waking = self._asleep & set(self._asleep if tags is None else tags)
             if waking:
@@ -237,7 +245,8 @@ class ServedEngine:
             await self._serve_unless_held()
 
     async def check(self) -> None:
-        """Returns when the core process has answered; does not ask it during an update, which keeps it busy.
+        """Returns when the core process has answered. During an update, which keeps the core process busy, only checks
+        that it is alive.
 
         Raises:
             Unavailable: the core process is dead.
@@ -255,7 +264,7 @@ class ServedEngine:
             asking.cancel()
 
     async def _serve_unless_held(self) -> None:
-        """The only place that resumes the engine: if it is neither paused, asleep nor quarantined."""
+        """Resumes the engine if it is neither paused, asleep nor quarantined. No other method resumes it."""
         if not self._is_paused and not self._asleep and self.quarantine is None:
             await self._engine.resume_generation()
 
@@ -264,7 +273,7 @@ class ServedEngine:
     async def _sample(self, request: GenerateRequest, index: int) -> Completion:
         request_id = f"{request.sample_id}/{index}"
         params = _engine_params(request.params, (request.seed + index) % _MAX_SEED)
-        # vLLM registers the request before it first waits, so `_end_version` finds it from the start.
+        # vLLM registers the request before its first `await`, so `_end_version` finds the request from the start.
         self._spans[request_id] = []
         prompt = tokens_input(list(request.prompt_tokens))
         outputs = self._engine.generate(prompt, params, request_id, session_id=request.session_id)
@@ -363,7 +372,8 @@ class ServedEngine:
         return manifest
 
     async def _received(self, rendezvous: Rendezvous, version: int) -> Mapping[str, Any]:
-        # No separate deadline: if a worker hangs, the core answers no call, and heartbeats detect that.
+        # No deadline here: `update_weights` has one. If a worker hangs, the core does not answer the heartbeats that
+        # follow either, and the server is restarted.
         arguments = ("rl_receive_weights", None, arguments_of(rendezvous, version), None)
         try:
             by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
@@ -380,16 +390,17 @@ class ServedEngine:
         return next(iter(answers.values()))["manifest"]
 
     def _worker(self, engine: int, rank: int) -> str:
-        """A worker's name in messages."""
+        """Returns a worker's name for messages."""
         return f"rank {rank}" if self._num_engines == 1 else f"rank {rank} of data-parallel engine {engine}"
 
     async def _emptied_caches(self) -> bool:
-        """Drops the caches of every data-parallel engine, including those of running requests; False if an engine could
-        not."""
+        """Drops the cached keys and values of every data-parallel engine, including those of running requests. Returns
+        False if an engine could not drop them."""
         return all(await answers_of_all(self._engine, "reset_prefix_cache", True, False))
 
     async def _enter_quarantine(self, reason: str) -> None:
-        """Stops serving; running requests, including agents', end so that another server can take them."""
+        """Stops serving and aborts all running requests, including those of agents, so that another server can take
+        them."""
         self.quarantine = reason
         states = self._engine.output_processor.request_states.values()
         await self._engine.abort([*{*self._spans, *(state.external_req_id for state in states)}])
@@ -397,8 +408,8 @@ class ServedEngine:
     async def _outputs_processed(self) -> None:
         """Returns when every token that the core has sampled is recorded in its request's state.
 
-        The core answers in order, so when it has answered the pause, all outputs are in the queue. The handler takes
-        them one by one, so when a marker put after them has been taken, all of them are processed.
+        The core answers in order: when it has answered the pause, all outputs are in the queue. vLLM's output handler
+        takes them one at a time: when it has taken an empty output that is put after them, it has processed all others.
         """
         queue = self._engine.engine_core.outputs_queue  # pyright: ignore[reportAttributeAccessIssue]
         queue.put_nowait(EngineCoreOutputs())
@@ -410,13 +421,14 @@ class ServedEngine:
         states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
         for request_id, spans in self._spans.items():
             state = states.get(request_id)
-            # A request without a state is finished, but its caller has not run yet.
+            # A request without a state is finished, but `_sample` has not yet removed it from `_spans`.
             spans.append((None if state is None else state.detokenizer.num_output_tokens(), self.version))  # pyright: ignore
         self.version = version
 
 
 def _fault(answers: Mapping[str, Mapping[str, Any]], num_workers: int) -> tuple[str | None, bool]:
-    """Why an update failed (None if it did not), and whether all workers hold one complete version, new or old.
+    """Returns why an update failed (None if it succeeded), and whether all workers hold the same complete version, new
+    or old.
 
     Args:
         answers: fields of `worker_extension.Outcome`, by the worker's name.

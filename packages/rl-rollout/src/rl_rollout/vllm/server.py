@@ -1,4 +1,4 @@
-"""A vLLM server in a Ray actor: one engine, with all its parallel ranks, behind one HTTP address.
+"""Runs a vLLM server in a Ray actor: one engine, with all its parallel ranks, answers at one HTTP address.
 
 consumes     HTTP requests; `start` and `stop` from the controller
 produces     answers; log lines in its own file
@@ -28,10 +28,12 @@ from rl_rollout.vllm.tokens import Tokens
 
 T = TypeVar("T")
 _KEEP_ALIVE_S = 75
-"""Longer than the client's 60 s: the client drops an idle connection first, so none is dropped during a request."""
+"""Seconds until the server closes an idle connection. The client closes it after 60 s, so the server never closes a
+connection that the client is about to use."""
 _BACKLOG = 4096
 _STARTED = "---- this server's process started"
-"""First words of a log line that marks a start; a restarted server appends to the same file."""
+"""Beginning of the log line that each start of the server writes, because a restarted server appends to the same
+file."""
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal Python error)\b")
 _ERROR_LINES, _LOG_LINES = 10, 40
 _SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
@@ -41,7 +43,7 @@ _MAX_SOCKETS_PATH = 70
 
 @attrs.frozen(kw_only=True)
 class ServerSettings:
-    """A server's settings, as plain data."""
+    """What a server needs to start, as plain data that Ray can send to its actor."""
 
     engine_args: Mapping[str, Any]
     """Fields of vLLM's AsyncEngineArgs."""
@@ -50,16 +52,16 @@ class ServerSettings:
     port: int = 0
     """Port to listen on; 0: a free one."""
     tokens: Tokens
-    """Tokens that requests must carry."""
+    """The control and the access token; a request must carry one of them."""
     receivers: tuple[str, ...] = ()
-    """Weight receivers (`package.module:Class`) that it may load besides those of installed transports."""
+    """Weight receivers that the server may load besides those of installed transports, as `package.module:Class`."""
     log_path: str
     """Log file on the server's machine."""
 
 
 @attrs.frozen(kw_only=True)
 class ServerAddress:
-    """Where a server listens."""
+    """URL at which a server listens, and id of its process."""
 
     url: str
     pid: int
@@ -76,10 +78,14 @@ class StartFailure:
 
 
 class VLLMServerActor:
-    """The actor. `load` may take minutes; the engine's processes are its children."""
+    """Ray actor that runs one server. `load` may take minutes. The engine's processes are children of its process."""
 
     def __init__(self, log_path: str, shared: SharedGpus | None = None) -> None:
-        """`shared`: the GPUs that the engine shares with training."""
+        """
+        Args:
+            log_path: file to which this process and the engine's processes append their output.
+            shared: the GPUs that the engine shares with training; None if it shares none.
+        """
         if shared is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = shared.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._log_path = Path(log_path)
@@ -97,12 +103,12 @@ class VLLMServerActor:
         return os.getpid()
 
     async def load(self, settings: ServerSettings) -> StartFailure | None:
-        """Loads the model."""
+        """Loads the model. Returns None, or why it failed."""
         self._server = HTTPServer(settings)
         return await self._attempted(self._server.load())
 
     async def start(self) -> ServerAddress | StartFailure:
-        """Call after `load`: warms up the engine and starts listening."""
+        """Warms up the engine and starts listening; call it after `load`. Returns the address, or why it failed."""
         assert self._server is not None
         return await self._attempted(self._server.start())
 
@@ -114,7 +120,7 @@ class VLLMServerActor:
             return StartFailure(
                 summary=f"{type(error).__name__}: {error}",
                 log_lines=log_excerpt(self._log_path),
-                is_death=type(error).__name__ == "EngineDeadError",  # by name: importing vLLM may have failed
+                is_death=type(error).__name__ == "EngineDeadError",  # no isinstance: importing vLLM may have failed
             )
 
     async def stop(self) -> None:
@@ -124,7 +130,7 @@ class VLLMServerActor:
 
 
 class HTTPServer:
-    """The engine and its HTTP server in the running event loop."""
+    """Runs the engine and its HTTP server in the current event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -140,18 +146,18 @@ class HTTPServer:
         """Loads the model; blocks the event loop while the engine starts."""
         _allow_many_connections()
         orphans.mark()
-        # vLLM never removes the sockets between its processes. Those of a killed server are removed when another one
-        # starts.
+        # vLLM never removes the sockets between its processes, so they get a folder that `stop` removes. If the server
+        # is killed, the next `make_folder` on this machine removes it.
         self._sockets = make_folder(None, "sockets")
         has_other_machines = self._settings.engine_args.get("distributed_executor_backend") == "ray"
         if len(self._sockets) <= _MAX_SOCKETS_PATH and not has_other_machines:
             os.environ.setdefault(_SOCKETS_VARIABLE, self._sockets)
-        # Bound before the engine is loaded, so that a port in use is detected at once.
+        # The port is bound before the engine is loaded, so that a port in use is detected at once.
         self._listening = socket.create_server((self._settings.host, self._settings.port), backlog=_BACKLOG)
         self._app = await self._make_app()
 
     async def start(self) -> ServerAddress:
-        """Call after `load`: warms up the engine and starts listening."""
+        """Warms up the engine and starts listening; call it after `load`."""
         import uvicorn
 
         await self._served.warm_up()
@@ -190,7 +196,7 @@ class HTTPServer:
         from rl_rollout.vllm.served_engine import ServedEngine
 
         args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-        args.allowed_origins = []  # else any web page could read a server's answers
+        args.allowed_origins = []  # by default any web page could read the server's answers in a browser
         for name, value in self._settings.engine_args.items():
             setattr(args, name, value)
         engine_class = EngineWithAdapter if args.enable_lora else AsyncLLM
@@ -207,8 +213,8 @@ class HTTPServer:
 
 
 def log_excerpt(path: Path) -> str:
-    """What a server has logged since its last start: its first errors and its last lines; or why the log cannot be
-    read."""
+    """Returns the first errors and the last lines that a server has logged since its last start, or why the log cannot
+    be read."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
@@ -225,7 +231,7 @@ def _allow_many_connections() -> None:
 
 
 def _reachable(host: str) -> str:
-    """An address that others can connect to, also if `host` means all interfaces."""
+    """Returns an address to which other machines can connect: the node's own address if `host` means all interfaces."""
     if host not in ("0.0.0.0", "::"):
         return f"[{host}]" if ":" in host else host
     import ray.util

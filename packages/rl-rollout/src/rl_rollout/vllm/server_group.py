@@ -1,6 +1,6 @@
 """Starts and restarts the servers of a run as Ray actors.
 
-consumes     orders of the client's supervisor: start, kill
+consumes     the supervisor's calls of `start`, `kill` and `stop`
 produces     addresses
 waits for    a server to be ready, up to `start_timeout_s`
 unblocked by the server's answer, by its death, or by the deadline
@@ -38,7 +38,7 @@ class _ProcessDied(GenerationError):
 
 @attrs.define(eq=False)
 class Server:
-    """One engine's server; `actor` changes when it is restarted."""
+    """The server of one engine. Each start creates a new `actor`; the port and the reserved GPUs stay the same."""
 
     index: int
     place: EnginePlace
@@ -51,8 +51,8 @@ class Server:
         """Starts the actor and its engine; retries once if one of their processes dies meanwhile.
 
         Raises:
-            GenerationError: it could not start; the message has lines of the engine's log.
-            DeadlineError: it was not ready in time; the message has log lines too.
+            GenerationError: the server could not start; the message has lines of the engine's log.
+            DeadlineError: the server was not ready in time; the message has log lines too.
         """
         began = time.monotonic()
         try:
@@ -69,7 +69,7 @@ class Server:
                 f"{self}: waited {self.start_timeout_s:g} s (generator.inference_engine.start_timeout_s) for it to be "
                 f"ready; {self._log()}"
             ) from None
-        except BaseException:  # also if the run is ended meanwhile
+        except BaseException:  # not only Exception: the run may be cancelled meanwhile
             self.kill()
             raise
         logger.info("%s: ready after %.0f s", self, time.monotonic() - began)
@@ -98,7 +98,8 @@ class Server:
         return answer
 
     def _log(self, lines: str | None = None) -> str:
-        """`lines`: log lines that the server has read, perhaps on another node; None: reads the file here."""
+        """Formats log lines for a message. `lines` are those that the server itself has read, perhaps on another node;
+        None: reads the log file on this node."""
         lines = log_excerpt(Path(self.settings.log_path)) if lines is None else lines
         return f"from its log ({self.settings.log_path}):\n{lines}"
 

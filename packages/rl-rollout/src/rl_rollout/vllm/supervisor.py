@@ -1,12 +1,12 @@
-"""Heartbeats: removes a dead or hung server from the pool at once, and restarts it.
+"""Sends heartbeats to the servers; removes a dead or hung server from the pool, and restarts it.
 
 consumes     answers to heartbeats; the client's reports that a server did not answer
 produces     members that join and leave the pool
 waits for    the next heartbeat; a restarted server, up to its start timeout
 unblocked by time, or by `suspect`
 
-A restarted server holds the model's first weights. It is up but not in service until it has received the pool's
-version: at the trainer's next sync, or before that if the trainer publishes again when asked (`needs_weights`).
+A restarted server holds the model's first weights. It is up, but not in service until it has received the pool's
+version: at the trainer's next sync, or earlier if the trainer waits for `needs_weights` and then publishes again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rl_rollout.vllm.server import ServerAddress
 logger = logging.getLogger(__name__)
 
 _CONFIRM_S = 0.2
-"""Delay before a server that refused a connection is asked once more; if it refuses again it is dead, not busy."""
+"""Seconds after which a server that did not answer is asked once more; if it fails again, it counts as dead."""
 _RESTART_PAUSE_S = 1.0
 _MAX_RESTART_PAUSE_S = 60.0
 _PREPARE_S = 120.0
 
 
 class Startable(Protocol):
-    """The server of a pool member."""
+    """A server that the supervisor can start and end."""
 
     async def start(self) -> ServerAddress: ...
 
@@ -47,13 +47,13 @@ class Startable(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Heartbeat:
-    """Timing of heartbeats, and when a server is given up."""
+    """How often servers are checked, and how long one may take to answer."""
 
     interval_s: float
     """Seconds between two heartbeats."""
     hung_after_s: float
-    """Seconds without an answer after which a server is considered hung. Generous, because a machine may swap or be
-    overloaded."""
+    """Seconds without an answer after which a server is considered hung. Choose a large value, because a machine may
+    swap or be overloaded."""
 
 
 class Supervisor:
@@ -74,7 +74,7 @@ class Supervisor:
         members = list(zip(self._pool.members, self._servers, strict=True))
         try:
             await all_of(self._start(member, server) for member, server in members)
-        except BaseException:  # also if the run is ended meanwhile
+        except BaseException:  # not only Exception: the run may be cancelled meanwhile
             await self.close()
             raise
         self._watching = [asyncio.create_task(self._watch(member, server)) for member, server in members]
@@ -120,7 +120,8 @@ class Supervisor:
                 logger.error("%s no longer serves adapter %r: %s", connection.name, name, error)
 
     async def _heard(self, member: Member, connection: Connection) -> None:
-        """One heartbeat. Its answer is discarded if weights changed meanwhile."""
+        """Sends one heartbeat and records the answer in the pool. The reported weights are ignored if a weight update
+        began or ended meanwhile."""
         updates = self._pool.num_updates
         health = await connection.call("health", timeout_s=self._heartbeat.hung_after_s)
         self._pool.facts = EngineFacts(vocab_size=health["vocab_size"], num_workers=health["num_workers"])
@@ -147,7 +148,7 @@ class Supervisor:
                 await self._bring_back(member, server)
 
     async def _fault(self, member: Member) -> str | None:
-        """Why the server must be restarted; None if it is healthy."""
+        """Checks the server. Returns why it must be restarted, or None if it is healthy."""
         connection = member.connection
         assert connection is not None
         if member.hung is not None:
@@ -163,7 +164,7 @@ class Supervisor:
         return None
 
     async def _bring_back(self, member: Member, server: Startable) -> None:
-        """Tries to start the server until it answers. The other servers continue to serve."""
+        """Restarts the server, as often as needed until it answers. The other servers continue to serve."""
         pause_s, began = _RESTART_PAUSE_S, time.monotonic()
         while True:
             server.kill()
@@ -189,7 +190,7 @@ class ExternalServer:
     timeout_s: float
 
     async def start(self) -> ServerAddress:
-        """Waits until it answers. Raises DeadlineError."""
+        """Waits until the server answers. Raises DeadlineError after `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         async with open_session(self.control_token) as session:
             while True:

@@ -22,20 +22,23 @@ import attrs
 from rl_core.errors import ConfigError
 
 ACCESS_VARIABLE = "RL_SERVER_TOKEN"
-"""Environment variable: the token that agents send to servers and router."""
+"""Name of the environment variable with the token that agents send to servers and router."""
 CONTROL_VARIABLE = "RL_CONTROL_TOKEN"
-"""Environment variable: the token that a run sends to servers that it did not start."""
+"""Name of the environment variable with the control token that a run sends to servers that it did not start."""
 CONTROL_FILE_VARIABLE = "RL_CONTROL_TOKEN_FILE"
-"""Environment variable: path of a file with that token, instead of `CONTROL_VARIABLE`."""
+"""Name of the environment variable with the path of a file that holds the control token; replaces
+`CONTROL_VARIABLE`."""
 ACCESS_FILE = "agents_token"
-"""File in the directory of a run with a router: the token for agents if ACCESS_VARIABLE is not set."""
+"""Name of the file in the run directory that holds the token for agents, if the run has a router and ACCESS_VARIABLE is
+not set."""
 
 _NUM_BYTES = 32
 _AGENTS_PREFIX = "/v1/"
 _OPEN_PATH = "/health"
 _AGENTS_PATHS = (_OPEN_PATH, "/ping", "/version", "/load", "/metrics", "/tokenize", "/detokenize")
 _CONTROL_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Routes of vLLM that exist with VLLM_ALLOW_RUNTIME_LORA_UPDATING and change what others are served."""
+"""Routes of vLLM that need the control token, because they change what other clients are served. They exist only if
+VLLM_ALLOW_RUNTIME_LORA_UPDATING is set."""
 
 
 @attrs.frozen(kw_only=True)
@@ -63,15 +66,15 @@ class Tokens:
             )
 
     def opens(self, path: str, authorization: bytes) -> bool:
-        """Whether a request with this header may access `path`, which is decoded."""
+        """Whether a request with this header may access `path`, which is already percent-decoded."""
         if path.rstrip("/") == _OPEN_PATH or is_bearer(authorization, self.control):
             return True
         return is_for_agents(path) and is_bearer(authorization, self.access)
 
 
 def is_for_agents(path: str) -> bool:
-    """Whether the route belongs to the OpenAI API or is read-only; all other routes of vLLM and this package change a
-    server."""
+    """Whether the route belongs to the OpenAI API or is read-only. All other routes of vLLM and of this package need
+    the control token."""
     path = path.rstrip("/")
     if path in _CONTROL_PATHS:
         return False
@@ -84,20 +87,20 @@ def is_bearer(authorization: bytes, token: str) -> bool:
 
 
 def new_token() -> str:
-    """A new token that cannot be guessed."""
+    """Makes a new random token that cannot be guessed."""
     return secrets.token_urlsafe(_NUM_BYTES)
 
 
 def tokens_of_run() -> Tokens:
-    """Tokens of the servers that a run starts; only the run knows the control token."""
+    """Makes the tokens for the servers that a run starts; only the run and its servers know the control token."""
     return _tokens(new_token(), os.environ)
 
 
 def given_tokens(*, makes_file: bool = False, environment: Mapping[str, str] = os.environ) -> Tokens:
-    """Tokens from the environment, for external servers and the runs that use them.
+    """Reads the tokens of external servers, on their side and in the runs that use them.
 
     Args:
-        makes_file: on the server's side: write a new control token if the file is missing.
+        makes_file: whether to write a new control token to the file if it is missing, which only servers do.
         environment: the process's environment variables.
 
     Raises:
@@ -120,8 +123,8 @@ def _tokens(control: str, environment: Mapping[str, str]) -> Tokens:
 
 
 def tell_agents(directory: Path, tokens: Tokens) -> str:
-    """Describes where agents find their token: in the environment, or in a file in the run's directory. Writes that
-    file, which only this user can read."""
+    """Returns where agents find their token: the name of the environment variable or, if that is not set, the path of a
+    file in the run's directory. Writes this file, which only this user can read."""
     if tokens.access == os.environ.get(ACCESS_VARIABLE):
         return ACCESS_VARIABLE
     path = directory / ACCESS_FILE
@@ -154,7 +157,7 @@ def _token_in(path: Path, *, makes_file: bool) -> str:
 
 
 def _write_new(path: Path) -> None:
-    """Writes a new token; of several servers that start at the same time, only the first one does."""
+    """Writes a new token to `path`. If several servers do so at the same time, the first token stays."""
     unfinished = _written(new_token(), path)
     try:
         with contextlib.suppress(FileExistsError):

@@ -1,7 +1,8 @@
-"""The format between client and servers: MessagePack, with token ids, log-probs and routed experts as raw bytes.
+"""Encodes messages between client and servers as MessagePack, with token ids, log-probs and routed experts as raw
+bytes.
 
-A number in JSON takes 4 to 20 bytes of text and a Python object on both sides; here a token id and a log-prob take 4
-bytes each, a routed expert 1 or 2. All arrays are little-endian.
+In JSON a number takes 4 to 20 bytes of text, and a Python object on both sides. Here a token id and a log-prob take 4
+bytes each, and a routed expert takes 1 or 2. All arrays are little-endian.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from rl_core.interfaces import (
 
 MEDIA_TYPE = "application/x-msgpack"
 MAX_BODY_BYTES = 64 * 2**20
-"""Size limit of a request. The largest requests consist of token ids, four bytes each."""
+"""Size limit of a request's body, which mostly consists of token ids of four bytes each."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder().decode
 
 
 def request_body(request: GenerateRequest) -> bytes:
-    """A request as bytes, to be decoded as `bodies.GenerateBody`."""
+    """Encodes a request; the server decodes it as `bodies.GenerateBody`."""
     record = attrs.asdict(request, recurse=False)
     record["prompt_tokens"] = np.asarray(request.prompt_tokens, dtype="<i4").tobytes()
     record["params"] = attrs.asdict(request.params)
@@ -38,12 +39,12 @@ def request_body(request: GenerateRequest) -> bytes:
 
 
 def completions_body(completions: Iterable[Completion]) -> bytes:
-    """The samples of one request as bytes."""
+    """Encodes the samples of one request."""
     return encode([_completion_record(completion) for completion in completions])
 
 
 def completions_of(body: bytes) -> tuple[Completion, ...]:
-    """The samples of `completions_body`."""
+    """Decodes the samples that `completions_body` encoded."""
     return tuple(_completion(record) for record in decode(body))
 
 
@@ -52,7 +53,7 @@ def _completion_record(completion: Completion) -> dict[str, Any]:
     return {
         "tokens": np.asarray(completion.tokens, dtype="<i4").tobytes(),
         "logprobs": np.asarray(completion.logprobs, dtype="<f4").tobytes(),
-        # Runs of (version, number of tokens); nearly always one.
+        # Pairs (version, number of consecutive tokens); nearly always only one pair.
         "versions": [[version, len(list(run))] for version, run in groupby(completion.policy_versions)],
         "stop_reason": completion.stop_reason,
         "routed_experts": None if routed is None else _array_record(routed),
@@ -81,33 +82,33 @@ def _array(record: Sequence[Any]) -> np.ndarray:
 
 
 def sequences_record(sequences: Iterable[Sequence[int]]) -> list[bytes]:
-    """Lists of token ids."""
+    """Encodes lists of token ids."""
     return [np.asarray(tokens, dtype="<i4").tobytes() for tokens in sequences]
 
 
 def sequences_of(record: Iterable[bytes]) -> list[list[int]]:
-    """The lists of `sequences_record`."""
+    """Decodes the lists that `sequences_record` encoded."""
     return [np.frombuffer(data, dtype="<i4").tolist() for data in record]
 
 
 def float_lists_record(values: Iterable[Sequence[float]]) -> list[bytes]:
-    """Lists of float32."""
+    """Encodes lists of numbers as float32."""
     return [np.asarray(floats, dtype="<f4").tobytes() for floats in values]
 
 
 def float_lists(record: Iterable[bytes]) -> list[list[float]]:
-    """The lists of `float_lists_record`."""
+    """Decodes the lists that `float_lists_record` encoded."""
     return [np.frombuffer(data, dtype="<f4").tolist() for data in record]
 
 
 def manifest_record(manifest: Manifest) -> dict[str, Any]:
-    """A manifest as plain data."""
+    """Converts a manifest to plain data."""
     tensors = {name: [list(t.shape), t.dtype, t.checksum] for name, t in manifest.tensors.items()}
     return {"version": manifest.version, "tensors": tensors}
 
 
 def manifest_of(record: Mapping[str, Any]) -> Manifest:
-    """The manifest of `manifest_record`."""
+    """Converts the plain data of `manifest_record` back to a manifest."""
     tensors = {
         name: TensorRecord(shape=tuple(shape), dtype=dtype, checksum=checksum)
         for name, (shape, dtype, checksum) in record["tensors"].items()

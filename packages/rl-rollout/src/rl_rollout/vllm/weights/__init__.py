@@ -1,2 +1,2 @@
-"""Weights inside a vLLM worker: `worker_extension` receives them and loads a model or, through `adapters`, an
-adapter."""
+"""Receives weights inside a vLLM worker: `worker_extension` loads them into the model, or as an adapter through
+`adapters`."""

@@ -1,10 +1,9 @@
-"""The policy's low-rank adapter in a vLLM worker: a new adapter replaces the previous one, and the model stays
-unchanged.
+"""Replaces the policy's low-rank adapter in a vLLM worker; the model itself stays unchanged.
 
 vLLM keeps an adapter twice: as received, in the worker's memory (`registered`, at most `max_cpu_loras`), and in the
-buffers that a batch computes with (`active`, `max_loras` slots). The policy's adapter is pinned in memory, because it
-is in no file. Another adapter may take its slot for a batch that does not need it; the next batch that needs it copies
-it from memory again.
+buffers that a batch computes with (`active`, `max_loras` slots). The policy's adapter is pinned in memory, because no
+file holds it. A batch that does not use the policy's adapter may give its slot to another adapter; the next batch that
+uses the policy's adapter copies it from memory again.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from rl_rollout.vllm.engine_arguments import BASE_MODEL_NAME
 from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix, tensors_of_file
 
 POLICY_ADAPTER = LoRARequest(lora_name="rl-policy", lora_int_id=1, lora_path="(sent by the trainer)")
-"""Added to a generation request, it selects the policy's adapter. Its path is never read, because that adapter is
-always registered."""
+"""Selects the policy's adapter for a generation request. vLLM never reads the path, because this adapter is always
+registered."""
 
 BASE_MODEL = LoRARequest(lora_name=BASE_MODEL_NAME, lora_int_id=2, lora_path="(no adapter)")
 """Stands for the model without an adapter, because vLLM's routes know only the policy and adapters. It never reaches an
@@ -49,8 +48,8 @@ def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
 
     Args:
         worker: a worker of an engine with adapters.
-        tensors: by peft's names; the adapter takes ownership.
-        config: as in peft's `adapter_config.json`.
+        tensors: the adapter's matrices by peft's names. The adapter keeps them, so the caller must not change them.
+        config: content of peft's `adapter_config.json`.
 
     Raises:
         WeightSyncError: vLLM does not support the adapter (for example its rank is above `max_lora_rank`), it has no
@@ -97,8 +96,8 @@ def require_loadable(worker: Any, name: str, path: str, stored: Mapping[str, Sto
 
 
 def known_layers(worker: Any, names: Sequence[str]) -> list[bool]:
-    """For each name, whether it is a layer of this worker's part of the model that can have an adapter. vLLM ignores
-    adapter tensors of other names."""
+    """Returns for each name whether this worker's part of the model has a layer of that name that can have an adapter.
+    vLLM ignores adapter tensors for any other name."""
     adapters = worker.model_runner.lora_manager._adapter_manager
     known = {*adapters.modules, *(part for parts in adapters.packed_modules.values() for part in parts)}
     return [name in known for name in names]

@@ -50,7 +50,7 @@ class Preparation:
         wait([self._received])
 
     def state(self) -> dict[str, bool | str | None]:
-        """Plain data: whether it has ended (`has_ended`), and the `error` if it failed."""
+        """Returns plain data: whether the preparation has ended (`has_ended`), and the `error` if it failed."""
         has_ended = self._received.done()
         error = self._received.exception() if has_ended else None
         return {"has_ended": has_ended, "error": None if error is None else described(error)}
@@ -61,5 +61,5 @@ class Preparation:
 
 
 def described(error: BaseException) -> str:
-    """The error as text for the server's response."""
+    """Describes the error for the server's response."""
     return str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"

@@ -38,8 +38,8 @@ class StoredTensor:
 
 
 def stored_tensors(model_config: Any) -> dict[str, StoredTensor]:
-    """The tensors in the safetensors files of vLLM's `ModelConfig`, by name; empty if the model was not loaded from
-    such files."""
+    """Returns the tensors in the safetensors files of vLLM's `ModelConfig`, by name; empty if the model was not loaded
+    from such files."""
     directory = Path(model_config.model)
     if not directory.is_dir():
         try:
@@ -54,7 +54,7 @@ def stored_tensors(model_config: Any) -> dict[str, StoredTensor]:
 
 
 def tensors_of_file(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name; reads only its header."""
+    """Returns the tensors of a safetensors file, by name; reads only the file's header."""
     tensors: dict[str, StoredTensor] = {}
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - an open file has keys and cannot be iterated
@@ -65,8 +65,8 @@ def tensors_of_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`gate_up_proj` and `down_proj` of each layer with experts, each with all experts of the layer. This is
-    transformers' in-memory layout, which vLLM also accepts."""
+    """Returns the shapes that experts have if they are sent fused: each layer's `gate_up_proj` and `down_proj` hold all
+    its experts. Transformers keeps experts in memory like this, and vLLM also accepts it."""
     fused: dict[str, StoredTensor] = {}
     num_experts: Counter[str] = Counter()
     for name, tensor in stored.items():
@@ -80,8 +80,8 @@ def _fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
 
 
 def fitting(buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor], dtype: str) -> Iterator[WeightBucket]:
-    """Yields each bucket after checking that all its tensors match the engine's. A `lm_head.weight` that the engine
-    does not store is accepted, because it is tied to the embeddings.
+    """Yields each bucket after checking that all its tensors match the engine's. Accepts a `lm_head.weight` that the
+    checkpoint lacks, because it is tied to the embeddings.
 
     Args:
         buckets: the arriving buckets.
@@ -119,7 +119,7 @@ def require_matrix(name: str, given: StoredTensor, stored: Mapping[str, StoredTe
         rank: the adapter's rank.
 
     Raises:
-        WeightSyncError: it has a wrong shape, or is not of a floating-point dtype.
+        WeightSyncError: the matrix has a wrong shape, or its dtype is not a floating-point one.
     """
     if given.dtype not in _DTYPES.values():
         raise WeightSyncError(f"{name} has the dtype {given.dtype}; expected one of {[*_DTYPES.values()]}")

@@ -1,8 +1,9 @@
-"""Extension of vLLM's worker (`worker_extension_cls`): receives a weight version and loads it.
+"""Extends vLLM's worker (`worker_extension_cls`), so that it receives and loads weight versions.
 
-Whole weights are loaded layer by layer as on the first load, then copied into the tensors that the engine computes
-with: on the CPU a linear layer's weight is packed, and the parameter of that name is empty, so nothing can be copied
-into it directly. An adapter that is sent without the model replaces the policy's adapter (`adapters`).
+Whole weights are loaded layer by layer, as when the engine starts, and then copied into the tensors that the engine
+computes with. They cannot be copied into the model's parameters directly: on the CPU, for example, a linear layer's
+weight is packed, and the parameter of that name is empty. An adapter that is sent without the model replaces the
+policy's adapter (`adapters`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _PREPARATION = "rl_preparation"
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """How a worker's update ended; plain data on the wire."""
+    """How a worker's update ended; sent to the server as a dictionary of these fields."""
 
     manifest: dict[str, Any] | None = None
     """What arrived, as `wire.manifest_record`; None if the update failed."""
@@ -63,15 +64,15 @@ class Outcome:
 
 
 class WeightReceiverExtension:
-    """Mixed into vLLM's worker class, whose attributes it uses. All names begin with `rl_`, because vLLM refuses names
-    that its worker already has."""
+    """Methods that vLLM adds to its worker class. All names begin with `rl_`, because vLLM refuses names that the
+    worker class already has."""
 
     def rl_start_adapter(self) -> None:
-        """Call once, before the first request, in an engine with adapters."""
+        """Gives the policy an adapter of zeros. Call it once before the first request, if the engine has adapters."""
         adapters.start_with_zeros(self)
 
     def rl_check_adapter(self, name: str, path: str) -> str | None:
-        """Why the adapter at `path` cannot be served here; None if it can. Nothing changes."""
+        """Returns why this worker cannot serve the adapter at `path`, or None if it can; changes nothing."""
         try:
             adapters.require_loadable(self, name, path, _stored(self))
         except Exception as error:
@@ -86,7 +87,7 @@ class WeightReceiverExtension:
         adapter: Mapping[str, Any] | None,
         delta: Mapping[str, Any] | None,
     ) -> None:
-        """Begins to receive `version` of a staged transport without changing the model; parameters as in
+        """Begins to receive `version` of a staged transport without changing the model. The parameters are those of
         `rl_receive_weights`."""
         rendezvous = Rendezvous(transport="", receiver=receiver, data=data, adapter=adapter, delta=delta)
         before = getattr(self, _PREPARATION, None)
@@ -94,7 +95,7 @@ class WeightReceiverExtension:
         setattr(self, _PREPARATION, prepared)
 
     def rl_preparation_state(self) -> dict[str, Any]:
-        """`Preparation.state` of the last preparation."""
+        """Returns `Preparation.state` of the last preparation."""
         return getattr(self, _PREPARATION).state()
 
     def rl_receive_weights(
@@ -156,7 +157,7 @@ def _received(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[We
 
 
 def _stored(worker: Any) -> Mapping[str, StoredTensor]:
-    """The model's `stored_tensors`, read only once."""
+    """Returns the model's `stored_tensors`, which are read only once."""
     if not hasattr(worker, _STORED):
         setattr(worker, _STORED, stored_tensors(worker.model_config))
     return getattr(worker, _STORED)
@@ -183,7 +184,8 @@ def _require_fitting(worker: Any, rendezvous: Rendezvous) -> None:
 def _agreed(
     worker: Any, arriving: Iterable[WeightBucket], adapter: Mapping[str, Any] | None = None
 ) -> list[WeightBucket]:
-    """All buckets, after every worker of the engine has all of its own; raises on all workers if one has not."""
+    """Receives all buckets and returns them after every worker of the engine has received its own. If one worker fails,
+    raises on all of them."""
     buckets, failure = [], None
     try:
         buckets = list(arriving)
@@ -222,11 +224,11 @@ def _load_adapter(worker: Any, buckets: Iterable[WeightBucket], config: Mapping[
     """Replaces the policy's adapter; returns records of the buckets' tensors. Everything is checked before anything
     changes."""
     records: dict[str, TensorRecord] = {}
-    # vLLM keeps these, so they are copies: the buckets may be mapped from a rank and must be released.
+    # Copies, because vLLM keeps these tensors, while the buckets may be mapped from a rank's memory and must be freed.
     tensors = {name: tensor.clone() for bucket in buckets for name, tensor in _unpacked(bucket, records)}
     adapter = adapters.built(worker, tensors, config)
     names = sorted(adapter.loras)
-    # A layer may belong to another pipeline rank.
+    # Adds up the workers' answers, because a layer may belong to another pipeline rank.
     holders = _sums_over_workers(adapters.known_layers(worker, names))
     if unknown := [name for name, count in zip(names, holders, strict=True) if count == 0]:
         raise WeightSyncError(
@@ -255,7 +257,7 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
         try:
             model.load_weights(tensors())
         finally:
-            # Also after a failure: layers that got nothing new get their tensors back, so that a later update works.
+            # This also runs after a failure: it restores the layers that got nothing new, so that a later update works.
             finalize_layerwise_reload(model, worker.model_config)
             fixes.repack_tied_heads_on_cpu(model)
     # Encoder caches were computed with the old weights.
@@ -271,7 +273,8 @@ def _require_complete(worker: Any, names: AbstractSet[str], adapter: Mapping[str
     """Checks that a version has the same tensors as the previous one: vLLM silently leaves a missing tensor as it was,
     or unset. An adapter whose configuration differs from the previous one's, as another run may send, is not compared.
 
-    Tensors missing in the first version show in its log-probs: see `rl_core.trainer.verification`.
+    Tensors missing in the first version are not found here; `rl_core.trainer.verification` finds them, because the
+    engine's log-probs are then wrong.
     """
     held_adapter, before = getattr(worker, _HELD, (adapter, names))
     if held_adapter == adapter and names != before:
