@@ -1,4 +1,5 @@
-"""The class of `megatron_config`, and the fields of Megatron's own classes that it resolves to. Imports no torch."""
+"""Defines the options of `megatron_config` and converts them to fields of Megatron's configuration classes. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from rl_megatron.checks.megatron_fields import require_fields
 
 @attrs.frozen(kw_only=True)
 class DdpOptions:
-    """`ddp_config`: how gradients are summed, once per optimizer step, however many micro-batches it has."""
+    """`ddp_config`: how gradients are summed over the ranks. They are summed once per optimizer step, whatever the
+    number of micro-batches."""
 
     grad_reduce_in_fp32: bool = True
     """Keep and sum gradients in float32 when `trainer.bf16` is set."""
@@ -23,7 +25,8 @@ class DdpOptions:
     overlap_param_gather: bool = False
     """Refused: weights must be complete when they are used for scoring, saved or published."""
     pad_buckets_for_high_nccl_busbw: bool = False
-    """Pad the gradient buffer to a multiple of 65,536 elements, which NCCL reduces faster over many ranks."""
+    """Pad the gradient buffer to a multiple of 65,536 elements, because NCCL reduces such buffers faster over many
+    ranks."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +40,8 @@ class LoraOptions:
 
 @attrs.frozen(kw_only=True)
 class MegatronOptions:
-    """`megatron_config`. Names are Megatron's; fields without a key here go into the pass-through sections."""
+    """`megatron_config`: most keys are named after Megatron's fields. Fields of Megatron that have no key here can be
+    set in `transformer_config_kwargs` and `optimizer_config_kwargs`."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that split each matrix and, between matrices, the tokens (this includes sequence parallelism)."""
@@ -50,7 +54,7 @@ class MegatronOptions:
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last stage; None: an equal share."""
     context_parallel_size: int = 1
-    """Ranks that split each sequence; each gets two mirrored chunks."""
+    """Ranks that split each sequence: n ranks cut it into 2n chunks, and rank i gets chunks i and 2n − 1 − i."""
     expert_model_parallel_size: int = 1
     """Ranks that split the experts of a layer."""
     expert_tensor_parallel_size: int | None = None
@@ -64,9 +68,9 @@ class MegatronOptions:
     moe_grouped_gemm: bool = True
     """Compute all experts of a rank in one grouped matrix product, if Transformer Engine is installed."""
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
-    """None: the model's own."""
+    """Function that turns a router's logits into scores; None: the model's own."""
     moe_router_enable_expert_bias: bool | None = None
-    """None: the model's own."""
+    """Add a bias per expert to the scores when a router chooses experts; None: as the model does."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """Dtype in which routing probabilities are computed; None: the model's dtype."""
     moe_enable_routing_replay: bool = False
@@ -113,7 +117,8 @@ _OWN_FIELDS = (
 
 
 def transformer_fields(options: MegatronOptions, where: str = "megatron_config") -> dict[str, Any]:
-    """Fields of `TransformerConfig` from all sections. None: the model's own value.
+    """Returns the fields of `TransformerConfig` that any section sets. A value of None stands for the model's own
+    value.
 
     Raises:
         ConfigError: an unknown field, or one that two sections set to different values.
@@ -132,8 +137,8 @@ def transformer_fields(options: MegatronOptions, where: str = "megatron_config")
 
 
 def field_key(name: str, passed: Container[str], where: str = "megatron_config") -> str:
-    """Key path where the user sets a field of `TransformerConfig`; `passed`: fields that `transformer_config_kwargs`
-    set."""
+    """Returns the key path at which the user sets a field of `TransformerConfig`. `passed` holds the fields that
+    `transformer_config_kwargs` sets."""
     return f"{where}.transformer_config_kwargs.{name}" if name in passed else f"{where}.{name}"
 
 
@@ -154,11 +159,12 @@ _OF_A_MESH = frozenset(
         "recompute_modules",
     }
 )
-"""Further fields of `TransformerConfig` that determine where or when something is computed, or add to the loss."""
+"""Further fields of `TransformerConfig` that do not change log-probs: they determine where or when something is
+computed, or add to the loss."""
 
 
 def one_rank_options(options: MegatronOptions) -> MegatronOptions:
-    """Options with which a single rank computes the same log-probs as ranks with `options` do."""
+    """Returns `options` for a single rank that computes the same log-probs as all ranks with `options` do."""
     plain = {field.name: field.default for field in attrs.fields(MegatronOptions)}
     mesh = {name for name in _OWN_FIELDS if name.endswith("_size") or name.startswith("num_layers_in")} | _OF_A_MESH
     passed = {name: value for name, value in options.transformer_config_kwargs.items() if name not in mesh}
@@ -173,13 +179,13 @@ def one_rank_options(options: MegatronOptions) -> MegatronOptions:
 
 
 def optimizer_fields(options: MegatronOptions, where: str = "megatron_config") -> dict[str, Any]:
-    """Fields of `OptimizerConfig`. Raises ConfigError for an unknown one."""
+    """Returns the fields of `OptimizerConfig` that the options set. Raises ConfigError for an unknown field."""
     require_fields(options.optimizer_config_kwargs, "OptimizerConfig", f"{where}.optimizer_config_kwargs")
     return dict(options.optimizer_config_kwargs)
 
 
 def mesh_of(options: MegatronOptions, world_size: int, where: str = "megatron_config") -> Mesh:
-    """How the ranks are arranged. Raises ConfigError naming the nearest arrangement that fits."""
+    """Returns the mesh of `world_size` ranks. Raises ConfigError if the parallel sizes do not fit this number."""
     fields = transformer_fields(options, where)
     return Mesh(
         world_size=world_size,

@@ -1,4 +1,4 @@
-"""A micro-batch as the input of one rank's model, and the way from its outputs back to the stream."""
+"""Lays out micro-batches as inputs of one rank's model, and puts the outputs back into the order of the stream."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from rl_megatron.rank.start import Place
 
 @attrs.frozen(kw_only=True, eq=False)
 class MicroBatch:
-    """B rows (one, when packed) of S positions: this context rank's part, the same on all its tensor and pipeline
-    ranks."""
+    """A context rank's part of a micro-batch: B rows (one if packed) of S positions. All tensor and pipeline ranks of
+    this context rank have the same part."""
 
     batch: Batch | None
-    """The micro-batch's sequences; None if it is empty and computed only because other ranks wait for this rank."""
+    """The micro-batch's sequences; None if it has none and is computed only because other ranks wait for this rank."""
     sequences: tuple[int, ...]
     """Indices of these sequences in the rank's batch."""
     tokens_BS: Tensor
     positions_BS: Tensor
     segments: Segments | None
-    """Boundaries of the packed sequences of the whole micro-batch; None for a rectangle."""
+    """Boundaries of the packed sequences of the whole micro-batch; None if sequences are not packed."""
     index_P: Tensor
     """int64 [B · S], row-major, on the CPU: index of the input token in the stream of `batch`, -1 for padding."""
     target_index_P: Tensor
-    """Like `index_P`, for the token that is predicted there."""
+    """Like `index_P`, but for the target: the token that is predicted at the position."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the stream of `batch`."""
+        """Number of tokens of `batch`."""
         return 0 if self.batch is None else self.batch.num_tokens
 
     def scored_places(self, mask_T: Tensor | None) -> Tensor:
-        """int64: positions in row-major [B · S] whose prediction is scored: those whose target is in the mask, or all
-        if the mask is None."""
+        """Returns int64 indices into row-major [B · S]: the positions to score. A position is scored if it has a target
+        and the mask, unless it is None, contains the target."""
         is_scored_P = self.target_index_P >= 0
         if mask_T is not None:
             is_scored_P = is_scored_P & mask_T[self.target_index_P.clamp(min=0)]
@@ -54,7 +54,7 @@ class MicroBatch:
 def micro_batches(batch: Batch, plan: Plan, place: Place, *, use_sample_packing: bool) -> list[MicroBatch]:
     """Lays out all micro-batches of a call.
 
-    An interleaved schedule takes one shape for all micro-batches, so they are padded to the largest.
+    An interleaved schedule needs micro-batches of one shape, so with virtual stages all are padded to the largest.
     """
     layouts = list(_layouts(batch, plan, place.mesh, use_sample_packing=use_sample_packing))
     if place.mesh.virtual_pipeline == 1:
@@ -102,7 +102,7 @@ def _num_rows(layout: Layout, use_sample_packing: bool) -> int:
 
 
 def _own_part(array: np.ndarray, layout: Layout, place: Place, *, use_sample_packing: bool, rows: int) -> Tensor:
-    """This context rank's part, [B, S]; missing rows are padding."""
+    """Returns this context rank's part [B, S] of `array`, padded with -1 to at least `rows` rows."""
     size, rank = place.mesh.context, place.coordinates.context
     array_BS = array.reshape(_num_rows(layout, use_sample_packing), -1)
     boundaries = layout.boundaries if use_sample_packing else layout.boundaries[:2]
