@@ -1,5 +1,5 @@
-"""The classes of `deepspeed_config`, and keys that messages name. Imports no torch, because it is imported to check a
-configuration."""
+"""Defines the options of `deepspeed_config`, and the key paths that messages name. Imports no torch, because checking a
+configuration imports this module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OffloadParam:
 
 @attrs.frozen(kw_only=True)
 class OffloadOptimizer:
-    """Where the optimizer's state is kept and its step is computed."""
+    """Where the optimizer's state is kept and the optimizer step is computed."""
 
     device: Literal["none", "cpu"] = "none"
     """`cpu`: state in CPU memory, and the step on the CPU."""
@@ -36,8 +36,8 @@ class ZeroOptimization:
     """DeepSpeed's `zero_optimization`."""
 
     stage: Literal[1, 2, 3] = 3
-    """Ranks partition the optimizer's state (1), also the gradients (2), also the parameters (3). With 1 and 2 an
-    untrained model is whole on every rank."""
+    """What the ranks partition: with 1 the optimizer's state, with 2 also the gradients, with 3 also the parameters.
+    With 1 and 2, an untrained model is whole on every rank."""
     offload_param: OffloadParam = OffloadParam()
     """Where parameters are kept; stage 3 only."""
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
@@ -49,7 +49,7 @@ class ZeroOptimization:
     allgather_bucket_size: int = 500_000_000
     """Stages 1 and 2: number of elements that are gathered at a time after a step."""
     overlap_comm: bool | None = None
-    """Overlap gradient sums with backward; None: DeepSpeed's choice for the stage. Not with stage 1."""
+    """Overlap gradient sums with backward; None: on with stages 2 and 3 for a trained model. Stage 1 refuses true."""
     contiguous_gradients: bool = True
     """Copy gradients to one contiguous buffer as backward produces them."""
     round_robin_gradients: bool = False
@@ -63,7 +63,7 @@ class ZeroOptimization:
     stage3_param_persistence_threshold: int = 100_000
     """Stage 3: parameters with fewer elements than this stay whole on every rank."""
     zero_hpz_partition_size: int = 1
-    """Stage 3: number of ranks of a node that together hold a second copy of the parameters; 1: no second copy."""
+    """Stage 3: number of ranks in a node that together hold a second copy of the parameters; 1: no second copy."""
     memory_efficient_linear: bool = False
     """Stage 3: use DeepSpeed's own linear function instead of torch's, in the whole process."""
 
@@ -84,10 +84,10 @@ class DeepSpeedOptions:
 
 
 def replay_key(role: Role) -> str:
-    """The key that switches router replay on."""
+    """Returns the key path that switches router replay on."""
     return f"{SECTIONS[role]}.deepspeed_config.moe_enable_routing_replay"
 
 
 def asked_replay_key(spec: WorkerSpec) -> str | None:
-    """`replay_key` if router replay is on, else None."""
+    """Returns `replay_key` if router replay is on, else None."""
     return replay_key(spec.role) if spec.options.moe_enable_routing_replay else None

@@ -1,4 +1,5 @@
-"""The entry point of this package. Imports no torch, because it is imported to check a configuration."""
+"""Defines the backend, the entry point of this package. Imports no torch, because checking a configuration imports this
+module."""
 
 from __future__ import annotations
 
@@ -26,11 +27,12 @@ class FsdpBackend:
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
     is_fsdp1: bool = False
-    """True for FSDP1 (flat parameters), kept for users who depend on it; `fsdp` does everything that FSDP1 does,
-    and more."""
+    """Whether to use FSDP1 (flat parameters), which is kept for users who depend on it. FSDP2 does everything that
+    FSDP1 does, and more."""
 
     def mesh(self, options: FsdpOptions, world_size: int) -> Mesh:
-        """Ulysses ranks are adjacent; the remaining axis is data parallel, however parameters are sharded."""
+        """Returns the mesh: adjacent ranks split sequences (Ulysses), and the other axis is data parallel, however
+        parameters are sharded. Raises ConfigError if `fsdp_size` does not divide the ranks."""
         from rl_core.layout.mesh import Mesh
 
         size = options.fsdp_size
@@ -68,7 +70,8 @@ class FsdpBackend:
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
-        """What each rank would hold; imports torch. `num_micro_batches` has no effect: one is computed at a time."""
+        """Estimates the memory that each rank would hold; imports torch. `num_micro_batches` has no effect, because a
+        rank computes one micro-batch at a time."""
         from rl_fsdp.plan import plan_flat_ranks, plan_ranks
 
         self.validate(spec, world_size)
@@ -88,7 +91,7 @@ class FsdpBackend:
         return rehearse_rank(spec, mesh, batch, plan, loss, section=self.config_section)
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        """Loads the model in the calling process and thread."""
+        """Loads this rank's model in the calling process and thread."""
         from rl_fsdp.worker import FsdpWorker
 
         self.validate(spec, rank.world_size)
