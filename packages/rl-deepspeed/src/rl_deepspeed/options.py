@@ -16,9 +16,9 @@ class OffloadParam:
     """Where ZeRO-3 keeps a rank's part of the parameters between uses."""
 
     device: Literal["none", "cpu"] = "none"
-    """`cpu`: in CPU memory; a layer's parameters are copied when it is used."""
+    """`cpu`: in CPU memory; a layer's parameters are copied to the device when the layer is used."""
     pin_memory: bool = False
-    """Page-locked CPU memory: faster copies, but the memory cannot be swapped out."""
+    """Use page-locked CPU memory: copies are faster, but this memory cannot be swapped out."""
 
 
 @attrs.frozen(kw_only=True)
@@ -26,9 +26,9 @@ class OffloadOptimizer:
     """Where the optimizer's state is kept and the optimizer step is computed."""
 
     device: Literal["none", "cpu"] = "none"
-    """`cpu`: state in CPU memory, and the step on the CPU."""
+    """`cpu`: the state is kept in CPU memory, and the step is computed on the CPU."""
     pin_memory: bool = False
-    """Page-locked CPU memory: faster copies, but the memory cannot be swapped out."""
+    """Use page-locked CPU memory: copies are faster, but this memory cannot be swapped out."""
 
 
 @attrs.frozen(kw_only=True)
@@ -57,7 +57,7 @@ class ZeroOptimization:
     stage3_max_live_parameters: int = 1_000_000_000
     """Stage 3: number of parameters that may be gathered on a rank at a time."""
     stage3_max_reuse_distance: int = 1_000_000_000
-    """Stage 3: a parameter stays gathered if it is used again within this many parameters."""
+    """Stage 3: a parameter stays gathered if it is used again before this many other parameters are used."""
     stage3_prefetch_bucket_size: int = 50_000_000
     """Stage 3: number of elements that are gathered ahead of their use."""
     stage3_param_persistence_threshold: int = 100_000
@@ -70,17 +70,18 @@ class ZeroOptimization:
 
 @attrs.frozen(kw_only=True)
 class DeepSpeedOptions:
-    """`deepspeed_config`: keys of DeepSpeed's configuration, named as in its documentation."""
+    """`deepspeed_config`: keys of DeepSpeed's configuration, under the names in DeepSpeed's documentation."""
 
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """How the ranks partition the model."""
     sequence_parallel_size: int = 1
-    """Ranks that split every sequence between them (Ulysses); divides the number of attention heads."""
+    """Ranks that split every sequence between them (Ulysses); the number must divide that of attention heads."""
     moe_enable_routing_replay: bool = False
     """Mixture-of-Experts policy: route tokens to the experts that the engine chose (R3) in scoring, training and
     recomputation; needs `generator.inference_engine.enable_return_routed_experts`."""
     extra: dict[str, Any] = attrs.field(factory=dict)
-    """Further keys of DeepSpeed's configuration, nested as there; keys that other settings determine are refused."""
+    """Further keys of DeepSpeed's configuration, nested as in DeepSpeed's file; keys that other settings determine are
+    refused."""
 
 
 def replay_key(role: Role) -> str:

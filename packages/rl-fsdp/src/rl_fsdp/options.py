@@ -30,14 +30,15 @@ class FsdpOptions:
     """Number of ranks that share one copy of the parameters; -1: all ranks. If there are several copies (hybrid
     sharding), they split the batch."""
     sequence_parallel_size: int = 1
-    """Ranks that split every sequence between them (Ulysses); divides the number of attention heads."""
+    """Ranks that split every sequence between them (Ulysses); the number must divide that of attention heads."""
     reshard_after_forward: bool = True
     """Free a layer's gathered parameters between forward and backward. With false, a layer is gathered only once per
     micro-batch, and all layers stay gathered until backward."""
     mixed_precision: MixedPrecision = MixedPrecision()
     """Dtypes of gathered parameters and of gradient sums."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory; a layer's parameters are copied when it is used."""
+    """Keep parameters, gradients and optimizer state in CPU memory; a layer's parameters are copied to the
+    accelerator when the layer is used."""
     moe_enable_routing_replay: bool = False
     """Mixture-of-Experts policy: route tokens to the experts that the engine chose (R3) in scoring, training and
     recomputation; needs `generator.inference_engine.enable_return_routed_experts`."""

@@ -58,8 +58,7 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpe
 
 
 def shard_mesh(ranks: RankMesh, options: FsdpOptions) -> DeviceMesh:
-    """Returns the mesh over which parameters are sharded; it has two axes (copies, shards) if there are several
-    copies."""
+    """Returns the mesh over which parameters are sharded; with several copies, it has two axes (copies, shards)."""
     num_ranks = ranks.mesh.world_size
     size = num_ranks if options.fsdp_size == -1 else options.fsdp_size
     num_copies = num_ranks // size

@@ -1,4 +1,4 @@
-"""One rank of a Hugging Face model, sharded by FSDP unless it is the only rank."""
+"""Runs one rank of a Hugging Face model that FSDP shards."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Defines the options of `megatron_config` and converts them to fields of Megatron's configuration classes. Imports no
-torch."""
+"""Defines the options of `megatron_config` and converts them to fields of Megatron's configuration classes. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class DdpOptions:
     grad_reduce_in_fp32: bool = True
     """Keep and sum gradients in float32 when `trainer.bf16` is set."""
     overlap_grad_reduce: bool = False
-    """Refused: gradients accumulate over calls of `forward_backward`, so no micro-batch is known to be the last."""
+    """True is refused: gradients accumulate over calls of `forward_backward`, so no micro-batch is known to be the
+    last."""
     overlap_param_gather: bool = False
-    """Refused: weights must be complete when they are used for scoring, saved or published."""
+    """True is refused: weights must be complete when they are used for scoring, saved or published."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad the gradient buffer to a multiple of 65,536 elements, because NCCL reduces such buffers faster over many
     ranks."""
@@ -48,11 +49,11 @@ class MegatronOptions:
     pipeline_model_parallel_size: int = 1
     """Ranks that split the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Model chunks per pipeline stage (interleaved schedule)."""
+    """Model chunks on each pipeline stage; more than one switches the interleaved schedule on."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage; None: an equal share."""
+    """Number of layers on the first pipeline stage; None: an equal share."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last stage; None: an equal share."""
+    """Number of layers on the last pipeline stage; None: an equal share."""
     context_parallel_size: int = 1
     """Ranks that split each sequence: n ranks cut it into 2n chunks, and rank i gets chunks i and 2n − 1 − i."""
     expert_model_parallel_size: int = 1
@@ -79,7 +80,7 @@ class MegatronOptions:
     """Where routes are recorded: `rollout` in the engine (R3; needs
     `generator.inference_engine.enable_return_routed_experts`), `scoring` in the policy's own scoring pass (R2)."""
     moe_per_layer_logging: bool = False
-    """Report auxiliary losses per layer."""
+    """Report auxiliary losses also per layer."""
     freeze_moe_router: bool = False
     """Do not train the routers."""
     lora_config: LoraOptions = LoraOptions()
@@ -87,7 +88,7 @@ class MegatronOptions:
     ddp_config: DdpOptions = DdpOptions()
     """How gradients are summed."""
     transformer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
-    """Fields of Megatron's `TransformerConfig` (or `MLATransformerConfig`)."""
+    """Further fields of Megatron's `TransformerConfig` (or `MLATransformerConfig`)."""
     optimizer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Fields of Megatron's `OptimizerConfig`."""
     empty_cuda_cache: bool = True
@@ -117,8 +118,7 @@ _OWN_FIELDS = (
 
 
 def transformer_fields(options: MegatronOptions, where: str = "megatron_config") -> dict[str, Any]:
-    """Returns the fields of `TransformerConfig` that any section sets. A value of None stands for the model's own
-    value.
+    """Returns the fields of `TransformerConfig` that any section sets. None stands for the model's own value.
 
     Raises:
         ConfigError: an unknown field, or one that two sections set to different values.

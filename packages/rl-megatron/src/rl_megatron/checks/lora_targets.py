@@ -1,5 +1,4 @@
-"""Determines which layers get adapters, and translates their names from Hugging Face's to Megatron-Bridge's. Imports no
-torch."""
+"""Determines which layers get adapters, under Hugging Face's and Megatron-Bridge's names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
 
 
 def bridge_layers(lora: LoraConfig, lora_type: str, section: str) -> list[str]:
-    """Returns Bridge's names of the adapted layers. Raises ConfigError if only some parts of a fused matrix are
-    named."""
+    """Returns Bridge's names of the adapted layers. Raises ConfigError if only parts of a fused matrix are named."""
     wanted = adapted_layers(lora, section)
     for parts, fused in _FUSED.items():
         if 0 < len(parts & set(wanted)) < len(parts):

@@ -57,7 +57,7 @@ class Setup:
     """Hugging Face's names of the layers that have adapters."""
 
     def size(self, name: str) -> int:
-        """Returns a parallel size. If it is not set, it is 1, and `expert_tensor_parallel_size` is the tensor-parallel
+        """Returns a parallel size. Unset sizes are 1, but `expert_tensor_parallel_size` is then the tensor-parallel
         size."""
         default = self.size("tensor_model_parallel_size") if name == "expert_tensor_parallel_size" else 1
         value = self.fields.get(name)

@@ -1,2 +1,1 @@
-"""Builds this rank's part of a Megatron model from a Hugging Face model, exports its weights and computes its
-scores."""
+"""Builds this rank's part of a Megatron model from a Hugging Face model, exports weights and computes scores."""

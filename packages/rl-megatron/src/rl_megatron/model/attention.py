@@ -108,8 +108,8 @@ class CoreAttention(torch.nn.Module):
     """softmax(q kᵀ · scale) v, causal, within each segment, computed by torch's own kernels.
 
     Under context parallelism keys and values are gathered from all ranks of the group, and their gradients reduced.
-    This rank's queries are two chunks of every segment. A chunk needs the keys of its segment up to the end of the
-    chunk.
+    This rank's queries are two chunks of every segment. A chunk needs the keys from the start of its segment to
+    the end of the chunk.
     """
 
     def __init__(
@@ -207,8 +207,7 @@ def _cells(
 
 
 def _mask(before_R: np.ndarray, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
-    """Returns the mask with which query i of row r sees the keys 0 … `before_R[r]` + i, or None if all of `before_R` is
-    0.
+    """Returns the mask with which query i of row r sees keys 0 … `before_R[r]` + i, or None if `before_R` is all 0.
 
     A real query sees no padding, because padding comes after its segment. A padding query sees at least one key,
     because softmax needs one.

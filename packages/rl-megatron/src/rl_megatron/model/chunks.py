@@ -47,8 +47,7 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
 
 
 def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
-    """Opens the model of `spec` with Megatron-Bridge. Raises ConfigError if the model is missing, damaged or
-    refused."""
+    """Opens the model of `spec` with Megatron-Bridge. Raises ConfigError if it is missing, damaged or refused."""
     path, where = spec.model.path, f"{SECTIONS[spec.role]}.model.path"
     assert path is not None
     try:

@@ -43,8 +43,8 @@ class MicroBatch:
         return 0 if self.batch is None else self.batch.num_tokens
 
     def scored_places(self, mask_T: Tensor | None) -> Tensor:
-        """Returns int64 indices into row-major [B · S]: the positions to score. A position is scored if it has a target
-        and the mask, unless it is None, contains the target."""
+        """Returns int64 indices into row-major [B · S]: the positions to score. These are the positions with
+        a target in the mask; without a mask, all positions with a target."""
         is_scored_P = self.target_index_P >= 0
         if mask_T is not None:
             is_scored_P = is_scored_P & mask_T[self.target_index_P.clamp(min=0)]

@@ -1,5 +1,4 @@
-"""Starts a rank: applies fixes, joins Megatron's process groups, sets the seed, and returns the rank's place in the
-mesh."""
+"""Starts a rank: applies fixes, joins the process groups, sets the seed, and determines its place in the mesh."""
 
 from __future__ import annotations
 

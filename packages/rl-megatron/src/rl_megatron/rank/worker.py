@@ -1,4 +1,4 @@
-"""One rank that scores and trains a Megatron model."""
+"""Scores and trains a Megatron model on one rank."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from rl_core.layout.slices import even_slice
 
 
 def router_order(index_BS: IntArray, rank: int, size: int) -> IntArray:
-    """Selects the tokens of a context rank that the routers of one tensor rank see, in the order in which they see
-    them.
+    """Returns the tokens of a context rank that the routers of one tensor rank see, in the routers' order.
 
     Megatron interleaves rows (the first tokens of all rows, then all second tokens, …), and tensor ranks take
     contiguous parts of the result (sequence parallelism).

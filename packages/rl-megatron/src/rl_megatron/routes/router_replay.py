@@ -194,8 +194,7 @@ class RoutedChunks(Around):
         return list(merged.clamp(min=0).to("cpu", torch.int16).split([len(part) for part in parts]))
 
     def _recorded_here(self, number: int, micro_batch: MicroBatch, num_layers: int) -> Tensor:
-        """Returns the choices recorded on this rank, int32 [T, L, K]; -1 if the token or the layer belongs to another
-        rank."""
+        """Returns this rank's recorded choices, int32 [T, L, K]; -1 for tokens and layers of other ranks."""
         routes_TLK = torch.full((micro_batch.num_tokens, num_layers, self._experts_per_token), -1, dtype=torch.int32)
         index_S = torch.from_numpy(self._index(micro_batch))
         is_real_S = index_S >= 0
