@@ -22,8 +22,8 @@ def keep_plain_gloo() -> None:
 
     DeepSpeed 0.19.8 compiles a shared-memory all-reduce when ranks join (`deepspeed/comm/torch.py`, `build_shm_op`):
     that needs a compiler, takes minutes, and a rank that is killed meanwhile leaves a lock that all later ranks wait
-    for. Only inference uses this all-reduce. This function can go when DeepSpeed compiles the all-reduce only
-    on the first call.
+    for. Only inference uses this all-reduce. This function can go when DeepSpeed compiles the all-reduce only on
+    the first call.
     """
     backend: Any = import_module("deepspeed.comm.torch")
 

@@ -75,7 +75,7 @@ class DeepSpeedOptions:
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """How the ranks partition the model."""
     sequence_parallel_size: int = 1
-    """Ranks that split every sequence between them (Ulysses); the number must divide that of attention heads."""
+    """Number of ranks that split each sequence (Ulysses); it must divide the number of attention heads."""
     moe_enable_routing_replay: bool = False
     """Mixture-of-Experts policy: route tokens to the experts that the engine chose (R3) in scoring, training and
     recomputation; needs `generator.inference_engine.enable_return_routed_experts`."""

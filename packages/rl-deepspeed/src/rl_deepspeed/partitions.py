@@ -24,7 +24,8 @@ class Part:
     weights: Tensor
     """The range in the optimizer's float32 copy if the parameter is trained, else in the parameter itself."""
     moments: dict[str, Tensor]
-    """Moment → its range; the keys are `MOMENTS`. Empty if moments were not asked for."""
+    """Moment → its range; the keys are `MOMENTS`. Empty for an untrained parameter, or if moments were not asked
+    for."""
 
 
 class Partitions(Protocol):

@@ -30,7 +30,7 @@ class FsdpOptions:
     """Number of ranks that share one copy of the parameters; -1: all ranks. If there are several copies (hybrid
     sharding), they split the batch."""
     sequence_parallel_size: int = 1
-    """Ranks that split every sequence between them (Ulysses); the number must divide that of attention heads."""
+    """Number of ranks that split each sequence (Ulysses); it must divide the number of attention heads."""
     reshard_after_forward: bool = True
     """Free a layer's gathered parameters between forward and backward. With false, a layer is gathered only once per
     micro-batch, and all layers stay gathered until backward."""

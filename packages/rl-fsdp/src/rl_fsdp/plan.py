@@ -184,8 +184,8 @@ class _Sizes:
 def _fullest_moment(
     spec: WorkerSpec, scorer: Scorer, held: ActivationBytes, num_ranks: int, num_shards: int
 ) -> _Moment:
-    """Returns the moment of a step with the most temporary memory. Which moment this is depends on the numbers of
-    tokens and of vocabulary entries.
+    """Returns the moment of a step with the most temporary memory. Which moment this is depends on the number of
+    tokens and the size of the vocabulary.
 
     The candidates were found by rehearsals (`rl rehearse`), which run FSDP2 and the model's code and report which
     memory is in use at each point.
@@ -220,8 +220,8 @@ def _fullest_moment(
 def _whole_parameters(spec: WorkerSpec, scorer: Scorer, sizes: _Sizes, num_ranks: int) -> tuple[float, float]:
     """Returns the bytes of whole parameters, and those of the buffer into which the next layer is gathered.
 
-    Whole are the parameters outside the layers and those of one layer, or of all layers if they stay gathered until
-    backward. A single rank gathers nothing, but autocast copies its weights.
+    The first number counts the parameters outside the layers and those of one layer, or of all layers if they stay
+    gathered until backward. A single rank gathers nothing, but autocast copies its weights.
     """
     if num_ranks == 1:
         # Autocast keeps a bfloat16 copy of every float32 weight of a matrix product until backward has used it.
