@@ -1,4 +1,5 @@
-"""The entry point of this package. Imports no torch, because it is imported to check a configuration."""
+"""Defines the backend, the entry point of this package. Imports no torch, because checking a configuration imports this
+module."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class DeepSpeedBackend:
     options_class: type = DeepSpeedOptions
 
     def mesh(self, options: DeepSpeedOptions, world_size: int) -> Mesh:
-        """Ulysses ranks are adjacent; the remaining axis is data parallel, whatever the stage."""
+        """Returns the mesh: adjacent ranks split sequences (Ulysses), and the other axis is data parallel, whatever the
+        ZeRO stage."""
         from rl_core.layout.mesh import Mesh
 
         return Mesh(world_size=world_size, sequence=options.sequence_parallel_size)
@@ -64,7 +66,7 @@ class DeepSpeedBackend:
         return plan_ranks(spec, self.mesh(spec.options, world_size), micro_batch_tokens=micro_batch_tokens)
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        """Loads the model in the calling process and thread."""
+        """Loads this rank's model in the calling process and thread."""
         from rl_deepspeed.worker import DeepSpeedWorker
 
         self.validate(spec, rank.world_size)

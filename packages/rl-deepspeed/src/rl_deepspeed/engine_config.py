@@ -29,10 +29,10 @@ _DECIDED = {
 
 
 def engine_config(spec: WorkerSpec) -> dict[str, Any]:
-    """DeepSpeed's configuration for one model."""
+    """Returns DeepSpeed's configuration for one model."""
     zero = spec.options.zero_optimization
     config: dict[str, Any] = {
-        # DeepSpeed does not know the batch size: the worker decides when to step.
+        # DeepSpeed gets no real batch size, because the worker decides when to step.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,

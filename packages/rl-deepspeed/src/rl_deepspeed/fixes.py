@@ -1,4 +1,4 @@
-"""Changes to DeepSpeed itself, and when each can go."""
+"""Works around faults of DeepSpeed. Each function says which fault, and when the function can be removed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 
 def choose_accelerator() -> None:
-    """Call before importing DeepSpeed: selects the CPU if there is no GPU; DeepSpeed would guess, with a warning."""
+    """Selects the CPU if there is no GPU; call before importing DeepSpeed, which would otherwise guess and warn. This
+    can go when DeepSpeed selects the CPU without a warning."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -21,7 +22,8 @@ def keep_plain_gloo() -> None:
 
     DeepSpeed 0.19.8 compiles a shared-memory all-reduce when ranks join (`deepspeed/comm/torch.py`, `build_shm_op`):
     that needs a compiler, takes minutes, and a rank that is killed meanwhile leaves a lock that all later ranks wait
-    for. Only inference uses it. This can go when DeepSpeed builds the operation on its first call.
+    for. Only inference uses this all-reduce. This function can go when DeepSpeed compiles the all-reduce only on
+    the first call.
     """
     backend: Any = import_module("deepspeed.comm.torch")
 
@@ -33,5 +35,5 @@ def keep_plain_gloo() -> None:
 
 def expect_deprecated_calls() -> None:
     """Ignores torch 2.13's warnings about collectives that it has renamed, which DeepSpeed 0.19.8 calls by their old
-    names. This can go when DeepSpeed uses the new names."""
+    names. This function can go when DeepSpeed uses the new names."""
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""This rank's part of each parameter, its float32 copy, its moments and its gradient.
+"""Finds this rank's part of each parameter, of its float32 copy, its moments and its gradient.
 
 Most of what this module uses is not public API of DeepSpeed; the attributes are those of version 0.19.8.
 """
@@ -22,9 +22,10 @@ class Part:
     start: int
     """Index of the first element in the parameter."""
     weights: Tensor
-    """The optimizer's float32 copy if trained, else the parameter."""
+    """The range in the optimizer's float32 copy if the parameter is trained, else in the parameter itself."""
     moments: dict[str, Tensor]
-    """Keys are `MOMENTS`; empty without an optimizer."""
+    """Moment → its range; the keys are `MOMENTS`. Empty for an untrained parameter, or if moments were not asked
+    for."""
 
 
 class Partitions(Protocol):
@@ -84,7 +85,7 @@ class FlatPartitions:
         self._zero = engine.optimizer
 
     def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> Part:
-        """The overlap with this rank's partition."""
+        """Returns the range of the parameter that lies in this rank's partition; it may be empty."""
         mapping = self._mapping(weight)
         if mapping is None:
             nothing = self._zero.single_partition_of_fp32_groups[0].data[:0]
@@ -98,7 +99,8 @@ class FlatPartitions:
         return Part(mapping.lp_fragment_address.start, flat.data.narrow(0, at.start, at.numel), moments)
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
-        """Stage 1: ranks hold unreduced sums until the step. Stage 2: each rank's part is already reduced."""
+        """Returns the full gradient. With stage 1, the gradients of all ranks are summed here, because DeepSpeed sums
+        them only in the step. With stage 2, the parts that DeepSpeed has already summed are put together."""
         if not self._engine.zero_optimization_partition_gradients():
             total = torch.zeros_like(weight, dtype=torch.float32)
             if weight.grad is not None:
@@ -114,7 +116,7 @@ class FlatPartitions:
         return total.view(weight.shape)
 
     def clear(self) -> None:
-        """Also clears DeepSpeed's accumulation buffers outside the parameters' `.grad`."""
+        """Clears the parameters' `.grad` and DeepSpeed's own accumulation buffers."""
         zero = self._zero
         zero.zero_grad()
         zero._release_preflattened_grad_buffers()
@@ -178,7 +180,7 @@ class EvenPartitions:
         return Part(start, flat.data.narrow(0, at, count), moments)
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
-        """Gathers the parts of all ranks."""
+        """Returns the full gradient, put together from the parts of all ranks."""
         own = self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[weight.ds_id]  # pyright: ignore[reportAttributeAccessIssue]
         total = torch.zeros(own.numel() * dist.get_world_size())
         total.narrow(0, own.numel() * dist.get_rank(), own.numel()).copy_(own)

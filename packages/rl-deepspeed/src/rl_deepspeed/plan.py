@@ -1,6 +1,6 @@
-"""What each rank holds under ZeRO, counted on the model without its weights.
+"""Estimates the memory of each rank under ZeRO, from the model's structure without its weights.
 
-What a rank holds from step to step is counted exactly. Temporarily gathered memory is bounded by DeepSpeed's own
+Memory that a rank holds from step to step is counted exactly. Memory for gathered tensors is bounded by DeepSpeed's own
 settings: its buckets are allocated in full, however small the model is, and stage 3 keeps gathered parameters up to
 `stage3_max_live_parameters`.
 """
@@ -27,10 +27,10 @@ _ALIGNMENT = 2
 
 
 def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
-    """Returns one entry per rank, as in `rl_core.interfaces.Planner`; one micro-batch is computed at a time.
+    """Returns one entry per rank, as `rl_core.interfaces.Planner` requires. A rank computes one micro-batch at a time.
 
     Args:
-        spec: the model.
+        spec: the model and how it is trained.
         mesh: the mesh of its ranks.
         micro_batch_tokens: tokens of the largest micro-batch, before Ulysses ranks split it.
 
@@ -70,7 +70,7 @@ def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tupl
 
 @attrs.define
 class _Zero:
-    """What a rank holds of a model; parts are padded, so ranks differ only in gradients."""
+    """Counts what a rank holds of a model. Parts are padded, so ranks differ only in the memory of gradients."""
 
     scorer: Scorer
     spec: WorkerSpec
@@ -95,7 +95,7 @@ class _Zero:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters for computation that a rank holds between uses."""
+        """Number of parameters in the compute dtype that a rank holds between uses."""
         if self.stage < 3:
             return sum(p.numel() for p in self.scorer.parameters())
         return self._part_of_each(list(self.scorer.parameters()))
@@ -106,7 +106,7 @@ class _Zero:
 
     @property
     def num_stepped(self) -> int:
-        """Trained elements that a rank's optimizer steps."""
+        """Number of trained elements that a rank's optimizer updates."""
         if self.stage == 3:
             return self._part_of_each(self.trained)
         step = _ALIGNMENT * self.world_size
@@ -114,12 +114,13 @@ class _Zero:
 
     @property
     def optimizer_bytes(self) -> int:
-        """A float32 copy, which exists even in a float32 run, and AdamW's two moments."""
+        """Bytes of the float32 copy, which exists even in a float32 run, and of AdamW's two moments."""
         return 3 * 4 * self.num_stepped
 
     def gradient_bytes(self, rank: int) -> int:
-        """float32 sums of the rank's own part or, with stage 1 until the step, of all gradients. In a float32 run stage
-        2 keeps the whole gradient of every parameter that overlaps the rank's part."""
+        """Returns the bytes of gradients in float32: those of the rank's own part or, with stage 1 until the step, of
+        all trained parameters. In a float32 run, stage 2 keeps the whole gradient of every parameter that overlaps the
+        rank's part."""
         if self.stage == 1:
             return 4 * sum(p.numel() for p in self.trained)
         if self.stage == 3 or self.spec.bf16:
@@ -133,14 +134,14 @@ class _Zero:
 
     @property
     def on_host(self) -> tuple[HeldKind, ...]:
-        """Gradients are where the optimizer is."""
+        """What is kept in CPU memory; gradients are kept where the optimizer's state is."""
         parameters: tuple[HeldKind, ...] = ("parameters",) if "offload_param" in self.settings else ()
         is_stepped_there = "offload_optimizer" in self.settings and self.trained
         return (*parameters, "gradients", "optimizer") if is_stepped_there else parameters
 
     @property
     def gathered_bytes(self) -> int:
-        """Gathered parameters of other ranks, a layer's gradients before they are summed, and the buckets of both."""
+        """Bytes of gathered parameters, of a layer's gradients before they are summed, and of the buckets for both."""
         settings, size = self.settings, self.compute_size
         num_elements = sum(p.numel() for p in self.scorer.parameters())
         total = 0

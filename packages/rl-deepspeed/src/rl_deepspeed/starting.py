@@ -31,10 +31,10 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
-    """Makes every rank hold its part of rank 0's weights.
+    """Distributes rank 0's weights over the ranks and makes a DeepSpeed engine of them.
 
-    With stage 3, besides the parts only one unit (a decoder layer, or all parameters outside the layers) is whole at a
-    time.
+    With stage 3, a rank holds its parts and at most one whole unit at a time (a decoder layer, or all parameters
+    outside the layers), apart from the model that rank 0 loaded.
 
     Raises:
         ConfigError: the model is stored in float64, rank 0 loaded another structure than the configuration describes,

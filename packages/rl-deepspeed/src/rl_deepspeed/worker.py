@@ -1,4 +1,4 @@
-"""One rank of a Hugging Face model under DeepSpeed."""
+"""Runs one rank of a Hugging Face model under DeepSpeed."""
 
 from __future__ import annotations
 

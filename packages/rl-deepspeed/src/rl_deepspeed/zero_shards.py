@@ -29,7 +29,7 @@ _STATES = {
     ),
     "optimizer": (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states),
 }
-"""DeepSpeed's states for the two kinds of state that `Shards.move` distinguishes."""
+"""Argument of `Shards.move` → the states that DeepSpeed moves for it."""
 
 
 class ZeroShards:
@@ -37,8 +37,8 @@ class ZeroShards:
     sum.
 
     Args:
-        scorer: its parameters are the engine's.
-        engine: None for an untrained model that is whole on every rank.
+        scorer: the model; its parameters are also the engine's.
+        engine: DeepSpeed's engine; None for an untrained model that is whole on every rank.
         partitions: how the engine's ZeRO stage partitions the model.
     """
 
@@ -116,7 +116,7 @@ class ZeroShards:
         return gradients
 
     def state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Returns the partitions themselves: the optimizer continues with what is read into them."""
+        """Returns the partitions themselves, not copies, so that a checkpoint is read directly into them."""
         pieces = {}
         for name, weight in self.scorer.named_weights():
             part = self._partitions.part(weight, with_optimizer=with_optimizer)
@@ -134,8 +134,9 @@ class ZeroShards:
                 moments["step"].fill_(steps_done)
 
     def pieces(self) -> list[Piece]:
-        """Cuts each part, which is a contiguous range of elements, where rows of the last axis begin: into the end of a
-        row, whole rows, and the start of a row.
+        """Returns up to three pieces of each part: the end of a row, whole rows, and the start of a row.
+
+        A part is a contiguous range of elements that may begin and end inside a row; rows lie along the last axis.
 
         If the model is whole on every rank, all copies get the same noise.
         """
@@ -160,7 +161,7 @@ class ZeroShards:
             return
         away = self._away | moved if device.type == "cpu" else self._away - moved
         if self._engine.zero_offload_param() is not None or away == self._away:
-            return  # with its parameters in CPU memory DeepSpeed moves nothing
+            return  # with parameters offloaded to the CPU, DeepSpeed moves nothing
         if self._away - away:
             self._engine.reload_states()
             self._away = frozenset()

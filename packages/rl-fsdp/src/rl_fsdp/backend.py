@@ -1,4 +1,5 @@
-"""The entry point of this package. Imports no torch, because it is imported to check a configuration."""
+"""Defines the backend, the entry point of this package. Imports no torch, because checking a configuration imports this
+module."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class FsdpBackend:
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
     is_fsdp1: bool = False
-    """True for FSDP1 (flat parameters), kept for users who depend on it; `fsdp` does everything that FSDP1 does,
-    and more."""
+    """Whether to use FSDP1 (flat parameters), which is kept for users who depend on it. FSDP2 does everything that
+    FSDP1 does, and more."""
 
     def mesh(self, options: FsdpOptions, world_size: int) -> Mesh:
         """Adjacent ranks form a Ulysses group of `sequence_parallel_size`. The groups are data parallel, whatever
@@ -89,7 +90,7 @@ class FsdpBackend:
         return rehearse_rank(spec, mesh, batch, plan, loss, section=self.config_section)
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        """Loads the model in the calling process and thread."""
+        """Loads this rank's model in the calling process and thread."""
         from rl_fsdp.worker import FsdpWorker
 
         self.validate(spec, rank.world_size)

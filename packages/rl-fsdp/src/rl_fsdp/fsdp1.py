@@ -41,11 +41,11 @@ from rl_fsdp.shards import (
 
 _WRAPPED = "_fsdp_wrapped_module."
 _SCORER = "model."
-"""Prefix that the scorer puts before a parameter's own name."""
+"""Prefix of a parameter's name in the scorer, which holds the model as `model`."""
 
 
 def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpec) -> Fsdp1Shards:
-    """Like `sharding.shard`."""
+    """Like `sharding.shard`, but with FSDP1."""
     require_same_structure(scorer)
     device_mesh = shard_mesh(ranks, options)
     is_hybrid = device_mesh.ndim > 1
@@ -79,7 +79,7 @@ def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: Wor
 
 
 class Fsdp1Shards:
-    """See `Shards`."""
+    """`Shards` of a model whose parameters FSDP1 holds in flat tensors."""
 
     def __init__(self, scorer: Scorer, root: FSDP, ranks: RankMesh, spec: WorkerSpec):
         self.scorer = scorer
@@ -102,8 +102,8 @@ class Fsdp1Shards:
         (loss * self._num_ranks).backward()
 
     def let_go(self) -> None:
-        """Does nothing: the next forward uses what `reshard_after_forward=false` keeps, and other readers gather
-        again."""
+        """Does nothing: the next forward uses the units that `reshard_after_forward=false` keeps gathered, and all
+        other code gathers a unit before reading it."""
 
     def has_gradients(self) -> bool:
         """See `Shards`."""
@@ -121,7 +121,7 @@ class Fsdp1Shards:
         self.optimizer.zero_grad()
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields copies, one unit at a time: a gathered unit is freed before the next is gathered."""
+        """Yields copies of the weights, unit by unit; a gathered unit is freed before the next one is gathered."""
         dtype = self.scorer.compute_dtype
         for weights in self._units():
             for name, weight in weights:
@@ -136,7 +136,7 @@ class Fsdp1Shards:
         return iter(())
 
     def head(self) -> dict[str, Tensor]:
-        """Returns nothing: critics are refused."""
+        """Returns an empty dict: critics are refused."""
         return {}
 
     def gradients(self) -> dict[str, Tensor]:
@@ -211,8 +211,8 @@ class Fsdp1Shards:
         torch.cuda.synchronize()
 
     def _reshard(self) -> None:
-        """Frees units that scoring left gathered: their parameters have no gradients, and the next forward would still
-        use them in place of the stepped weights."""
+        """Frees units that scoring left gathered. The parameters of a gathered unit have no gradients, and the next
+        forward would use them instead of the stepped weights."""
         for handle in self._root._all_handles or []:
             if handle.uses_sharded_strategy and not handle.needs_unshard():
                 handle.reshard(free_unsharded_flat_param=True)
@@ -240,7 +240,7 @@ def _mixed_precision(options: FsdpOptions) -> MixedPrecision:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torch's advice to use FSDP2, which it repeats each time FSDP1's state is read."""
+    """Silences torch's advice to use FSDP2, which torch repeats each time FSDP1's state is read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

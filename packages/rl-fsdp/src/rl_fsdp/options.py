@@ -1,5 +1,5 @@
-"""The class of `fsdp_config`, and keys that messages name. Imports no torch, because it is imported to check a
-configuration."""
+"""Defines the options of `fsdp_config`, and the key paths that messages name. Imports no torch, because checking a
+configuration imports this module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 
 @attrs.frozen(kw_only=True)
 class MixedPrecision:
-    """Dtypes of communication between ranks if `trainer.bf16` is set; a float32 run uses float32 throughout."""
+    """Dtypes of gathered parameters and of gradient sums if `trainer.bf16` is set. Without it, both are float32."""
 
     param_dtype: Literal["bf16", "fp32"] = "bf16"
     """Dtype in which parameters are gathered and used in computation."""
@@ -23,29 +23,32 @@ class MixedPrecision:
 
 @attrs.frozen(kw_only=True)
 class FsdpOptions:
-    """`fsdp_config`. A single rank shards nothing: only `cpu_offload` has an effect there, on an accelerator."""
+    """`fsdp_config`: how FSDP shards a model. A single rank shards nothing; of the options for sharding, only
+    `cpu_offload` has an effect there, and only on an accelerator."""
 
     fsdp_size: int = -1
-    """Ranks that share one copy of the parameters (hybrid sharding: the copies split the batch); -1 for all ranks."""
+    """Number of ranks that share one copy of the parameters; -1: all ranks. If there are several copies (hybrid
+    sharding), they split the batch."""
     sequence_parallel_size: int = 1
-    """Ranks that split every sequence between them (Ulysses); divides the number of attention heads."""
+    """Number of ranks that split each sequence (Ulysses); it must divide the number of attention heads."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered parameters between forward and backward; false gathers once and needs memory for all
-    layers."""
+    """Free a layer's gathered parameters between forward and backward. With false, a layer is gathered only once per
+    micro-batch, and all layers stay gathered until backward."""
     mixed_precision: MixedPrecision = MixedPrecision()
-    """Dtypes of communication between ranks."""
+    """Dtypes of gathered parameters and of gradient sums."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory; a layer's parameters are copied when it is used."""
+    """Keep parameters, gradients and optimizer state in CPU memory; a layer's parameters are copied to the
+    accelerator when the layer is used."""
     moe_enable_routing_replay: bool = False
     """Mixture-of-Experts policy: route tokens to the experts that the engine chose (R3) in scoring, training and
     recomputation; needs `generator.inference_engine.enable_return_routed_experts`."""
 
 
 def replay_key(role: Role) -> str:
-    """The key that switches router replay on."""
+    """Returns the key path that switches router replay on."""
     return f"{SECTIONS[role]}.fsdp_config.moe_enable_routing_replay"
 
 
 def asked_replay_key(spec: WorkerSpec) -> str | None:
-    """`replay_key` if router replay is on, else None."""
+    """Returns `replay_key` if router replay is on, else None."""
     return replay_key(spec.role) if spec.options.moe_enable_routing_replay else None

@@ -1,4 +1,4 @@
-"""The part of every trained parameter that lies on this rank, to which noise is added."""
+"""Finds this rank's part of every trained parameter, so that noise can be added to it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rl_core.rank_kit.perturbation import Piece
 
 
 def trained_pieces(state: Mapping[str, Tensor]) -> Iterator[Piece]:
-    """Yields the pieces of a `Shards.state` without optimizer; a rank that holds nothing of a parameter has no piece of
-    it."""
+    """Yields one piece for every parameter in `state`, which is a `Shards.state` without optimizer. Parameters of which
+    this rank holds no element are left out."""
     for name, tensor in state.items():
         local, offset = tensor, (0,) * tensor.dim()
         if isinstance(tensor, DTensor):

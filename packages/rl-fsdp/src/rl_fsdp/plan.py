@@ -1,9 +1,13 @@
-"""What each rank of a sharded model holds, counted on the model without its weights.
+"""Estimates the memory of each rank of a sharded model, from the model's structure without its weights.
 
-What a rank holds from step to step is counted exactly. Temporary memory (activations and gathered parameters) is
-estimated at the points of a step where it can peak: the gradient of the output layer; a decoder layer's backward (its
-activations recomputed, the next layer gathered, the previous layer's gradients being reduced), that of the second layer
-or, under hybrid sharding, of the last one; and the end, when the gradients of parameters outside the layers are summed.
+Memory that a rank holds from step to step is counted exactly. Temporary memory (activations and gathered parameters) is
+estimated at the points of a step where it can peak:
+
+- while the gradient of the output layer is computed;
+- in a decoder layer's backward, when its activations are recomputed, the next layer is gathered and the gradients
+  of the previous layer are reduced: in the second layer or, under hybrid sharding, in the last one;
+- while the gradient of the embedding is computed;
+- at the end, when the gradients of parameters outside the layers are summed.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ _ALL: tuple[HeldKind, ...] = ("parameters", "gradients", "optimizer")
 
 
 def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
-    """Returns one entry per rank, as in `rl_core.interfaces.Planner`; one micro-batch is computed at a time.
+    """Returns one entry per rank, as `rl_core.interfaces.Planner` requires. A rank computes one micro-batch at a time.
 
     Args:
-        spec: the model.
+        spec: the model and how it is trained.
         mesh: the mesh of its ranks.
         micro_batch_tokens: tokens of the largest micro-batch, before Ulysses ranks split it.
 
@@ -49,12 +53,12 @@ def plan_flat_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) ->
 
 @attrs.frozen
 class _Held:
-    """Bytes held by one shard."""
+    """What one shard holds."""
 
     num_parameters: int
     parameter_bytes: int
     trained_bytes: int
-    """Bytes of the parameters that have gradients."""
+    """Bytes of the parameters that are trained."""
 
 
 _Split = Callable[[Scorer, int, int], _Held]
@@ -108,7 +112,8 @@ def _split_parameters(scorer: Scorer, shard: int, num_shards: int) -> _Held:
 
 
 def _shard_elements(parameter: nn.Parameter, shard: int, num_shards: int) -> int:
-    """FSDP2 cuts the first axis into equal parts; the last ones may be smaller or empty."""
+    """Returns the number of elements of a parameter that one shard holds. FSDP2 cuts the first axis into equal parts;
+    the last parts may be smaller or empty."""
     rows = parameter.shape[0] if parameter.dim() else 1
     part = -(-rows // num_shards)
     held = max(0, min(part, rows - shard * part))
@@ -120,7 +125,8 @@ def _shard_bytes(parameters: Iterable[nn.Parameter], shard: int, num_shards: int
 
 
 def _split_units(scorer: Scorer, shard: int, num_shards: int) -> _Held:
-    """The same on every rank: padding makes the parts equal."""
+    """Returns what a shard holds under FSDP1. All shards hold the same, because flat parameters are padded to equal
+    parts."""
     elements = num_bytes = trained_bytes = 0
     for unit in units_of(scorer):
         size = unit[0].element_size()
@@ -136,7 +142,7 @@ def _split_units(scorer: Scorer, shard: int, num_shards: int) -> _Held:
 
 @attrs.frozen
 class _Moment:
-    """Temporary bytes on a rank, in addition to what it always holds."""
+    """Bytes that a rank holds temporarily, at one moment of a step."""
 
     activations: float
     gathered: float
@@ -178,7 +184,8 @@ class _Sizes:
 def _fullest_moment(
     spec: WorkerSpec, scorer: Scorer, held: ActivationBytes, num_ranks: int, num_shards: int
 ) -> _Moment:
-    """The moment of a step with the most temporary memory; which one it is depends on the tokens and the vocabulary.
+    """Returns the moment of a step with the most temporary memory. Which moment this is depends on the number of
+    tokens and the size of the vocabulary.
 
     The candidates were found by rehearsals (`rl rehearse`), which run FSDP2 and the model's code and report which
     memory is in use at each point.
@@ -202,7 +209,7 @@ def _fullest_moment(
     at_the_output = _Moment(held.at_output + output_sum, whole)
     in_layer = _Moment(held.in_layer, whole + buffer + output_gradient + summed)
     in_last_layer = _Moment(held.in_last_layer, whole + output_gradient + summed + all_summed)
-    # Gradients outside the layers are summed last: the whole gradient exists, and a copy in the dtype of the sum.
+    # Gradients outside the layers are summed last; a rank then holds the whole gradient and a copy in the sum's dtype.
     embedding_gradients = sizes.outside * sizes.element + (2 * output_gradient if sizes.is_tied else 0)
     embedded = _Moment(2 * held.hidden, outside + embedding_gradients + summed + all_summed)
     reduced_outside = sizes.outside * (sizes.element + sizes.reduced * (1 + 1 / num_shards)) if split else 0
@@ -211,8 +218,11 @@ def _fullest_moment(
 
 
 def _whole_parameters(spec: WorkerSpec, scorer: Scorer, sizes: _Sizes, num_ranks: int) -> tuple[float, float]:
-    """Bytes of whole parameters (outside the layers, and of one layer, or of all layers if they stay until backward),
-    and of the buffer that the next layer is gathered into."""
+    """Returns the bytes of whole parameters, and those of the buffer into which the next layer is gathered.
+
+    The first number counts the parameters outside the layers and those of one layer, or of all layers if they stay
+    gathered until backward. A single rank gathers nothing, but autocast copies its weights.
+    """
     if num_ranks == 1:
         # Autocast keeps a bfloat16 copy of every float32 weight of a matrix product until backward has used it.
         cast = [p for p in scorer.parameters() if p.dim() > 1 and p.dtype == torch.float32] if spec.bf16 else []

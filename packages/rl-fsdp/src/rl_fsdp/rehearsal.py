@@ -1,4 +1,4 @@
-"""Rehearses one rank's step without data, with FSDP2's own sharding."""
+"""Rehearses one rank's step with FSDP2's own sharding, on tensors without values."""
 
 from __future__ import annotations
 

@@ -25,15 +25,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpec) -> TensorShards:
-    """Makes every rank's scorer hold rank 0's weights, sharded.
+    """Shards rank 0's weights over the scorers of all ranks.
 
     Apart from the model that rank 0 loaded, a rank holds its shards and at most one whole unit at a time.
 
     Args:
-        scorer: on rank 0 loaded, on the CPU; on the other ranks on device `meta`.
+        scorer: on rank 0, loaded on the CPU; on the other ranks, on device `meta`.
         options: how to shard.
-        ranks: the ranks to shard over.
-        spec: the spec of the model.
+        ranks: the ranks over which the weights are sharded.
+        spec: the model and how it is trained.
     """
     require_same_structure(scorer)
     settings: dict[str, Any] = {
@@ -58,7 +58,7 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpe
 
 
 def shard_mesh(ranks: RankMesh, options: FsdpOptions) -> DeviceMesh:
-    """The ranks that parameters are sharded over; two axes (copies, shards) if there is more than one copy."""
+    """Returns the mesh over which parameters are sharded; with several copies, it has two axes (copies, shards)."""
     num_ranks = ranks.mesh.world_size
     size = num_ranks if options.fsdp_size == -1 else options.fsdp_size
     num_copies = num_ranks // size

@@ -1,4 +1,4 @@
-"""A rank's parameters as separate tensors: whole on a single rank, DTensors under FSDP2."""
+"""Implements `Shards` for parameters that are separate tensors, and helpers that both FSDP generations use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TensorShards:
-    """Parameters are separate tensors: whole on a single rank, DTensors under FSDP2."""
+    """`Shards` of a model whose parameters are separate tensors: whole on a single rank, DTensors under FSDP2."""
 
     def __init__(self, scorer: Scorer, spec: WorkerSpec):
         self.scorer = scorer
@@ -34,11 +34,11 @@ class TensorShards:
         self._stays_on_cpu: bool = spec.options.cpu_offload
 
     def backward(self, loss: Tensor) -> None:
-        """Needs no scaling: FSDP2 is configured to sum gradients."""
+        """See `Shards`. The loss is not scaled, because FSDP2 is configured to sum gradients."""
         loss.backward()
 
     def let_go(self) -> None:
-        """Frees gathered parameters; after backward there are none left, because FSDP2 frees them by itself."""
+        """Frees gathered parameters. After backward none are left, because FSDP2 frees them itself."""
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -92,7 +92,7 @@ class TensorShards:
         return {name: whole(weight.detach()) for name, weight in head_tensors(self.scorer).items()}
 
     def state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
-        """Returns the tensors themselves, so that a checkpoint is read in place."""
+        """Returns the tensors themselves, not copies, so that a checkpoint is read directly into them."""
         tensors = {}
         for name, weight in self.scorer.named_weights():
             tensors[f"model/{name}"] = weight.detach()
@@ -102,7 +102,7 @@ class TensorShards:
         return tensors
 
     def take(self, state: Mapping[str, Tensor], *, with_optimizer: bool, steps_done: int) -> None:
-        """Sets the number of steps; the tensors were already read in place."""
+        """Sets the number of steps; the checkpoint was already read into the tensors."""
         if with_optimizer:
             set_steps(self.optimizer, steps_done)
 
@@ -124,7 +124,7 @@ class TensorShards:
 
 
 def new_optimizer(scorer: Scorer, config: OptimizerConfig | None) -> AdamW:
-    """The optimizer of all trained parameters; an untrained model gets None, which must never be used."""
+    """Returns the optimizer of all trained parameters, or None without a config; callers never use that None."""
     if config is None:
         return None  # pyright: ignore[reportReturnType]
     return AdamW(
@@ -138,7 +138,7 @@ def new_optimizer(scorer: Scorer, config: OptimizerConfig | None) -> AdamW:
 
 
 def scale_gradients(scorer: Scorer, factor: float) -> None:
-    """Multiplies every gradient."""
+    """Multiplies every gradient by `factor` in place."""
     if factor != 1.0:
         for parameter in scorer.parameters():
             if parameter.grad is not None:
@@ -146,7 +146,7 @@ def scale_gradients(scorer: Scorer, factor: float) -> None:
 
 
 def step_if_finite(optimizer: AdamW, settings: StepSettings, grad_norm: float) -> float:
-    """Steps if the norm is finite, clears the gradients, returns the norm."""
+    """Takes a step if the norm is finite, clears the gradients, and returns the norm."""
     if math.isfinite(grad_norm):
         settings.put_into(optimizer.param_groups)
         optimizer.step()

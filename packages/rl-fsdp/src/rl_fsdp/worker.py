@@ -1,4 +1,4 @@
-"""One rank of a Hugging Face model, sharded by FSDP unless it is the only rank."""
+"""Runs one rank of a Hugging Face model that FSDP shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Generation = Literal["fsdp2", "fsdp1"]
 
 class FsdpWorker(ScoringWorker):
     """A `ScoringWorker` whose parameters FSDP shards. A single rank shards nothing and joins no process group, unless
-    it offloads its parameters to CPU memory."""
+    it offloads its parameters from an accelerator to CPU memory."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo, generation: Generation = "fsdp2"):
         if spec.num_threads is not None:

@@ -1,4 +1,5 @@
-"""The entry point of this package. Imports no torch, because it is imported to check a configuration."""
+"""Defines the backend, the entry point of this package. Imports no torch, because checking a configuration imports this
+module."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class MegatronBackend:
     options_class: type = MegatronOptions
 
     def mesh(self, options: MegatronOptions, world_size: int) -> Mesh:
-        """Tensor, context, data and pipeline ranks, regrouped for experts."""
+        """Returns the mesh of tensor, context, data and pipeline ranks; expert layers use a second grouping of the same
+        ranks."""
         return mesh_of(options, world_size, self.config_section)
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
@@ -69,14 +71,14 @@ class MegatronBackend:
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
-        """What each rank would hold."""
+        """Estimates the memory that each rank would hold."""
         from rl_megatron.plan import plan_ranks
 
         self.validate(spec, world_size)
         return plan_ranks(spec, world_size, micro_batch_tokens=micro_batch_tokens, num_micro_batches=num_micro_batches)
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        """Builds the model in the calling process, which must be this rank's own."""
+        """Builds this rank's model in the calling process, which must not run any other rank."""
         from rl_megatron.rank.worker import MegatronWorker
 
         self.validate(spec, rank.world_size)
@@ -92,14 +94,15 @@ class MegatronBackend:
         }
 
     def proof_obstacle(self) -> str | None:
-        """Why a model cannot be checked on this machine; None if it can. Transformer Engine has no kernels for CPUs."""
+        """Returns why models cannot be checked on this machine, or None if they can. Without a GPU they cannot if
+        Transformer Engine is installed, because it has no kernels for CPUs."""
         if find_spec("transformer_engine") is not None and not _has_accelerator():
             return "Transformer Engine is installed, but this machine has no GPU to run it on"
         return None
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """See `ModelProving`. Transformer Engine cannot pack float32, so if it is installed, sequences are not
-        packed."""
+        """See `ModelProving`. If Transformer Engine is installed, sequences are not packed, because its attention
+        cannot pack float32."""
         from rl_megatron.rank.worker import MegatronWorker
 
         is_packed = find_spec("transformer_engine") is None
@@ -108,7 +111,8 @@ class MegatronBackend:
 
 
 def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
-    """The check that rank 0 runs, because its machine has the model. Raises ConfigError if it fails or cannot run."""
+    """Checks that Megatron computes the model as transformers does. Only rank 0 runs this check, because its machine
+    has the model. Raises ConfigError if the check fails or cannot run."""
     if (reason := require_proof(backend, spec)) is not None:
         raise ConfigError(
             f"{SECTIONS[spec.role]}.model.path: it is not proved that Megatron computes this model correctly: {reason}"

@@ -19,9 +19,10 @@ class DdpOptions:
     grad_reduce_in_fp32: bool = True
     """Keep and sum gradients in float32 when `trainer.bf16` is set."""
     overlap_grad_reduce: bool = False
-    """Refused: gradients accumulate over calls of `forward_backward`, so no micro-batch is known to be the last."""
+    """True is refused: gradients accumulate over calls of `forward_backward`, so no micro-batch is known to be the
+    last."""
     overlap_param_gather: bool = False
-    """Refused: weights must be complete when they are used for scoring, saved or published."""
+    """True is refused: weights must be complete when they are used for scoring, saved or published."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad each gradient bucket to a multiple of 65,536 elements, which NCCL reduces faster over many ranks."""
 
@@ -44,11 +45,11 @@ class MegatronOptions:
     pipeline_model_parallel_size: int = 1
     """Ranks that split the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Model chunks per pipeline stage (interleaved schedule)."""
+    """Model chunks on each pipeline stage; more than one switches the interleaved schedule on."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage; None: an equal share."""
+    """Number of layers on the first pipeline stage; None: an equal share."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last stage; None: an equal share."""
+    """Number of layers on the last pipeline stage; None: an equal share."""
     context_parallel_size: int = 1
     """Ranks that split each sequence into 2n chunks; of n ranks, rank i gets chunks i and 2n - 1 - i."""
     expert_model_parallel_size: int = 1
@@ -76,7 +77,7 @@ class MegatronOptions:
     """Where routes are recorded: `rollout` in the engine (R3; needs
     `generator.inference_engine.enable_return_routed_experts`), `scoring` in the policy's own scoring pass (R2)."""
     moe_per_layer_logging: bool = False
-    """Report auxiliary losses per layer."""
+    """Report auxiliary losses also per layer."""
     freeze_moe_router: bool = False
     """Do not train the routers."""
     lora_config: LoraOptions = LoraOptions()
@@ -84,7 +85,7 @@ class MegatronOptions:
     ddp_config: DdpOptions = DdpOptions()
     """How gradients are summed."""
     transformer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
-    """Fields of Megatron's `TransformerConfig` (or `MLATransformerConfig`)."""
+    """Further fields of Megatron's `TransformerConfig` (or `MLATransformerConfig`)."""
     optimizer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Fields of Megatron's `OptimizerConfig`."""
     empty_cuda_cache: bool = True
@@ -155,11 +156,12 @@ _OF_A_MESH = frozenset(
         "recompute_modules",
     }
 )
-"""Further fields of `TransformerConfig` that determine where or when something is computed, or add to the loss."""
+"""Further fields of `TransformerConfig` that do not change log-probs: they determine where or when something is
+computed, or add to the loss."""
 
 
 def one_rank_options(options: MegatronOptions) -> MegatronOptions:
-    """Options with which a single rank computes the same log-probs as ranks with `options` do."""
+    """Returns `options` for a single rank that computes the same log-probs as all ranks with `options` do."""
     plain = {field.name: field.default for field in attrs.fields(MegatronOptions)}
     mesh = {name for name in _OWN_FIELDS if name.endswith("_size") or name.startswith("num_layers_in")} | _OF_A_MESH
     passed = {name: value for name, value in options.transformer_config_kwargs.items() if name not in mesh}
@@ -174,7 +176,7 @@ def one_rank_options(options: MegatronOptions) -> MegatronOptions:
 
 
 def optimizer_fields(options: MegatronOptions, where: str = "megatron_config") -> dict[str, Any]:
-    """Fields of `OptimizerConfig`. Raises ConfigError for an unknown one."""
+    """Returns the fields of `OptimizerConfig` that the options set. Raises ConfigError for an unknown field."""
     require_fields(options.optimizer_config_kwargs, "OptimizerConfig", f"{where}.optimizer_config_kwargs")
     return dict(options.optimizer_config_kwargs)
 

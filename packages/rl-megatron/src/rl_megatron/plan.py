@@ -1,4 +1,4 @@
-"""Memory that each rank of a Megatron model holds, counted from the sizes of model and mesh. Imports no torch."""
+"""Estimates the memory of each rank of a Megatron model from the sizes of model and mesh. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.checks.refusals import Setup, refuse_setup, setup_of
 
 _BYTES_OF_LOGITS = 3 * 4
-"""Bytes per token of a chunk and per entry of the vocabulary: logits, their softmax and their gradient, in float32."""
+"""Bytes per token and vocabulary entry in a chunk: its logits, their softmax and their gradient, each in float32."""
 
 
 def plan_ranks(
     spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
 ) -> tuple[RankPlan, ...]:
-    """One entry per rank, as `rl_core.interfaces.Planner` requires."""
+    """Returns one entry per rank, as `rl_core.interfaces.Planner` requires. Raises ConfigError if the model is not a
+    local directory, has adapters, or is refused."""
     setup = setup_of(spec, world_size)
     refuse_setup(setup)
     section = SECTIONS[spec.role]
@@ -84,7 +85,7 @@ def _rank_plan(
 def count_parameters(
     shape: ModelShape, mesh: Mesh, layers: Sequence[int], *, stage: int, is_critic: bool
 ) -> tuple[int, int]:
-    """Parameters of one rank: those outside of experts, and those of its experts."""
+    """Counts the parameters of one rank; returns the number outside the experts and the number in the experts."""
     hidden = shape.hidden_size
     sizes = {"tensor": mesh.tensor, "expert": mesh.expert, "expert_tensor": mesh.expert_tensor}
     counts = [shape.layer_parameters(layer, **sizes) for layer in layers]
@@ -100,15 +101,15 @@ def count_parameters(
 
 
 def _exported_elements(shape: ModelShape, mesh: Mesh) -> int:
-    """The most elements that an export gathers at a time, whole on every rank, and those of the checkpoint tensors cut
-    out of them. Experts with the same local number on all expert ranks are gathered together."""
+    """Counts the elements that a rank holds at the peak of an export: a gathered tensor, and as many again for the
+    checkpoint tensors cut from it. Experts with the same local number on all expert ranks are gathered together."""
     experts = 3 * shape.hidden_size * shape.expert_ffn_hidden_size * mesh.expert
     return 2 * max(shape.vocabulary_parameters(), 3 * shape.hidden_size * shape.ffn_hidden_size, experts)
 
 
 def _micro_batches_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> float:
-    """The largest number of micro-batches that have run forward but not yet backward on a stage. One that has run
-    through only one of the stage's n chunks counts as 1/n."""
+    """Returns the largest number of micro-batches that have run forward but not yet backward on a stage. A micro-batch
+    that has run through only one of the stage's n chunks counts as 1/n."""
     after = mesh.pipeline - stage
     if mesh.virtual_pipeline == 1:
         return min(num_micro_batches, after)
@@ -119,8 +120,8 @@ def _micro_batches_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> 
 def _activation_elements(
     spec: WorkerSpec, setup: Setup, mesh: Mesh, layers: Sequence[int], tokens: float, in_flight: float
 ) -> float:
-    """Activation elements of the transformer layers. With recomputation: all layers' inputs and the largest layer;
-    without an optimizer: the largest layer."""
+    """Counts the activation elements of the transformer layers: normally those of all layers; with recomputation, the
+    inputs of all layers and everything in the largest layer; without an optimizer, only the largest layer."""
     shape = setup.shape
     assert shape is not None
     sizes = {"tensor": mesh.tensor, "expert_tensor": mesh.expert_tensor}
@@ -134,7 +135,8 @@ def _activation_elements(
 
 
 def _output_bytes(spec: WorkerSpec, shape: ModelShape, mesh: Mesh, stage: int, tokens: float) -> float:
-    """Bytes on the last stage: hidden states, whole on every tensor rank, and the logits of one chunk of tokens."""
+    """Counts the bytes of the output on the last stage: hidden states, whole on every tensor rank, and the logits of
+    one chunk of tokens."""
     if stage != mesh.pipeline - 1:
         return 0.0
     chunk = min(tokens, spec.logprobs_chunk_size)

@@ -1,1 +1,1 @@
-"""What is refused before a rank is started: models, settings and meshes. No module here imports torch."""
+"""Checks that refuse models, settings and meshes before any rank starts. No module here imports torch."""

@@ -1,4 +1,4 @@
-"""Which layers have adapters, under Hugging Face's and Megatron-Bridge's names. Imports no torch."""
+"""Determines which layers get adapters, under Hugging Face's and Megatron-Bridge's names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = {
     "up_proj": "linear_fc1_up",
     "down_proj": "linear_fc2",
 }
-"""Hugging Face's name of a layer → Bridge's name, if each layer has its own adapter."""
+"""Hugging Face's name of a layer → Bridge's name, for `canonical_lora`, which gives each layer its own adapter."""
 _FUSED = {
     frozenset({"q_proj", "k_proj", "v_proj"}): "linear_qkv",
     frozenset({"o_proj"}): "linear_proj",
@@ -30,14 +30,14 @@ FEED_FORWARD = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
-    """Hugging Face's names of the layers that get adapters.
+    """Returns Hugging Face's names of the layers that get adapters.
 
     Args:
-        lora: names the layers, or says `all-linear`.
-        section: section of the configuration, for messages.
+        lora: its `target_modules` name the layers or are `all-linear`; its `exclude_modules` are left out.
+        section: key path of the model's section, which error messages name.
 
     Raises:
-        ConfigError: a named layer cannot have adapters, or no layer is left.
+        ConfigError: a named layer cannot have adapters, or every layer is excluded.
     """
     names = _names(lora.target_modules, list(_PARTS))
     excluded = _names(lora.exclude_modules or (), [])
@@ -55,7 +55,7 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
 
 
 def bridge_layers(lora: LoraConfig, lora_type: str, section: str) -> list[str]:
-    """Bridge's names of the adapted layers. Raises ConfigError if only some parts of a fused matrix are named."""
+    """Returns Bridge's names of the adapted layers. Raises ConfigError if only parts of a fused matrix are named."""
     wanted = adapted_layers(lora, section)
     for parts, fused in _FUSED.items():
         if 0 < len(parts & set(wanted)) < len(parts):

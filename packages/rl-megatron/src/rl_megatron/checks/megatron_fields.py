@@ -1,4 +1,4 @@
-"""Names of Megatron's configuration fields, read from its source code, because importing Megatron takes seconds."""
+"""Reads the names of Megatron's configuration fields from its source code, because importing Megatron takes seconds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "OptimizerConfig": (("core/optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-"""Configuration class → file and name of the class, of the classes that it inherits from, and of those that a model may
-use in its place."""
+"""Configuration class → (file, class name) of each class that declares its fields: its base class, the class itself,
+and the subclass that some models use instead."""
 
 
 def require_fields(names: Iterable[str], class_name: ClassName, where: str) -> None:
@@ -37,7 +37,7 @@ def require_fields(names: Iterable[str], class_name: ClassName, where: str) -> N
 
 @cache
 def fields_of(class_name: ClassName) -> frozenset[str]:
-    """Names of all fields. Raises ConfigError if Megatron-Core is not installed."""
+    """Returns the names of all fields of a class. Raises ConfigError if Megatron-Core is not installed."""
     root = _root_of("core")
     if root is None:
         raise ConfigError("megatron-core is not installed: pip install megatron-core==0.16.1")
@@ -54,7 +54,7 @@ def require_bridge() -> None:
 
 
 def _root_of(package: str) -> Path | None:
-    """The folder of the namespace `megatron` that holds the package."""
+    """Returns the folder of the namespace package `megatron` that contains `package`, or None if there is none."""
     spec = find_spec("megatron")
     roots = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     return next((root for root in roots if (root / package).is_dir()), None)

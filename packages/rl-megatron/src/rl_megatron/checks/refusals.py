@@ -38,41 +38,42 @@ SIZES = {
 
 @attrs.frozen(kw_only=True)
 class Setup:
-    """One model on its ranks, as a run would use it."""
+    """The settings of one model and its ranks that the checks read."""
 
     fields: Mapping[str, Any]
     """Fields of Megatron's `TransformerConfig` that are set, whichever section set them."""
     shape: ModelShape | None
-    """None if the model is not available yet; checks that need it run when it is."""
+    """None if the model is not available yet; checks that need the shape run once it is."""
     model: Any
     """transformers' configuration; None if `shape` is None."""
     world_size: int
     is_packed: bool
-    """A micro-batch is one packed stream."""
+    """Whether the sequences of a micro-batch are packed into one stream."""
     where: str
-    """Key path of the backend's section."""
+    """Key path of the section `megatron_config`."""
     passed: frozenset[str] = frozenset()
-    """Fields that `transformer_config_kwargs` set."""
+    """Names of the fields that `transformer_config_kwargs` sets."""
     adapted: frozenset[str] = frozenset()
     """Hugging Face's names of the layers that have adapters."""
 
     def size(self, name: str) -> int:
-        """A parallel size; 1 if it is not set (for expert tensor ranks: the number of tensor ranks)."""
+        """Returns a parallel size. Unset sizes are 1, but `expert_tensor_parallel_size` is then the tensor-parallel
+        size."""
         default = self.size("tensor_model_parallel_size") if name == "expert_tensor_parallel_size" else 1
         value = self.fields.get(name)
         return default if value is None else value
 
     def key(self, name: str) -> str:
-        """Key path where the user sets a field."""
+        """Returns the key path at which the user sets a field."""
         return field_key(name, self.passed, self.where)
 
     def mesh(self) -> Mesh:
-        """The mesh of the ranks. Raises ConfigError if the ranks cannot be divided like that."""
+        """Returns the mesh of the ranks. Raises ConfigError if the sizes do not fit the number of ranks."""
         sizes = {ours: self.size(name) for name, ours in SIZES.items()}
         return Mesh(world_size=self.world_size, **sizes)
 
     def chunks(self, num_layers: int) -> list[LayerRange]:
-        """The layers of each model chunk. Raises ConfigError if they cannot be split like that."""
+        """Returns the layers of each model chunk. Raises ConfigError if the fields do not allow to split the layers."""
         return pipeline_chunks(
             num_layers,
             self.size("pipeline_model_parallel_size"),
@@ -90,13 +91,13 @@ Check = Callable[[Setup], "str | None"]
 
 
 def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
-    """The setup that `spec` describes. Raises ConfigError for an unknown field or layer, a refused model, or
+    """Returns the setup that `spec` describes. Raises ConfigError for an unknown field or layer, a refused model, or
     `gradient_checkpointing="selective"`.
 
     Args:
-        spec: the spec of one model.
+        spec: which model to load and how to train it.
         world_size: number of the model's ranks.
-        model: transformers' configuration; None: it is read if it is available.
+        model: transformers' configuration of the model; None: read it from the model's path if it is there.
     """
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"
@@ -156,8 +157,8 @@ def nearest_mesh(setup: Setup) -> str:
 
 
 def _meshes(setup: Setup, names: list[str]) -> Iterator[Setup]:
-    """Yields setups with all sizes that divide the ranks, for the axes in use. Virtual stages and layer counts are kept
-    or dropped."""
+    """Yields a setup for every combination of sizes that divide the number of ranks, on the axes in use, with and
+    without virtual stages and layer counts."""
     divisors = [n for n in range(1, setup.world_size + 1) if setup.world_size % n == 0]
     virtual = "virtual_pipeline_model_parallel_size"
     choices = [(setup.size(name), 1) if name == virtual else divisors for name in names]
@@ -268,8 +269,8 @@ def _experts_are_there(setup: Setup) -> str | None:
 
 def _expert_gradients_are_summed(setup: Setup) -> str | None:
     """megatron-core 0.16.1, tensor_parallel/layers.py:829: with `expert_model_parallel_size=1`, experts' gradients are
-    summed over the same ranks as those of dense layers. These are the wrong ranks if experts and dense layers are split
-    differently (the error is as large as the gradient)."""
+    summed over the ranks that sum the gradients of dense layers. These are the wrong ranks if experts and dense layers
+    are split differently; the error is as large as the gradient."""
     expert_tensor, tensor = setup.size("expert_tensor_parallel_size"), setup.size("tensor_model_parallel_size")
     has_experts = setup.shape is None or setup.shape.is_moe
     if has_experts and setup.size("expert_model_parallel_size") == 1 and expert_tensor != tensor:
@@ -370,7 +371,7 @@ _TRANSFORMER_ENGINE_FIELDS = (
 )
 """Fields that switch on kernels of Transformer Engine, or features that need a CUDA device."""
 GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
-"""Apex's module whose kernel adds a matrix product's gradient to the main gradient."""
+"""Module of Apex with the kernel that adds a weight's gradient to its main gradient."""
 
 
 def _fixed_fields(setup: Setup) -> str | None:
@@ -401,7 +402,7 @@ def _transformer_engine(setup: Setup) -> str | None:
 
 
 def _fused_gradients(setup: Setup) -> str | None:
-    """The output layer is Megatron's own even with Transformer Engine, and accumulates gradients by a kernel of
+    """Even with Transformer Engine, the output layer is Megatron's own, which accumulates gradients with a kernel of
     Apex."""
     name = "gradient_accumulation_fusion"
     if setup.fields.get(name) and find_spec(GRADIENT_KERNEL) is None:
@@ -424,7 +425,8 @@ def _sequence_parallelism(setup: Setup) -> str | None:
 
 
 def _interleaved_sends(setup: Setup) -> str | None:
-    """With two stages both neighbours of a stage are the same rank, and batched sends to it arrive in either order."""
+    """With two stages, the previous and the next stage are the same rank, and batched sends to that rank may arrive in
+    the wrong order."""
     if not _is_interleaved(setup) or setup.size("pipeline_model_parallel_size") != 2:
         return None
     for name, right in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):

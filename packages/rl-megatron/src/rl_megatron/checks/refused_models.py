@@ -1,5 +1,6 @@
 """Models that are refused without a numerical check: types that Megatron is known not to support, and fields that a
-check on a small copy does not cover. Every other model is checked (`MegatronBackend.proof_worker`). Imports no torch.
+check on a small copy does not cover. Every other model is compared with transformers (`MegatronBackend.proof_worker`).
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -61,21 +62,22 @@ FIXED = {
 
 
 def given(name: str, value: Any) -> str:
-    """Returns `name=value` as in a config.json."""
+    """Returns `name=value`, with the value as config.json writes it."""
     return f"{name}={as_json(value)}"
 
 
 def as_json(value: Any) -> str:
-    """Returns a value as in a config.json."""
+    """Returns a value as config.json writes it."""
     return json.dumps(value, default=repr)
 
 
 def taken_config(path: str | None, where: str) -> Any:
-    """Loads transformers' configuration of a model from a local directory, the cache of the hub, or a package.
+    """Loads transformers' configuration of a model from a local directory, the cache of the hub, or
+    the configurations that packages ship.
 
     Args:
-        path: directory or name.
-        where: key path of the model, for messages.
+        path: local directory, or name on the hub.
+        where: key path of the model, which error messages name.
 
     Returns:
         The configuration, or None if it is not available yet because a recipe will create the model or a rank will
@@ -98,8 +100,8 @@ def require_not_refused(config: Any, path: str | None, where: str) -> None:
 
     Args:
         config: transformers' configuration.
-        path: the model's path, for messages.
-        where: key path of the model, for messages.
+        path: the model's path, which error messages name.
+        where: key path of the model, which error messages name.
     """
     _require_type(config.model_type, path, where)
     for name, fixed in FIXED.items():

@@ -39,7 +39,7 @@ _FIXED = {
 
 
 def require_trainable(spec: WorkerSpec) -> None:
-    """Raises ConfigError for the first setting that is wrong."""
+    """Raises ConfigError for the first setting that training here does not support."""
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"
     _require_sums(spec.options, where)

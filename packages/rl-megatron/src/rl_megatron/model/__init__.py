@@ -1,1 +1,1 @@
-"""A Hugging Face model as this rank's part of a Megatron model: its layers, its weights, its scores."""
+"""Builds this rank's part of a Megatron model from a Hugging Face model, exports weights and computes scores."""

@@ -1,4 +1,4 @@
-"""Core attention for packed sequences and context parallelism if Transformer Engine cannot provide it.
+"""Core attention for packed sequences and context parallelism, used where Transformer Engine cannot provide it.
 
 Sequences of similar length are attended as right-padded rows of one rectangle, because kernels are called once per
 rectangle and padding costs less than a call. The layout is computed once per micro-batch, for all layers.
@@ -28,7 +28,7 @@ class _Cells:
     """Maps tokens of a stream to cells of rectangles."""
 
     token_U: Tensor | None
-    """int64, the tokens that lie in a cell; None: all, in order."""
+    """int64, the tokens that lie in a cell; None: all tokens, in order."""
     cell_U: Tensor | None
     """int64, the cell of each of these tokens; None: token i lies in cell i."""
     num_cells: int
@@ -41,7 +41,8 @@ class _Cells:
 
 @attrs.frozen(eq=False)
 class _Part:
-    """Queries that each see the keys of their segment up to themselves; no key occurs twice in a part."""
+    """Queries, and the keys that they attend. Each query sees the keys of its segment up to its own position. No key
+    occurs twice in a part."""
 
     queries: _Cells
     keys: _Cells
@@ -53,10 +54,10 @@ class _Part:
 
 @attrs.frozen(eq=False)
 class AttentionPlan:
-    """Which queries and keys one context rank attends in a micro-batch, and where the results go."""
+    """Says which keys each query of one context rank attends in a micro-batch, and how the results are ordered."""
 
     parts: tuple[_Part, ...]
-    """One part; with several context ranks, one for each chunk that this rank has of every segment."""
+    """One part; with several context ranks, two: a rank has two chunks of every segment, and a part has one of them."""
     order: Tensor | None
     """int64, the position of each of this rank's tokens in the concatenated results of all parts; None: in order."""
 
@@ -107,7 +108,8 @@ class CoreAttention(torch.nn.Module):
     """softmax(q kᵀ · scale) v, causal, within each segment, computed by torch's own kernels.
 
     Under context parallelism keys and values are gathered from all ranks of the group, and their gradients reduced.
-    This rank's queries are two chunks of every segment, each of which sees the segment up to its own end.
+    This rank's queries are two chunks of every segment. A chunk needs the keys from the start of its segment to
+    the end of the chunk.
     """
 
     def __init__(
@@ -163,7 +165,8 @@ def _plan_of_rows(num_rows: int, length: int, rank: int, size: int, device: torc
 
 
 def _part_of(pieces: np.ndarray, own_tokens: int, place_T: np.ndarray | None, device: torch.device) -> _Part:
-    """`place_T`: position of each key, by its index in natural order; None: natural order."""
+    """Builds the part that consists of `pieces`. `place_T` is the position of each key among the gathered keys, by the
+    key's index in the micro-batch; None: keys are in order."""
     first_query, first_key, num_queries, num_keys = pieces.T
     rows = rectangle_rows(num_queries)
     query_shapes, query_cell = rectangle_cells(num_queries, *rows)
@@ -204,8 +207,11 @@ def _cells(
 
 
 def _mask(before_R: np.ndarray, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
-    """Query i of row r sees the keys up to `before_R[r]` + i. A real query sees no padding, which comes after its own
-    segment; a padding query sees at least one key, because softmax needs one."""
+    """Returns the mask with which query i of row r sees keys 0 … `before_R[r]` + i, or None if `before_R` is all 0.
+
+    A real query sees no padding, because padding comes after its segment. A padding query sees at least one key,
+    because softmax needs one.
+    """
     if not before_R.any():
         return None
     if (before_R == before_R[0]).all():
@@ -241,8 +247,8 @@ def _attend_part(query: Tensor, key: Tensor, value: Tensor, part: _Part, scale: 
 
 
 def _pieces(boundaries: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """Returns int64 [pieces, 4]; a piece is consecutive queries of this rank, with the keys of their segment up to the
-    last query.
+    """Returns int64 [pieces, 4]. A piece is a range of consecutive queries of this rank, with the keys of their segment
+    up to the last query.
 
     Columns: first query (index among this rank's), first key (index among all), number of queries, number of keys. With
     several context ranks the first chunks of all segments come first, then the second chunks.

@@ -1,4 +1,4 @@
-"""A Hugging Face model as this rank's part of a Megatron model, with its weights."""
+"""Builds this rank's part of a Megatron model and loads the weights of a Hugging Face model into it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
 
 
 def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
-    """Megatron-Bridge for the model of `spec`. Raises ConfigError if the model is missing, damaged or refused."""
+    """Opens the model of `spec` with Megatron-Bridge. Raises ConfigError if it is missing, damaged or refused."""
     path, where = spec.model.path, f"{SECTIONS[spec.role]}.model.path"
     assert path is not None
     try:
@@ -56,7 +56,7 @@ def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
         raise ConfigError(f"{where}: {path!r} is not a Hugging Face model: {error}") from error
     if (broken := broken_weights_file(path)) is not None:
         raise ConfigError(f"{where}: {broken} is truncated or not a safetensors file; download or save the model again")
-    refuse(spec, world_size, config)  # not checked yet if this rank was the first to fetch the model
+    refuse(spec, world_size, config)  # the model may have been downloaded only now
     bridge = AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
     if config.model_type == "mistral":
         # Bridge 0.3.1 requires a field that transformers 5 keeps in `rope_parameters`.
@@ -65,7 +65,7 @@ def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
 
 
 def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
-    """This rank's model, or one model per virtual stage, with the weights of the checkpoint."""
+    """Returns this rank's model, or one model per virtual stage, with the weights of the checkpoint."""
     provider = bridge.to_megatron_provider(load_weights=False)
     for name, value in _provider_fields(provider, bridge.hf_pretrained.config, spec, place).items():
         setattr(provider, name, value)
@@ -125,7 +125,7 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     fields: dict[str, Any] = {
         **({} if HAS_TRANSFORMER_ENGINE else _WITHOUT_TRANSFORMER_ENGINE),
-        # Bridge 0.3.1 switches it on for DeepSeek, and Megatron's own output layer raises if the kernel is missing.
+        # Bridge 0.3.1 switches this on for DeepSeek, and Megatron's own output layer raises if the kernel is missing.
         "gradient_accumulation_fusion": find_spec(GRADIENT_KERNEL) is not None,
         **rotary_fields(hf_config, is_latent=provider.multi_latent_attention),
         "transformer_layer_spec": partial(layer_specs, packs_float32=spec.use_sample_packing and not spec.bf16),
@@ -153,14 +153,15 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     chosen = transformer_fields(spec.options, f"{where}.megatron_config")
     chosen["expert_tensor_parallel_size"] = place.mesh.expert_tensor
-    chosen["moe_enable_routing_replay"] = False  # Megatron's own replay; `router_replay` replaces it
+    chosen["moe_enable_routing_replay"] = False  # switches off Megatron's own replay, which `router_replay` replaces
     if not HAS_TRANSFORMER_ENGINE:
         del chosen["moe_grouped_gemm"]
     return fields | {name: value for name, value in chosen.items() if value is not None}
 
 
 def _model_fields(config: Any) -> dict[str, Any]:
-    """Fields that Bridge 0.3.1 does not read from a model type's configuration, or sets regardless of it."""
+    """Returns fields that Bridge 0.3.1 does not read from the configurations of some model types, or sets to other
+    values."""
     kind = config.model_type
     if kind == "qwen3_moe":
         return {"moe_router_pre_softmax": not config.norm_topk_prob}

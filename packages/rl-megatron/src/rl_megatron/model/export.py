@@ -1,4 +1,4 @@
-"""Weights and gradients under Hugging Face names."""
+"""Exports weights and gradients under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BUFFER = ".e_score_correction_bias"
 class WeightExport:
     """Exports the weights of a model and its adapters under Hugging Face's names; may be used any number of times.
 
-    What the ranks exchange about every tensor (its stage, shape and how it is split) is cached at the first export.
-    Bridge 0.3.1 would exchange it in every export, by up to three collectives of Python objects per tensor and expert.
-    The tensors themselves are looked up in the model each time.
+    The ranks exchange facts about every tensor: its stage, shape, dtype and how it is split. They do so only in the
+    first export. Bridge 0.3.1 would repeat this exchange in every export, with up to three collectives of Python
+    objects per tensor and expert. Every export reads the tensors themselves from the model.
     """
 
     def __init__(self, bridge: Any, chunks: Sequence[Any]):
@@ -34,7 +34,7 @@ class WeightExport:
         """Yields whole tensors, one at a time, on every rank, with adapters merged; a tied weight is yielded once. All
         ranks must drain the iterator together.
 
-        `with_buffers` adds buffers: the expert bias that some routers use to choose experts.
+        `with_buffers` adds buffers, that is, the expert bias that some routers add to scores when they choose experts.
         """
         config = self._chunks[0].config
         self._make_plan()
@@ -49,10 +49,10 @@ class WeightExport:
             yield name, tensor[: config.vocab_size] if name.endswith(_VOCABULARY) else tensor
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields only the adapters, under peft's names, whole, one at a time on every rank. All ranks must drain
-        the iterator together.
+        """Yields the adapters' whole tensors under peft's names, one at a time, on every rank. All ranks must drain the
+        iterator together.
 
-        The adapter of a fused matrix becomes one adapter per part, all with the same A.
+        The adapter of a fused matrix is exported as one adapter per part; all parts have the same A.
         """
         self._make_plan()
         for name, tensor in self._converter.stream_adapter_weights_megatron_to_hf(

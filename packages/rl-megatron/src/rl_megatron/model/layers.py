@@ -1,4 +1,4 @@
-"""Which modules a layer is made of: Transformer Engine's if it is installed, else Megatron's and some of our own."""
+"""Chooses the modules of a layer: Transformer Engine's if it is installed, else Megatron's and some of this package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_megatron.model.norm import LatentNorm, RmsNorm
 
 
 def layer_specs(config: Any, vp_stage: int | None = None, *, packs_float32: bool = False) -> TransformerBlockSubmodules:
-    """Specs of the layers of this rank's stage, or of one of its virtual stages.
+    """Returns the specs of the layers of this rank's stage, or of one of its virtual stages.
 
     Transformer Engine's attention cannot pack float32; with `packs_float32`, torch's attention is used instead.
     """

@@ -48,6 +48,6 @@ class ReplicatedLinear(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The weight for a checkpoint, replicated over tensor ranks."""
+        """Returns the weight for a checkpoint, marked as replicated over tensor ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)

@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) by Megatron-Bridge.
+"""Adds low-rank adapters (Hu et al. 2021, arXiv 2106.09685) with Megatron-Bridge, and writes them to files.
 
 Megatron holds query, key and value as one matrix, and gate and up as another. `lora` gives each of these one adapter;
-`canonical_lora` gives each part its own, as in other libraries.
+`canonical_lora` gives each part its own adapter, as other libraries do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _INIT_METHODS = {"kaiming": "kaiming", "gaussian": "normal"}
 
 
 def add_adapters(models: list[Any], lora: LoraConfig, lora_type: str, section: str) -> list[Any]:
-    """Freezes the models and puts adapters into their layers; B starts at zero, so outputs do not change yet. Raises
-    ConfigError if no layer gets an adapter, or if `bridge_layers` refuses the names."""
+    """Freezes the models and adds adapters to their layers. B starts at zero, so the models compute the same as before.
+
+    Raises ConfigError if no layer gets an adapter, or if `bridge_layers` refuses the names.
+    """
     make = CanonicalLoRA if lora_type == "canonical_lora" else LoRA
     adapters = make(
         target_modules=bridge_layers(lora, lora_type, section),

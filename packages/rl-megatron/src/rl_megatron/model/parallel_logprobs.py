@@ -22,19 +22,19 @@ def parallel_logprobs(
     group: Any,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Like `rl_core.algorithms.logprobs.chunked_logprobs`, for a vocabulary of which this rank holds some rows.
+    """Like `rl_core.algorithms.logprobs.chunked_logprobs`, for an output layer that is split by rows over tensor ranks.
 
     With x the logits of all ranks' rows: lse = log Σ_r Σ_v∈r exp(x_v), logprob = x_target − lse and entropy = −Σ_r
-    Σ_v∈r p_v log p_v; ranks exchange three sums and one maximum per chunk, never logits. The gradient of `hidden_TH` is
-    this rank's summand only; the caller must sum it over the ranks.
+    Σ_v∈r p_v log p_v; ranks exchange three sums and one maximum per token, never logits. The gradient of `hidden_TH`
+    contains only the contribution of this rank's rows; the caller must sum the gradient over the ranks.
 
     Args:
-        hidden_TH: the same on all ranks.
+        hidden_TH: hidden states, the same on all ranks.
         weight_VH: this rank's rows of the output layer, without padding; may have no rows.
-        targets_T: int64 ids in the whole vocabulary.
-        first_row: id of the first of this rank's rows.
+        targets_T: int64 token ids in the whole vocabulary.
+        first_row: token id of this rank's first row.
         temperature: > 0, divides the logits.
-        chunk_tokens: >= 1, number of tokens whose logits exist at a time.
+        chunk_tokens: number of tokens for which logits exist at a time, at least 1.
         group: the tensor-parallel ranks.
         with_entropy: if False, entropies are 0 and have no gradient.
 
@@ -115,7 +115,7 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
 
 
 def _logsumexp(logits_CV: Tensor, group: Any) -> Tensor:
-    """log Σ exp over the rows of all ranks."""
+    """Returns log Σ exp over the logits of all ranks."""
     has_rows = logits_CV.shape[1] > 0
     peak_C = logits_CV.amax(-1) if has_rows else logits_CV.new_full(logits_CV.shape[:1], float("-inf"))
     dist.all_reduce(peak_C, op=dist.ReduceOp.MAX, group=group)
@@ -129,7 +129,7 @@ def _is_own(row_C: Tensor, num_rows: int) -> Tensor:
 
 
 def _own_target(logits_CV: Tensor, row_C: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's logit, and whether this rank holds it; if not, the logit is an arbitrary number."""
+    """Returns the target's logit and whether this rank holds it; if it does not, the returned logit is meaningless."""
     num_rows = logits_CV.shape[1]
     if num_rows == 0:
         return torch.zeros_like(row_C, dtype=torch.float32), torch.zeros_like(row_C, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Rotary frequencies, taken from transformers whatever scaling a model asks for.
+"""Takes rotary frequencies from transformers, for every kind of scaling.
 
 Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute different frequencies for yarn, support llama3 only with Llama
 3's own numbers, and ignore all other scalings. Here transformers computes the frequencies from the model's
@@ -18,12 +18,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def rotary_fields(config: Any, *, is_latent: bool) -> dict[str, Any]:
-    """Fields of `TransformerConfig` that make attention rotate and scale as in transformers, except for the
-    frequencies.
+    """Returns the fields of `TransformerConfig` with which attention rotates and scales as in transformers.
+    `set_frequencies` sets the frequencies.
 
     Args:
         config: transformers' configuration of the model.
-        is_latent: the model has latent attention, whose softmax scale depends on yarn.
+        is_latent: whether the model has latent attention, in which yarn also changes the softmax scale.
     """
     rope = config.rope_parameters
     scaled = _scaled(config)
@@ -69,12 +69,12 @@ def set_frequencies(models: Sequence[Any], config: Any) -> None:
         frequencies = scaled[0].to(embedding.inv_freq.device)
         embedding.inv_freq = frequencies
         if isinstance(embedding, YarnRotaryEmbedding):
-            # Megatron interpolates between these two; if both are equal, the result equals them.
+            # Megatron interpolates between these two tensors; if both are equal, the result equals them.
             embedding.inv_freq_extra = embedding.inv_freq_inter = frequencies
             embedding.forward.cache_clear()
 
 
 def _scaled(config: Any) -> tuple[Tensor, float] | None:
-    """Frequencies, and the factor of cosines and sines; None if Megatron computes them correctly."""
+    """Returns the frequencies and the factor of cosines and sines, or None if Megatron computes both correctly."""
     make = ROPE_INIT_FUNCTIONS.get(config.rope_parameters.get("rope_type"))
     return None if make is None else make(config, None)

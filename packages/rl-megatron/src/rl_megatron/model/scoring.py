@@ -1,4 +1,4 @@
-"""What the last pipeline stage computes from hidden states: log-probs and entropies."""
+"""Computes log-probs and entropies from hidden states, on the last pipeline stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_megatron.rank.groups import tensor_group
 
 
 class TokenScorer:
-    """Log-probs and entropies of tokens from the last hidden states of a language model."""
+    """Computes log-probs and entropies of tokens from the last hidden states of a language model."""
 
     score_names = ("logprobs", "entropies")
 
@@ -26,13 +26,13 @@ class TokenScorer:
     def __call__(
         self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float, with_entropy: bool = True
     ) -> tuple[Tensor, ...]:
-        """Log-probs [S] and, if `with_entropy`, entropies [S], float32.
+        """Returns log-probs [S] and, if `with_entropy`, entropies [S], in float32.
 
         Args:
-            hidden_SH: hidden states that predict each target, the same on all tensor ranks.
+            hidden_SH: the hidden state that predicts each target, the same on all tensor ranks.
             targets_S: int64 token ids.
             temperature: > 0, divides the logits.
-            with_entropy: also compute entropies.
+            with_entropy: whether to compute entropies.
         """
         group = tensor_group()
         weight_VH = self._weight()
@@ -84,5 +84,5 @@ def _return_hidden_states(model: Any) -> None:
 
 
 def zero_of(hidden_BSH: Tensor) -> Tensor:
-    """Returns 0 with a gradient of zeros: the loss of a micro-batch without sequences."""
+    """Returns the loss of a micro-batch without sequences: 0, with a gradient of zeros."""
     return torch.zeros_like(hidden_BSH).mul(hidden_BSH).sum()

@@ -21,8 +21,8 @@ class ValueHead(torch.nn.Module):
     """Replaces Megatron's output layer: returns the hidden states unchanged, and holds the weights that turn them into
     values.
 
-    The head starts at zero, so the first advantages are the plain returns, and initialisation is not random. Every
-    tensor rank holds the whole head and all tokens, so the head's gradient is the same on each.
+    The head starts at zero, so all values are 0 before the first step, and initialisation is not random. Every tensor
+    rank holds the whole head and all tokens, so the head's gradient is the same on each of them.
     """
 
     def __init__(self, model: Any):
@@ -45,14 +45,14 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The head for a checkpoint, replicated over tensor ranks."""
+        """Returns the head for a checkpoint, marked as replicated over tensor ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
 
 
 class ValueScorer:
-    """For each token, the value of the state before it, predicted from the tokens before it like the token's
-    log-prob."""
+    """Computes a value for each token: that of the state before the token. Like the token's log-prob, the value depends
+    only on the tokens before it."""
 
     score_names = ("values",)
 
@@ -60,19 +60,19 @@ class ValueScorer:
         self.head: torch.nn.Linear = model.output_layer.value_head
 
     def __call__(self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float) -> tuple[Tensor]:
-        """Values [S], float32; they depend neither on the targets nor on the temperature."""
+        """Returns values [S] in float32, which depend neither on the targets nor on the temperature."""
         return (self.head(hidden_SH.to(self.head.weight.dtype)).squeeze(-1).float(),)
 
 
 def put_heads(models: Sequence[Any]) -> None:
-    """Replaces the output layer of the last stage's model."""
+    """Replaces the output layer of the last stage's model by a value head."""
     for model in models:
         if model.post_process:
             model.output_layer = ValueHead(model)
 
 
 def head_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the head on every rank, sent by the last stage."""
+    """Yields the head's tensors on every rank; the last stage sends them to the others."""
     last = unwrap_model(list(chunks))[-1]
     group = pipeline_group()
     for name, shape in (("weight", (1, last.config.hidden_size)), ("bias", (1,))):

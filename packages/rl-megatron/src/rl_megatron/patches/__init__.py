@@ -1,1 +1,1 @@
-"""Changes to Megatron-Core and Megatron-Bridge, one file per library, and to torch if there is no GPU."""
+"""Patches Megatron-Core and Megatron-Bridge, with one file per library, and torch if there is no GPU."""

@@ -14,8 +14,8 @@ from rl_megatron.rank.groups import expert_group
 
 
 def fix_scatter() -> None:
-    """`RowParallelMapping` scatters column chunks, views that are not contiguous; gloo ignores their strides and sends
-    wrong numbers without an error."""
+    """Makes tensors contiguous before `dist.scatter`. `RowParallelMapping` scatters column chunks, which are not
+    contiguous; gloo ignores their strides and sends wrong numbers without an error."""
     scatter = dist.scatter
 
     def contiguous_scatter(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -27,8 +27,8 @@ def fix_scatter() -> None:
 
 
 def fix_expert_gathering() -> None:
-    """`gather_from_ep_ranks` reads an expert's number after `.weight`, where grouped experts have it; names of local
-    experts end there, so it calls `int('')`."""
+    """Appends a local expert's number to its name while `gather_from_ep_ranks` runs. This method reads the number after
+    `.weight`, where names of grouped experts have it; names of local experts end there, so it would call `int('')`."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
     def gather_from_ep_ranks(self: Any, megatron_weights: Any, megatron_module: Any, hf_param_name: Any) -> Any:
@@ -46,8 +46,8 @@ def fix_expert_gathering() -> None:
 
 
 def fix_expert_names() -> None:
-    """`_megatron_local_name_to_global` numbers grouped experts over all ranks, but not local ones: every expert rank
-    would load and export the first rank's experts."""
+    """Numbers local experts over all expert ranks. `_megatron_local_name_to_global` does so only for grouped experts,
+    so every expert rank would load and export the first rank's experts."""
     from megatron.bridge.models.conversion import model_bridge
 
     def global_name(models: Any, config: Any, param_name: str, vp_stage: int | None = None) -> str:
@@ -65,8 +65,8 @@ def fix_expert_names() -> None:
 
 
 def fix_expert_mappings() -> None:
-    """DeepSeek's mapping has only grouped experts (`linear_fc1.weight3`), not local ones
-    (`local_experts.3.linear_fc1.weight`): the weights of local experts would stay as they were initialised."""
+    """Maps local experts (`local_experts.3.linear_fc1.weight`) like grouped ones (`linear_fc1.weight3`). DeepSeek's
+    mapping has only grouped experts, so the weights of local experts would stay as they were initialised."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 
     def lookup_of_either(self: Any, megatron_param_name: str) -> Any:

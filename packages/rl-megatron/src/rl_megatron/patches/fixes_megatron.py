@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def fix_router_gating() -> None:
-    """`moe_utils.RouterGatingLinearFunction` reads `te_general_gemm`, a name that exists only with Transformer Engine:
-    NameError with `moe_router_dtype`."""
+    """Defines `moe_utils.te_general_gemm` as None. `RouterGatingLinearFunction`, used if `moe_router_dtype` is set,
+    reads this name, which exists only with Transformer Engine, and would raise NameError."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -22,10 +22,10 @@ def fix_router_gating() -> None:
 
 
 def fix_latent_attention() -> None:
-    """`multi_latent_attention` assumes that Transformer Engine is installed, because Megatron's wrapper module can be
-    imported without it, and then calls `isinstance` with None. It treats its two down-projections as replicated only if
-    they are `TELinear`; the local alternative, column-parallel layers, gives wrong gradients under tensor
-    parallelism."""
+    """Makes `multi_latent_attention` use `ReplicatedLinear` without Transformer Engine. Because Megatron's wrapper
+    module can be imported without Transformer Engine, `multi_latent_attention` assumes that it is installed and calls
+    `isinstance` with None. The two down-projections are treated as replicated only if they are `TELinear`; Megatron's
+    local alternative, column-parallel layers, gives wrong gradients under tensor parallelism."""
     from megatron.core.transformer import multi_latent_attention
 
     from rl_megatron.model.linear import ReplicatedLinear
@@ -36,8 +36,8 @@ def fix_latent_attention() -> None:
 
 
 def fix_expert_bias() -> None:
-    """`TopKRouter._apply_expert_bias` masks a [tokens, experts] tensor with a [tokens] padding mask: this raises, or
-    masks wrong entries if there are as many tokens as experts."""
+    """Gives the padding mask an axis for experts. `TopKRouter._apply_expert_bias` masks a [tokens, experts] tensor with
+    a [tokens] mask: this raises, or masks wrong entries if there are as many tokens as experts."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     def apply_expert_bias(self: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -47,8 +47,8 @@ def fix_expert_bias() -> None:
 
 
 def fix_loading_of_torch_adam() -> None:
-    """`DistributedOptimizer` loads a fully reshardable state without `step`, which is stored separately, and then
-    expects `step` in it: KeyError with torch's AdamW."""
+    """Adds the current `step` to states that `DistributedOptimizer` loads. A fully reshardable state has no `step`,
+    which is stored separately, but loading expects it, so torch's AdamW would raise KeyError."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:

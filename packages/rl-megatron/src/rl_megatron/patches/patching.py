@@ -1,4 +1,4 @@
-"""Replacing a name of another library, so that a release without that name is noticed."""
+"""Replaces names in other libraries, and raises if a release no longer has such a name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def replace(owner: Any, name: str, new: Any) -> Any:
-    """Sets `owner.name` and returns the old value. Raises RuntimeError if there was none."""
+    """Sets `owner.name` and returns the old value. Raises RuntimeError if `owner` has no such name."""
     if not hasattr(owner, name):
         place = getattr(owner, "__name__", repr(owner))
         raise RuntimeError(f"{place} has no {name!r}: install the version of the library that this package requires")

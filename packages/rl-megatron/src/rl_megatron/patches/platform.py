@@ -68,7 +68,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Stream:
-    """A stream or event of a device without streams: all work is already complete."""
+    """Stands for CUDA streams and events on the CPU, where all work is already complete."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -150,8 +150,8 @@ def _replace_collectives() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_cpu(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # Megatron converts split sizes to lists only when it moves them to the CPU, where they are already; gloo takes
-        # only lists.
+        # Megatron converts split sizes to NumPy arrays only when it moves them from a GPU. Here they are on the CPU
+        # already, and the collectives do not take tensors as sizes.
         return value.numpy() if as_numpy and isinstance(value, Tensor) else value
 
     replace(moe_utils, "maybe_move_tensor_to_cpu", to_cpu)
@@ -178,7 +178,7 @@ def _replace_collectives() -> None:
 
 
 def _uneven_all_gather(input_: Tensor, group: Any, sizes: list[int]) -> Tensor:
-    """gloo gathers only equal parts, so all are padded to the largest."""
+    """All-gathers parts of different sizes. gloo gathers only equal parts, so every part is padded to the largest."""
     padded = input_.new_zeros([max(sizes), *input_.shape[1:]])
     padded[: input_.shape[0]] = input_
     parts = [torch.empty_like(padded) for _ in sizes]

@@ -1,1 +1,2 @@
-"""One rank at work: its place in the mesh, micro-batches, the pipeline's schedule, optimizer steps, states on disk."""
+"""What one rank does: it joins the mesh, lays out micro-batches, runs pipeline schedules, steps the optimizer and saves
+its state."""

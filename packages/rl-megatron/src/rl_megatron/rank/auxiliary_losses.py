@@ -1,8 +1,10 @@
-"""Load-balancing losses of a mixture of experts: their weight relative to the policy loss, and their metrics.
+"""Weights the auxiliary losses of a mixture of experts (load balancing, z-loss) relative to the policy loss, and
+reports them.
 
-They are statistics of a micro-batch, so they depend on how a mini-batch is cut. Megatron multiplies each micro-batch's
-loss by its number of tokens, to divide by all tokens later. Here nothing is divided later, so `weighted` divides at
-once: the gradient is that of Σ (tokens · loss) over the micro-batches, divided by all tokens of the mini-batch.
+An auxiliary loss is a statistic of a micro-batch, so it depends on how a mini-batch is split into micro-batches.
+Megatron multiplies the loss of each micro-batch by its number of tokens and expects a later division by all tokens.
+There is no later division here, so `weighted` divides at once: the gradient is that of Σ (tokens · loss) over the
+micro-batches, divided by the number of tokens of the mini-batch.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ class AuxiliaryLosses:
 
     @contextmanager
     def weighted(self, num_tokens: int) -> Iterator[None]:
-        """Within the context, gradients of these losses are divided by the tokens of all data-parallel ranks.
+        """Within the context, gradients of these losses are divided by the number of tokens on all data-parallel ranks.
 
         Args:
-            num_tokens: tokens of this rank's part of the mini-batch.
+            num_tokens: number of tokens in this rank's part of the mini-batch.
         """
         if not self._is_on:
             yield
@@ -58,9 +60,10 @@ class AuxiliaryLosses:
             MoEAuxLossAutoScaler.set_loss_scale = staticmethod(set_scale)
 
     def metrics(self, num_micro_batches: int) -> Metrics:
-        """Losses averaged over the call's micro-batches: over all layers and, with `moe_per_layer_logging`, per layer.
+        """Returns each loss averaged over the call's micro-batches: the mean over the layers with experts and, with
+        `moe_per_layer_logging`, the loss of each layer.
 
-        Collective over all ranks.
+        All ranks must call this method.
         """
         if not self._is_on:
             return {}

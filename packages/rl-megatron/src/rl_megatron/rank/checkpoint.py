@@ -41,11 +41,11 @@ from rl_core.rank_kit.state_files import (
 from rl_megatron.rank.optimizer import Optimizer
 
 _METADATA = {
-    # Optimizer state in the shape of the parameters, gathered in CPU memory on the first data-parallel rank. Megatron's
-    # default gathers float32 parameters and moments of all parameters on every device.
+    # Store optimizer state in the shape of the parameters, and gather it in CPU memory on the first data-parallel rank.
+    # Megatron's default gathers the float32 parameters and moments of all parameters on every device.
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
-    # Dense and expert parameters have separate optimizers; both save under the parameters' names.
+    # Dense and expert parameters have separate optimizers; both save state under the parameters' names.
     "chained_optim_avoid_prefix": True,
     # Each layer has its own name, because layers may differ and may be on other stages when loaded.
     "non_homogeneous_layers": True,
@@ -59,7 +59,7 @@ class _PlainFiles(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Writes one file per rank and the index."""
+        """Writes one file per rank, and an index of all files."""
         self._write(sharded_state_dict, checkpoint_dir, None)
 
     def _write(self, sharded_state: Any, directory: str | Path, group: dist.ProcessGroup | None) -> None:
@@ -73,7 +73,7 @@ class _PlainFiles(TorchDistSaveShardedStrategy):
 
 
 class _FilesInBackground(_PlainFiles):
-    """Writes a copy in a background thread."""
+    """Copies the tensors to CPU memory and writes the copy in a background thread."""
 
     def __init__(self, thread: ThreadPoolExecutor, group: dist.ProcessGroup):
         super().__init__()
@@ -81,7 +81,7 @@ class _FilesInBackground(_PlainFiles):
         self.writing: Future[None] | None = None
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Returns after the tensors have been copied."""
+        """Returns once the tensors are copied; `writing` completes when the copy is written."""
         for part in nested_values(sharded_state_dict):
             if isinstance(part, ShardedTensor) and part.data is not None:
                 part.data = part.data.detach().to("cpu", copy=True)
@@ -89,7 +89,7 @@ class _FilesInBackground(_PlainFiles):
 
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-"""The thread starts on first use."""
+"""Writes background checkpoints one after another; its thread starts with the first one."""
 
 
 def start_writing(
@@ -135,7 +135,7 @@ def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, f
 
 
 def _write_list(directory: Path, steps_done: int) -> None:
-    """On rank 0, lists the files after all ranks have written."""
+    """On rank 0, writes the list of files; call after all ranks have written theirs."""
     if dist.get_rank() == 0:
         for path in directory.iterdir():
             if not path.stat().st_size:
@@ -168,17 +168,17 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
 
 
 def _take(model: Any, state: Mapping[str, Any]) -> None:
-    """Loads a chunk's parameters. A state names layers with adapters like layers without, but `load_state_dict` expects
-    the names of the model with adapters."""
+    """Loads a chunk's parameters. In a state, a layer with an adapter has the name that it has without one, but
+    `load_state_dict` expects the names of the model with adapters."""
     own = {name.replace(".to_wrap.", "."): name for name, _ in model.named_parameters()}
     has_adapters = any(name != known for known, name in own.items())
     model.load_state_dict({own.get(name, name): value for name, value in state.items()}, strict=not has_adapters)
 
 
 def _take_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Loads moments and main parameters. Experts have a separate optimizer only if expert ranks split them, so the
-    writer and the reader of a state may have different numbers of optimizers; everything that is not per parameter
-    comes from this run."""
+    """Loads moments and main parameters. Everything else in the optimizers' states stays this run's: experts have a
+    separate optimizer only if expert ranks split them, so the runs that write and read a state may have different
+    numbers of optimizers."""
     optimizers = optimizer.megatron.chained_optimizers
     parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
     for one, part in zip(optimizers, parts, strict=True):
@@ -187,7 +187,7 @@ def _take_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
 
 
 def _named(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Model chunks under the keys that Megatron's optimizer expects."""
+    """Returns the model chunks under the keys that Megatron's optimizer expects."""
     models = unwrap_model(list(chunks))
     return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
 
@@ -200,7 +200,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, *, is_loa
 
 
 def sharded_parameters(chunks: Sequence[Any]) -> Iterator[tuple[Parameter, ShardedTensor | ShardedTensorFactory]]:
-    """Each parameter of this rank with its position in the whole model."""
+    """Yields each parameter of this rank with its position in the whole model."""
     for part in nested_values(_sharded_state(chunks, None, is_loading=False)):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and isinstance(part.data, Parameter):
             yield part.data, part

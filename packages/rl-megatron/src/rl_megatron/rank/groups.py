@@ -1,4 +1,4 @@
-"""Megatron's process groups with precise types: its own functions are declared to return Any."""
+"""Returns Megatron's process groups with precise types, because Megatron's own functions are declared to return Any."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch.distributed import ProcessGroup
 
 
 def tensor_group() -> ProcessGroup:
-    """Ranks that split matrices and, between matrices, tokens."""
+    """Returns the group of ranks that split matrices and, between matrices, tokens."""
     return cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 
 def context_group() -> ProcessGroup:
-    """Ranks that split each sequence."""
+    """Returns the group of ranks that split each sequence."""
     return cast(ProcessGroup, parallel_state.get_context_parallel_group())
 
 
 def pipeline_group() -> ProcessGroup:
-    """Ranks that hold the layers of one replica, first to last."""
+    """Returns the group of ranks that hold the pipeline stages of one replica, first stage to last."""
     return cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
 
 
 def expert_group() -> ProcessGroup:
-    """Ranks that split the experts."""
+    """Returns the group of ranks that split the experts."""
     return cast(ProcessGroup, parallel_state.get_expert_model_parallel_group())
 
 
 def embedding_group() -> ProcessGroup | None:
-    """First and last stage, which both hold a tied embedding; None on other stages."""
+    """Returns the group of the first and the last stage, which both hold a tied embedding; None on other stages."""
     return cast(Any, parallel_state.get_embedding_group()) if parallel_state.is_rank_in_embedding_group() else None

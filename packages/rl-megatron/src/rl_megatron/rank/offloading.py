@@ -1,4 +1,4 @@
-"""Offloading from the accelerator: frees the storage of Megatron's buffers and optimizer state, and keeps the tensor
+"""Offloads Megatron's buffers and optimizer state: frees their storage on the accelerator and keeps the tensor
 objects."""
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Tensors whose device memory can be released and allocated again; every view of them stays valid."""
+    """Keeps copies of tensors in CPU memory while their device memory is released. After `bring_back`, every view of
+    the tensors is valid again."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor | None]] = []
@@ -35,7 +36,7 @@ class HostCopy:
             whole.untyped_storage().resize_(0)
 
     def bring_back(self) -> None:
-        """Allocates the storage again, filled with the copy of `kept` tensors and zeros for `dropped` ones."""
+        """Allocates the storage again: `kept` tensors get their values back, and `dropped` tensors become zero."""
         for whole, copy in self._copies:
             whole.untyped_storage().resize_(whole.numel())
             if copy is None:

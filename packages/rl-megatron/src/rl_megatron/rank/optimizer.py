@@ -1,4 +1,4 @@
-"""Gradient sums over all ranks, and Megatron's distributed optimizer stepped as the `Worker` contract requires."""
+"""Sums gradients over all ranks and steps Megatron's distributed optimizer as the `Worker` contract requires."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rl_megatron.options import MegatronOptions, optimizer_fields
 
 
 def wrap_for_training(chunks: Sequence[Any], options: MegatronOptions) -> list[Any]:
-    """Wraps the chunks with one buffer for all gradients, which are summed over data and context ranks, never
-    averaged."""
+    """Wraps each chunk in Megatron's DDP, which keeps its gradients in contiguous buffers. Gradients are summed over
+    data and context ranks, never averaged."""
     config = ddp_config(options)
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
 def ddp_config(options: MegatronOptions) -> DistributedDataParallelConfig:
-    """Megatron's DDP configuration, from the user's options and the values fixed here."""
+    """Returns Megatron's DDP configuration, made from the user's options and the values fixed here."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.ddp_config.grad_reduce_in_fp32,
         pad_buckets_for_high_nccl_busbw=options.ddp_config.pad_buckets_for_high_nccl_busbw,
@@ -72,15 +72,15 @@ class Optimizer:
         return [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
     def state_tensors(self) -> list[Tensor]:
-        """Main parameters and moments of this rank's shards."""
+        """Returns the main parameters and the moments of this rank's shards."""
         optimizers = self._optimizers()
         found = [parameter for opt in optimizers for group in opt.param_groups for parameter in group["params"]]
         states = [state for opt in optimizers for state in opt.state.values()]
         return found + [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that step: torch's AdamW, or FusedAdam if Transformer Engine or Apex is installed. A rank may
-        have none for its experts, or none for the other parameters."""
+        """Returns the optimizers that Megatron steps: torch's AdamW, or FusedAdam if Transformer Engine or Apex is
+        installed. A rank may have no optimizer for its experts, or none for its other parameters."""
         return [chained.optimizer for chained in self.megatron.chained_optimizers if chained.optimizer is not None]
 
     def _make_states(self) -> None:
@@ -92,8 +92,12 @@ class Optimizer:
         self.set_steps(0)
 
     def set_steps(self, steps_done: int) -> None:
-        """Sets the number of steps that the moments have accumulated. torch counts steps per parameter (Megatron loads
-        one tensor shared by all, which would be incremented once per parameter), FusedAdam per group."""
+        """Sets the number of steps that the moments have accumulated.
+
+        torch's AdamW keeps a step tensor per parameter. Each parameter gets its own tensor here, because Megatron loads
+        one tensor for all parameters, which a step would increment once per parameter. FusedAdam keeps one
+        number per parameter group.
+        """
         for optimizer in self._optimizers():
             if isinstance(optimizer, torch.optim.AdamW):
                 for state in optimizer.state.values():
@@ -103,8 +107,11 @@ class Optimizer:
                     group["step"] = steps_done
 
     def step(self, settings: StepSettings) -> float:
-        """Sums gradients, scales and clips them and steps; returns their norm before clipping. If the norm is not
-        finite, only clears the gradients."""
+        """Sums the gradients over the ranks, scales and clips them, takes a step and clears them; returns the gradient
+        norm before clipping.
+
+        If the norm is not finite, the gradients are cleared without a step.
+        """
         finalize_model_grads(self.chunks, None)
         if settings.gradient_scale != 1.0:
             for buffer in self.buffers:
@@ -127,7 +134,7 @@ class Optimizer:
     @contextmanager
     def whole_gradients(self):
         """Within the context, every rank's main gradients are the sums over all ranks; afterwards they have their
-        previous values."""
+        previous values again."""
         kept = [buffer.grad_data.clone() for buffer in self.buffers]
         model_config = self.chunks[0].config
         updates_bias = model_config.moe_router_enable_expert_bias

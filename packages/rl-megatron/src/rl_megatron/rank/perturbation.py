@@ -1,4 +1,4 @@
-"""The part of every trained parameter that lies on this rank, to which noise is added."""
+"""Finds this rank's part of every trained parameter, so that noise can be added to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trained_pieces(chunks: Sequence[Any]) -> Iterator[Piece]:
     for shard in shards.values():
         for part in _parts(shard):
             assert part.data is not None
-            num_prepended = part.prepend_axis_num  # an expert's number
+            num_prepended = part.prepend_axis_num  # the first axes number the experts
             experts, offset = part.global_offset[:num_prepended], part.global_offset[num_prepended:]
             tensor = part.data.detach()
             if is_vocabulary(part.key):
@@ -33,7 +33,8 @@ def trained_pieces(chunks: Sequence[Any]) -> Iterator[Piece]:
 
 
 def _parts(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
-    """Yields several parts for a fused parameter, which lies in several places of the whole tensor."""
+    """Yields `sharded` itself or, for a fused parameter, its parts, because they lie at different places of the whole
+    tensor."""
     if isinstance(sharded, ShardedTensor):
         yield sharded
     else:

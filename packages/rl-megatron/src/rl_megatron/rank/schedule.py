@@ -21,12 +21,12 @@ class Around:
     """Contexts around a schedule and around each of its forward passes; this base class does nothing."""
 
     def schedule(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool) -> AbstractContextManager[None]:
-        """Entered once per call; exited even if the call fails."""
+        """Returns the context of one run of a schedule; it is exited even if the run fails."""
         return nullcontext()
 
     def forward(self, chunk: Any, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Entered for each micro-batch on each of this rank's model chunks; recomputation happens later, outside of
-        it."""
+        """Returns the context of one micro-batch's forward pass through one of this rank's model chunks. Recomputation
+        in backward happens outside this context."""
         return nullcontext()
 
 
@@ -44,10 +44,11 @@ def run_schedule(
     forward_only: bool,
     around: Around,
 ) -> list[T]:
-    """Runs all micro-batches; returns the reports of `finish`, in order, on the last stage, and an empty list
-    elsewhere.
+    """Runs all micro-batches. On the last stage, returns the reports of `finish` in the order of the micro-batches; on
+    other stages, an empty list.
 
-    Gradients are added to the chunks' main gradients. They are summed over ranks later, because calls accumulate.
+    Unless `forward_only`, gradients are added to the chunks' main gradients. They are summed over ranks only in the
+    optimizer step, because several calls may accumulate gradients.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -59,7 +60,7 @@ def run_schedule(
                 None,
                 packed_seq_params=micro_batch.segments,
             )
-        # With recomputation a chunk may return a transposed view, which cannot be sent to the next stage.
+        # With recomputation, a chunk may return a transposed view, which cannot be sent to the next stage.
         return output.contiguous(), partial(_finished, finish, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]
@@ -71,7 +72,7 @@ def run_schedule(
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro_batches),
-            # Both are sizes before context ranks split the sequences; ignored if stages send each other shapes.
+            # Sizes before context ranks split the sequences. Megatron ignores both with `variable_seq_lengths`.
             seq_length=first.shape[1] * config.context_parallel_size,
             micro_batch_size=first.shape[0],
             forward_only=forward_only,
@@ -80,5 +81,5 @@ def run_schedule(
 
 def _finished(finish: Finish[T], micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, T]:
     loss, report = finish(micro_batch, output)
-    # The second value is the token count that Megatron would divide by; here nothing is divided.
+    # The second value is the number of tokens that Megatron adds up for a later division; no such division is made.
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), report

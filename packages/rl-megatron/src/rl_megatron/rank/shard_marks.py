@@ -1,5 +1,5 @@
-"""Which parameters are shards of a tensor-parallel group. The gradient norm counts all other parameters only once, not
-once per rank."""
+"""Marks which parameters are shards of a tensor-parallel group. The gradient norm must count every other parameter only
+once, not once per rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mark_shards(chunks: Sequence[Any], expert_tensor_size: int) -> None:
 
     Args:
         chunks: the model's parts on this rank, before they are wrapped for training.
-        expert_tensor_size: ranks that one expert is split over.
+        expert_tensor_size: number of ranks over which one expert is split.
     """
     for chunk in chunks:
         layers: list[Any] = [module for module in chunk.modules() if isinstance(module, MoELayer)]

@@ -1,4 +1,4 @@
-"""Starts a rank and gives it its place in the mesh: platform, fixes, process groups, seeds."""
+"""Starts a rank: applies fixes, joins the process groups, sets the seed, and determines its place in the mesh."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _is_prepared = False
 
 
 def prepare_process() -> torch.device:
-    """Makes Megatron and Bridge run on this machine, once; returns the device. Must run in the thread that computes."""
+    """Applies the fixes to Megatron and Bridge and, without a GPU, makes them run on the CPU; returns the device.
+
+    Only the first call in a process changes anything. It must run in the thread that computes.
+    """
     global _is_prepared
     has_gpu = torch.cuda.is_available()
     if not _is_prepared:
@@ -52,9 +55,9 @@ def join(info: RankInfo, mesh: Mesh, seed: int) -> Place:
     """Waits for all ranks and makes Megatron's process groups.
 
     Args:
-        info: where the ranks meet.
-        mesh: how the ranks are arranged.
-        seed: random seed, for initial values that come from no checkpoint (adapters); dropout is refused.
+        info: this rank's number and the address where the ranks meet.
+        mesh: how the ranks are arranged in groups.
+        seed: random seed of the initial values that no checkpoint contains (those of adapters).
     """
     device = own_device(info)
     prepare_process()

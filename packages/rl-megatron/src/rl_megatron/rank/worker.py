@@ -1,4 +1,4 @@
-"""One rank that scores and trains a Megatron model."""
+"""Scores and trains a Megatron model on one rank."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from rl_megatron.routes.routing import Routing
 
 
 class MegatronWorker:
-    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader` and `Inspectable` of
+    """Implements `Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader` and `Inspectable` of
     `rl_core.interfaces`.
 
     A process can have only one Megatron model, because Megatron keeps one mesh per process.
@@ -77,10 +77,10 @@ class MegatronWorker:
     def __init__(self, spec: WorkerSpec, rank: RankInfo, *, prove: Callable[[], None] | None = None):
         """
         Args:
-            spec: the spec of the model.
-            rank: this rank.
-            prove: raises ConfigError unless Megatron is proved to compute the model as transformers does; run by rank
-                0. None: no proof is needed.
+            spec: which model to load and how to train it.
+            rank: number and address of this rank.
+            prove: called on rank 0 before the model is built; raises ConfigError unless Megatron is proved to compute
+                the model as transformers does. None: no proof is needed.
         """
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
@@ -113,8 +113,11 @@ class MegatronWorker:
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Log-probs and entropies of all tokens, or a critic's values, without gradient; only the scores in `returns`
-        if it is not None. Includes the routes of the pass if it records them."""
+        """Computes log-probs and entropies of all tokens, or a critic's values, without gradients.
+
+        `returns` names the scores to compute; None: all. A pass that records routes returns them too. Ranks that return
+        no results to the controller return an empty dict.
+        """
         wanted = self._score_names if returns is None else returns
         require_scores(wanted, self._score_names, self.spec.role)
 
@@ -132,7 +135,11 @@ class MegatronWorker:
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
+        """Adds the gradient of `loss` to the accumulated gradients; returns metrics and the scores named in `returns`.
+
+        Only tokens in the loss mask are scored, because no loss reads the others; their scores are 0. All pipeline
+        stages but the last return an empty dict.
+        """
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         self.routing.require(batch)
         objective = objective_from_spec(loss)
@@ -156,8 +163,8 @@ class MegatronWorker:
         return {**totals, **auxiliary, **self._on_stream(batch, plan, returns, [scores for _, scores in parts])}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Scales, clips, steps, advances the schedule and clears the gradients; only clears them if the norm is not
-        finite."""
+        """Scales and clips the gradients, takes an optimizer step, advances the learning-rate schedule and clears the
+        gradients. If the gradient norm is not finite, this method only clears the gradients."""
         optimizer = require_optimizer(self.optimizer, self.spec, "optim_step")
         if not self._has_gradients:
             raise WorkerError(f"{self.spec.role}: optim_step without a gradient; call forward_backward first")
@@ -170,24 +177,24 @@ class MegatronWorker:
         return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Accumulated gradients, summed over all ranks, under Hugging Face names, float32 on the CPU."""
+        """Returns the accumulated gradients, summed over all ranks, in float32 on the CPU, under Hugging Face names."""
         optimizer = require_optimizer(self.optimizer, self.spec, "gradients")
-        of_gradients = WeightExport(self.bridge, self.chunks)  # not `self.export`: another dtype, rarely used
+        of_gradients = WeightExport(self.bridge, self.chunks)  # `self.export` caches the weights' dtype
         with optimizer.whole_gradients(), gradients_as_weights(self.chunks):
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._exported(of_gradients)}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yields the weights in the compute dtype, gathered one by one and packed lazily; only rank 0 gets all of
-        them."""
+        """Yields buckets of whole weights in the compute dtype on rank 0, and nothing on other ranks. Each weight is
+        gathered only when its bucket is filled, so all ranks must drain the iterator together."""
         return pack_on_first(self._exported(self.export), max_bucket_bytes, is_first=self.place.rank == 0)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Like `export_weights`, for only the adapter."""
+        """Like `export_weights`, but yields only the adapter, under peft's names."""
         tensors = self.export.adapters()
         return pack_on_first(tensors, max_bucket_bytes, is_first=self.place.rank == 0)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights`, or `export_adapter` if so configured."""
+        """Sends the buckets of `export_weights`, or of `export_adapter` if the spec says to send adapters alone."""
         return publish(self, sender, version, max_bucket_bytes)
 
     def route_layers(self) -> tuple[int, ...]:
@@ -195,18 +202,18 @@ class MegatronWorker:
         return self.routing.layers
 
     def perturb(self, seed: int, scale: float) -> None:
-        """Adds noise to every trained parameter until `restore`; the noise is the same on any mesh."""
+        """Adds noise to every trained parameter; `restore` removes it. The noise is the same on any mesh."""
         self.restore()
         self._perturbation = Perturbation.perturb(list(trained_pieces(self.chunks)), seed=seed, scale=scale)
 
     def restore(self) -> None:
-        """Removes the noise."""
+        """Removes the noise that `perturb` added, if any."""
         if self._perturbation is not None:
             self._perturbation.restore(trained_pieces(self.chunks))
             self._perturbation = None
 
     def save_state(self, directory: Path) -> None:
-        """Writes weights and, for a trained model, optimizer and schedule."""
+        """Writes the weights, the number of optimizer steps done and, for a trained model, the optimizer's state."""
         write_state(directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
     def start_saving(self, directory: Path) -> None:
@@ -219,20 +226,21 @@ class MegatronWorker:
         return self._background is None or self._background.is_done()
 
     def load_state(self, directory: Path) -> None:
-        """Reads what `save_state` wrote, on any mesh; completeness is checked before anything changes."""
+        """Loads what `save_state` wrote on this or any other mesh. The files are checked for completeness before
+        anything changes."""
         steps_done = read_state(directory, self.chunks, self.optimizer)
         if self.optimizer is not None:
             self.steps_done = steps_done
             self._has_gradients = False
 
     def save_model(self, directory: Path) -> None:
-        """Writes model and tokenizer; weights are in the compute dtype, which the written configuration names.
+        """Writes the model and its tokenizer. Weights are in the compute dtype, which is also the dtype in config.json.
 
-        Adapters are merged, and also written separately to the folder `adapter`; a critic's head is written to a
+        Adapters are merged into the weights, and also written to the folder `adapter`; a critic's head is written to a
         separate file.
         """
         path, is_first = require_model_path(self.spec), self.place.rank == 0
-        # All ranks gather the head and the adapters before rank 0 writes, which may fail on rank 0 alone.
+        # All ranks gather the head and the adapters before rank 0 writes, because writing may fail on rank 0 alone.
         head = dict(head_tensors(self.chunks)) if self.spec.role == "critic" else {}
         adapters = dict(self.export.adapters()) if self.spec.model.lora.rank > 0 else {}
         with writing_model(directory):
@@ -251,8 +259,8 @@ class MegatronWorker:
                 write_adapter(adapters, self.spec, directory / ADAPTER_FOLDER)
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
-        """Moves parameters, gradients and optimizer state to CPU memory and frees the device's; does nothing without an
-        accelerator, because they are in CPU memory anyway."""
+        """Moves parameters, gradients and optimizer state to CPU memory and frees their memory on the accelerator.
+        Without an accelerator this does nothing, because they are in CPU memory anyway."""
         if self.place.device.type == "cpu":
             return
         self.give_back(parameters=parameters, optimizer=optimizer)
@@ -260,8 +268,8 @@ class MegatronWorker:
             torch.cuda.empty_cache()
 
     def give_back(self, *, parameters: bool, optimizer: bool) -> None:
-        """Does the work of `offload`, on any device. The optimizer's float32 parameters may be views of the model's
-        own, and are then offloaded with those."""
+        """Copies the tensors to CPU memory and frees their storage, on any device. If the optimizer's float32
+        parameters are views of the model's parameters, they are offloaded with the model's parameters."""
         models_own = {tensor.untyped_storage().data_ptr() for tensor in self._parameter_memory()}
         if parameters and not self._parameters_out.is_out:
             self._parameters_out.take_out(self._parameter_memory(), self._unused_gradient_memory())
@@ -277,7 +285,7 @@ class MegatronWorker:
             self._optimizer_out.bring_back()
 
     def close(self) -> None:
-        """Drops model and optimizer, and leaves the process groups."""
+        """Drops the model and the optimizer, and leaves the process groups unless a background save still uses them."""
         if self.chunks:
             self.chunks, self.optimizer, self.scorer = [], None, None
             del self.export
@@ -309,7 +317,8 @@ class MegatronWorker:
     def _on_stream(
         self, batch: Batch, plan: Plan, names: Sequence[str], parts: Sequence[Sequence[Tensor]]
     ) -> dict[str, Tensor]:
-        """Scores of the whole stream, assembled from each micro-batch's; a micro-batch without sequences has none."""
+        """Assembles the scores of the whole batch from those of its micro-batches. A micro-batch without sequences has
+        no scores."""
         scores = {name: torch.zeros(batch.num_tokens) for name in names}
         for sequences, part in zip(plan, parts, strict=True):
             if len(sequences):
@@ -334,7 +343,7 @@ class MegatronWorker:
         *,
         with_entropy: bool,
     ) -> dict[str, Tensor]:
-        """Scores of the micro-batch's stream, on every context rank."""
+        """Returns the scores of all tokens of the micro-batch, on every context rank; tokens outside the mask get 0."""
         assert self.scorer is not None
         place_S = micro_batch.scored_places(mask_T)
         index_S = micro_batch.target_index_P[place_S].to(self.place.device)

@@ -1,1 +1,1 @@
-"""Router replay: which batches carry routes, how routes are laid out over the mesh, and routers that follow them."""
+"""Router replay: decides which batches carry routes, lays routes out over the mesh, and makes routers follow them."""

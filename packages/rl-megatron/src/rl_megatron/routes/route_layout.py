@@ -1,4 +1,4 @@
-"""Which tokens a rank's routers see, in which order, and which experts padding gets. Pure index functions, no torch."""
+"""Computes which tokens a rank's routers see and in which order, and chooses experts for padding. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_core.layout.slices import even_slice
 
 
 def router_order(index_BS: IntArray, rank: int, size: int) -> IntArray:
-    """Reorders the input of a context rank's model to the order in which one tensor rank's routers see it.
+    """Returns the tokens of a context rank that the routers of one tensor rank see, in the routers' order.
 
     Megatron interleaves rows (the first tokens of all rows, then all second tokens, …), and tensor ranks take
     contiguous parts of the result (sequence parallelism).
@@ -29,7 +29,7 @@ def router_order(index_BS: IntArray, rank: int, size: int) -> IntArray:
 def deal_padding(
     num_padding: int, *, first: int, num_experts: int, expert_ranks: int, experts_per_token: int
 ) -> IntArray:
-    """Experts for padding tokens: round-robin over expert ranks, then over each one's experts.
+    """Chooses experts for padding tokens: round-robin over the expert ranks and, on each rank, over its experts.
 
     The router would send all padding to the same experts. With round-robin, the experts' numbers of padding tokens
     differ by at most one.
@@ -37,12 +37,12 @@ def deal_padding(
     Args:
         num_padding: P, number of padding tokens that one rank's routers see.
         first: index at which the round-robin starts; different on each rank.
-        num_experts: experts of a layer.
-        expert_ranks: ranks that split the experts, consecutive experts on each.
-        experts_per_token: K.
+        num_experts: number of experts of a layer.
+        expert_ranks: number of ranks that split the experts; each has consecutive experts.
+        experts_per_token: K, number of experts that compute each token.
 
     Returns:
-        int64 [P, K], K different experts each.
+        int64 [P, K]: K different experts for each padding token.
 
     Raises:
         ConfigError: a token cannot have K different experts.

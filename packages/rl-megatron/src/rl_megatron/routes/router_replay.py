@@ -40,7 +40,7 @@ class TokenRoutes:
     """Routes of the S tokens that a rank's routers see in one micro-batch, in the order in which they see them."""
 
     padding_S: Tensor
-    """bool"""
+    """bool; whether the token is padding."""
     padding_experts_SK: Tensor | None
     """int64; read only for padding tokens. None: there is no padding."""
     known_S: Tensor | None = None
@@ -50,7 +50,7 @@ class TokenRoutes:
 
 
 class RouterChoices(RouterReplay):
-    """The choices of one router."""
+    """Chooses the experts for one router, and keeps the choices for recomputation and for recording."""
 
     # Does not call the base class, which would add this object to a list of all routers of the process.
     def __init__(self, layer: int, *, summed_per_group: int):  # pyright: ignore[reportMissingSuperCall]
@@ -116,11 +116,11 @@ class RouterChoices(RouterReplay):
 
 
 class RoutedChunks(Around):
-    """The routers of one model's chunks on this rank; other models of the process are not touched.
+    """Controls the choices of all routers of one model on this rank.
 
-    Tokens with a known route follow it, other tokens take the router's own choice, and padding is spread evenly over
-    the experts. Padding is excluded from the routers' statistics (expert bias, auxiliary losses). Recorded choices are
-    kept until the next schedule, all other state only during one schedule.
+    A token with a known route follows the route, other tokens take the router's own choice, and padding is spread
+    evenly over the experts. Padding is excluded from the routers' statistics (expert bias, auxiliary losses). Recorded
+    choices are kept until the next schedule, all other state only during one schedule.
     """
 
     def __init__(self, chunks: Sequence[Any], place: Place, *, summed_per_group: int):
@@ -145,12 +145,12 @@ class RoutedChunks(Around):
         self.layers = [choices.layer for choices in self._all]
         """Indices in the whole model of the layers whose routers are on this rank, ascending."""
         self.records = False
-        """Whether the next schedules record their choices."""
+        """Whether the schedules that start from now on record their choices."""
         self._recorded: list[MicroBatch] = []
 
     @contextmanager
     def schedule(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool) -> Iterator[None]:
-        """Around one run of Megatron's schedule."""
+        """Context of one run of Megatron's schedule."""
         self._recorded = list(micro_batches) if self.records else []
         for choices in self._all:
             choices.recorded.clear()
@@ -166,8 +166,8 @@ class RoutedChunks(Around):
 
     @contextmanager
     def forward(self, chunk: Any, micro_batch: MicroBatch) -> Iterator[None]:
-        """Around a micro-batch's forward pass through a chunk. Outside of it, a router call is a recomputation of the
-        oldest micro-batch that is kept."""
+        """Context of a micro-batch's forward pass through a chunk. A router that is called in a schedule but outside
+        this context recomputes the oldest micro-batch that it keeps."""
         routes = self._token_routes(micro_batch)
         for choices in self._by_chunk[id(chunk)]:
             choices.current = routes
@@ -178,14 +178,14 @@ class RoutedChunks(Around):
                 choices.current = None
 
     def recorded(self, num_layers: int) -> list[Tensor]:
-        """The choices of the last schedule, for each micro-batch's stream. Collective over the ranks of a model
-        replica.
+        """Returns the experts that routers chose in the last schedule, for each micro-batch. All ranks of a model
+        replica must call this method.
 
         Args:
             num_layers: L, number of transformer layers of the whole model.
 
         Returns:
-            int16 [T, L, K] each, on the CPU, on every rank; 0 in layers without experts.
+            For each micro-batch, int16 [T, L, K] on the CPU, the same on every rank; 0 in layers without experts.
         """
         parts = [self._recorded_here(number, part, num_layers) for number, part in enumerate(self._recorded)]
         merged = torch.cat(parts).to(self._device)
@@ -194,7 +194,7 @@ class RoutedChunks(Around):
         return list(merged.clamp(min=0).to("cpu", torch.int16).split([len(part) for part in parts]))
 
     def _recorded_here(self, number: int, micro_batch: MicroBatch, num_layers: int) -> Tensor:
-        """int32 [T, L, K]; -1 if the token or the layer belongs to another rank."""
+        """Returns this rank's recorded choices, int32 [T, L, K]; -1 for tokens and layers of other ranks."""
         routes_TLK = torch.full((micro_batch.num_tokens, num_layers, self._experts_per_token), -1, dtype=torch.int32)
         index_S = torch.from_numpy(self._index(micro_batch))
         is_real_S = index_S >= 0
@@ -239,7 +239,7 @@ class RoutedChunks(Around):
 
 
 def _replica_groups() -> list[Any]:
-    """Groups whose ranks together hold a batch's tokens (tensor, context) and layers (pipeline)."""
+    """Returns the groups over which a model replica splits tokens (tensor, context) and layers (pipeline)."""
     return [
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_context_parallel_group(),
@@ -254,7 +254,8 @@ def _routers(chunk: nn.Module) -> list[TopKRouter]:
 def best_experts(
     scores_SE: Tensor, count: int, *, num_groups: int | None, best_groups: int | None, summed_per_group: int
 ) -> Tensor:
-    """The experts [S, K] with the highest scores; if there are groups, only those of the best groups.
+    """Returns the K experts with the highest scores for each token, [S, K]; if there are groups of experts, only
+    experts of the best groups.
 
     A group's score is its best expert's score in DeepSeek-V2 (arXiv 2405.04434), and the sum of its best two experts'
     scores in DeepSeek-V3 (arXiv 2412.19437).

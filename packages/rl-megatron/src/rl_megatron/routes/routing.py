@@ -1,4 +1,4 @@
-"""Which batches of a model carry routes, and which passes follow or record them."""
+"""Decides which passes of a model follow routes that come with the batch, and which passes record routes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from rl_megatron.routes.router_replay import RoutedChunks
 
 
 class Routing:
-    """The routes of one model: given with the batch, or recorded in its scoring pass and returned."""
+    """Handles the routes of one model: they come with the batch, or its scoring pass records and returns them."""
 
     def __init__(self, chunks: Sequence[Any], place: Place, spec: WorkerSpec, hf_config: Mapping[str, Any]):
         """
         Args:
             chunks: the model's chunks on this rank, as passed to the schedule.
             place: this rank's place in the mesh.
-            spec: says whether routes are followed, and whether these are the rollout's or a scoring pass's.
-            hf_config: the model's configuration.
+            spec: its options say whether routes are followed, and whether the rollout or a scoring pass records them.
+            hf_config: the fields of the model's config.json.
         """
         where = f"{SECTIONS[spec.role]}.megatron_config"
         shape = model_shape(hf_config, f"{SECTIONS[spec.role]}.model.path")
@@ -51,7 +51,7 @@ class Routing:
 
     @property
     def around(self) -> Around:
-        """The contexts in which the schedule runs."""
+        """The contexts for `run_schedule`."""
         return self._chunks or Around()
 
     @property
@@ -60,13 +60,14 @@ class Routing:
         return () if self._chunks is None else tuple(self._chunks.layers)
 
     def require(self, batch: Batch) -> None:
-        """Raises ConfigError or ShapeError unless the batch has the routes that are to be followed, and no others."""
+        """Raises ConfigError if the batch lacks routes and router replay is on, or has routes and replay is off. Raises
+        ShapeError if the routes do not fit the model."""
         require_routes(batch, self._shape, key=self._key)
 
     @contextmanager
     def scoring(self, batch: Batch) -> Iterator[None]:
-        """Around a scoring pass. If training follows the routes of scoring passes, and the batch has no routes, this
-        pass records its own."""
+        """Context of a scoring pass. If training follows the routes of scoring passes and the batch has no routes, the
+        pass records its own routes; otherwise `require` checks the batch."""
         records = self._records_scoring and "routed_experts" not in batch
         if not records:
             self.require(batch)
@@ -80,8 +81,8 @@ class Routing:
             self._chunks.records = False
 
     def taken(self, batch: Batch, plan: Plan) -> dict[str, Tensor]:
-        """`routed_experts` and `routed` of a scoring pass that recorded them, else an empty dict. Collective over the
-        ranks of a model replica."""
+        """Returns `routed_experts` and `routed` if the pass in the current `scoring` context records routes, else an
+        empty dict. All ranks of a model replica must call this method."""
         if self._chunks is None or self._shape is None or not self._chunks.records:
             return {}
         parts = self._chunks.recorded(self._shape.num_layers)
