@@ -1,6 +1,7 @@
 """Errors that a user can fix. Each message says where the mistake is, what the code got and expected, and what to do.
 
-Each concrete error is also the matching stdlib type, so that callers who do not know this package can catch it.
+Each concrete error also derives from the matching built-in exception, so that callers who do not know this package can
+catch it.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class Mistakes:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Records a mistake raised inside the block, and continues after it."""
+        """Context that records a ConfigError, PluginError or DataError raised in its block, instead of letting the
+        error propagate."""
         try:
             yield
         except (ConfigError, PluginError, DataError) as error:

@@ -31,7 +31,8 @@ _HELD = ".held"
 _YOUNG_S = 60.0
 """A folder older than this many seconds that still has no lock counts as abandoned."""
 _LOCK_S = 5.0
-"""Seconds to wait for the parent's lock. All creators of folders share it; a process that reclaims holds it briefly."""
+"""Seconds to wait for the parent's lock. Processes that create folders hold this lock together (shared); a process that
+removes abandoned folders holds it alone, but only briefly."""
 _held: dict[str, int] = {}
 """Folder of this process → file descriptor of its lock. A forked child closes its copies of the descriptors."""
 
@@ -67,7 +68,7 @@ def remove_folder(folder: str) -> None:
 
 @contextlib.contextmanager
 def held_folder(run: str, kind: Literal["weights", "proof"]) -> Iterator[Path]:
-    """A folder in the temporary directory, for the duration of a block."""
+    """Context that creates a folder in the temporary directory, and removes it at the end of the block."""
     folder = make_folder(None, run, kind)
     try:
         yield Path(folder)
@@ -100,7 +101,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _is_unmade(folder: Path) -> bool:
-    """Whether the creation of this folder was abandoned. The folder has no lock yet."""
+    """Whether the process that was creating this folder ended before it locked the folder."""
     if time.time() - folder.stat().st_mtime > _YOUNG_S:
         return True
     with _locked(folder.parent, fcntl.LOCK_EX, timeout_s=0.0) as nobody_makes_any:

@@ -60,14 +60,14 @@ _FITTED: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 @attrs.frozen(kw_only=True)
 class Plugin:
-    """An installed entry point, not imported."""
+    """An installed entry point. Its object has not been imported."""
 
     group: str
     name: str
     value: str
     """`package.module:object`"""
     distribution: str
-    """The package that installed it, with its version."""
+    """Name and version of the package that declares the entry point; `?` if unknown."""
 
 
 @cache
@@ -76,7 +76,7 @@ def _installed(group: str) -> dict[str, EntryPoint]:
 
 
 def installed(group: str) -> list[Plugin]:
-    """The plug-ins of a group by name, without importing any."""
+    """The installed plug-ins of a group, sorted by name. Imports none of them."""
     return [
         Plugin(
             group=group,
@@ -89,7 +89,7 @@ def installed(group: str) -> list[Plugin]:
 
 
 def load(group: str, name: str, *, key: str | None = None) -> Any:
-    """The object of an entry point or of `package.module:object`, adapted to the current contract.
+    """Imports a plug-in, checks it and, if it was written for an earlier version of the contract, adapts it.
 
     Args:
         group: one of `GROUPS`.
@@ -261,7 +261,7 @@ def load_function(
     group: str, name: str, params: Mapping[str, Any], *, key: str | None = None, remedy: str = ""
 ) -> Callable[..., Any]:
     """A function plug-in that accepts the keyword arguments `params`. Raises ConfigError for an unknown or missing
-    parameter, and what `load` raises. `require_settings` explains `remedy`."""
+    parameter, and the errors of `load`. `remedy` is passed to `require_settings`."""
     function = load(group, name, key=key)
     where = f"{key}: " if key else ""
     require_settings(function, params, repr(name), where=where, remedy=remedy)
@@ -269,8 +269,8 @@ def load_function(
 
 
 def import_object(path: str, where: str = "") -> Any:
-    """The object at `package.module:object`. If it does not exist, raises PluginError with a message that begins with
-    `where`."""
+    """Imports the object at `package.module:object`. If the import fails or the object does not exist, raises
+    PluginError with a message that begins with `where`."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
