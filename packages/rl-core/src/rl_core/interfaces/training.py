@@ -1,5 +1,5 @@
-"""Training: records that describe a model and its update, one rank of a model (`Worker`), and the `Backend`, which
-creates ranks."""
+"""Contracts of training: records that describe a model and its update, one rank of a model (`Worker`), and the
+`Backend`, which creates ranks."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ class LossSpec:
     """Sets `loss[t]` to 0 for tokens with negative advantage in sequences whose log-probs have dropped by more than
     this many nats per token since they were sampled. None: off."""
     old_is_current: bool = False
-    """The batch has no column `old_logprobs`. Use the log-probs of this pass, detached, instead; the weights are still
-    those of the start of the update. Since version 3."""
+    """The weights are still those of the start of the update, so the batch has no column `old_logprobs`: the loss uses
+    the detached log-probs of this pass instead. Since contract version 3."""
     measures_entropy: bool = True
     """Report the metric `entropy`. False: compute entropies only if the loss reads them."""
 
@@ -197,7 +197,8 @@ class OptimizerStep:
 
 @attrs.frozen(kw_only=True)
 class OptimizerUpdate:
-    """Settings of one optimizer step that differ from the worker's `OptimizerConfig`. None: no difference.
+    """Settings of one optimizer step that differ from the worker's `OptimizerConfig`. A field that is None does not
+    differ.
 
     Raises:
         ConfigError: a value is out of range.
@@ -243,8 +244,8 @@ class Worker(Protocol):
             batch: the rank's part of the batch.
             plan: the rank's micro-batches.
             temperature: divides the logits.
-            returns: names of the scores to compute; None: all. Callers that want all omit the argument. Since version
-                3.
+            returns: names of the scores to compute; None: all. Callers that want all omit the argument. Since contract
+                version 3.
 
         Raises:
             ConfigError: `returns` names a score that this model does not have.
@@ -293,12 +294,12 @@ class Worker(Protocol):
         ...
 
     def save_state(self, directory: Path) -> None:
-        """Writes weights, optimizer and schedule. The files are complete when it returns."""
+        """Writes the state of weights, optimizer and schedule. The files are complete when the method returns."""
         ...
 
     def load_state(self, directory: Path) -> None:
         """Restores exactly what `save_state` wrote, even with a different world size. Drops gradients accumulated since
-        the last step. Raises CheckpointError."""
+        the last step. Raises CheckpointError if the state is incomplete or does not fit the model."""
         ...
 
     def save_model(self, directory: Path) -> None:
@@ -428,7 +429,7 @@ class Planner(Protocol):
 
 @attrs.frozen(kw_only=True)
 class RehearsedPhase:
-    """Peak memory of one rank's device in a phase, measured by running its code on tensors without data."""
+    """Peak memory of one rank's device in a phase, measured by running the phase's code on tensors without data."""
 
     phase: Literal["train", "step", "score"]
     parts: Mapping[str, int]
@@ -445,7 +446,7 @@ class Rehearser(Protocol):
     def rehearse(
         self, spec: WorkerSpec, world_size: int, *, batch: Batch, plan: Plan, loss: LossSpec | None
     ) -> tuple[RehearsedPhase, ...]:
-        """Runs the first rank's step. The phases are `train` and `step`; without a loss, `score` alone.
+        """Runs the first rank's step, and returns its phases: `train` and `step` with a loss, only `score` without one.
 
         Args:
             spec: the model; of its files, only `config.json` is read.
@@ -481,7 +482,8 @@ class Backend(Protocol):
         ...
 
     def mesh(self, options: Any, world_size: int) -> Mesh:
-        """The mesh of `world_size` ranks. Raises ConfigError, whose message names the nearest mesh that fits."""
+        """Returns the mesh of `world_size` ranks. Raises ConfigError if the options do not fit this number of ranks;
+        the message names the nearest mesh that does."""
         ...
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
@@ -499,7 +501,7 @@ class Backend(Protocol):
         ...
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        """Called once, in the rank's process and thread."""
+        """Creates the worker of a rank. Called once, in the rank's process and thread."""
         ...
 
 
@@ -522,8 +524,8 @@ class ModelProving(Protocol):
         ...
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """Creates a single rank that computes as ranks with these options do and is `Inspectable`. Called in a separate
-        process.
+        """Creates a single rank that is `Inspectable` and computes in the same way as ranks with these options. Called
+        in a separate process.
 
         Args:
             spec: a small model in float32 with the run's options, including mesh sizes.

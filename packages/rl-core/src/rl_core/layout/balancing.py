@@ -132,7 +132,8 @@ class _Forest:
 def _join(
     sums_a: FloatArray, sets_a: IntArray, sums_b: FloatArray, sets_b: IntArray, num_parts: int, forest: _Forest
 ) -> tuple[FloatArray, IntArray]:
-    """Joins two partial partitions (sums descending, without empty parts), largest sum with smallest."""
+    """Joins two partial partitions so that large sums are paired with small ones. Sums are in descending order, and
+    empty parts are left out."""
     overlap = max(0, len(sums_a) + len(sums_b) - num_parts)
     keep_a, keep_b = len(sums_a) - overlap, len(sums_b) - overlap
     sums = np.concatenate([sums_a[:keep_a], sums_b[:keep_b], sums_a[keep_a:] + sums_b[keep_b:][::-1]])

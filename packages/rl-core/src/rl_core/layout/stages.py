@@ -38,8 +38,8 @@ def pipeline_chunks(
         virtual_pipeline: chunks per stage.
         num_first: number of layers on the first stage, in all its chunks; None: as many as on the middle stages.
         num_last: the same for the last stage.
-        count_embedding: the embedding counts as a layer of the first chunk.
-        count_loss: output layer and loss together count as a layer of the last chunk.
+        count_embedding: whether the embedding counts as a layer of the first chunk.
+        count_loss: whether output layer and loss together count as a layer of the last chunk.
 
     Raises:
         ConfigError: the layers cannot be split this way. If another number for the first or last stage would work, the
@@ -121,5 +121,6 @@ def moe_layers(num_layers: int, *, num_dense_first: int = 0, frequency: int = 1)
 
 
 def layers_in(chunk: LayerRange, layers: IntArray) -> IntArray:
-    """Those of `layers` that are in `chunk`. In router replay: `routed_experts[index][:, layers_in(chunk, layers)]`."""
+    """The elements of `layers` that are in `chunk`. Router replay selects a stage's routes with them:
+    `routed_experts[index][:, layers_in(chunk, layers)]`."""
     return layers[(layers >= chunk.start) & (layers < chunk.start + chunk.num_layers)]
