@@ -46,11 +46,11 @@ _VARIANCE_EPSILON = 1e-8
 
 
 class TokenAdvantages(NamedTuple):
-    """Result of a token-level estimator; 0 at tokens that were not sampled."""
+    """Result of a token-level estimator. Both tensors are 0 at tokens that were not sampled."""
 
     advantages_T: Tensor
     returns_T: Tensor
-    """The critic's target. Not used in a run without a critic."""
+    """The values that the critic learns to predict. Not used in a run without a critic."""
 
 
 def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool = True) -> Tensor:
@@ -64,7 +64,7 @@ def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
         group_N: int64, equal for samples of one prompt.
-        grpo_norm_by_std: divide by the standard deviation.
+        grpo_norm_by_std: whether to divide by the standard deviation.
 
     Returns:
         Advantages [N]; 0 for a group of one and for a group of equal scores.
@@ -111,7 +111,7 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
         group_N: int64, equal for samples of one prompt.
-        lengths_N: int64, sampled tokens of each trajectory.
+        lengths_N: int64, number of sampled tokens of each trajectory.
 
     Returns:
         Advantages [N]; 0 for a group of one, which is also excluded from m and v.
@@ -198,7 +198,7 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
         group_N: int64, equal for samples of one prompt.
-        lengths_N: int64, sampled tokens of each trajectory.
+        lengths_N: int64, number of sampled tokens of each trajectory.
 
     Returns:
         Advantages [N]; 0 for a group of one and for a group without any sampled token.
@@ -334,7 +334,7 @@ def gae_advantages(
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
         gamma: discount per sampled token, in [0, 1].
         lambd: decay of later errors d, in [0, 1]; 1 gives the return minus the value, 0 the one-step error d_t.
-        whiten_advantages: standardise the advantages over the sampled tokens of the batch.
+        whiten_advantages: whether to standardise the advantages over the sampled tokens of the batch.
 
     Returns:
         TokenAdvantages [T] in the dtype of `rewards_T`, without gradient to the critic. The baseline is the critic, not

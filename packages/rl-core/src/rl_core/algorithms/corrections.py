@@ -84,7 +84,7 @@ def off_policy_correction(
     upper bound: step 2 with token ratios in step 3, and the product in step 4 with sequence ratios in step 3. Empty
     tensors are accepted, so that settings can be checked before a run.
 
-    Metrics, each a pair (sum, weight). The weight counts the tokens or sequences that each line names last:
+    Metrics, each a pair (sum, weight). The weight is the number of the tokens or sequences that are named last:
         off_policy/logprob_diff: |d|, over the trained tokens with a finite engine log-prob
         off_policy/ratio: exp(d) with d clamped to ±20, over the same tokens
         off_policy/missing_tokens: tokens that step 0 dropped, of the trained tokens

@@ -17,8 +17,8 @@ from rl_core.algorithms.token_loss import log_ratio, require_tokens
 from rl_core.errors import ConfigError, nearest
 
 KL_LIMIT = 10.0
-"""The estimate of a token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this value, in nats. Beyond it, only
-the `+` forms have a gradient, and `k3_unbiased` through its ratio."""
+"""The estimate of a token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this value, in nats. Beyond this
+limit, only the `+` forms and, through its ratio, `k3_unbiased` have a gradient."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased")
 UNBIASED = "k3_unbiased"

@@ -6,8 +6,8 @@ update, and A_t the advantage. Conventions of all losses in this package:
 - `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, and loss and gradient are 0.
 - Log-ratios (of a token, or in `sequence_losses` the mean over a sequence) are clamped to ±20
   (`token_loss.LOG_RATIO_LIMIT`) before `exp`. Beyond this limit they have no gradient.
-- Positional parameters are columns of the batch, bound by name (see `objective`). Keyword-only parameters are settings;
-  those that `trainer.algorithm` has too have the same name there.
+- Positional parameters are columns of the batch, bound by name (see `objective`). Keyword-only parameters are settings.
+  If `trainer.algorithm` has a key for a setting, the key has the same name.
 - A loss raises ShapeError if lengths or dtypes do not fit, and ConfigError if a setting is out of range.
 """
 
@@ -119,8 +119,8 @@ def cispo_loss(
 
     Args:
         logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
-        old_logprobs_T: read with the anchor 'old'.
-        rollout_logprobs_T: distribution from which the engine sampled; read with the anchor 'rollout'.
+        old_logprobs_T: policy at the start of the update; read only if `cispo_anchor` is 'old'.
+        rollout_logprobs_T: distribution from which the engine sampled; read only if `cispo_anchor` is 'rollout'.
         cispo_eps_clip_low: in [0, 1]; 1 leaves the ratio without a lower bound.
         cispo_eps_clip_high: >= 0.
         cispo_anchor: 'old' or 'rollout', the log-probs in the ratio's denominator.
@@ -280,7 +280,8 @@ def cross_entropy_loss(logprobs_T: Tensor, mask_T: Tensor) -> TokenLoss:
 def clipped_surrogate(
     log_ratio_T: Tensor, advantages_T: Tensor, eps_clip_low: float, eps_clip_high: float
 ) -> TokenLoss:
-    """PPO's clipped surrogate for log-ratios of tokens or sequences. Both tensors must be 0 outside the mask."""
+    """Computes PPO's clipped surrogate from log-ratios of tokens or sequences. Both tensors must be 0 outside the
+    mask."""
     require_between(0.0, 1.0, eps_clip_low=eps_clip_low)
     require_between(0.0, math.inf, eps_clip_high=eps_clip_high)
     ratio_T = log_ratio_T.exp()

@@ -36,7 +36,8 @@ def clip_cov_columns(
     clip_cov_ub: float = 5.0,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """`prepare` of `clip_cov_loss`: `x_cov_clipped`, the tokens whose gradient is removed.
+    """The `prepare` function of `clip_cov_loss`. Returns `x_cov_clipped`, which marks the tokens whose gradient is
+    removed.
 
     Draws max(1, floor(clip_ratio · trained tokens)) tokens without replacement from those whose covariance is strictly
     between clip_cov_lb and clip_cov_ub; takes all of these if there are fewer. The draw depends on the seed and on the
@@ -89,9 +90,9 @@ def clip_cov_loss(
 def kl_cov_columns(
     old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, kl_cov_frac: float = 0.2
 ) -> dict[str, Tensor]:
-    """`prepare` of `kl_cov_loss`: `x_cov_top`, the tokens with the largest covariance.
+    """The `prepare` function of `kl_cov_loss`. Returns `x_cov_top`, which marks the tokens with the largest covariance.
 
-    Their number is max(1, floor(kl_cov_frac · trained tokens)).
+    It marks max(1, floor(kl_cov_frac · trained tokens)) tokens.
     """
     require_between(0.0, 1.0, kl_cov_frac=kl_cov_frac)
     covariances_T = token_covariances(old_logprobs_T, advantages_T, mask_T)
@@ -150,7 +151,7 @@ def kl_cov_loss(
 def top_entropy_columns(
     old_entropies_T: Tensor, mask_T: Tensor, *, top_entropy_fraction: float = 0.2
 ) -> dict[str, Tensor]:
-    """`prepare` of `top_entropy_loss`: `x_top_entropy`, the result of `top_entropy_mask`."""
+    """The `prepare` function of `top_entropy_loss`. Returns `x_top_entropy`, the result of `top_entropy_mask`."""
     return {"x_top_entropy": top_entropy_mask(old_entropies_T, mask_T, top_entropy_fraction=top_entropy_fraction)}
 
 

@@ -219,7 +219,7 @@ def soft_overlong_penalty(lengths_N: Tensor, *, max_len: int, cache_len: int) ->
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 13.
 
     Args:
-        lengths_N: int64, sampled tokens of each trajectory.
+        lengths_N: int64, number of sampled tokens of each trajectory.
         max_len: length at which the penalty reaches −1, in tokens.
         cache_len: number of tokens before `max_len` over which the penalty grows, in [1, max_len].
 

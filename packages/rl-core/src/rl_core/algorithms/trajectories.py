@@ -29,12 +29,12 @@ from rl_core.trajectory_rows import why_incomplete
 def require_complete_trajectories(
     trajectory_N: Tensor, is_last_step_N: Tensor, step_index_N: Tensor | None = None
 ) -> None:
-    """Requires that every trajectory has all its steps.
+    """Raises ShapeError unless every trajectory has all its steps.
 
     Args:
         trajectory_N: int64, equal for the steps of one trajectory, in any order.
-        is_last_step_N: bool.
-        step_index_N: int64, position among the trajectory's steps, if known.
+        is_last_step_N: bool, whether the row is the last step of its trajectory.
+        step_index_N: int64, position of the row among its trajectory's steps; None: not known.
 
     Raises:
         ShapeError: lengths or dtypes do not fit; a trajectory has no last step, or several; its step indices are not

@@ -33,7 +33,7 @@ def turn_level_advantages(
             trajectory are consecutive.
         group_N: int64, one per trajectory, equal for samples of one prompt.
         gamma: discount per turn, in [0, 1].
-        grpo_norm_by_std: divide by the standard deviation.
+        grpo_norm_by_std: whether to divide by the standard deviation.
 
     Returns:
         TokenAdvantages [T] with G as returns. The advantage is 0 for a turn that only one sample of the prompt reached.

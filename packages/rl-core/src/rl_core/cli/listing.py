@@ -70,7 +70,7 @@ def _state(plugin: plugins.Plugin, group_of_commands: click.Group) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns."""
+    """Formats rows as lines with aligned columns."""
     cells = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -32,7 +32,7 @@ def show_plan(
     host_memory_gib: float | None = None,
     context: int | None = None,
 ) -> None:
-    """Plans every model of the run and its engine.
+    """Plans the memory of the run's models and its engine, and prints the plan.
 
     Args:
         gpu_memory_gib: memory of one device; a run that needs more is refused.

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def load(source: str, overrides: Sequence[str], tiny: bool) -> configuration.Loaded:
-    """The configuration that the command line describes."""
+    """Loads the configuration that the arguments of the command line describe."""
     if "=" in source:
         raise ConfigError(f"got {source!r} where a recipe is expected; write rl COMMAND RECIPE {source}")
     return configuration.load(source, overrides, tiny=tiny)
 
 
 def train(loaded: configuration.Loaded, started: float) -> int:
-    """Checks, prepares and trains. Returns the exit code."""
+    """Trains the run, or resumes it, and prints its summary. Returns the exit code."""
     from rl_core.trainer.run import run_training
 
     try:
