@@ -129,10 +129,9 @@ class Objective:
         """Returns the columns [T] to add to the mini-batch, or to replace in it, before it is split. Most losses have
         none.
 
-        There are three kinds: the `x_…` columns that the loss's own `prepare` function computes (from advantages
-            without
-        correction weights); `advantages` times the correction weights, if a correction scales the loss; and
-        `correction_weights` (1 without a correction), if the loss reads them.
+        There are three kinds of such columns. The `x_…` columns are computed by the loss's own `prepare` function, from
+        advantages without correction weights. `advantages` is replaced by the product with the correction weights if a
+        correction scales the loss. `correction_weights` is added if the loss reads it; it is 1 without a correction.
 
         Args:
             columns: the mini-batch's `required_columns`, and `correction_weights` if there is a correction.

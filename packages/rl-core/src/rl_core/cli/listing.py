@@ -17,7 +17,7 @@ from rl_core.interfaces import Recipe
 
 def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
     """Prints every key with value and source, and derived settings; with `as_yaml`, the configuration as YAML. Raises
-    the errors of the loss's and the estimator's settings."""
+    ConfigError or PluginError if the settings of the loss or of the estimator are invalid."""
     check_function_params(loaded.config)
     if as_yaml:
         click.echo(configuration.dump_yaml(loaded.config), nl=False)

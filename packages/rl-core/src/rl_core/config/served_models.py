@@ -1,7 +1,7 @@
-"""Models that environments ask on the run's own engines.
+"""Models besides the policy that environments query on the run's own engines, for example as a judge.
 
-In the options of an environment, `url: inference_engine` becomes a `ServedModel`. `model` says which one: `base` (the
-policy's model without its adapter), or the directory of another adapter.
+In the options of an environment, `url: inference_engine` is replaced by a `ServedModel`. The option `model` selects it:
+`base` (the policy's model without its adapter), or the directory of another adapter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLACE = "environment.options"
 
 
 def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
-    """By the place of the options that ask for it: the directory of an adapter, or None for the base model.
+    """Place of the options that ask for a model → the directory of the model's adapter; None for the base model.
 
     Args:
         options: `environment.options`; a section with an environment's name holds this environment's options.
@@ -45,7 +45,7 @@ def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
 
 
 def with_served_models(options: Mapping[str, Any], served: Mapping[str, ServedModel]) -> dict[str, Any]:
-    """The options with each served model as the `url` of its place in `asked_models`."""
+    """Returns the options with each served model as the `url` at the place that `asked_models` named."""
     given = {
         name: {**section, "url": served[place]} if (place := f"{_PLACE}.{name}") in served else section
         for name, section in options.items()
@@ -54,8 +54,8 @@ def with_served_models(options: Mapping[str, Any], served: Mapping[str, ServedMo
 
 
 def serving_plugin(config: Config) -> ModelServing:
-    """The engine plug-in, which serves models besides the policy. Raises ConfigError if it does not, PluginError if it
-    is not installed."""
+    """Returns the engine plug-in. Raises ConfigError if it cannot serve models besides the policy, PluginError if it is
+    not installed."""
     name = config.generator.inference_engine.backend
     plugin = plugins.load("rl_core.inference", name, key="generator.inference_engine.backend")
     if isinstance(plugin, ModelServing):
@@ -67,7 +67,7 @@ def serving_plugin(config: Config) -> ModelServing:
 
 
 def require_servable_models(config: Config) -> None:
-    """Raises ConfigError if the run's engine cannot serve a model that environments ask."""
+    """Raises ConfigError if the run's engine cannot serve a model that the environments' options ask for."""
     asked = asked_models(config.environment.options)
     if not asked:
         return

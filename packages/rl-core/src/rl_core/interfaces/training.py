@@ -48,7 +48,7 @@ class OptimizerConfig:
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moment."""
     eps: float = 1e-8
-    """Added to the square root of the second moment, by which a step is divided."""
+    """Added to the denominator of a step, which is the square root of the second moment."""
     weight_decay: float = 0.01
     """Decoupled weight decay. It also applies to biases and norms, as is usual in RL."""
     max_grad_norm: float = 1.0

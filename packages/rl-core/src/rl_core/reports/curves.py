@@ -34,7 +34,7 @@ class Series:
     points: Sequence[Point]
     """Points in ascending order of steps; not empty."""
     color: int
-    """Class `s<color>` of the page's style."""
+    """Number of the curve's colour: the curve has the class `s<color>` of the page's style."""
     is_sparse: bool = False
     """Whether the curve has values only at some steps. It is then drawn with a dot at each, unless there are very many
     steps."""
@@ -115,7 +115,8 @@ def stacked_chart(title: str, layers: Sequence[Series]) -> str:
 
 
 def linear_axis(values: Sequence[float]) -> Axis:
-    """An axis from a round number below the values to a round number above them; from 0 if 0 is near."""
+    """An axis from a round number below the values to a round number above them. It begins at 0 if the smallest value
+    is positive and less than half of the largest."""
     low, high = min(values), max(values)
     if low > 0 and low < 0.5 * high:
         low = 0.0
