@@ -38,7 +38,7 @@ def require_data_sets(path: str, *, key: str) -> None:
 
 
 def read_data_set(path: str, *, key: str) -> Iterator[dict[str, Any]]:
-    """The rows of one split of a data set.
+    """Yields the rows of one split of a data set.
 
     Raises:
         ConfigError: the library is missing, the data set does not exist or cannot be loaded, or it is not in the cache

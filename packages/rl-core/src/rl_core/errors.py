@@ -168,8 +168,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`(file.py:line)` of the last frame outside installed packages and the standard library, or of the last frame if
-    there is none outside; empty for an error that was never raised."""
+    """Returns `(file.py:line)` of the last frame outside installed packages and the standard library. If all frames are
+    inside them, returns that of the last frame; for an error that was never raised, an empty string."""
     installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     libraries = (str(Path(os.__file__).parent), *installed)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]

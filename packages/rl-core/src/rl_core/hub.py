@@ -67,7 +67,7 @@ def obstacle(kind: str, name: str) -> str | None:
 
 
 def _failure(url: str) -> Exception | None:
-    """Why the address did not answer; None if it did."""
+    """The error with which the request failed; None if the server answered, even with an HTTP error."""
     try:
         urllib.request.urlopen(url, timeout=TIMEOUT_S).close()
     except urllib.error.HTTPError:

@@ -33,7 +33,7 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The first single error in a task group's errors: the one that cancelled the other tasks."""
+    """Returns the first error in a task group's errors, which may be nested: the one that cancelled the other tasks."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 

@@ -133,8 +133,8 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
 
 
 def maxrl_advantages(scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None) -> Tensor:
-    """Score minus the mean score of the prompt's samples, divided by that mean: the rarer successes are, the larger
-    their weight.
+    """Score minus the mean score of the prompt's samples, divided by that mean. The rarer successes are, the larger
+    their weight becomes.
 
     A_i = (e_i − mean e) / mean e + p_i − mean p, with e the environment's score and p = s − e the (negative) KL penalty
     in the score. With scores 0 and 1, the first part estimates a gradient that lies between the gradient of the success
@@ -218,7 +218,7 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
 def pass_at_k_advantages(
     scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None, *, k: int
 ) -> Tensor:
-    """Advantage of a sample if k samples share one reward: 1 if any of them succeeds, else 0.
+    """The advantages of samples if k samples share one reward, which is 1 if any of them succeeds, else 0.
 
     The advantage is the average over all k-subsets of the sample's group that contain the sample. With n samples, c
     successes and q = C(n−c, k) / C(n, k), the subsets' rewards have mean R = 1 − q and deviation sqrt(q (1 − q)).
@@ -262,7 +262,7 @@ def pass_at_k(num_correct_P: Tensor, num_samples_P: Tensor, *, k: int) -> Tensor
     Args:
         num_correct_P: int64, c of each prompt.
         num_samples_P: int64, n of each prompt, at least k.
-        k: at least 1.
+        k: number of samples of which one must be correct, at least 1.
 
     Returns:
         float64 [P] in [0, 1].
@@ -367,7 +367,7 @@ def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
     Args:
         values_T: finite where the mask is true; not read elsewhere.
-        mask_T: bool.
+        mask_T: bool, the tokens that count.
 
     Returns:
         [T] in the dtype of `values_T`, 0 outside the mask; all 0 for an empty mask and for equal values.

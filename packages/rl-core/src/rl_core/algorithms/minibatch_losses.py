@@ -121,7 +121,7 @@ def kl_cov_loss(
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `losses.ppo_clip_loss`.
         x_cov_top_T: bool, computed by `kl_cov_columns` from advantages without correction weights.
         correction_weights_T: w, the weights of an off-policy correction; None: 1.
-        ppo_kl_coef: >= 0.
+        ppo_kl_coef: coefficient of the penalty, >= 0.
         kl_cov_frac: fraction of the trained tokens to select, in [0, 1] (setting of `kl_cov_columns`); the paper uses
             0.0002 to 0.002.
 
@@ -166,7 +166,8 @@ def top_entropy_loss(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO clip on the tokens with the highest entropy. The others have no loss, but still count in the denominator.
+    """PPO's clipped surrogate for the tokens with the highest entropy. All other tokens have no loss, but still count
+    in the denominator.
 
     loss_t = PPO clip's loss at the selected tokens (`top_entropy_mask`), else 0.
     Source: Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939, section 5.

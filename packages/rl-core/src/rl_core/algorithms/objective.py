@@ -80,8 +80,8 @@ class Objective:
 
     @cached_property
     def corrections(self) -> Corrections:
-        """How this loss uses off-policy correction weights: what it declares, or else what follows from its parameters
-        and `is_linear`."""
+        """How this loss uses off-policy correction weights. If the loss declares nothing, this is derived from its
+        parameters and from `is_linear`."""
         declared = getattr(self.function, "corrections", None)
         if declared is not None:
             return declared
@@ -135,7 +135,7 @@ class Objective:
 
         Args:
             columns: the mini-batch's `required_columns`, and `correction_weights` if there is a correction.
-            sequence_T: int64, non-decreasing.
+            sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
             seed: seed of this mini-batch; the same seed and columns give the same result.
         """
         weights_T = columns.get("correction_weights")
@@ -188,7 +188,7 @@ class Objective:
 
         Args:
             columns: the micro-batch's `call_columns`. Values outside `loss_mask` may be anything.
-            sequence_T: int64, non-decreasing.
+            sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
             logprobs_T, entropies_T, predicted_values_T: scores of the current model with gradient; those in `reads` are
                 required. If entropies are passed, their mean is a metric, even without an entropy bonus.
 

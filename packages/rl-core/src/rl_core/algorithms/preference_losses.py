@@ -88,7 +88,7 @@ def dpo_loss(
     A prompt with equal rewards, or of which one response failed, has no loss, but still counts as a prompt.
 
     Args:
-        logprobs_T: current policy; carries gradient.
+        logprobs_T: log-probs under the current policy; carries gradient.
         mask_T: bool, the trained tokens.
         x_pair_…_T: computed by `dpo_columns` from log-probs at the start of the update and those of the reference.
         dpo_type: 'sigmoid' or 'ipo' (a setting of `dpo_columns`, like the next two).
@@ -167,7 +167,7 @@ def _pair_loss(
     other_T: Tensor,
     share_T: Tensor,
 ) -> TokenLoss:
-    """A loss whose value is the pair's loss, and whose gradient is slope · ∇score."""
+    """Returns a loss that has the value of the pair's loss and the gradient slope · ∇score."""
     scores_T = masked(scores_T, mask_T)
     margin_T = preferred_T - other_T
     metrics = {

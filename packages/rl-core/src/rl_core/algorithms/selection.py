@@ -237,7 +237,8 @@ def soft_overlong_penalty(lengths_N: Tensor, *, max_len: int, cache_len: int) ->
 
 
 def _flat_groups(scores_N: Tensor, group_N: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """For each group, in ascending order of id: the id, whether its scores are equal, and its size."""
+    """Returns the ids of the groups in ascending order, whether each group's scores are equal, and each group's
+    size."""
     require_same_length(scores_N=scores_N, group_N=group_N)
     require_floating(scores_N=scores_N)
     require_int64(group_N=group_N)

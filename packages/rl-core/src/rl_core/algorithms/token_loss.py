@@ -127,8 +127,8 @@ def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> 
 
     Args:
         values_T: 0 outside the mask.
-        mask_T: bool.
-        sequence_T: int64, non-decreasing.
+        mask_T: bool, the tokens that count.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
     """
     changes_T = torch.zeros_like(sequence_T)
     torch.ne(sequence_T[1:], sequence_T[:-1], out=changes_T[1:])

@@ -18,7 +18,7 @@ def turn_level_advantages(
     gamma: float = 1.0,
     grpo_norm_by_std: bool = True,
 ) -> TokenAdvantages:
-    """A turn's return, compared with the returns of the same turn in all samples of its prompt.
+    """Compares the return of each turn with the returns of the same turn in all samples of its prompt.
 
     G_u = R_u + gamma · G_{u+1} (`returns.turn_returns`). All tokens of turn u have A = (G_u − mean) / (std + 1e-6),
     with mean and standard deviation (n − 1 in the denominator) over the u-th turns of the prompt's samples. Without

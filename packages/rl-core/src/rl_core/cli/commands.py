@@ -53,7 +53,7 @@ class _PackagedCommand(click.Command):
 
 
 def load(name: str, found: tuple[EntryPoint, ...] | None = None) -> click.Command:
-    """The command of that name. Raises PluginError if no package or several packages provide it, if it cannot be
+    """Imports the command `name`. Raises PluginError if no package or several packages provide it, if it cannot be
     imported, or if it is not a click command."""
     found = _installed().get(name, ()) if found is None else found
     if len(found) != 1:

@@ -111,7 +111,7 @@ class _Plan:
 
 
 def _contexts(longest: int, asked: int | None) -> list[int]:
-    """Context lengths from the configured one, doubling up to the requested one."""
+    """Returns the sequence lengths to plan: the configured one, doubled repeatedly up to the requested one."""
     if asked is None:
         return [longest]
     if asked < longest:

@@ -180,7 +180,7 @@ def _params(group: str, name_field: str, params_field: str, algorithm: Algorithm
 
 
 def function_defaults(config: Config) -> dict[str, tuple[Any, str]]:
-    """For each key of GENERAL_DEFAULTS that is not set: the value that a run uses, and its source.
+    """Returns, for each key of GENERAL_DEFAULTS that is not set, the value that a run uses and its source.
 
     The value is None if neither function reads the key. Imports the functions, and so torch. A function that cannot be
     loaded is treated as one that reads no keys.

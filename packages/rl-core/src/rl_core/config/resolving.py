@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 @attrs.frozen
 class Rule:
-    """How the value of a key is derived if it is not set."""
+    """A rule that derives the value of a key that is not set."""
 
     key: str
     text: str

@@ -74,7 +74,8 @@ class CriticConfig:
     optimizer_config: CriticOptimizerConfig = attrs.field(factory=CriticOptimizerConfig)
     """Optimizer and learning-rate schedule."""
     backend_sections: Mapping[str, Any] = attrs.field(factory=dict)
-    """Written as `trainer.critic.<backend>_config`, as for the policy."""
+    """Options of training backends for the critic, written as `trainer.critic.<backend>_config`; see
+    `PolicyConfig.backend_sections`."""
 
     def options(self, section: str) -> Any:
         """The options object of a backend, e.g. `options("fsdp_config")`."""
@@ -103,7 +104,8 @@ class RefConfig:
     """Keys that this engine declares, as under `generator.inference_engine`, e.g. `{external_server_urls:
     ["http://10.0.0.7:8000"]}`."""
     backend_sections: Mapping[str, Any] = attrs.field(factory=dict)
-    """Written as `trainer.ref.<backend>_config`, as for the policy."""
+    """Options of training backends for the reference, written as `trainer.ref.<backend>_config`; see
+    `PolicyConfig.backend_sections`."""
 
     def options(self, section: str) -> Any:
         """The options object of a backend, e.g. `options("fsdp_config")`."""

@@ -231,9 +231,9 @@ class LossDetecting(Protocol):
     """A client that restarts failed engines, and detects whether one failed during an update."""
 
     async def has_lost_engines(self) -> bool:
-        """Called after a failed update. Returns whether an engine was lost during the update, so that another update
-        may succeed. An engine can fail its part of an update before its death is detected, so this method waits as long
-        as detection may take. If no engine is left, the method returns when one has restarted.
+        """Returns whether an engine was lost during an update, so that another update may succeed. Called after a
+        failed update. An engine can fail its part of an update before its death is detected, so this method waits as
+        long as detection may take. If no engine is left, the method returns when one has restarted.
 
         Raises:
             DeadlineError: no engine was left, and none restarted in time.
@@ -261,9 +261,10 @@ class EngineSpec:
     """The policy's adapters. If `lora.is_sent_alone`, updates contain only the adapter; else they contain whole
     weights."""
     sampling: SamplingParams
-    """How training samples are drawn. For checks and planning only, because each request has its own parameters."""
+    """Sampling parameters in training. They serve only for checks and planning, because each request has its own
+    parameters."""
     eval_sampling: SamplingParams
-    """How evaluation samples are drawn."""
+    """Sampling parameters in evaluation, also only for checks and planning."""
     init_kwargs: Mapping[str, Any]
     """`engine_init_kwargs`: additional arguments for the library that the engine uses."""
     shares_devices: bool

@@ -55,7 +55,7 @@ class Environment(Protocol):
     """One episode. An entry point of `rl_core.environments` is a callable `(row, options) → Environment`."""
 
     async def reset(self) -> Prompt:
-        """The first observation."""
+        """Starts the episode, and returns the first observation."""
         ...
 
     async def step(self, action: Action) -> StepResult: ...
@@ -76,8 +76,9 @@ class Tools(Protocol):
     responds with messages of the role `tool`."""
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """The functions that the chat template shows to the model. Empty: the episode has no tools. Called once, after
-        `reset`, which must then return messages, because text is not formatted by a template."""
+        """Returns the functions that the chat template shows to the model. Empty: the episode has no tools. Called
+        once, after `reset`. An environment with tools must begin with messages, because text is not formatted by a
+        template."""
         ...
 
 
@@ -122,8 +123,8 @@ class Snapshotable(Protocol):
     """An environment whose episode can move to another process or machine, or continue later."""
 
     async def snapshot(self) -> bytes:
-        """The state of the episode, without row and options. Does not change the state. Called between `reset` and the
-        end of the episode, while no other call is running."""
+        """Returns the state of the episode, without row and options. Does not change the state. Called between `reset`
+        and the end of the episode, while no other call is running."""
         ...
 
     async def restore(self, state: bytes) -> None:
@@ -246,8 +247,8 @@ class ResponseMeasuring(Protocol):
     """A generator whose responses come from the rows, so their lengths are known in advance."""
 
     def response_length(self, row: Row) -> int:
-        """Number of tokens of the row's longest response, counted from its first trained token. Raises what
-        `prompt_length` raises."""
+        """Number of tokens of the row's longest response, counted from its first trained token. Raises the same errors
+        as `prompt_length`."""
         ...
 
 
@@ -279,11 +280,11 @@ class GeneratorSpec:
     env_class: str | None
     """The environment of all rows, an entry-point name or `package.module:Class`. None: each row's own `env_class`."""
     environment_options: Mapping[str, Any]
-    """Passed to every environment."""
+    """The options that are passed to every environment."""
     environment_timeout_s: float
     """Longest time that one call of an environment may take."""
     environment_placement: PlacementKind | None = None
-    """Where environments run. None: what each environment declares."""
+    """Where environments run. None: where each environment declares (`Placement`)."""
     environment_workers: int | None = None
     """Threads or processes for environments. None: the generator decides."""
     num_samples: int = 1

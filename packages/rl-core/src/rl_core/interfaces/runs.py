@@ -19,11 +19,12 @@ class Tracker(Protocol):
     """Receives metrics. An entry point of `rl_core.trackers` is a `TrackerFactory`."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called once per step, in order. Step 0 has the metrics of the evaluation before training."""
+        """Records the metrics of a step. Called once per step, in order. Step 0 has the metrics of the evaluation
+        before training."""
         ...
 
     def close(self) -> None:
-        """Called once, even if the run fails."""
+        """Writes what is not written yet, and closes files and connections. Called once, even if the run fails."""
         ...
 
 

@@ -144,8 +144,8 @@ class WorkerSpec:
     num_threads: int | None = None
     """Torch threads of a rank. None: torch's default."""
     is_proved: bool = True
-    """For a backend that is `ModelProving`: the controller has proved the model. False: the controller could not do
-    this, so rank 0 proves the model before any rank loads it."""
+    """Read only by backends that are `ModelProving`. True: the controller has proved the model. False: the controller
+    could not do this, so rank 0 proves the model before any rank loads it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -324,7 +324,7 @@ class Offloadable(Protocol):
 
 @runtime_checkable
 class BackgroundSaver(Protocol):
-    """A worker that can save while training continues (`trainer.async_save`). One save at a time."""
+    """A worker that can save while training continues (`trainer.async_save`). Only one save runs at a time."""
 
     def start_saving(self, directory: Path) -> None:
         """Copies the state and returns. Files are written in the background, from the copy."""
@@ -413,7 +413,7 @@ class Planner(Protocol):
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
-        """One entry per rank.
+        """Plans the memory of every rank. Returns one entry per rank.
 
         Args:
             spec: the model.
@@ -422,7 +422,7 @@ class Planner(Protocol):
             num_micro_batches: number of micro-batches per rank and mini-batch.
 
         Raises:
-            ConfigError: what `validate` raises, or the model's sizes are not known.
+            ConfigError: `validate` would raise it, or the model's sizes are not known.
         """
         ...
 
@@ -456,7 +456,7 @@ class Rehearser(Protocol):
             loss: the loss to minimise; None: the batch is scored.
 
         Raises:
-            ConfigError: what `validate` raises, or the step cannot be rehearsed.
+            ConfigError: `validate` would raise it, or the step cannot be rehearsed.
         """
         ...
 
@@ -478,7 +478,7 @@ class Backend(Protocol):
 
     @property
     def options_class(self) -> type:
-        """Frozen attrs class with the keys of this section."""
+        """Frozen attrs class whose fields are the keys of this section."""
         ...
 
     def mesh(self, options: Any, world_size: int) -> Mesh:
@@ -520,7 +520,7 @@ class ModelProving(Protocol):
         ...
 
     def proof_obstacle(self) -> str | None:
-        """Why the comparison cannot run on this machine, as readable text; None if it can."""
+        """Returns, as readable text, why the comparison cannot run on this machine; None if it can."""
         ...
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:

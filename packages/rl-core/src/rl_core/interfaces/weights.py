@@ -89,8 +89,8 @@ class Manifest:
 
 @attrs.frozen(kw_only=True)
 class Rendezvous:
-    """How senders and receivers of one weight sync find each other: plain data that the transport creates on the
-    controller."""
+    """Plain data with which the senders and receivers of one weight sync find each other. The transport creates it on
+    the controller."""
 
     transport: str
     """Entry-point name of the transport."""
@@ -101,9 +101,9 @@ class Rendezvous:
     adapter: Mapping[str, Any] | None = None
     """`LoraConfig.peft_config`, if the sync sends only a low-rank adapter. Transports do not read it."""
     delta: Mapping[str, Any] | None = None
-    """For syncs whose weights both sides keep: the unique `id` of this sync, and `base`, the id of the sync whose
-    weights the changes apply to (None if this sync sends whole weights). See `rl_core.rank_kit.weight_deltas`.
-    Transports do not read it."""
+    """None unless both sides keep the weights so that later syncs can send only changes. Then it contains `id`, which
+    is unique to this sync, and `base`, the id of the sync to whose weights the changes are applied (None if this sync
+    sends whole weights). See `rl_core.rank_kit.weight_deltas`. Transports do not read it."""
     is_staged: bool = True
     """The transport's `WeightTransport.is_staged`, set by `publish_weights`. If False, either all engines get the
     version or none does, so a client raises as soon as one of them fails."""

@@ -39,7 +39,7 @@ class PrefixMerge:
 
     @property
     def num_tokens(self) -> int:
-        """U, tokens after merging."""
+        """The number of tokens after merging, U."""
         return int(self.offsets[-1])
 
     @property

@@ -50,7 +50,7 @@ class PrefixForest:
 
 
 def separate_sequences(offsets: npt.ArrayLike) -> PrefixForest:
-    """The forest without sharing: every sequence is a node, and cell t is token t."""
+    """Returns the forest in which no prefix is shared: every sequence is one node, and cell t holds token t."""
     offsets = np.asarray(offsets, np.int64)
     lengths = np.diff(offsets)
     return PrefixForest(
@@ -248,7 +248,7 @@ def _sorted_sequences(offsets: IntArray, columns: tuple[npt.NDArray[np.generic],
 def _common_lengths(
     columns: tuple[npt.NDArray[np.generic], ...], one_P: IntArray, other_P: IntArray, most_P: IntArray
 ) -> IntArray:
-    """For each pair of stream positions, the number of equal tokens from these positions on, at most `most_P`.
+    """Counts, for each pair of stream positions, the equal tokens from these positions on, at most `most_P`.
 
     Compares a few tokens of each pair first, then twice as many for pairs without a difference so far, and so on.
     """
@@ -330,8 +330,8 @@ def _shared_nodes(common: list[int], least_saved: int) -> _Nodes:
 
 
 def _shared_runs(common: list[int], least_saved: int) -> list[tuple[int, int, int]]:
-    """Maximal runs (first, shared, end) of neighbours that share `shared` tokens, without those for which sharing saves
-    fewer than `least_saved` tokens compared with the next larger run."""
+    """Finds the maximal runs (first, shared, end) of neighbours that share `shared` tokens. Leaves out a run if sharing
+    its tokens would save fewer than `least_saved` tokens compared with the next larger run."""
     runs: list[tuple[int, int, int]] = []
     begun: list[tuple[int, int, int]] = []  # (first, shared, paths so far), each run within the previous one
     for i, shared in enumerate([*common, 0]):

@@ -37,7 +37,7 @@ class Layout:
 def packed_layout(
     offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, sequence_multiple: int = 1, total_multiple: int = 1
 ) -> Layout:
-    """The layout of concatenated sequences, for models that accept boundaries (`cu_seqlens`).
+    """Lays sequences end to end, for models that accept boundaries (`cu_seqlens`).
 
     Args:
         offsets: offsets of the stream, int64 [N+1].
@@ -61,7 +61,7 @@ def packed_layout(
 
 
 def padded_layout(offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, width_multiple: int = 1) -> Layout:
-    """The layout with one row per sequence, all of the same width, padded on the right. The rectangle is
+    """Lays sequences out as rows of the same width, one per sequence, padded on the right. The rectangle is
     `index.reshape(len(boundaries) - 1, -1)`.
 
     Args:
@@ -134,7 +134,7 @@ def rank_positions(boundaries: IntArray, mesh: Mesh, rank: int) -> IntArray:
 
 
 def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
-    """For each token of the stream, its position in the concatenation of the results computed at `indices`.
+    """Finds, for each token of the stream, its position in the concatenation of the results computed at `indices`.
 
     With the returned `inverse`, `np.concatenate(values)[inverse]` are the values in the order of the stream; replace
     entries where `inverse` is −1 by 0. Pass `index` arrays for results about input tokens, and `target_index` arrays

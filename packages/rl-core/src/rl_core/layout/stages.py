@@ -27,7 +27,7 @@ def pipeline_chunks(
     count_embedding: bool = False,
     count_loss: bool = False,
 ) -> list[LayerRange]:
-    """The layers of every model chunk, in the order in which data flows through them.
+    """Divides the layers into model chunks, and returns the chunks in the order in which data flows through them.
 
     Chunk c is on stage c % pipeline, so `chunks[stage::pipeline]` are a stage's chunks. Without virtual stages, there
     is one chunk per stage. The rules are those of Megatron-Core 0.16.

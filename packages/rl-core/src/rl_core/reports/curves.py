@@ -58,7 +58,7 @@ class Axis:
 
 
 def line_chart(title: str, series: Sequence[Series], *, is_log: bool = False, is_fraction: bool = False) -> str:
-    """An SVG of curves over steps, with `title` and a description in words.
+    """Draws curves over steps as an SVG with `title` and a description in words.
 
     Args:
         title: the chart's accessible name.
@@ -81,8 +81,8 @@ def line_chart(title: str, series: Sequence[Series], *, is_log: bool = False, is
 
 
 def stacked_chart(title: str, layers: Sequence[Series]) -> str:
-    """An SVG of stacked bars, one per step. If there are many steps, each bar is the mean of several neighbouring
-    steps. All layers must have the same steps."""
+    """Draws stacked bars, one per step, as an SVG. If there are many steps, each bar is the mean of several
+    neighbouring steps. All layers must have the same steps."""
     steps = [step for step, _ in layers[0].points]
     bars = _bars(steps)
     means = [[statistics.fmean([one.points[i][1] or 0.0 for i in bar]) for bar in bars] for one in layers]
@@ -179,8 +179,8 @@ def _tick(value: float, spacing: float, largest: float) -> str:
 
 
 def thinned(points: Sequence[Point], limit: int) -> list[Point]:
-    """About `limit` of the points: the ends, and the lowest and highest point of each group of neighbours, so that
-    peaks remain visible."""
+    """Selects about `limit` of the points: the ends, and the lowest and highest point of each group of neighbours, so
+    that peaks remain visible."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / (limit // 2))

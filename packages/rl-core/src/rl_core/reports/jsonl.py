@@ -84,7 +84,7 @@ class StepLog:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a step log in order, read lazily. A truncated last line is skipped.
+    """Yields the rows of a step log in order. A truncated last line is skipped.
 
     Raises:
         DataError: the file does not exist, or a line is neither a row nor a truncated last line.
