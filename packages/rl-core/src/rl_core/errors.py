@@ -105,8 +105,8 @@ class Mistakes:
     """Collects the errors of independent checks, to raise them together.
 
     An error's key is the beginning of its message, up to the first colon or equals sign. Before a check runs, the
-    caller looks up the keys that it reads (`about`), and skips it if one already has an error. So one mistake is not
-    reported as several.
+    caller uses `about` to look up the keys that the check reads, and skips the check if one of them already has an
+    error. So one mistake is not reported as several.
     """
 
     def __init__(self) -> None:
@@ -158,8 +158,8 @@ def _is_about(error: RLError, key: str) -> bool:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The sentence ` Did you mean 'x'?` for the closest known name, or an empty string.
 
-    If `name` has at least three characters, this is a known name that begins with it, or else one that contains it.
-    Otherwise, or if there is none, it is the most similar name.
+    If `name` has at least three characters, a known name that begins with `name` is preferred, then one that contains
+    `name`. Otherwise, the known name that is most similar to `name` is used.
     """
     names = list(known)
     longer = [k for k in names if k.startswith(name)] or [k for k in names if name in k]

@@ -1,12 +1,12 @@
-"""Temporary folders in memory or on disk, named by purpose, run and process, and removed after their process has ended.
+"""Creates temporary folders in memory or on disk, and removes them after the process that created them has ended.
 
-The run and the process id in a folder's name are only for human readers. Whether the process is alive follows from a
-lock, flock(2) on a file in the folder, which the kernel releases when the process ends. This also works if containers
-share the parent directory but not process ids. Before a process creates a folder, it removes all folders that no
-process holds any more: in the same parent, in the temporary directory, and in memory. So the folders of a killed run
-are removed when the next run creates one, whichever transport it uses. While a process creates a folder, it holds a
-shared lock on the parent. So if no process holds the parent's lock, no folder is being created, and one without a lock
-is abandoned.
+A folder's name contains purpose, run and process id, but only for human readers. A process holds a lock on each of its
+folders: flock(2) on a file in the folder, which the kernel releases when the process ends. This also works if
+containers share the parent directory but not process ids. Before a process creates a folder, it removes all folders
+that no process holds any more: in the same parent, in the temporary directory, and in memory. So the folders of a
+killed run are removed when the next run creates one, whichever transport that run uses. While a process creates a
+folder, it holds a shared lock on the parent. So if no process holds the parent's lock, no folder is being created, and
+a folder without a lock has been abandoned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Remote files at addresses that fsspec supports, such as `s3://bucket/train.parquet`."""
+"""Reads, copies and removes remote files at addresses that fsspec supports, such as `s3://bucket/train.parquet`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of KL(policy ‖ reference) per token, from the log-probs of sampled tokens; the adaptive KL coefficient.
+"""Estimates KL(policy ‖ reference) per token from the log-probs of sampled tokens, and adapts the KL coefficient.
 
 Use `estimate_kl`, which carries a gradient, in the loss, and `kl_penalty`, which does not, in the reward.
 

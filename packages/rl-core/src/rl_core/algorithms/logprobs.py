@@ -1,4 +1,4 @@
-"""Log-probs and entropies of given tokens without storing the logits of a whole micro-batch."""
+"""Computes log-probs and entropies of given tokens without storing the logits of a whole micro-batch."""
 
 from __future__ import annotations
 

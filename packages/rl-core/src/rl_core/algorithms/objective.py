@@ -43,7 +43,7 @@ SumAndWeight = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """sum over t of loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t]), over the trained tokens."""
+    """The sum over the trained tokens t of loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t])."""
 
     function: LossFunction
     """The loss function. The module's docstring explains its parameters."""

@@ -1,4 +1,4 @@
-"""Rewards in the token stream: their positions, and their sums, discounted per token or per turn.
+"""Places rewards in the token stream, and computes their sums, discounted per token or per turn.
 
 Only the sampled tokens of a sequence are time steps. Tokens between them (observations of an environment) are not
 actions: they are not discounted and have no reward. `sequence_T` may also be the trajectory's index if the steps of

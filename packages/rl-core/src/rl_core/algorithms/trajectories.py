@@ -1,4 +1,4 @@
-"""Trajectories of several sequences (steps): one value per trajectory, independent of the order of rows.
+"""Functions for trajectories that consist of several sequences (steps). The rows may be in any order.
 
 A step-wise batch has N rows (steps) of M trajectories. An outcome reward belongs to a trajectory's last step, so an
 advantage estimator gets only these M rows, and its advantages are copied to all steps:

@@ -1,4 +1,4 @@
-"""The keyword parameters with which a run calls its policy loss and its advantage estimator."""
+"""Determines the keyword parameters with which a run calls its policy loss and its advantage estimator."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ class RankInfo:
 
 @attrs.frozen(kw_only=True)
 class LossSpec:
-    """The sum that training minimises: loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t]) over t."""
+    """Describes the sum that training minimises: the sum over the trained tokens t of loss_weights[t] · (loss[t] +
+    kl_coef · KL[t] − entropy_coef · H[t])."""
 
     name: str
     """A policy or value loss: an entry-point name of `rl_core.policy_losses`, or `package.module:function`."""

@@ -1,4 +1,4 @@
-"""The cost of a sequence, and partitions of costs into parts with nearly equal sums.
+"""Computes the cost of sequences, and partitions costs into parts with nearly equal sums.
 
 Every partition function takes costs and a number of parts and returns the part of each item. Ties are broken by index,
 so the same costs always give the same parts.

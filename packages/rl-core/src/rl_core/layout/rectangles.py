@@ -1,4 +1,4 @@
-"""Sequences of similar length as right-padded rows of a rectangle, for kernels that accept only rectangles.
+"""Arranges sequences of similar length as right-padded rows of a rectangle, for kernels that accept only rectangles.
 
 With a causal mask, no token attends to the padding on its right.
 """

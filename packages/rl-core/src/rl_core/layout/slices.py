@@ -1,4 +1,4 @@
-"""The position of each token of a micro-batch in a model's input, and the positions that a rank holds.
+"""Computes the position of each token of a micro-batch in a model's input, and the positions that a rank holds.
 
 A layout is a set of index arrays into the token stream; a shard is an array of positions in a layout. `index[shard]`
 gathers columns about input tokens (tokens, positions, routed experts), `target_index[shard]` gathers columns about

@@ -1,4 +1,4 @@
-"""Which transformer layers a pipeline stage holds, and which of them have experts."""
+"""Determines which transformer layers a pipeline stage holds, and which layers have experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Curves as small inline SVG that adapts to its page: fluid width, constant text size, colours from the page's style.
+"""Draws curves as small inline SVG, which adapts to its page: fluid width, constant text size, colours from the page's
+style.
 
 A chart is an SVG without a view box, in which text and grid lines have positions in per cent. A nested SVG, which
 stretches (`preserveAspectRatio="none"`), contains the curves; their strokes do not scale. The output is deterministic.

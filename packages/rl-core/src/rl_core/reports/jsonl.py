@@ -1,5 +1,5 @@
-"""JSON-lines files whose rows have a step. A run may be killed while it writes a row; a resumed run continues the
-file."""
+"""Reads and writes JSON-lines files whose rows have a step. A run may be killed while it writes a row; a resumed run
+continues the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`report.html`: one page about a run, generated only from the files in the run's directory.
+"""Generates `report.html`, one page about a run, only from the files in the run's directory.
 
 The page loads no external resources. It supports light and dark mode, phones and printing.
 """

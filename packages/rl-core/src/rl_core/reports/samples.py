@@ -1,4 +1,4 @@
-"""`samples.jsonl`: the policy's responses and their rewards."""
+"""Reads and writes `samples.jsonl`, which contains the policy's responses and their rewards."""
 
 from __future__ import annotations
 
