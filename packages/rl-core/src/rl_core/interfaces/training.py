@@ -178,8 +178,8 @@ class LossSpec:
     """Sets `loss[t]` to 0 for tokens with negative advantage in sequences whose log-probs have dropped by more than
     this many nats per token since they were sampled. None: off."""
     old_is_current: bool = False
-    """The weights are still those of the start of the update, so the batch has no column `old_logprobs`: the loss uses
-    the detached log-probs of this pass instead. Since contract version 3."""
+    """True: the weights are still those of the start of the update, so the batch has no column `old_logprobs`, and the
+    loss uses the detached log-probs of this pass instead. Since contract version 3."""
     measures_entropy: bool = True
     """Report the metric `entropy`. False: compute entropies only if the loss reads them."""
 
