@@ -300,7 +300,7 @@ class Worker(Protocol):
 
     def load_state(self, directory: Path) -> None:
         """Restores exactly what `save_state` wrote, even with a different world size. Drops gradients accumulated since
-        the last step. Raises CheckpointError if the state is incomplete or does not fit the model."""
+        the last step. Raises CheckpointError if the files are missing, incomplete or damaged."""
         ...
 
     def save_model(self, directory: Path) -> None:
