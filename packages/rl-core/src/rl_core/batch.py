@@ -1,6 +1,6 @@
 """The token stream: N sequences concatenated into one flat stream of T tokens.
 
-Storage has no padding and no prompt/response split. Index t of every per-token column is about token t:
+Storage has no padding and no prompt/response split. Entry t of every per-token column belongs to token t:
 `rollout_logprobs[t]` is log p(token t | previous tokens of its sequence), 0.0 at each sequence's first token, which has
 no previous tokens and is never trained on. Columns are declared once, in `columns.FIELDS`; all code that selects,
 concatenates, saves or sends a batch is generic over that table, so a new column needs only a row there.
@@ -27,9 +27,11 @@ class Batch:
     """N sequences in one stream of T tokens. Immutable: every method returns a new batch or a view."""
 
     offsets: Tensor
-    """int64 [N+1]: sequence i is the slice offsets[i]:offsets[i+1], never empty; offsets[0] is 0, offsets[N] is T."""
+    """int64 [N+1]. Sequence i is the slice offsets[i]:offsets[i+1] of the stream and has at least one token. offsets[0]
+    is 0, and offsets[N] is T."""
     columns: Mapping[str, Tensor]
-    """Columns by name. `tokens` is always present. Columns from a loss's `prepare` are named `x_…`, with axis T."""
+    """Column name → values. The column `tokens` is always present. The columns that a loss's `prepare` computes are
+    named `x_…` and have one entry per token."""
 
     def __attrs_post_init__(self) -> None:
         _validate(self.offsets, self.columns)
@@ -67,27 +69,28 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        """N, number of sequences."""
+        """The number of sequences, N."""
         return self.offsets.numel() - 1
 
     @property
     def num_tokens(self) -> int:
-        """T, number of tokens."""
+        """The number of tokens in all sequences together, T."""
         return int(self.offsets[-1])
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [N], tokens of each sequence."""
+        """int64 [N]: the number of tokens of each sequence."""
         return self.offsets.diff()
 
     @property
     def sequence_index(self) -> Tensor:
-        """int64 [T], the sequence that each token belongs to."""
+        """int64 [T]: the index of the sequence to which each token belongs."""
         return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths)
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """int64 [N], number of tokens before the first sampled one; the whole sequence if none was sampled."""
+        """int64 [N]: the number of tokens before a sequence's first sampled token; the sequence's length if none of its
+        tokens was sampled."""
         position_T = torch.arange(self.num_tokens) - self.offsets[:-1][self.sequence_index]
         first_T = torch.where(self["sampled"], position_T, self.lengths[self.sequence_index])
         return torch.full_like(self.lengths, torch.iinfo(torch.int64).max).scatter_reduce(
@@ -135,7 +138,8 @@ class Batch:
         return Batch(offsets - offsets[0], columns)
 
     def token_index(self, sequences: Tensor) -> Tensor:
-        """int64, stream positions of the tokens of `sequences` (int64 indices), in the order of `sequences`."""
+        """int64: positions in the stream of all tokens of the given sequences. `sequences` are int64 indices; the
+        positions are in the order of `sequences`."""
         lengths = self.lengths[sequences]
         starts = offsets_of(lengths)[:-1]
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
@@ -143,7 +147,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Concatenates batches with the same columns."""
+        """Concatenates batches. Raises ShapeError unless all batches have the same columns."""
         if not batches:
             raise ShapeError("Batch.concat: got no batches")
         names = set(batches[0].columns)
@@ -156,13 +160,14 @@ class Batch:
         return Batch(offsets_of(lengths), {name: torch.cat([b[name] for b in batches]) for name in batches[0].columns})
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Consecutive batches of `sizes` sequences; the sizes sum to N."""
+        """Splits the batch into consecutive batches, the i-th with sizes[i] sequences. Raises ShapeError unless the
+        sizes sum to N."""
         if sum(sizes) != self.num_sequences:
             raise ShapeError(f"Batch.split: sizes sum to {sum(sizes)}, the batch has {self.num_sequences} sequences")
         return [self.select(part) for part in torch.arange(self.num_sequences).split(list(sizes))]
 
     def to_padded(self, *, pad_token_id: int) -> PaddedBatch:
-        """The sequences as left-padded rows, for models without packing and for other frameworks.
+        """Converts the sequences to left-padded rows, for models without packing and for other frameworks.
 
         The width W is the length of the longest sequence. Padding is `pad_token_id` in `tokens`, -1 in `policy_version`
         and 0 (False) in all other columns.
@@ -181,8 +186,8 @@ class Batch:
 
     @classmethod
     def from_padded(cls, padded: PaddedBatch) -> Batch:
-        """The batch of padded rows: the inverse of `to_padded`. Rows may have padding on the left, the right or both
-        sides.
+        """Converts padded rows to a batch; the inverse of `to_padded`. Rows may have padding on the left, the right or
+        both sides.
 
         Raises:
             ShapeError: a row has no tokens or has padding between tokens, or a column does not fit the mask.
@@ -212,8 +217,8 @@ class Batch:
         return cls(offsets_of(mask.sum(1)), columns)
 
     def to_arrays(self, sequences_M: np.ndarray, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """Offsets and columns of `select(sequences_M)` as numpy arrays, for sending a batch to another process. `names`
-        are the columns to take; None: all.
+        """Copies the offsets and columns of `select(sequences_M)` into numpy arrays, for sending a batch to another
+        process. `names` are the columns to copy; None: all.
 
         Ray puts numpy arrays into shared memory, where other processes read them without a copy; it would pickle torch
         tensors. Sequences are copied one by one, which is several times faster than indexing their tokens.
@@ -230,7 +235,8 @@ class Batch:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Batch:
-        """The batch that `to_arrays` selected, as views of the arrays. Raises ShapeError."""
+        """Builds a batch from the arrays that `to_arrays` returned; its tensors are views of them. Raises ShapeError if
+        the arrays are not a valid batch."""
         tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
         return cls(tensors.pop("offsets"), tensors)
 
@@ -243,7 +249,8 @@ class Batch:
 
     @classmethod
     def load(cls, path: str | Path) -> Batch:
-        """Reads a batch written by `save`. Raises DataError if the file is not complete, OSError, ShapeError."""
+        """Reads a batch written by `save`. Raises DataError if the file is incomplete, OSError if it cannot be read,
+        and ShapeError if its contents are not a valid batch."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -283,8 +290,8 @@ def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
 
 
 def read_of_tokens(batch: Batch) -> list[np.ndarray]:
-    """The per-token columns that a model reads, each [T, …]. Tokens with equal values in them, at equal positions, are
-    equal inputs."""
+    """The per-token columns that are inputs of a model (tokens and routes), each [T, …]. Two tokens are the same input
+    if they have the same position in their sequences and equal values in all these columns."""
     return [batch[name].numpy() for name in ("tokens", *ROUTE_COLUMNS) if name in batch]
 
 

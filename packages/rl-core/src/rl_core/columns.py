@@ -1,5 +1,5 @@
-"""The columns of a batch, each declared once. Imports only the standard library, because `algorithms`, which needs only
-torch, imports this module."""
+"""The columns of a batch, each declared once. This module imports only the standard library, because `algorithms`
+imports it, and `algorithms` must work with torch as its only dependency."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class Field:
     """One column of a batch."""
 
     axes: str
-    """`T` per token, `N` per sequence; more letters are more axes (`TLK`: layers, experts per token)."""
+    """One letter per axis. The first letter is `T` (tokens) or `N` (sequences); `L` stands for layers, `K` for the
+    experts of a token."""
     dtypes: tuple[str, ...]
     """Accepted torch dtypes. Floats and bools are stored in the first one, integers in the first one that holds all of
     them."""
@@ -46,9 +47,9 @@ FIELDS: dict[str, Field] = {
     "is_last_step": Field("N", ("bool",), "exactly one sequence of a trajectory is its last step"),
 }
 PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "computed by a loss's `prepare`")
-"""A column from a loss's `prepare`, named `x_…`."""
+"""Describes every column that a loss's `prepare` computes. The names of these columns begin with `x_`."""
 ROUTE_COLUMNS = ("routed_experts", "routed")
-"""Columns that say where each token is routed."""
+"""Columns that record the experts to which tokens were routed, and for which tokens these are known."""
 INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS, "route_layers")
 """Columns that a model reads; losses and estimators read the others."""
 STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")

@@ -1,4 +1,5 @@
-"""Reads rows of Hugging Face data sets, from a directory or by name. Needs the extra `datasets`."""
+"""Reads rows of Hugging Face data sets from a local directory or, by name, from the hub. This needs the extra
+`datasets`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 def is_data_set(path: str) -> bool:
     """Whether the path names a data set, optionally with `@split` at the end: a directory, or a name on the hub
-    (`org/name`, `org/name:configuration`) that does not end like a file's."""
+    (`org/name`, `org/name:configuration`) that does not end with the suffix of a data file."""
     place = _without_split(path)
     if is_found(path) or is_found(place):
         return is_found(place) and Path(place).is_dir()
@@ -28,7 +29,7 @@ def is_data_set(path: str) -> bool:
 
 
 def require_data_sets(path: str, *, key: str) -> None:
-    """Raises ConfigError if the library is not installed."""
+    """Raises ConfigError if the library `datasets` is not installed."""
     if find_spec("datasets") is None:
         raise ConfigError(
             f"{key}: there is no file {path} (current directory: {Path.cwd()}). To read it as a Hugging Face data set, "
@@ -37,12 +38,13 @@ def require_data_sets(path: str, *, key: str) -> None:
 
 
 def read_data_set(path: str, *, key: str) -> Iterator[dict[str, Any]]:
-    """The rows of one split of a data set.
+    """Yields the rows of one split of a data set.
 
     Raises:
         ConfigError: the library is missing, the data set does not exist or cannot be loaded, or it is not in the cache
             and the hub cannot be reached.
-        DataError: the path names no split of a data set with several, or a split that the data set does not have.
+        DataError: the data set has several splits, but the path names none; or the path names a split that the data set
+            does not have.
     """
     require_data_sets(path, key=key)
     import datasets

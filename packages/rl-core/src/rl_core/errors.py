@@ -1,6 +1,7 @@
 """Errors that a user can fix. Each message says where the mistake is, what the code got and expected, and what to do.
 
-Each concrete error is also the matching stdlib type, so that callers who do not know this package can catch it.
+Each concrete error also derives from the matching built-in exception, so that callers who do not know this package can
+catch it.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class Mistakes:
     """Collects the errors of independent checks, to raise them together.
 
     An error's key is the beginning of its message, up to the first colon or equals sign. Before a check runs, the
-    caller looks up the keys that it reads (`about`), and skips it if one already has an error. So one mistake is not
-    reported as several.
+    caller uses `about` to look up the keys that the check reads, and skips the check if one of them already has an
+    error. So one mistake is not reported as several.
     """
 
     def __init__(self) -> None:
@@ -127,7 +128,8 @@ class Mistakes:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Records a mistake raised inside the block, and continues after it."""
+        """Context that records a ConfigError, PluginError or DataError raised in its block, instead of letting the
+        error propagate."""
         try:
             yield
         except (ConfigError, PluginError, DataError) as error:
@@ -156,8 +158,8 @@ def _is_about(error: RLError, key: str) -> bool:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The sentence ` Did you mean 'x'?` for the closest known name, or an empty string.
 
-    If `name` has at least three characters, this is a known name that begins with it, or else one that contains it.
-    Otherwise, or if there is none, it is the most similar name.
+    If `name` has at least three characters, a known name that begins with `name` is preferred, then one that contains
+    `name`. Otherwise, the known name that is most similar to `name` is used.
     """
     names = list(known)
     longer = [k for k in names if k.startswith(name)] or [k for k in names if name in k]
@@ -166,8 +168,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`(file.py:line)` of the last frame outside installed packages and the standard library, or of the last frame if
-    there is none outside; empty for an error that was never raised."""
+    """Returns `(file.py:line)` of the last frame outside installed packages and the standard library. If all frames are
+    inside them, returns that of the last frame; for an error that was never raised, an empty string."""
     installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     libraries = (str(Path(os.__file__).parent), *installed)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]

@@ -1,12 +1,12 @@
-"""Temporary folders in memory or on disk, named by purpose, run and process, and removed after their process has ended.
+"""Creates temporary folders in memory or on disk, and removes them after the process that created them has ended.
 
-The run and the process id in a folder's name are only for human readers. Whether the process is alive follows from a
-lock, flock(2) on a file in the folder, which the kernel releases when the process ends. This also works if containers
-share the parent directory but not process ids. Before a process creates a folder, it removes all folders that no
-process holds any more: in the same parent, in the temporary directory, and in memory. So the folders of a killed run
-are removed when the next run creates one, whichever transport it uses. While a process creates a folder, it holds a
-shared lock on the parent. So if no process holds the parent's lock, no folder is being created, and one without a lock
-is abandoned.
+A folder's name contains purpose, run and process id, but only for human readers. A process holds a lock on each of its
+folders: flock(2) on a file in the folder, which the kernel releases when the process ends. This also works if
+containers share the parent directory but not process ids. Before a process creates a folder, it removes all folders
+that no process holds any more: in the same parent, in the temporary directory, and in memory. So the folders of a
+killed run are removed when the next run creates one, whichever transport that run uses. While a process creates a
+folder, it holds a shared lock on the parent. So if no process holds the parent's lock, no folder is being created, and
+a folder without a lock has been abandoned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _HELD = ".held"
 _YOUNG_S = 60.0
 """A folder older than this many seconds that still has no lock counts as abandoned."""
 _LOCK_S = 5.0
-"""Seconds to wait for the parent's lock. All creators of folders share it; a process that reclaims holds it briefly."""
+"""Seconds to wait for the parent's lock. Processes that create folders hold this lock together (shared); a process that
+removes abandoned folders holds it alone, but only briefly."""
 _held: dict[str, int] = {}
 """Folder of this process → file descriptor of its lock. A forked child closes its copies of the descriptors."""
 
@@ -67,7 +68,7 @@ def remove_folder(folder: str) -> None:
 
 @contextlib.contextmanager
 def held_folder(run: str, kind: Literal["weights", "proof"]) -> Iterator[Path]:
-    """A folder in the temporary directory, for the duration of a block."""
+    """Context that creates a folder in the temporary directory, and removes it at the end of the block."""
     folder = make_folder(None, run, kind)
     try:
         yield Path(folder)
@@ -100,7 +101,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _is_unmade(folder: Path) -> bool:
-    """Whether the creation of this folder was abandoned. The folder has no lock yet."""
+    """Whether the process that was creating this folder ended before it locked the folder."""
     if time.time() - folder.stat().st_mtime > _YOUNG_S:
         return True
     with _locked(folder.parent, fcntl.LOCK_EX, timeout_s=0.0) as nobody_makes_any:

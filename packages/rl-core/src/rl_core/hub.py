@@ -48,10 +48,11 @@ def is_name(path: str) -> bool:
 
 
 def obstacle(kind: str, name: str) -> str | None:
-    """Why a request about a name cannot reach the hub; None if the hub answers, even with an HTTP error.
+    """Why requests cannot reach the hub; None if the hub answers, even with an HTTP error.
 
     Args:
         kind: `models` or `datasets`.
+        name: the model or data set about which the hub is asked.
     """
     if is_offline():
         return "HF_HUB_OFFLINE disables requests to the hub"
@@ -66,7 +67,7 @@ def obstacle(kind: str, name: str) -> str | None:
 
 
 def _failure(url: str) -> Exception | None:
-    """Why the address did not answer; None if it did."""
+    """The error with which the request failed; None if the server answered, even with an HTTP error."""
     try:
         urllib.request.urlopen(url, timeout=TIMEOUT_S).close()
     except urllib.error.HTTPError:
@@ -77,9 +78,9 @@ def _failure(url: str) -> Exception | None:
 
 
 def require_model(name: str, *, key: str) -> bool:
-    """Whether the hub can be reached. False if it cannot, but the model is in the local cache.
+    """Returns True if the hub can be reached, and False if it cannot but the model is in the local cache.
 
-    Raises ConfigError if the hub cannot be reached and the model is not in the local cache.
+    Raises ConfigError if neither is the case.
     """
     reason = obstacle("models", name)
     if reason is None:
@@ -104,8 +105,8 @@ def fetch_model(name: str, *, key: str) -> None:
     Does nothing if the hub cannot be reached but the model is in the cache.
 
     Args:
-        name: the model's name.
-        key: the configuration key that names it, for messages.
+        name: the model's name on the hub, such as `org/model`.
+        key: the configuration key that names the model, for messages.
 
     Raises:
         ConfigError: the model does not exist, the hub refuses access, the download fails, the hub cannot be reached and
@@ -128,8 +129,8 @@ def fetch_model(name: str, *, key: str) -> None:
 
 
 def push_model(directory: Path, name: str, *, is_private: bool) -> str:
-    """Uploads a model's directory to the repository `name`, and creates the repository if necessary. Returns its
-    address.
+    """Uploads a model's directory to the repository `name`, and creates the repository if necessary. Returns the
+    repository's address.
 
     Raises ConfigError if the user is not logged in, the hub cannot be reached, or the upload fails.
     """

@@ -60,14 +60,14 @@ _FITTED: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 @attrs.frozen(kw_only=True)
 class Plugin:
-    """An installed entry point, not imported."""
+    """An installed entry point. Its object has not been imported."""
 
     group: str
     name: str
     value: str
     """`package.module:object`"""
     distribution: str
-    """The package that installed it, with its version."""
+    """Name and version of the package that declares the entry point; `?` if unknown."""
 
 
 @cache
@@ -76,7 +76,7 @@ def _installed(group: str) -> dict[str, EntryPoint]:
 
 
 def installed(group: str) -> list[Plugin]:
-    """The plug-ins of a group by name, without importing any."""
+    """The installed plug-ins of a group, sorted by name. Imports none of them."""
     return [
         Plugin(
             group=group,
@@ -89,7 +89,7 @@ def installed(group: str) -> list[Plugin]:
 
 
 def load(group: str, name: str, *, key: str | None = None) -> Any:
-    """The object of an entry point or of `package.module:object`, adapted to the current contract.
+    """Imports a plug-in, checks it and, if it was written for an earlier version of the contract, adapts it.
 
     Args:
         group: one of `GROUPS`.
@@ -125,7 +125,8 @@ def _import_problem(error: Exception, module: str) -> str:
 
 
 def _of_own_file(name: str) -> str:
-    """If `name` is a Python file in the current directory, a sentence on how to name an object in it; else empty."""
+    """If `name` is a Python file in the current directory, returns a sentence that explains how to name an object in
+    the file; otherwise an empty string."""
     module = name.removesuffix(".py")
     is_file = module.isidentifier() and Path(f"{module}.py").is_file()
     return f" To use an object in your {module}.py, write {module}:NAME" if is_file else ""
@@ -148,7 +149,7 @@ def _entry_point_object(group: str, name: str, where: str) -> Any:
 
 
 def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
-    """The plug-in itself, or an adapted one if it was written for an earlier version of the contract.
+    """Checks a plug-in, and adapts it if it was written for an earlier version of the contract. Returns the result.
 
     Args:
         name: an entry point's name or an import path, for messages.
@@ -175,7 +176,7 @@ def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
 
 
 def _version_problem(contract: Contract, stated: Any) -> str | None:
-    """Why a version is not accepted, and what to do; None if it is accepted."""
+    """Says why the stated version is not accepted, and what the user should do; None if the version is accepted."""
     number = f"was written for version {stated} of its contract"
     remedy = "Set it to the version that the plug-in was written for"
     if stated is None:
@@ -228,7 +229,8 @@ def _with_version(package: str) -> str:
 
 
 def load_receiver(path: str) -> Any:
-    """The class or function that `Rendezvous.receiver` names, which creates an engine's receiver for a weight sync.
+    """Imports the class or function at `path` (`Rendezvous.receiver`), which creates an engine's receiver for a weight
+    sync.
 
     Raises:
         PluginError: the object does not exist, or cannot be called with a rendezvous.
@@ -239,7 +241,7 @@ def load_receiver(path: str) -> Any:
 
 
 def load_preparation(path: str) -> Callable[[Any], object]:
-    """The function that a recipe's `prepare` names.
+    """Imports the function at `path` (`Recipe.prepare`).
 
     Raises:
         PluginError: the function does not exist, or cannot be called with a configuration.
@@ -260,8 +262,8 @@ def _how_to_get(package: str) -> str:
 def load_function(
     group: str, name: str, params: Mapping[str, Any], *, key: str | None = None, remedy: str = ""
 ) -> Callable[..., Any]:
-    """A function plug-in that accepts the keyword arguments `params`. Raises ConfigError for an unknown or missing
-    parameter, and what `load` raises. `require_settings` explains `remedy`."""
+    """Loads a function plug-in that accepts the keyword arguments `params`. Raises ConfigError for an unknown or
+    missing parameter, and the errors of `load`. `remedy` is passed to `require_settings`."""
     function = load(group, name, key=key)
     where = f"{key}: " if key else ""
     require_settings(function, params, repr(name), where=where, remedy=remedy)
@@ -269,8 +271,8 @@ def load_function(
 
 
 def import_object(path: str, where: str = "") -> Any:
-    """The object at `package.module:object`. If it does not exist, raises PluginError with a message that begins with
-    `where`."""
+    """Imports the object at `package.module:object`. If the import fails or the object does not exist, raises
+    PluginError with a message that begins with `where`."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)

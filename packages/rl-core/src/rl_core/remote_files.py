@@ -1,4 +1,4 @@
-"""Remote files at addresses that fsspec supports, such as `s3://bucket/train.parquet`."""
+"""Reads, copies and removes remote files at addresses that fsspec supports, such as `s3://bucket/train.parquet`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def exists(path: str) -> bool:
 
 
 def names_in(directory: str) -> list[str]:
-    """Names of the entries of a remote directory; empty if it does not exist. Raises ConfigError, OSError."""
+    """Names of the entries of a remote directory; empty if it does not exist. Raises OSError, or ConfigError if the
+    store cannot be accessed."""
     system, place = _found(directory)
     with _asked(directory):
         # A store may cache earlier listings.
@@ -48,9 +49,9 @@ def names_in(directory: str) -> list[str]:
 
 
 def upload(directory: Path, target: str, *, last: str | None = None) -> None:
-    """Copies a directory's files to a remote directory, the file `last` after all others.
+    """Copies a directory's files to a remote directory. The file `last`, if given, is copied after all others.
 
-    Raises ConfigError, OSError.
+    Raises OSError, or ConfigError if the store cannot be accessed.
     """
     system, place = _found(target)
     files = sorted(path for path in directory.rglob("*") if path.is_file())
@@ -63,7 +64,8 @@ def upload(directory: Path, target: str, *, last: str | None = None) -> None:
 
 
 def download(source: str, directory: Path) -> None:
-    """Copies a remote directory's files into a local one. Raises ConfigError, OSError."""
+    """Copies a remote directory's files into a local one. Raises OSError, or ConfigError if the store cannot be
+    accessed."""
     system, place = _found(source)
     with _asked(source):
         for there in system.find(place):
@@ -74,7 +76,7 @@ def download(source: str, directory: Path) -> None:
 
 
 def remove(directory: str) -> None:
-    """Removes a remote directory. Raises ConfigError, OSError."""
+    """Removes a remote directory and its contents. Raises OSError, or ConfigError if the store cannot be accessed."""
     system, place = _found(directory)
     with _asked(directory):
         system.rm(place, recursive=True)

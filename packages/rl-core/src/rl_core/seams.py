@@ -44,9 +44,9 @@ class Seam:
     """An extension point: a run selects one or more objects for it by name."""
 
     plural: str = ""
-    """What these objects are called in lists; empty if no list shows them."""
+    """The objects' name in lists, in the plural; empty if no list shows them."""
     singular: str
-    """What one of them is called, with its article."""
+    """The name of one such object, with its article."""
     expected: str
     """Description of a valid object, for messages."""
     problem: Callable[[Any, int | None], str | None]
@@ -146,7 +146,7 @@ def _of_preparation(found: Any, version: int | None) -> str | None:
 
 
 def _prepare(self: None, config: Any) -> None:
-    """The signature of a recipe's `prepare`, with the `self` that `call_problem` expects."""
+    """Has the signature of a recipe's `prepare`, preceded by the `self` that `call_problem` skips."""
 
 
 def _of_receiver(found: Any, version: int | None) -> str | None:
@@ -159,7 +159,7 @@ def _of_receiver(found: Any, version: int | None) -> str | None:
 
 
 def _build_receiver(self: None, rendezvous: Any) -> None:
-    """The signature with which an engine creates its receiver, with the `self` that `call_problem` expects."""
+    """Has the signature with which an engine creates its receiver, preceded by the `self` that `call_problem` skips."""
 
 
 SEAMS: Mapping[str, Seam] = {
@@ -247,7 +247,7 @@ RECEIVER = Seam(
 
 
 def members(contract: type) -> dict[str, Any]:
-    """The methods and properties of a Protocol (or base class) by name, with those of its base contracts first.
+    """Name → method or property of a Protocol or base class. Those inherited from its base classes come first.
 
     `contract_version` is left out, because it is checked before all members.
     """

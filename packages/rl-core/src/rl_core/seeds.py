@@ -23,5 +23,5 @@ def seed_of(*parts: int | str) -> int:
 
 
 def generator_of(*numbers: int) -> np.random.Generator:
-    """A NumPy generator from `numbers` (each at least 0), which NumPy's SeedSequence mixes."""
+    """A NumPy random generator. NumPy's SeedSequence derives its state from `numbers`, each at least 0."""
     return np.random.default_rng(numbers)

@@ -1,4 +1,5 @@
-"""Crash-safe files, checks that files have not changed, and detection of a full disk."""
+"""Functions that write files so that they survive a crash, check that files have not changed, and detect a full
+disk."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """The record of a file, which is read once."""
+        """Reads a file once, and returns its record."""
         crc32 = 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
@@ -48,13 +49,13 @@ class FileRecord:
         return cls(entry, None) if isinstance(entry, int) else cls(int(entry["bytes"]), int(entry["crc32"]))
 
     def as_json(self) -> dict[str, int | None]:
-        """The entry in a list of files."""
+        """The record as an entry in a list of files; the inverse of `from_json`."""
         return {"bytes": self.num_bytes, "crc32": self.crc32}
 
 
 def is_found(path: str | Path) -> bool:
-    """Whether the path exists. Also False in the cases in which `Path.exists` raises, because the user lacks a
-    permission or the name is too long; `config.file_checks` reports these."""
+    """Whether the path exists. Also False if this cannot be determined, because the user lacks a permission or the name
+    is too long (`Path.exists` would raise); `config.file_checks` reports these cases."""
     try:
         return Path(path).exists()
     except OSError:
@@ -62,7 +63,7 @@ def is_found(path: str | Path) -> bool:
 
 
 def recorded(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """The records of the files as they are now. Reads several files in parallel."""
+    """Name → record of each file's current content. Reads several files in parallel."""
     wanted = sorted(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(wanted, pool.map(lambda name: FileRecord.of(directory / name), wanted), strict=True))
@@ -89,8 +90,8 @@ def changed(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a file atomically: after a crash, either the old or the new file exists. The new one is on disk when
-    this returns."""
+    """Replaces a file's content atomically: after a crash, the file has either the old or the new content. The new
+    content is on disk when this returns."""
     unfinished = path.with_name(f"{path.name}.writing")
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -101,7 +102,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Creates the directory and its parents; all entries are on disk when this returns."""
+    """Creates the directory and its missing parents. Their directory entries are on disk when this returns."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:

@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently and returns their results in order. The first error cancels the others and is raised
-    unchanged.
+    """Runs coroutines concurrently and returns their results in order. The first error cancels the other coroutines;
+    once they have ended, it is raised unchanged.
 
-    `asyncio.gather` would return at the first error or cancellation while the others are still running.
+    `asyncio.gather` would raise the first error or cancellation while the other coroutines are still running.
     """
     try:
         async with asyncio.TaskGroup() as together:
@@ -33,7 +33,7 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The first single error in a task group's errors: the one that cancelled the other tasks."""
+    """Returns the first error in a task group's errors, which may be nested: the one that cancelled the other tasks."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
@@ -89,8 +89,12 @@ def code_of(whose: str) -> Iterator[None]:
 
 
 def is_foreign(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Whether an error that was raised in the task (None: outside any task) is neither an Exception nor caused from
-    outside, by Ctrl-C or by cancelling or discarding the task."""
+    """Whether the code in a task raised this error itself, although it is not an Exception. False for an Exception, and
+    for errors with a cause outside the task: Ctrl-C, or that the task was cancelled or discarded.
+
+    Args:
+        task: the task in which the error was raised; None: it was raised outside any task.
+    """
     if isinstance(error, asyncio.CancelledError):
         return task is None or not task.cancelling()
     # A discarded coroutine also gets a GeneratorExit, while no task or another task is running.
@@ -118,7 +122,7 @@ class IdleTime:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Context during which time counts as busy; several may overlap."""
+        """Context whose duration counts as busy. Several contexts may overlap."""
         if self._num_busy == 0:
             self._seconds += self._clock() - self._idle_since
         self._num_busy += 1
@@ -130,7 +134,8 @@ class IdleTime:
                 self._idle_since = self._clock()
 
     def lap(self) -> float:
-        """Idle seconds since the last call, or since the start."""
+        """Returns the idle seconds since the previous call of `lap` or, in the first call, since the object was
+        created."""
         if self._num_busy == 0:
             now = self._clock()
             self._seconds, self._idle_since = self._seconds + now - self._idle_since, now

@@ -1,6 +1,7 @@
 """Checks that the steps of trajectories are complete.
 
-Pure Python, so that `layout`, which needs only numpy, and `algorithms`, which needs only torch, share one rule.
+This module is pure Python, so that both `layout`, which needs only numpy, and `algorithms`, which needs only torch, can
+use the same check.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ def why_incomplete(
     the last step must have the largest index. Rows may be in any order. Checking 100,000 rows takes 0.2 s.
 
     Args:
-        trajectory_N: equal for the steps of one trajectory.
+        trajectory_N: id of each row's trajectory.
         is_last_step_N: whether the row is its trajectory's last step.
-        step_index_N: position among the trajectory's steps; None: not known.
+        step_index_N: position of the row among its trajectory's steps; None: the positions are not known.
     """
     if step_index_N is None:
         return _why_not_one_last_step(trajectory_N, is_last_step_N)

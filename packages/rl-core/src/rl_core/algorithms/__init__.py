@@ -1,4 +1,5 @@
-"""Advantages, losses, KL, corrections, reductions and selection as pure torch functions. Needs only torch."""
+"""Advantages, losses, KL, corrections, reductions and selection as pure functions of tensors. This package depends only
+on torch."""
 
 from __future__ import annotations
 

@@ -46,11 +46,11 @@ _VARIANCE_EPSILON = 1e-8
 
 
 class TokenAdvantages(NamedTuple):
-    """Result of a token-level estimator; 0 at tokens that were not sampled."""
+    """Result of a token-level estimator. Both tensors are 0 at tokens that were not sampled."""
 
     advantages_T: Tensor
     returns_T: Tensor
-    """The critic's target. Not used in a run without a critic."""
+    """The values that the critic learns to predict. Not used in a run without a critic."""
 
 
 def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool = True) -> Tensor:
@@ -64,7 +64,7 @@ def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
         group_N: int64, equal for samples of one prompt.
-        grpo_norm_by_std: divide by the standard deviation.
+        grpo_norm_by_std: whether to divide by the standard deviation.
 
     Returns:
         Advantages [N]; 0 for a group of one and for a group of equal scores.
@@ -111,7 +111,7 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
         group_N: int64, equal for samples of one prompt.
-        lengths_N: int64, sampled tokens of each trajectory.
+        lengths_N: int64, number of sampled tokens of each trajectory.
 
     Returns:
         Advantages [N]; 0 for a group of one, which is also excluded from m and v.
@@ -133,8 +133,8 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
 
 
 def maxrl_advantages(scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None) -> Tensor:
-    """Score minus the mean score of the prompt's samples, divided by that mean: the rarer successes are, the larger
-    their weight.
+    """Score minus the mean score of the prompt's samples, divided by that mean. The rarer successes are, the larger
+    their weight becomes.
 
     A_i = (e_i − mean e) / mean e + p_i − mean p, with e the environment's score and p = s − e the (negative) KL penalty
     in the score. With scores 0 and 1, the first part estimates a gradient that lies between the gradient of the success
@@ -198,7 +198,7 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
         group_N: int64, equal for samples of one prompt.
-        lengths_N: int64, sampled tokens of each trajectory.
+        lengths_N: int64, number of sampled tokens of each trajectory.
 
     Returns:
         Advantages [N]; 0 for a group of one and for a group without any sampled token.
@@ -218,7 +218,7 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
 def pass_at_k_advantages(
     scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None, *, k: int
 ) -> Tensor:
-    """Advantage of a sample if k samples share one reward: 1 if any of them succeeds, else 0.
+    """The advantages of samples if k samples share one reward, which is 1 if any of them succeeds, else 0.
 
     The advantage is the average over all k-subsets of the sample's group that contain the sample. With n samples, c
     successes and q = C(n−c, k) / C(n, k), the subsets' rewards have mean R = 1 − q and deviation sqrt(q (1 − q)).
@@ -262,7 +262,7 @@ def pass_at_k(num_correct_P: Tensor, num_samples_P: Tensor, *, k: int) -> Tensor
     Args:
         num_correct_P: int64, c of each prompt.
         num_samples_P: int64, n of each prompt, at least k.
-        k: at least 1.
+        k: number of samples of which one must be correct, at least 1.
 
     Returns:
         float64 [P] in [0, 1].
@@ -334,7 +334,7 @@ def gae_advantages(
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
         gamma: discount per sampled token, in [0, 1].
         lambd: decay of later errors d, in [0, 1]; 1 gives the return minus the value, 0 the one-step error d_t.
-        whiten_advantages: standardise the advantages over the sampled tokens of the batch.
+        whiten_advantages: whether to standardise the advantages over the sampled tokens of the batch.
 
     Returns:
         TokenAdvantages [T] in the dtype of `rewards_T`, without gradient to the critic. The baseline is the critic, not
@@ -367,7 +367,7 @@ def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
     Args:
         values_T: finite where the mask is true; not read elsewhere.
-        mask_T: bool.
+        mask_T: bool, the tokens that count.
 
     Returns:
         [T] in the dtype of `values_T`, 0 outside the mask; all 0 for an empty mask and for equal values.

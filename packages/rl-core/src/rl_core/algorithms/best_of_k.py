@@ -12,7 +12,8 @@ from rl_core.errors import ConfigError
 
 
 def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | None = None) -> Tensor:
-    """How much a sample raises the best score of k samples: its margin over the second best if it is the best, else 0.
+    """The amount by which a sample raises the best score of k samples: its margin over the second best if it is the
+    best sample, else 0.
 
     A_i = mean of (max S − max S∖i) over those k-subsets S of the group that contain sample i. A subset's term is 0
     unless i is its best sample. If k is the group's size, the best sample gets best minus second best, all others 0.
@@ -51,8 +52,8 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
 
 
 def _second_best_weights(size: int, k: int) -> Tensor:
-    """[j, m]: of the k-subsets that contain the sample of rank j (0 is the lowest score), the fraction in which this
-    sample is the best and the sample of rank m the second best."""
+    """Returns a matrix. Entry [j, m] is the fraction of those k-subsets that contain the sample of rank j (0: lowest
+    score) in which this sample is the best and the sample of rank m the second best."""
     total = math.comb(size - 1, k - 1)
     return torch.tensor(
         [[math.comb(m, k - 2) / total if m < j else 0.0 for m in range(size)] for j in range(size)],

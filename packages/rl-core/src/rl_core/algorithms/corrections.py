@@ -84,7 +84,7 @@ def off_policy_correction(
     upper bound: step 2 with token ratios in step 3, and the product in step 4 with sequence ratios in step 3. Empty
     tensors are accepted, so that settings can be checked before a run.
 
-    Metrics, each a pair (sum, weight). The weight counts the tokens or sequences that each line names last:
+    Metrics, each a pair (sum, weight). The weight is the number of the tokens or sequences that are named last:
         off_policy/logprob_diff: |d|, over the trained tokens with a finite engine log-prob
         off_policy/ratio: exp(d) with d clamped to ±20, over the same tokens
         off_policy/missing_tokens: tokens that step 0 dropped, of the trained tokens
@@ -223,7 +223,7 @@ def truncated_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, *, high: float) 
 
     Args:
         log_ratios_T: d of each token, or of its sequence (`sequence_log_ratios`).
-        loss_mask_T: bool.
+        loss_mask_T: bool, the tokens that count.
         high: the cap, above 0.
 
     Returns:
@@ -248,7 +248,7 @@ def masked_ratios(
 
     Args:
         log_ratios_T: d of each token, or of its sequence (`sequence_log_ratios`).
-        loss_mask_T: bool.
+        loss_mask_T: bool, the tokens that count.
         low: lowest ratio that is kept, at least 0; None for no bound.
         high: highest ratio that is kept; None for no bound.
 
@@ -273,7 +273,7 @@ def ratio_mask(
 
     Args:
         log_ratios_T: d of each token, of its sequence, or the mean over its sequence.
-        loss_mask_T: bool.
+        loss_mask_T: bool, the tokens that count.
         low: lowest ratio that is kept, at least 0; None for no bound.
         high: highest ratio that is kept; None for no bound.
 
@@ -305,7 +305,7 @@ def outlier_sequence_mask(
 
     Args:
         log_ratios_T: d of each token.
-        loss_mask_T: bool.
+        loss_mask_T: bool, the tokens that count.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
         low: lowest ratio that is not an outlier, at least 0; None for no bound.
         high: highest ratio that is not an outlier; None for no bound.

@@ -1,4 +1,4 @@
-"""Estimates of KL(policy ‖ reference) per token, from the log-probs of sampled tokens; the adaptive KL coefficient.
+"""Estimates KL(policy ‖ reference) per token from the log-probs of sampled tokens, and adapts the KL coefficient.
 
 Use `estimate_kl`, which carries a gradient, in the loss, and `kl_penalty`, which does not, in the reward.
 
@@ -17,8 +17,8 @@ from rl_core.algorithms.token_loss import log_ratio, require_tokens
 from rl_core.errors import ConfigError, nearest
 
 KL_LIMIT = 10.0
-"""The estimate of a token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this value, in nats. Beyond it, only
-the `+` forms have a gradient, and `k3_unbiased` through its ratio."""
+"""The estimate of a token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this value, in nats. Beyond this
+limit, only the `+` forms and, through its ratio, `k3_unbiased` have a gradient."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased")
 UNBIASED = "k3_unbiased"
@@ -44,11 +44,11 @@ def estimate_kl(
     2506.09477; k3_unbiased: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, section 3.1.
 
     Args:
-        logprobs_T: current policy; carries gradient.
-        ref_logprobs_T: reference policy.
+        logprobs_T: log-probs under the current policy; carries gradient.
+        ref_logprobs_T: log-probs under the reference policy.
         mask_T: bool; outside it inputs may be anything.
-        old_logprobs_T: the policy that sampled the tokens; only `k3_unbiased` reads it. None: the current policy, so
-            that r is 1 but still has a gradient.
+        old_logprobs_T: log-probs under the policy that sampled the tokens; only `k3_unbiased` reads them. None: the
+            current policy sampled the tokens, so that r is 1 but still has a gradient.
         estimator: one of KL_ESTIMATORS.
 
     Returns:
@@ -82,10 +82,10 @@ def kl_penalty(
     Source: Ziegler et al. 2019, arXiv 1909.08593, equation 2 (there k1).
 
     Args:
-        old_logprobs_T: policy at the start of the update.
-        ref_logprobs_T: reference policy.
+        old_logprobs_T: log-probs under the policy at the start of the update.
+        ref_logprobs_T: log-probs under the reference policy.
         mask_T: bool, the sampled tokens.
-        kl_coef: >= 0.
+        kl_coef: coefficient of the penalty, >= 0.
         estimator: k1, k2, k3 or abs. The others differ from these only in the gradient, so they are refused.
 
     Returns:
@@ -115,7 +115,7 @@ def adaptive_kl_coef(
     Args:
         kl_coef: coefficient of this step, >= 0; 0 stays 0.
         observed_kl: mean KL of this step, with the estimator and unit of the target.
-        kl_target: > 0.
+        kl_target: KL to approach, > 0.
         horizon: number of samples after which the largest (clipped) error has changed the coefficient by 20%, > 0.
         num_samples: number of samples of this step.
 

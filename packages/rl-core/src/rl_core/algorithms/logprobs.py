@@ -1,4 +1,4 @@
-"""Log-probs and entropies of given tokens without storing the logits of a whole micro-batch."""
+"""Computes log-probs and entropies of given tokens without storing the logits of a whole micro-batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from rl_core.errors import ShapeError
 
 _LOWEST_LOGPROB = -1e4
-"""Lower log-probs, including −inf, are replaced by this in products p · log p; exp of it is 0 even in float64."""
+"""In products p · log p, lower log-probs (including −inf) are replaced by this value. Its exponential is 0 even in
+float64."""
 
 
 def chunked_logprobs(
@@ -24,7 +25,7 @@ def chunked_logprobs(
     bias_V: Tensor | None = None,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target and entropy of its distribution, directly from the last hidden states.
+    """Computes the log-prob of each target and the entropy of its distribution directly from the last hidden states.
 
     With logits_t = (hidden_t · weightᵀ + bias) / temperature and p_t = softmax(logits_t):
     logprob_t = logits_t[target_t] − logsumexp(logits_t) and entropy_t = −Σ_v p_tv log p_tv.
@@ -187,12 +188,12 @@ class _Logits:
         self.product = None if dtype == hidden_TH.dtype else hidden_TH.new_empty(self.buffers.shape[1:])
 
     def chunks(self) -> list[slice]:
-        """Rows of each chunk."""
+        """The range of rows of each chunk, in order."""
         num_tokens = self.hidden_TH.shape[0]
         return [slice(start, min(start + self.rows, num_tokens)) for start in range(0, num_tokens, self.rows)]
 
     def fill(self, rows: slice) -> Tensor:
-        """Logits [C, V] of these rows in the shared buffer, which the next call overwrites."""
+        """Computes the logits [C, V] of these rows in the shared buffer. The next call overwrites them."""
         hidden_CH = self.hidden_TH[rows]
         logits_CV = self.buffers[0, : hidden_CH.shape[0]]
         if self.product is None:
@@ -206,7 +207,7 @@ class _Logits:
         return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)
 
     def lowered(self, values_CV: Tensor) -> Tensor:
-        """The values in the dtype of the matrix products."""
+        """Converts the values to the dtype of the matrix products."""
         return values_CV if self.product is None else self.product[: values_CV.shape[0]].copy_(values_CV)
 
     def bounded(self, all_logprobs_CV: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ class _Logits:
         return all_logprobs_CV if self.bias_V is None else all_logprobs_CV.clamp_(min=_LOWEST_LOGPROB)
 
     def spare(self, rows: slice) -> Tensor:
-        """The second buffer, [C, V]."""
+        """The part of the second buffer that belongs to these rows, [C, V]."""
         return self.buffers[1, : rows.stop - rows.start]
 
 

@@ -1,4 +1,5 @@
-"""Finds out from its parameters what a loss function reads. The docstring of `objective` explains each parameter."""
+"""Derives from the parameters of a loss function which columns and scores it reads. The docstring of `objective`
+explains each parameter."""
 
 from __future__ import annotations
 

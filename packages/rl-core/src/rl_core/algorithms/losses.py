@@ -6,8 +6,8 @@ update, and A_t the advantage. Conventions of all losses in this package:
 - `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, and loss and gradient are 0.
 - Log-ratios (of a token, or in `sequence_losses` the mean over a sequence) are clamped to ±20
   (`token_loss.LOG_RATIO_LIMIT`) before `exp`. Beyond this limit they have no gradient.
-- Positional parameters are columns of the batch, bound by name (see `objective`). Keyword-only parameters are settings;
-  those that `trainer.algorithm` has too have the same name there.
+- Positional parameters are columns of the batch, bound by name (see `objective`). Keyword-only parameters are settings.
+  If `trainer.algorithm` has a key for a setting, the key has the same name.
 - A loss raises ShapeError if lengths or dtypes do not fit, and ConfigError if a setting is out of range.
 """
 
@@ -46,12 +46,12 @@ def ppo_clip_loss(
     Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 10.
 
     Args:
-        logprobs_T: current policy; carries gradient.
-        old_logprobs_T: policy at the start of the update.
-        advantages_T: any range.
+        logprobs_T: log-probs under the current policy; carries gradient.
+        old_logprobs_T: log-probs under the policy at the start of the update.
+        advantages_T: advantage of each token, any range.
         mask_T: bool, the trained tokens.
-        eps_clip_low: in [0, 1].
-        eps_clip_high: >= 0.
+        eps_clip_low: distance of the lower clip bound from 1, in [0, 1].
+        eps_clip_high: distance of the upper clip bound from 1, >= 0.
 
     Returns:
         Loss [T]; metrics ratio, clip_fraction and approx_kl (the k3 estimate of KL(old ‖ current)).
@@ -71,7 +71,7 @@ def dual_clip_loss(
     eps_clip_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> TokenLoss:
-    """PPO clip, with an additional bound on the loss of tokens with negative advantage.
+    """PPO's clipped surrogate with an additional bound on the loss of tokens with negative advantage.
 
     loss_t = PPO clip's loss where A_t >= 0, else min(PPO clip's loss, −clip_ratio_c · A_t).
     Source: Ye et al. 2020, arXiv 1912.09729, eq. 5.
@@ -119,8 +119,9 @@ def cispo_loss(
 
     Args:
         logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
-        old_logprobs_T: read with the anchor 'old'.
-        rollout_logprobs_T: distribution from which the engine sampled; read with the anchor 'rollout'.
+        old_logprobs_T: log-probs under the policy at the start of the update; read only if `cispo_anchor` is 'old'.
+        rollout_logprobs_T: log-probs in the distribution from which the engine sampled; read only if `cispo_anchor` is
+            'rollout'.
         cispo_eps_clip_low: in [0, 1]; 1 leaves the ratio without a lower bound.
         cispo_eps_clip_high: >= 0.
         cispo_anchor: 'old' or 'rollout', the log-probs in the ratio's denominator.
@@ -153,8 +154,8 @@ def sapo_loss(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> TokenLoss:
-    """A smooth gate instead of the hard clip: the gradient decreases as the ratio moves away from 1 in either
-    direction.
+    """The surrogate of PPO with a smooth gate in place of the hard clip. The gradient decreases as the ratio moves away
+    from 1 in either direction.
 
     loss_t = −A_t · σ(τ (r_t − 1)) · 4 / τ, with τ = tau_pos where A_t > 0, else tau_neg. At r_t = 1 the gradient is
     the same as PPO's.
@@ -246,7 +247,7 @@ def dro_loss(
 
 
 def reinforce_loss(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> TokenLoss:
-    """The plain policy gradient. Correct only for one optimizer step per batch, on samples of the current policy.
+    """The plain policy gradient. It is correct only for one optimizer step per batch, on samples of the current policy.
 
     loss_t = −A_t · logprobs_t.
     Source: Williams 1992, "Simple statistical gradient-following algorithms", eq. 4.
@@ -262,12 +263,12 @@ def reinforce_loss(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> 
 
 
 def cross_entropy_loss(logprobs_T: Tensor, mask_T: Tensor) -> TokenLoss:
-    """Maximum likelihood of the trained tokens (supervised fine-tuning), without advantages.
+    """The negative log-likelihood of the trained tokens, for supervised fine-tuning. It uses no advantages.
 
     loss_t = −logprobs_t.
 
     Args:
-        logprobs_T: current policy; carries gradient.
+        logprobs_T: log-probs under the current policy; carries gradient.
         mask_T: bool, the trained tokens.
 
     Returns:
@@ -280,7 +281,8 @@ def cross_entropy_loss(logprobs_T: Tensor, mask_T: Tensor) -> TokenLoss:
 def clipped_surrogate(
     log_ratio_T: Tensor, advantages_T: Tensor, eps_clip_low: float, eps_clip_high: float
 ) -> TokenLoss:
-    """PPO's clipped surrogate for log-ratios of tokens or sequences. Both tensors must be 0 outside the mask."""
+    """Computes PPO's clipped surrogate from log-ratios of tokens or sequences. Both tensors must be 0 outside the
+    mask."""
     require_between(0.0, 1.0, eps_clip_low=eps_clip_low)
     require_between(0.0, math.inf, eps_clip_high=eps_clip_high)
     ratio_T = log_ratio_T.exp()

@@ -36,7 +36,8 @@ def clip_cov_columns(
     clip_cov_ub: float = 5.0,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """`prepare` of `clip_cov_loss`: `x_cov_clipped`, the tokens whose gradient is removed.
+    """The `prepare` function of `clip_cov_loss`. Returns `x_cov_clipped`, which marks the tokens whose gradient is
+    removed.
 
     Draws max(1, floor(clip_ratio · trained tokens)) tokens without replacement from those whose covariance is strictly
     between clip_cov_lb and clip_cov_ub; takes all of these if there are fewer. The draw depends on the seed and on the
@@ -89,9 +90,9 @@ def clip_cov_loss(
 def kl_cov_columns(
     old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, kl_cov_frac: float = 0.2
 ) -> dict[str, Tensor]:
-    """`prepare` of `kl_cov_loss`: `x_cov_top`, the tokens with the largest covariance.
+    """The `prepare` function of `kl_cov_loss`. Returns `x_cov_top`, which marks the tokens with the largest covariance.
 
-    Their number is max(1, floor(kl_cov_frac · trained tokens)).
+    It marks max(1, floor(kl_cov_frac · trained tokens)) tokens.
     """
     require_between(0.0, 1.0, kl_cov_frac=kl_cov_frac)
     covariances_T = token_covariances(old_logprobs_T, advantages_T, mask_T)
@@ -120,7 +121,7 @@ def kl_cov_loss(
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `losses.ppo_clip_loss`.
         x_cov_top_T: bool, computed by `kl_cov_columns` from advantages without correction weights.
         correction_weights_T: w, the weights of an off-policy correction; None: 1.
-        ppo_kl_coef: >= 0.
+        ppo_kl_coef: coefficient of the penalty, >= 0.
         kl_cov_frac: fraction of the trained tokens to select, in [0, 1] (setting of `kl_cov_columns`); the paper uses
             0.0002 to 0.002.
 
@@ -150,7 +151,7 @@ def kl_cov_loss(
 def top_entropy_columns(
     old_entropies_T: Tensor, mask_T: Tensor, *, top_entropy_fraction: float = 0.2
 ) -> dict[str, Tensor]:
-    """`prepare` of `top_entropy_loss`: `x_top_entropy`, the result of `top_entropy_mask`."""
+    """The `prepare` function of `top_entropy_loss`. Returns `x_top_entropy`, the result of `top_entropy_mask`."""
     return {"x_top_entropy": top_entropy_mask(old_entropies_T, mask_T, top_entropy_fraction=top_entropy_fraction)}
 
 
@@ -165,7 +166,8 @@ def top_entropy_loss(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO clip on the tokens with the highest entropy. The others have no loss, but still count in the denominator.
+    """PPO's clipped surrogate for the tokens with the highest entropy. All other tokens have no loss, but still count
+    in the denominator.
 
     loss_t = PPO clip's loss at the selected tokens (`top_entropy_mask`), else 0.
     Source: Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939, section 5.

@@ -43,7 +43,7 @@ SumAndWeight = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """sum over t of loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t]), over the trained tokens."""
+    """The sum over the trained tokens t of loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t])."""
 
     function: LossFunction
     """The loss function. The module's docstring explains its parameters."""
@@ -80,8 +80,8 @@ class Objective:
 
     @cached_property
     def corrections(self) -> Corrections:
-        """How this loss uses off-policy correction weights: what it declares, or else what follows from its parameters
-        and `is_linear`."""
+        """How this loss uses off-policy correction weights. If the loss declares nothing, this is derived from its
+        parameters and from `is_linear`."""
         declared = getattr(self.function, "corrections", None)
         if declared is not None:
             return declared
@@ -126,15 +126,16 @@ class Objective:
         return frozenset(read | {name for name, coef in terms.items() if coef})
 
     def prepare(self, columns: Mapping[str, Tensor], sequence_T: Tensor, seed: int) -> dict[str, Tensor]:
-        """Columns [T] to add to the mini-batch, or to replace in it, before it is split; none for most losses.
+        """Returns the columns [T] to add to the mini-batch, or to replace in it, before it is split. Most losses have
+        none.
 
-        These are: the `x_…` columns that the loss's own `prepare` function computes, from the advantages without
-        correction weights; if a correction scales the loss, the advantages times the weights; and if the loss reads
-        the weights, the weights, which are 1 without a correction.
+        There are three kinds of such columns. The `x_…` columns are computed by the loss's own `prepare` function, from
+        advantages without correction weights. `advantages` is replaced by the product with the correction weights if a
+        correction scales the loss. `correction_weights` is added if the loss reads it; it is 1 without a correction.
 
         Args:
             columns: the mini-batch's `required_columns`, and `correction_weights` if there is a correction.
-            sequence_T: int64, non-decreasing.
+            sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
             seed: seed of this mini-batch; the same seed and columns give the same result.
         """
         weights_T = columns.get("correction_weights")
@@ -179,7 +180,7 @@ class Objective:
         entropies_T: Tensor | None = None,
         predicted_values_T: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, SumAndWeight]]:
-        """The micro-batch's part of the sum, and its metrics. Does not synchronise with the device.
+        """Computes the micro-batch's part of the sum, and its metrics. Does not synchronise with the device.
 
         With context parallelism, every rank of a context group calls this with the whole sequences, gathered from the
         group, and gets the same values. On each rank, the gradient flows only to that rank's slice. One of the ranks
@@ -187,7 +188,7 @@ class Objective:
 
         Args:
             columns: the micro-batch's `call_columns`. Values outside `loss_mask` may be anything.
-            sequence_T: int64, non-decreasing.
+            sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
             logprobs_T, entropies_T, predicted_values_T: scores of the current model with gradient; those in `reads` are
                 required. If entropies are passed, their mean is a metric, even without an entropy bonus.
 
@@ -252,9 +253,9 @@ class Objective:
     def is_linear(self) -> bool:
         """Whether scaling each token's advantage by a factor from 0 to 50 scales its loss by the same factor.
 
-        Tried on twelve tokens of three sequences, some with a probability ratio below 0.8 or above 1.2, where losses
-        usually clip. The columns from `prepare` are not recomputed for the scaled advantages. If the loss fails, raises
-        what `try_out` raises.
+        This is tried on twelve tokens of three sequences. Some have a probability ratio below 0.8 or above 1.2, where
+        losses usually clip. The columns from `prepare` are not recomputed for the scaled advantages. If the loss fails,
+        this raises the same errors as `try_out`.
         """
         generator = torch.Generator().manual_seed(0)
         sequence_T = torch.arange(3).repeat_interleave(4)
@@ -272,7 +273,8 @@ class Objective:
     def _tried(
         self, columns: Mapping[str, Tensor], sequence_T: Tensor, changed: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """The loss of each token on made-up columns; `changed` replaces some of them after `prepare`."""
+        """Computes the loss of each token on made-up columns. `changed` replaces some of the columns after
+        `prepare`."""
         generator = torch.Generator().manual_seed(1)
         sample = _example if len(sequence_T) == 4 else lambda name: _varied(name, generator)
         current = {f"{name}_T": sample(name).requires_grad_() for name in sorted(self.reads)}
@@ -336,8 +338,8 @@ def sum_metrics(parts: Iterable[Mapping[str, SumAndWeight]]) -> dict[str, tuple[
 
 
 def _clean(columns: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
-    """Sets floating-point values outside the mask to zero. They may be NaN or infinite, and user functions should not
-    have to handle this."""
+    """Sets floating-point values outside the mask to zero. Before that, they may be NaN or infinite, and user functions
+    should not have to handle such values."""
     return {name: masked(v_T, mask_T) if v_T.is_floating_point() else v_T for name, v_T in columns.items()}
 
 

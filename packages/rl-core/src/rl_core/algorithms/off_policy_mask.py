@@ -20,7 +20,8 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """The tokens that keep their policy loss: those with advantage >= 0, or in a sequence that is still likely.
+    """Marks the tokens that keep their policy loss: those with advantage >= 0, and those in a sequence that is still
+    likely.
 
     M_t = 0 where A_t < 0 and mean over the sequence's trained tokens of (rollout_logprobs − logprobs) > delta, else 1.
     The mean estimates KL(sampling policy ‖ current policy) in nats per token. M changes during an update as the current
@@ -28,13 +29,13 @@ def off_policy_sequence_mask(
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, section 3.1 (off-policy sequence masking).
 
     Args:
-        logprobs_T: current policy.
-        rollout_logprobs_T: distribution from which the engine sampled; tokens where it is not finite are left out of
-            the mean.
-        advantages_T: any range; only the sign is used.
+        logprobs_T: log-probs under the current policy.
+        rollout_logprobs_T: log-probs in the distribution from which the engine sampled. Tokens whose log-prob is not
+            finite are left out of the mean.
+        advantages_T: advantage of each token, any range; only the sign is used.
         mask_T: bool, the trained tokens.
-        sequence_T: int64, non-decreasing.
-        delta: >= 0, nats per token.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        delta: largest mean difference at which a sequence still counts as likely, >= 0, in nats per token.
 
     Returns:
         bool [T]; true outside the mask.

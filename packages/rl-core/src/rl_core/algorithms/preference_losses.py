@@ -41,8 +41,8 @@ def dpo_columns(
     dpo_beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> dict[str, Tensor]:
-    """`prepare` of `dpo_loss`: for each token, the slope of its pair's loss, the token's share of the loss, and the
-    inputs of the metrics."""
+    """The `prepare` function of `dpo_loss`. Returns for each token the slope of its pair's loss, the token's share of
+    the loss, and the inputs of the metrics."""
     if dpo_type not in ("sigmoid", "ipo"):
         raise ConfigError(f"dpo_type: got {dpo_type!r}; expected sigmoid or ipo")
     require_between(0.0, math.inf, dpo_beta=dpo_beta)
@@ -88,7 +88,7 @@ def dpo_loss(
     A prompt with equal rewards, or of which one response failed, has no loss, but still counts as a prompt.
 
     Args:
-        logprobs_T: current policy; carries gradient.
+        logprobs_T: log-probs under the current policy; carries gradient.
         mask_T: bool, the trained tokens.
         x_pair_…_T: computed by `dpo_columns` from log-probs at the start of the update and those of the reference.
         dpo_type: 'sigmoid' or 'ipo' (a setting of `dpo_columns`, like the next two).
@@ -112,7 +112,7 @@ def reward_model_columns(
     sequence_T: Tensor,
     group_T: Tensor,
 ) -> dict[str, Tensor]:
-    """`prepare` of `reward_model_loss`: the same columns as from `dpo_columns`."""
+    """The `prepare` function of `reward_model_loss`. Returns the same columns as `dpo_columns`."""
     pairs = _Pairs.of(rewards_T, mask_T, sequence_T, group_T)
     last_T = pairs.last_trained(mask_T, sequence_T)
     scores_S = sequence_sum(masked(values_T.double(), last_T), sequence_T)
@@ -167,7 +167,7 @@ def _pair_loss(
     other_T: Tensor,
     share_T: Tensor,
 ) -> TokenLoss:
-    """A loss whose value is the pair's loss, and whose gradient is slope · ∇score."""
+    """Returns a loss that has the value of the pair's loss and the gradient slope · ∇score."""
     scores_T = masked(scores_T, mask_T)
     margin_T = preferred_T - other_T
     metrics = {
@@ -191,7 +191,7 @@ class _Pairs(NamedTuple):
 
     @classmethod
     def of(cls, rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, group_T: Tensor) -> _Pairs:
-        """Raises ShapeError for a prompt with more than two sequences."""
+        """Finds the pairs of a mini-batch. Raises ShapeError for a prompt with more than two sequences."""
         require_tokens(mask_T, rewards_T=rewards_T, sequence_T=sequence_T, group_T=group_T)
         rewards_S = sequence_sum(masked(rewards_T, mask_T), sequence_T).double()
         starts_T = torch.ones_like(mask_T)

@@ -1,4 +1,4 @@
-"""Rewards in the token stream: their positions, and their sums, discounted per token or per turn.
+"""Places rewards in the token stream, and computes their sums, discounted per token or per turn.
 
 Only the sampled tokens of a sequence are time steps. Tokens between them (observations of an environment) are not
 actions: they are not discounted and have no reward. `sequence_T` may also be the trajectory's index if the steps of
@@ -158,7 +158,7 @@ def turn_returns(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *, gamma
 
 
 def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
-    """The linear recurrence y_t = x_t + d_t · y_{t+1}, computed from the end, with y = 0 after the end.
+    """Computes the linear recurrence y_t = x_t + d_t · y_{t+1} from the end, with y = 0 after the end.
 
     The input is cut into blocks of 64. All blocks are computed in parallel, each as if y were 0 after it, together with
     the products of their decays. The recurrence over the blocks' first values is the same problem, 64 times shorter;
@@ -204,7 +204,7 @@ def on_stream(values_T: Tensor, index_T: Tensor, like_T: Tensor) -> Tensor:
 
 
 def continues(index_T: Tensor) -> Tensor:
-    """bool [T], true where the next entry is equal, so false at the last entry of every run of equal values."""
+    """bool [T]: whether the next entry is equal. It is false at the last entry of every run of equal values."""
     continues_T = torch.zeros_like(index_T, dtype=torch.bool)
     torch.eq(index_T[1:], index_T[:-1], out=continues_T[:-1])
     return continues_T

@@ -35,12 +35,12 @@ def rollout_is_loss(
     distribution.
 
     Args:
-        logprobs_T: current policy; carries gradient.
-        rollout_logprobs_T: distribution from which the engine sampled.
-        advantages_T: any range.
+        logprobs_T: log-probs under the current policy; carries gradient.
+        rollout_logprobs_T: log-probs in the distribution from which the engine sampled.
+        advantages_T: advantage of each token, any range.
         mask_T: bool, the trained tokens.
-        eps_clip_low: in [0, 1].
-        eps_clip_high: >= 0.
+        eps_clip_low: distance of the lower clip bound from 1, in [0, 1].
+        eps_clip_high: distance of the upper clip bound from 1, >= 0.
 
     Returns:
         Loss [T]; metrics as `losses.ppo_clip_loss`.
@@ -66,7 +66,7 @@ def dppo_loss(
     delta_low: float = 0.2,
     delta_high: float = 0.2,
 ) -> TokenLoss:
-    """A trust region that bounds a divergence instead of the ratio.
+    """The surrogate of PPO with a trust region that bounds a divergence instead of the ratio.
 
     The divergence is between the current policy and the engine's distribution, both reduced to two outcomes: the
     sampled token, or any other token.
@@ -120,7 +120,7 @@ def decoupled_ppo_loss(
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `losses.ppo_clip_loss`.
-        rollout_logprobs_T: distribution from which the engine sampled.
+        rollout_logprobs_T: log-probs in the distribution from which the engine sampled.
         behav_imp_weight_cap: > 0; tokens with a larger weight have no loss. `inf`: no cap.
 
     Returns:

@@ -219,7 +219,7 @@ def soft_overlong_penalty(lengths_N: Tensor, *, max_len: int, cache_len: int) ->
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 13.
 
     Args:
-        lengths_N: int64, sampled tokens of each trajectory.
+        lengths_N: int64, number of sampled tokens of each trajectory.
         max_len: length at which the penalty reaches −1, in tokens.
         cache_len: number of tokens before `max_len` over which the penalty grows, in [1, max_len].
 
@@ -237,7 +237,8 @@ def soft_overlong_penalty(lengths_N: Tensor, *, max_len: int, cache_len: int) ->
 
 
 def _flat_groups(scores_N: Tensor, group_N: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """For each group, in ascending order of id: the id, whether its scores are equal, and its size."""
+    """Returns the ids of the groups in ascending order, whether each group's scores are equal, and each group's
+    size."""
     require_same_length(scores_N=scores_N, group_N=group_N)
     require_floating(scores_N=scores_N)
     require_int64(group_N=group_N)

@@ -28,7 +28,7 @@ def gspo_loss(
     eps_clip_low: float = 3e-4,
     eps_clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """PPO clip with one ratio per sequence, so that each sequence is clipped as a whole.
+    """PPO's clipped surrogate with one ratio per sequence, so that each sequence is clipped as a whole.
 
     s_i = exp(clamp(mean over the trained tokens of sequence i of (logprobs_t − old_logprobs_t), ±20));
     loss_t = −min(s_i A_t, clip(s_i, 1 − eps_clip_low, 1 + eps_clip_high) A_t).
@@ -36,10 +36,11 @@ def gspo_loss(
 
     Args:
         logprobs_T, old_logprobs_T, mask_T: as in `losses.ppo_clip_loss`.
-        advantages_T: any range; meant to be equal within a sequence.
-        sequence_T: int64, non-decreasing.
-        eps_clip_low: in [0, 1]; sequence ratios are much closer to 1 than token ratios.
-        eps_clip_high: >= 0.
+        advantages_T: advantage of each token, any range; meant to be equal within a sequence.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        eps_clip_low: distance of the lower clip bound from 1, in [0, 1]. Useful values are small, because sequence
+            ratios are much closer to 1 than token ratios.
+        eps_clip_high: distance of the upper clip bound from 1, >= 0.
 
     Returns:
         Loss [T]; metrics as `losses.ppo_clip_loss`, for the sequence's ratio.
@@ -67,7 +68,7 @@ def gspo_token_loss(
 
     Args:
         logprobs_T, old_logprobs_T, mask_T, sequence_T, eps_clip_low, eps_clip_high: as in `gspo_loss`.
-        advantages_T: any range, per token.
+        advantages_T: advantage of each token; any range, may differ within a sequence.
 
     Returns:
         Loss [T]; metrics as `gspo_loss`.
@@ -90,8 +91,8 @@ def gmpo_loss(
     gmpo_log_clip_low: float = 0.4,
     gmpo_log_clip_high: float = 0.4,
 ) -> TokenLoss:
-    """The geometric mean of a sequence's clipped token ratios, on which outliers have less effect than on the
-    arithmetic mean.
+    """A policy gradient weighted by the geometric mean of a sequence's clipped token ratios. Outliers affect this mean
+    less than the arithmetic mean.
 
     d_t = min(log r_t, gmpo_log_clip_high) where A_t > 0, max(log r_t, −gmpo_log_clip_low) where A_t < 0;
     loss_t = −A_t · exp(clamp(mean of d over the trained tokens of the sequence, ±20)).
@@ -99,7 +100,7 @@ def gmpo_loss(
 
     Args:
         logprobs_T, old_logprobs_T, mask_T, sequence_T: as in `gspo_loss`.
-        advantages_T: any range; meant to be equal within a sequence.
+        advantages_T: advantage of each token, any range; meant to be equal within a sequence.
         gmpo_log_clip_low, gmpo_log_clip_high: >= 0, bounds of log r.
 
     Returns:

@@ -113,7 +113,7 @@ def require_tokens(mask_T: Tensor, **tensors_T: Tensor) -> None:
 
 
 def masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The values inside the mask, and 0 (without gradient) outside it, even for NaN."""
+    """The values inside the mask, and 0 (without gradient) outside it, even where the values are NaN."""
     return torch.where(mask_T, values_T, 0.0)
 
 
@@ -123,12 +123,12 @@ def log_ratio(logprobs_T: Tensor, anchor_logprobs_T: Tensor, mask_T: Tensor) -> 
 
 
 def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """For each token, the mean of its sequence's masked tokens; 0 in a sequence without any.
+    """For each token, the mean over the masked tokens of its sequence; 0 if the sequence has no masked token.
 
     Args:
         values_T: 0 outside the mask.
-        mask_T: bool.
-        sequence_T: int64, non-decreasing.
+        mask_T: bool, the tokens that count.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
     """
     changes_T = torch.zeros_like(sequence_T)
     torch.ne(sequence_T[1:], sequence_T[:-1], out=changes_T[1:])
@@ -139,8 +139,8 @@ def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> 
 
 
 class _SequenceMean(torch.autograd.Function):
-    """The sum over a token's sequence, divided by the sequence's count. The linear map is symmetric, so backward is the
-    same map."""
+    """For each token, the sum over its sequence, divided by the sequence's count. This linear map is symmetric, so
+    backward applies the same map to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, values_T: Tensor, position_T: Tensor, count_N: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trajectories of several sequences (steps): one value per trajectory, independent of the order of rows.
+"""Functions for trajectories that consist of several sequences (steps). The rows may be in any order.
 
 A step-wise batch has N rows (steps) of M trajectories. An outcome reward belongs to a trajectory's last step, so an
 advantage estimator gets only these M rows, and its advantages are copied to all steps:
@@ -29,12 +29,12 @@ from rl_core.trajectory_rows import why_incomplete
 def require_complete_trajectories(
     trajectory_N: Tensor, is_last_step_N: Tensor, step_index_N: Tensor | None = None
 ) -> None:
-    """Requires that every trajectory has all its steps.
+    """Raises ShapeError unless every trajectory has all its steps.
 
     Args:
         trajectory_N: int64, equal for the steps of one trajectory, in any order.
-        is_last_step_N: bool.
-        step_index_N: int64, position among the trajectory's steps, if known.
+        is_last_step_N: bool, whether the row is the last step of its trajectory.
+        step_index_N: int64, position of the row among its trajectory's steps; None: not known.
 
     Raises:
         ShapeError: lengths or dtypes do not fit; a trajectory has no last step, or several; its step indices are not
@@ -129,7 +129,8 @@ def step_returns(rewards_N: Tensor, trajectory_N: Tensor, step_index_N: Tensor, 
 
 
 def _in_time(trajectory_N: Tensor, step_index_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Row indices sorted by trajectory, then step, and whether the next row in this order has the same trajectory.
+    """Returns the row indices sorted by trajectory, then step, and whether the next row in this order has the same
+    trajectory.
     Raises ShapeError for two rows with the same trajectory and step."""
     by_step_N = step_index_N.argsort(stable=True)
     order_N = by_step_N[trajectory_N[by_step_N].argsort(stable=True)]

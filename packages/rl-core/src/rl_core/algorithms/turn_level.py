@@ -18,7 +18,7 @@ def turn_level_advantages(
     gamma: float = 1.0,
     grpo_norm_by_std: bool = True,
 ) -> TokenAdvantages:
-    """A turn's return, compared with the returns of the same turn in all samples of its prompt.
+    """Compares the return of each turn with the returns of the same turn in all samples of its prompt.
 
     G_u = R_u + gamma · G_{u+1} (`returns.turn_returns`). All tokens of turn u have A = (G_u − mean) / (std + 1e-6),
     with mean and standard deviation (n − 1 in the denominator) over the u-th turns of the prompt's samples. Without
@@ -33,7 +33,7 @@ def turn_level_advantages(
             trajectory are consecutive.
         group_N: int64, one per trajectory, equal for samples of one prompt.
         gamma: discount per turn, in [0, 1].
-        grpo_norm_by_std: divide by the standard deviation.
+        grpo_norm_by_std: whether to divide by the standard deviation.
 
     Returns:
         TokenAdvantages [T] with G as returns. The advantage is 0 for a turn that only one sample of the prompt reached.

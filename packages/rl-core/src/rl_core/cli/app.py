@@ -23,10 +23,11 @@ from rl_core.cli.commands import CommandGroup
 from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError
 
 RANK_THREAD = "rl-rank-"
-"""Prefix of the names of `rl_core.workers.inline`'s threads. Not imported from there, because that imports torch."""
+"""Prefix of the names of the threads of `rl_core.workers.inline`. The constant is repeated here, because that module
+imports torch."""
 
 _AS_ASKED = (ConfigError, PluginError, DataError)
-"""Errors that say what to change. The same command would fail again."""
+"""Errors after which the same command would fail again, because the user must change something."""
 _NOT_RESUMED = (*_AS_ASKED, CheckpointError)
 """Errors after which a command that resumes would fail too."""
 
@@ -37,7 +38,8 @@ key.path=value arguments after it change single keys; docs/configuration.md list
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and ends the process."""
-    # At the end, so that a user's own module is found (trainer.callbacks=my_module:Class) but hides no other module.
+    # The current directory makes a user's own modules importable (trainer.callbacks=my_module:Class). It comes last, so
+    # that they hide no other module.
     sys.path.append(str(Path.cwd()))
     # transformers reads this variable when it is imported. Its progress bars would mix with the output of a run.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -236,7 +238,8 @@ def doctor(run_dir: Path) -> int:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the current `sys.stderr`, which a live display replaces while it runs."""
+    """Writes records to the current `sys.stderr`. The logging module's own handler would keep the original stream, but
+    a live display replaces `sys.stderr` while it runs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "

@@ -47,13 +47,13 @@ class _PackagedCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """The context of the imported command. Raises PluginError if this cannot be imported or is not a click
-        command."""
+        """Imports the command, and returns its context. Raises PluginError if the command cannot be imported or is not
+        a click command."""
         return load(str(self.name), self._found).make_context(info_name, args, parent, **extra)
 
 
 def load(name: str, found: tuple[EntryPoint, ...] | None = None) -> click.Command:
-    """The command of that name. Raises PluginError if no package or several packages provide it, if it cannot be
+    """Imports the command `name`. Raises PluginError if no package or several packages provide it, if it cannot be
     imported, or if it is not a click command."""
     found = _installed().get(name, ()) if found is None else found
     if len(found) != 1:
@@ -84,7 +84,8 @@ def _packages(found: tuple[EntryPoint, ...]) -> str:
 
 @cache
 def _installed() -> dict[str, tuple[EntryPoint, ...]]:
-    """Name → entry points, in alphabetical order. Several if packages use the same name."""
+    """Name → entry points, in alphabetical order of the names. A name has several entry points if several packages use
+    it."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         found[entry.name] = (*found.get(entry.name, ()), entry)

@@ -1,4 +1,4 @@
-"""Multi-turn episodes as readable text."""
+"""Prints multi-turn episodes as readable text."""
 
 from __future__ import annotations
 

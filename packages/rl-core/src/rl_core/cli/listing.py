@@ -17,7 +17,7 @@ from rl_core.interfaces import Recipe
 
 def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
     """Prints every key with value and source, and derived settings; with `as_yaml`, the configuration as YAML. Raises
-    the errors of the loss's and the estimator's settings."""
+    ConfigError or PluginError if the settings of the loss or of the estimator are invalid."""
     check_function_params(loaded.config)
     if as_yaml:
         click.echo(configuration.dump_yaml(loaded.config), nl=False)
@@ -70,7 +70,7 @@ def _state(plugin: plugins.Plugin, group_of_commands: click.Group) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns."""
+    """Formats rows as lines with aligned columns."""
     cells = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -32,7 +32,7 @@ def show_plan(
     host_memory_gib: float | None = None,
     context: int | None = None,
 ) -> None:
-    """Plans every model of the run and its engine.
+    """Plans the memory of the run's models and its engine, and prints the plan.
 
     Args:
         gpu_memory_gib: memory of one device; a run that needs more is refused.
@@ -111,7 +111,7 @@ class _Plan:
 
 
 def _contexts(longest: int, asked: int | None) -> list[int]:
-    """Context lengths from the configured one, doubling up to the requested one."""
+    """Returns the sequence lengths to plan: the configured one, doubled repeatedly up to the requested one."""
     if asked is None:
         return [longest]
     if asked < longest:

@@ -20,7 +20,8 @@ def push_run(run: Path, name: str, *, is_private: bool) -> None:
 
 
 def model_of(run: Path) -> Path:
-    """The directory of the model. Raises ConfigError if there is none."""
+    """The directory that contains the model: `run` itself, or `model` in it. Raises ConfigError if neither contains a
+    model."""
     for directory in (run, run / "model"):
         if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
             return directory

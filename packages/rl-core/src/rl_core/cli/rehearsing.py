@@ -19,7 +19,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations")
 
 
 def show_rehearsal(loaded: configuration.Loaded) -> None:
-    """Rehearses every model of the run.
+    """Rehearses every model of the run, and prints the measured and the planned memory.
 
     Raises:
         ConfigError: a value is invalid, a model's ranks form no valid mesh, or its backend cannot plan or rehearse this

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def load(source: str, overrides: Sequence[str], tiny: bool) -> configuration.Loaded:
-    """The configuration that the command line describes."""
+    """Loads the configuration that the arguments of the command line describe."""
     if "=" in source:
         raise ConfigError(f"got {source!r} where a recipe is expected; write rl COMMAND RECIPE {source}")
     return configuration.load(source, overrides, tiny=tiny)
 
 
 def train(loaded: configuration.Loaded, started: float) -> int:
-    """Checks, prepares and trains. Returns the exit code."""
+    """Trains the run, or resumes it, and prints its summary. Returns the exit code."""
     from rl_core.trainer.run import run_training
 
     try:
@@ -41,7 +41,7 @@ def train(loaded: configuration.Loaded, started: float) -> int:
 
 
 def describe(loaded: configuration.Loaded) -> int:
-    """A dry run: runs all checks and describes the run. Returns the exit code."""
+    """Runs all checks and describes the run, without starting it (`--dry-run`). Returns the exit code."""
     from rl_core.trainer.preflight import preflight
     from rl_core.trainer.settings import update_settings
 
@@ -104,7 +104,7 @@ def has_checkpoint(loaded: configuration.Loaded) -> bool:
 
 
 def resume_command(loaded: configuration.Loaded) -> str:
-    """A message that says from which checkpoint the run can be resumed, and with which command; or how to start
+    """Returns a message that says how to resume the run from its newest checkpoint or, if it has none, how to start it
     again."""
     from rl_core.trainer.checkpoint import list_checkpoints
     from rl_core.trainer.run_directory import newest_config

@@ -1,4 +1,5 @@
-"""The configuration of a run: classes, exact loading, overrides, derived values, checks. Imports no torch."""
+"""The configuration of a run: its classes, strict loading, overrides, derived values and checks. Importing this package
+does not import torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Finds mistakes in a resolved configuration before a run starts processes or uses devices or files.
 
 `value_checks` checks values only, `file_checks` checks files, and this module checks plug-ins. Every error says what to
-do. A check is skipped if it reads a key for which another check has found a mistake. Only the functions that a training
-run calls import torch.
+do. A check is skipped if it reads a key for which another check has found a mistake. `check_plugins`, `gather_plugins`
+and `check_function_params` import torch.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
 
 
 def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str] | None = None) -> None:
-    """Records what `check_plugins` raises, except errors that follow from mistakes recorded before."""
+    """Records the errors that `check_plugins` would raise, except those that follow from mistakes recorded before."""
     _gather_unloadable(config, GROUPS, mistakes)
     for name in config.trainer.callbacks:
         mistakes.passes(plugins.load, "rl_core.callbacks", name, key="trainer.callbacks")
@@ -194,7 +194,8 @@ def check_function_params(config: Config) -> None:
     """Checks that loss and estimator accept the parameters that the configuration sets for them. Imports torch if any
     are set.
 
-    Raises ConfigError or PluginError; ConfigErrors if both loss and estimator fail.
+    Raises ConfigError or PluginError if the loss or the estimator cannot be used with its parameters, ConfigErrors if
+    neither can.
     """
     mistakes = Mistakes()
     if config.trainer.algorithm.policy_loss_params:

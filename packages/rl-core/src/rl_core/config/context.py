@@ -1,5 +1,6 @@
-"""The maximum number of tokens of a sequence: the model's context, or the engine's if that is smaller. Imports torch
-only for a model that is given by name, because transformers reads its configuration from the local cache."""
+"""The maximum number of tokens of a sequence: the model's context, or the engine's if that is smaller. Torch is
+imported only if the model is given by name, because transformers then reads the model's configuration from the local
+cache."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def context_of(config: Config) -> tuple[int, str] | None:
 
 
 def require_room_for_responses(config: Config, sampling: str) -> None:
-    """Requires that a response of full length fits into the context after a prompt of one token.
+    """Checks that a response of maximum length fits into the context after a prompt of one token.
 
     Args:
         sampling: `TRAINING` or `EVALUATION`, the section with the maximum response length.

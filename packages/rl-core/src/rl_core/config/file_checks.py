@@ -36,7 +36,7 @@ def check_files(config: Config, *, makes: Container[str] = ()) -> None:
 
 
 def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = (), needs: str = "") -> None:
-    """Records what `check_files` raises. `needs` says how to get the data files."""
+    """Records the errors that `check_files` would raise. `needs` explains how to get the data files."""
     gather_data(config, ("data.train_data", "data.val_data"), mistakes, makes=makes, needs=needs)
     _gather_models(config, mistakes, makes)
     mistakes.passes(_resume_path_exists, config)
@@ -85,7 +85,7 @@ def _require_data(key: str, file: str, needs: str) -> None:
 
 
 def gather_policy_model(config: Config, mistakes: Mistakes, *, makes: Container[str]) -> None:
-    """Records a missing policy model. Training and evaluation both need it."""
+    """Records an error if the policy's model is missing. Training and evaluation both need this model."""
     key = "trainer.policy.model.path"
     if config.trainer.policy.model.path is None:
         mistakes.add(ConfigError(f"{key}: got no model; set it to a Hugging Face model directory or name"))
@@ -111,8 +111,8 @@ def _gather_models(config: Config, mistakes: Mistakes, makes: Container[str]) ->
 
 
 def _require_same_vocabulary(config: Config) -> None:
-    """The reference scores the policy's token ids, so both need the same vocabulary. Compares only models on this
-    machine."""
+    """Raises ConfigError if policy and reference have different vocabularies, because the reference scores the policy's
+    token ids. Compares only models on this machine."""
     policy, reference = config.policy_model_path, config.trainer.ref.model.path
     if reference is None or reference == policy:
         return

@@ -1,4 +1,4 @@
-"""The keyword parameters with which a run calls its policy loss and its advantage estimator."""
+"""Determines the keyword parameters with which a run calls its policy loss and its advantage estimator."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def loss_params(config: Config) -> dict[str, Any]:
 
 
 def advantage_params(config: Config) -> dict[str, Any]:
-    """Parameters of the advantage estimator, by the rule of `loss_params`, from `advantage_params`."""
+    """Parameters of the advantage estimator, found in the same way as those of the loss (`loss_params`), but with
+    `advantage_params` in place of `policy_loss_params`."""
     return _params(ESTIMATORS, "advantage_estimator", "advantage_params", config.trainer.algorithm)
 
 
@@ -84,7 +85,8 @@ def correction_params(config: Config) -> dict[str, Any] | None:
 
 
 def objective_of(config: Config) -> Objective:
-    """The policy loss, with its parameters. Raises ConfigError, PluginError."""
+    """The policy loss with its parameters, as an `Objective`. Raises ConfigError or PluginError if the loss or a
+    parameter cannot be used."""
     from rl_core.interfaces import LossSpec
     from rl_core.rank_kit.objectives import objective_from_spec
 
@@ -178,7 +180,7 @@ def _params(group: str, name_field: str, params_field: str, algorithm: Algorithm
 
 
 def function_defaults(config: Config) -> dict[str, tuple[Any, str]]:
-    """For each key of GENERAL_DEFAULTS that is not set: the value that a run uses, and its source.
+    """Returns, for each key of GENERAL_DEFAULTS that is not set, the value that a run uses and its source.
 
     The value is None if neither function reads the key. Imports the functions, and so torch. A function that cannot be
     loaded is treated as one that reads no keys.

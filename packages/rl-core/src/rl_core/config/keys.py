@@ -76,7 +76,7 @@ TAKEN_AS = {
 
 @attrs.frozen
 class Successor:
-    """The counterpart here of a foreign key, and how values of the key are translated."""
+    """The key of this project that replaces a foreign key, and the translation of its values."""
 
     key: str
     values: Mapping[Any, Any] = attrs.field(factory=dict)
@@ -101,7 +101,7 @@ SUCCESSORS = {
         "trainer.num_logged_samples", {-1: None}, "the default of trainer.num_logged_samples applies"
     ),
 }
-"""Foreign key → its successor here."""
+"""Foreign key → its replacement."""
 
 LOSS_SECTIONS = {f"trainer.algorithm.{name}": name for name in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")}
 """Foreign section with the parameters of one policy loss → that loss. Here, the selected loss reads its parameters from
@@ -142,7 +142,7 @@ RENAMED = {
 
 @attrs.frozen
 class Unsupported:
-    """A foreign key or section without a counterpart here."""
+    """Entry for a foreign key or section that has no counterpart in this project."""
 
     reason: str
     harmless: Sequence[Any] = ()
@@ -348,11 +348,11 @@ def translated(
     is_of_a_plugin: Callable[[str], bool] = lambda path: False,
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Layer:
-    """The layer with this project's keys instead of foreign keys. A key that the user must correct is left out, and its
-    error is added to `mistakes`.
+    """Translates the foreign keys of a layer. A key that the user must correct is left out, and its error is added to
+    `mistakes`.
 
     Args:
-        is_of_a_plugin: whether a plug-in declares the key, which then keeps its name. Called only for keys of the
+        is_of_a_plugin: returns whether a plug-in declares a key. Such a key keeps its name. Called only for keys of the
             tables.
         values: the values of all layers by path. Some translations depend on other keys, such as the selected loss,
             because parameters of other losses are dropped.
@@ -385,7 +385,8 @@ def _translated_value(path: str, given: Given) -> Given:
 def _here(
     path: str, given: Given, is_of_a_plugin: Callable[[str], bool], values: Mapping[str, Any]
 ) -> list[tuple[str, Given]]:
-    """The key and value here: one pair, or none if the key has no effect. Raises ConfigError if it is refused."""
+    """Translates one key. Returns a list with the translated key and its value, or an empty list if the key has no
+    effect. Raises ConfigError if the key is refused."""
     path = ALIASES.get(path, path)
     entries = [(table, *entry) for table in _TABLES if (entry := _entry(path, table)) is not None]
     if not entries or is_of_a_plugin(path):
@@ -448,7 +449,8 @@ def _taken(path: str, key: str, given: Given) -> list[tuple[str, Given]]:
 
 
 def _entry(path: str, table: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The entry of the key itself or of the nearest section above it."""
+    """The entry of the key itself or of the nearest section above the key, as (key or section, entry); None if neither
+    is in the table."""
     section = path
     while section:
         if section in table:

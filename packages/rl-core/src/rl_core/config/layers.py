@@ -1,4 +1,4 @@
-"""Values from files, recipes and the command line, key by key, each with its source.
+"""Reads values from files, recipes and the command line, key by key, each with its source.
 
 A layer is a list of (key path, `Given`) in the order of appearance, so that repeated keys can be detected. Layers are
 merged key by key; a later value replaces earlier ones at the same key, at a section above it and at keys below it.

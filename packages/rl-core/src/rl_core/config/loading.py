@@ -24,7 +24,7 @@ from rl_core.errors import ConfigError, Mistakes, nearest
 
 _T = TypeVar("_T")
 OF_PLUGINS = ("backend_sections", "plugin_options")
-"""Fields that hold the keys of plug-ins."""
+"""Fields of the core's classes that contain the options of plug-ins."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,7 +32,8 @@ class PluginKeys:
     """Functions that load the keys of plug-ins."""
 
     section_class: Callable[[str], type | None] = lambda section: None
-    """The options class of a `<backend>_config` section; `dict` keeps it raw; None: no such section."""
+    """Returns the options class of a `<backend>_config` section; `dict` if the section is kept unchecked; None if there
+    is no such section."""
     load_options: Callable[[Any, Mapping[str, Any], str, Mistakes], Mapping[str, Any]] = (
         lambda section, keys, path, mistakes: {}
     )

@@ -1,4 +1,4 @@
-"""The keys that name plug-ins, and whether these plug-ins are installed. Imports no plug-in."""
+"""Lists the keys that name plug-ins, and checks that these plug-ins are installed, without importing them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = {
     "trainer.algorithm.policy_loss_type": "rl_core.policy_losses",
     "trainer.algorithm.advantage_estimator": "rl_core.advantage_estimators",
 }
-"""Key → entry-point group."""
+"""Key → entry-point group of the plug-ins that the key names."""
 
 
 def gather_missing(config: Config, keys: Iterable[str], mistakes: Mistakes) -> None:

@@ -71,7 +71,7 @@ def options_of(plugin_name: str, values: Mapping[str, Any], section: Section, *,
     """The plug-in's options with `values`, which the user wrote at `key` instead of in the section.
 
     Raises:
-        PluginError: what `options_class` raises.
+        PluginError: the plug-in or its options class cannot be used (see `options_class`).
         ConfigError: a value has the wrong type, or the plug-in has no such key; ConfigErrors: several of these.
     """
     cls = options_class(section, plugin_name)
@@ -116,10 +116,10 @@ def _require_usable(cls: Any, section: Section, where: str) -> None:
 def load_options(node: Any, keys: Mapping[str, Any], path: str, mistakes: Mistakes) -> dict[str, Any]:
     """The options objects of the plug-ins that declare these keys, by plug-in.
 
-    If several plug-ins declare the same key, the selected plug-in has precedence over the other installed ones; the
-    first one whose type fits gets the value. If the selected plug-in cannot be imported, the keys are kept raw with a
-    warning, and starting the plug-in fails later. If the key that selects the plug-in has a mistake, the keys are not
-    checked.
+    If several plug-ins declare the same key, the selected plug-in gets the value. If the selected one does not declare
+    it, the first other installed plug-in whose type fits gets the value. If the selected plug-in cannot be imported,
+    the keys are kept unchecked with a warning, and starting the plug-in fails later. If the key that selects the
+    plug-in has a mistake, the keys are not checked.
 
     Args:
         node: the section, with the core's keys loaded.

@@ -1,4 +1,5 @@
-"""Derives the values of keys that are not set. Files get null for derived values, so that these stay derived."""
+"""Derives the values of keys that are not set. A written file has null for derived values, so that they are derived
+again when the file is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _T = TypeVar("_T")
 
 @attrs.frozen
 class Rule:
-    """How the value of a key is derived if it is not set."""
+    """A rule that derives the value of a key that is not set."""
 
     key: str
     text: str
@@ -92,7 +93,7 @@ RULES = (
         lambda c: "shared_memory" if _are_on_one_host(c) else "files",
     ),
 )
-"""Ordered so that each rule needs only the results of earlier ones."""
+"""The rules are in an order in which each rule needs only the results of earlier ones."""
 
 PATHS = (
     "trainer.run_name",
@@ -106,7 +107,8 @@ PATHS = (
     "data.train_data",
     "data.val_data",
 )
-"""Keys in whose values a leading `~` means the home directory and `${key.path}` the value of another key."""
+"""In the values of these keys, a leading `~` means the home directory, and `${key.path}` means the value of another
+key."""
 
 _SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron", "deepspeed_config": "rl-deepspeed"}
 
@@ -155,8 +157,8 @@ def resolve(config: Config) -> Config:
 
 
 def expanded(config: Config, key: str, text: Any) -> Any:
-    """`text` (a string, a tuple of strings or None) with `~` and `${key.path}` replaced. Raises ConfigError that names
-    `key`."""
+    """Replaces `~` and `${key.path}` in `text` (a string, a tuple of strings or None). Raises a ConfigError that names
+    `key` if a `${key.path}` cannot be replaced."""
     if isinstance(text, tuple):
         return tuple(expanded(config, key, one) for one in text)
     if text is None:
@@ -185,7 +187,7 @@ def unresolved(config: Config) -> Config:
 
 
 def _load_backend(name: str) -> Backend:
-    """The backend. Raises PluginError if it cannot be loaded or its options class is invalid."""
+    """Loads a backend. Raises PluginError if this fails or if the backend's options class is invalid."""
     backend = plugins.load("rl_core.backends", name, key="trainer.strategy")
     plugin_options.require_options_class(backend.options_class, f"trainer.strategy: {name!r}")
     return backend

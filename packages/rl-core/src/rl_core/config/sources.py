@@ -37,7 +37,7 @@ RECIPE = "recipe "
 
 @attrs.frozen(kw_only=True)
 class Loaded:
-    """A resolved configuration and where its values come from."""
+    """A resolved configuration, and the sources of its values."""
 
     config: Config
     given: Mapping[str, Given]
@@ -54,7 +54,7 @@ class Loaded:
 
     @property
     def needs(self) -> str:
-        """How to get the recipe's data files; empty if the user set other files."""
+        """Explains how to get the recipe's data files; empty if the user set other files."""
         is_own = self.chosen_keys.isdisjoint(("data.train_data", "data.val_data"))
         return (self.recipe.needs or "") if self.recipe is not None and is_own else ""
 
@@ -70,7 +70,7 @@ class Origin:
 
 
 def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> Loaded:
-    """The configuration that `source` describes, with `key.path=value` overrides on top.
+    """Loads the configuration that `source` describes, with `key.path=value` overrides on top.
 
     Args:
         source: a recipe's name, `package.module:recipe`, or the path of a `.yaml` file.
@@ -102,7 +102,7 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
 
 
 def from_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """A resolved configuration from a dict, nested or with dotted keys. Raises what `load` raises."""
+    """Builds a resolved configuration from a dict, nested or with dotted keys. Raises the same errors as `load`."""
     mistakes = Mistakes()
     layers = [mapping_layer(mapping, "code", mistakes), override_layer(overrides, mistakes)]
     return _loaded(layers, mistakes).config

@@ -22,7 +22,7 @@ Reduction = Literal["token_mean", "sequence_mean", "prompt_mean", "prompt_token_
 
 
 def resolved(key: str, value: _T | None) -> _T:
-    """`value`, or a ConfigError that names the key if it is None."""
+    """Returns `value`. Raises a ConfigError that names the key if the value is None."""
     if value is None:
         raise ConfigError(f"{key}: has no value; set it, or call rl_core.config.resolve first")
     return value
@@ -74,7 +74,8 @@ class CriticConfig:
     optimizer_config: CriticOptimizerConfig = attrs.field(factory=CriticOptimizerConfig)
     """Optimizer and learning-rate schedule."""
     backend_sections: Mapping[str, Any] = attrs.field(factory=dict)
-    """Written as `trainer.critic.<backend>_config`, as for the policy."""
+    """Options of training backends for the critic, written as `trainer.critic.<backend>_config`; see
+    `PolicyConfig.backend_sections`."""
 
     def options(self, section: str) -> Any:
         """The options object of a backend, e.g. `options("fsdp_config")`."""
@@ -103,7 +104,8 @@ class RefConfig:
     """Keys that this engine declares, as under `generator.inference_engine`, e.g. `{external_server_urls:
     ["http://10.0.0.7:8000"]}`."""
     backend_sections: Mapping[str, Any] = attrs.field(factory=dict)
-    """Written as `trainer.ref.<backend>_config`, as for the policy."""
+    """Options of training backends for the reference, written as `trainer.ref.<backend>_config`; see
+    `PolicyConfig.backend_sections`."""
 
     def options(self, section: str) -> Any:
         """The options object of a backend, e.g. `options("fsdp_config")`."""
@@ -134,12 +136,12 @@ class PlacementConfig:
 
     @property
     def policy_shape(self) -> tuple[int, int]:
-        """Nodes of the policy, ranks per node."""
+        """Number of machines for the policy, and number of ranks per machine."""
         return self.policy_num_nodes, self.policy_num_gpus_per_node
 
     @property
     def ref_shape(self) -> tuple[int, int]:
-        """Nodes of the reference, ranks per node."""
+        """Number of machines for the reference, and number of ranks per machine."""
         return (
             resolved("trainer.placement.ref_num_nodes", self.ref_num_nodes),
             resolved("trainer.placement.ref_num_gpus_per_node", self.ref_num_gpus_per_node),
@@ -147,7 +149,7 @@ class PlacementConfig:
 
     @property
     def critic_shape(self) -> tuple[int, int]:
-        """Nodes of the critic, ranks per node."""
+        """Number of machines for the critic, and number of ranks per machine."""
         return (
             resolved("trainer.placement.critic_num_nodes", self.critic_num_nodes),
             resolved("trainer.placement.critic_num_gpus_per_node", self.critic_num_gpus_per_node),
@@ -164,7 +166,7 @@ class KLControlConfig:
     kl_target: float = 0.1
     """Adaptive only: target KL in nats per token."""
     horizon: int = 10000
-    """Adaptive only: number of sequences over which the coefficient adapts. Smaller adapts faster."""
+    """Adaptive only: number of sequences over which the coefficient adapts. With a smaller number, it adapts faster."""
 
 
 @attrs.frozen(kw_only=True)
@@ -345,8 +347,9 @@ class TrainerConfig:
     versions old, but at most `max_staleness`. None: 1, but at most `max_staleness`."""
     stream_groups: bool = False
     """Train on groups as they finish, while the other groups of the step are still being sampled. The result is the
-    same up to rounding. Needs separate devices for the engines (`placement.colocate_all=false`), one optimizer step per
-    batch, and a loss and advantages that for each group do not depend on other groups. Anything else is refused."""
+    same up to rounding. Requires separate devices for the engines (`placement.colocate_all=false`), one optimizer step
+    per batch, and a loss and advantages that can be computed for each group without the other groups. Otherwise, the
+    run does not start."""
     max_consecutive_nonfinite_steps: int = 3
     """Stop the run after this many consecutive optimizer steps were skipped because loss or gradient was not
     finite."""
@@ -499,8 +502,8 @@ class WeightVerificationConfig:
     """Number of fixed random tokens to compare log-probs on."""
     limit: float | None = None
     """Stop the run if the mean absolute difference of the log-probs, in nats, is larger. None: 0.001 for float32, 0.02
-    for float16, 0.06 for bfloat16, whichever of trainer and engine is coarser; scaled up in proportion where the
-    tokens' mean log-prob is below -5."""
+    for float16, 0.06 for bfloat16; the coarser dtype of trainer and engine decides. The default is scaled up in
+    proportion if the tokens' mean log-prob is below -5."""
 
 
 @attrs.frozen(kw_only=True)
@@ -520,9 +523,9 @@ class InferenceEngineConfig:
     """The engine returns the experts to which it routed each token. Required by the backend's
     `moe_enable_routing_replay`, and allowed only together with it."""
     weight_sync_delta: bool = False
-    """Send only the values that differ from the engines' version. A tensor for which these need more than half of its
-    bytes is sent whole. Ranks and engines keep a copy of the weights in CPU memory. Useful for bfloat16 weights over a
-    slow network (docs/weight_sync.md)."""
+    """Send only the values that differ from the engines' version. A tensor is sent whole if its changed values would
+    need more than half of its bytes. Ranks and engines keep a copy of the weights in CPU memory. Useful for bfloat16
+    weights over a slow network (docs/weight_sync.md)."""
     weight_sync_whole_interval: int = 20
     """With `weight_sync_delta`: every n-th sync sends all weights. The first sync and the first after a failure always
     do."""
@@ -658,8 +661,8 @@ class Config:
 
     @property
     def ckpt_dir(self) -> Path:
-        """Where checkpoints are written: `trainer.ckpt_path`, or `checkpoints` in the run directory if
-        `trainer.ckpt_path` is a remote address."""
+        """The local directory to which checkpoints are written: `trainer.ckpt_path`, or `checkpoints` in the run
+        directory if `trainer.ckpt_path` is a remote address."""
         path = resolved("trainer.ckpt_path", self.trainer.ckpt_path)
         return self.run_dir / "checkpoints" if is_remote(path) else Path(path)
 

@@ -155,7 +155,7 @@ def check_values(config: Config) -> None:
 
 
 def gather_values(config: Config, mistakes: Mistakes) -> None:
-    """Records what `check_values` raises."""
+    """Records the errors that `check_values` would raise."""
     gather_run_name(config, mistakes)
     gather_out_of_bounds(config, mistakes)
     for check, keys in _VALUE_CHECKS.items():
@@ -202,7 +202,8 @@ def gather_out_of_bounds(
 
 
 def gather_run_name(config: Config, mistakes: Mistakes) -> None:
-    """Requires a run name that can name a directory in `runs`. An empty name would mean `runs` itself."""
+    """Records an error unless the run's name can be the name of a directory in `runs`. An empty name would mean `runs`
+    itself."""
     name = config.trainer.run_name
     if not name.strip() or name.startswith(".") or "/" in name or "\0" in name:
         mistakes.add(
@@ -247,7 +248,8 @@ def _warn_of_temperatures(config: Config) -> None:
 
 
 def _lora(config: Config) -> Iterator[ConfigError]:
-    """Refuses LoRA keys that would have no effect, because the adapter is not sent without the base weights."""
+    """Refuses LoRA keys that would have no effect because no adapter is sent separately from the base weights, and a
+    `max_cpu_loras` below `max_loras`."""
     policy, critic = config.trainer.policy.model.lora, config.trainer.critic.model.lora
     served = LoraConfig()
     for key in ("merge_lora", "max_loras", "max_cpu_loras"):

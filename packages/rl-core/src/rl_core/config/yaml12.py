@@ -1,4 +1,5 @@
-"""PyYAML with the scalars of YAML 1.2: `1e-6` is a number and `010` is ten; `yes`, `12:30` and dates are text."""
+"""Configures PyYAML for the scalars of YAML 1.2: `1e-6` is a number and `010` is ten; `yes`, `12:30` and dates are
+text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Inference: token ids in, token ids out (`InferenceClient`), and the plug-in that starts engines (`InferencePlugin`,
-which gets an `EngineSpec`)."""
+"""Contracts of inference: the client that samples token ids for prompts of token ids (`InferenceClient`), and the
+plug-in that starts engines as an `EngineSpec` describes (`InferencePlugin`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """How tokens are sampled."""
+    """Settings of sampling, and the conditions that end generation."""
 
     max_tokens: int = 1024
     temperature: float = 1.0
-    """0 takes the most likely token; log-probs are then those of the unscaled distribution."""
+    """Divides the logits. 0: the most likely token is chosen, and log-probs are those at temperature 1."""
     top_p: float = 1.0
     top_k: int = -1
-    """-1: all tokens."""
+    """Only the k most likely tokens can be sampled; -1: all tokens."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     """Generation ends when the text of the response contains one of these strings. The response includes the token
@@ -49,7 +49,8 @@ class GenerateRequest:
     prompt_tokens: tuple[int, ...]
     params: SamplingParams
     seed: int
-    """Determines the sample, whatever else the engine computes at the same time (up to rounding of the logits)."""
+    """Equal requests with equal seeds get the same sample, whatever else the engine computes at the same time (up to
+    rounding of the logits)."""
     num_samples: int = 1
     """Number of independent samples of the prompt. Sample i uses seed + i."""
     session_id: str | None = None
@@ -61,7 +62,7 @@ StopReason = Literal["stop", "length", "abort"]
 
 @attrs.frozen(kw_only=True)
 class Completion:
-    """The token ids of one sample."""
+    """One sample: its token ids, and what the engine recorded about them."""
 
     tokens: tuple[int, ...]
     """The sampled tokens, including a stopping token."""
@@ -71,7 +72,8 @@ class Completion:
     """The weight version that sampled each token."""
     stop_reason: StopReason
     routed_experts: np.ndarray | None = None
-    """[prompt + response − 1, layers, experts per token]. The last token has none, because it was never an input."""
+    """[prompt + response − 1, layers, experts per token]: the experts to which each token was routed. The last token
+    was never an input, so it has no experts."""
 
 
 @attrs.frozen(kw_only=True)
@@ -86,11 +88,11 @@ class EngineHealth:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """The part of an engine that a `Generator` uses: token ids in, token ids out."""
+    """The part of an `InferenceClient` that a `Generator` uses: it samples token ids for prompts of token ids."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """`num_samples` completions. Raises GenerationError for a prompt that the engine cannot process, DeadlineError
-        if the completions take too long."""
+        """Returns `num_samples` completions of the prompt. Raises GenerationError for a prompt that the engine cannot
+        process, DeadlineError if the completions take too long."""
         ...
 
 
@@ -111,8 +113,9 @@ class InferenceClient(Sampler, Protocol):
         ...
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-        """Receives and loads a version. If this fails, the engine continues to serve the old version or, if that is
-        already overwritten, serves nothing until a later update succeeds."""
+        """Receives and loads a version of the weights. Returns the tensors that the engines received. If the update
+        fails, the engine continues to serve the old version or, if the old weights are already overwritten, serves
+        nothing until a later update succeeds."""
         ...
 
     async def health(self) -> EngineHealth: ...
@@ -131,8 +134,8 @@ class Sleepable(Protocol):
         ...
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocates the memory again, all of it or the named parts: `weights`, which `update_weights` then fills, and
-        `kv_cache`, after which the engine can sample. Parts that are awake do not change."""
+        """Allocates the memory again: all of it (None), or the named parts. The part `weights` is then filled by
+        `update_weights`; the part `kv_cache` is needed for sampling. Parts that are already allocated do not change."""
         ...
 
 
@@ -157,8 +160,8 @@ class Scoring(Protocol):
         ...
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
-        """Name of each engine in service → per sequence, log p(token t | previous tokens) at temperature 1; 0.0 for
-        the first token."""
+        """Returns name of each engine in service → for each sequence, log p(token t | previous tokens) at temperature
+        1; 0.0 for the first token."""
         ...
 
 
@@ -167,8 +170,8 @@ class WeightPreparing(Protocol):
     """A client whose engines can receive weights of a staged transport while they sample."""
 
     async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
-        """Every engine receives and checks the version. `update_weights` with the same rendezvous loads it later; until
-        then, the engines serve the old version.
+        """Lets every engine receive and check the version without loading it. `update_weights` with the same rendezvous
+        loads the version later; until then, the engines serve the old one.
 
         Raises:
             WeightSyncError: an engine received incomplete or wrong weights. All engines still serve the old version.
@@ -182,8 +185,8 @@ class AdapterServing(Protocol):
     `update_weights` replaces in place, and other adapters by name."""
 
     async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
-        """Every engine serves the adapter at `path` as the model `name`, including engines that restart later. An
-        existing name is replaced in place: running requests continue with the new adapter.
+        """Makes every engine, including engines that restart later, serve the adapter at `path` as the model `name`. If
+        the name exists, its adapter is replaced in place: running requests continue with the new adapter.
 
         Args:
             name: the model name that OpenAI clients request; not one of the policy's names.
@@ -228,9 +231,9 @@ class LossDetecting(Protocol):
     """A client that restarts failed engines, and detects whether one failed during an update."""
 
     async def has_lost_engines(self) -> bool:
-        """Called after a failed update. Returns whether an engine was lost during the update, so that another update
-        may succeed. An engine can fail its part of an update before its death is detected, so this method waits as long
-        as detection may take. If no engine is left, the method returns when one has restarted.
+        """Returns whether an engine was lost during an update, so that another update may succeed. Called after a
+        failed update. An engine can fail its part of an update before its death is detected, so this method waits as
+        long as detection may take. If no engine is left, the method returns when one has restarted.
 
         Raises:
             DeadlineError: no engine was left, and none restarted in time.
@@ -240,7 +243,7 @@ class LossDetecting(Protocol):
 
 @attrs.frozen(kw_only=True)
 class EngineSpec:
-    """Everything that an engine needs to know before it starts, as plain data."""
+    """Plain data with everything that an engine needs to know before it starts."""
 
     options: Any
     """An instance of the plug-in's options class (see `Configurable`); None if it has none."""
@@ -258,9 +261,10 @@ class EngineSpec:
     """The policy's adapters. If `lora.is_sent_alone`, updates contain only the adapter; else they contain whole
     weights."""
     sampling: SamplingParams
-    """How training samples are drawn. For checks and planning only, because each request has its own parameters."""
+    """Sampling parameters in training. They serve only for checks and planning, because each request has its own
+    parameters."""
     eval_sampling: SamplingParams
-    """How evaluation samples are drawn."""
+    """Sampling parameters in evaluation, also only for checks and planning."""
     init_kwargs: Mapping[str, Any]
     """`engine_init_kwargs`: additional arguments for the library that the engine uses."""
     shares_devices: bool
@@ -295,26 +299,27 @@ class ModelServing(Protocol):
     policy's adapter, or with another one."""
 
     def require_servable(self, spec: EngineSpec, adapter: Path | None) -> None:
-        """Raises ConfigError, before any process is started, if such engines cannot serve the model; parameters as in
-        `serve_model`."""
+        """Raises ConfigError if engines started with `spec` cannot serve the model. Called before any process is
+        started. `serve_model` explains `adapter`."""
         ...
 
     async def serve_model(self, client: InferenceClient, adapter: Path | None) -> ServedModel:
-        """Serves the model until the client is closed, from engines that restart later too.
+        """Serves the model until the client is closed. Engines that restart serve it again.
 
         Args:
             client: made by this plug-in's `create`.
             adapter: a directory in peft's format; None: the model at `EngineSpec.model_path`, without an adapter.
 
         Raises:
-            GenerationError, DeadlineError: an engine cannot serve it.
+            GenerationError: an engine cannot serve the model.
+            DeadlineError: an engine did not respond in time.
         """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class EnginePlan:
-    """Planned memory of one device of an engine."""
+    """Planned memory use of one device of an engine."""
 
     num_devices: int
     """Number of devices of one engine."""
@@ -338,7 +343,8 @@ class EnginePlanner(Protocol):
     """An engine plug-in that can plan the memory of its devices without starting anything (`rl plan`)."""
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
-        """Raises ConfigError if the engine cannot be split this way, or if the model's sizes are unknown."""
+        """Returns the plan of one device. Raises ConfigError if the engine cannot be split over devices as `spec` says,
+        or if the model's sizes are unknown."""
         ...
 
 

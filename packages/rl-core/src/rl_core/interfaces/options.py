@@ -1,4 +1,5 @@
-"""Options of plug-ins (`Configurable`), and validators whose errors read like those of the core's keys."""
+"""The contract of plug-ins that declare configuration keys (`Configurable`), and validators for these keys. Their
+errors have the same form as errors about the core's keys."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Configurable(Protocol):
     @property
     def options_class(self) -> type:
         """A frozen attrs class whose fields are the keys. Each field has a default, a type that YAML can represent, and
-        a docstring below it that explains it. No field may have the name of a core key.
+        below it a docstring that explains the key. No field may have the name of a core key.
 
         The message of a validator's ConfigError begins with the field's name, as in the validators below. The loader
         prepends the section.

@@ -1,4 +1,4 @@
-"""Checks of what the methods of an environment return. All code that calls environments uses them."""
+"""Checks of what the methods of an environment return. All code that calls environments uses these checks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def require_awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
 
 
 def require_step_result(result: object) -> StepResult:
-    """The result with reward and metrics as floats. Raises DataError unless it is a StepResult whose numbers are
-    finite."""
+    """Returns the result with reward and metrics converted to floats. Raises DataError unless the result is a
+    StepResult whose numbers are finite."""
     if not isinstance(result, StepResult):
         raise DataError(f"the environment's step returned {type(result).__name__}; expected StepResult")
     reward = _number(result.reward, "reward")
@@ -49,8 +49,8 @@ def require_observed_text(observation: object) -> str:
 
 
 def require_observed_messages(observation: object) -> Sequence[Message]:
-    """The observation of an episode that began with messages; text becomes a user message. Raises DataError if the
-    observation is neither text nor messages, or has a message of the assistant."""
+    """Returns the observation of an episode that began with messages, with text converted to a user message. Raises
+    DataError if the observation is neither text nor messages, or has a message of the assistant."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     messages = require_messages(observation, "an observation")

@@ -1,5 +1,5 @@
-"""Rollouts: an episode (`Environment`), its record (`Trajectory`), and the `Generator` that runs episodes, which a
-`GeneratorPlugin` creates."""
+"""Contracts of rollouts: an episode (`Environment`), its record (`Trajectory`), the `Generator`, which runs episodes,
+and the `GeneratorPlugin`, which creates the generator."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Environment(Protocol):
     """One episode. An entry point of `rl_core.environments` is a callable `(row, options) → Environment`."""
 
     async def reset(self) -> Prompt:
-        """The first observation."""
+        """Starts the episode, and returns the first observation."""
         ...
 
     async def step(self, action: Action) -> StepResult: ...
@@ -65,8 +65,8 @@ class Environment(Protocol):
 
 class EnvironmentFactory(Protocol):
     def __call__(self, row: Row, options: Mapping[str, Any]) -> Environment:
-        """One environment for one episode; `options` is the configuration's `environment.options`, with a `ServedModel`
-        in place of `url: inference_engine`."""
+        """Creates the environment of one episode. `options` is the configuration's `environment.options`, with a
+        `ServedModel` in place of `url: inference_engine`."""
         ...
 
 
@@ -76,8 +76,9 @@ class Tools(Protocol):
     responds with messages of the role `tool`."""
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """The functions that the chat template shows to the model. Empty: the episode has no tools. Called once, after
-        `reset`, which must then return messages, because text is not formatted by a template."""
+        """Returns the functions that the chat template shows to the model. Empty: the episode has no tools. Called
+        once, after `reset`. An environment with tools must begin with messages, because text is not formatted by a
+        template."""
         ...
 
 
@@ -86,13 +87,13 @@ class Constraining(Protocol):
     """An environment that forces the form of some responses, such as a tool call, by a grammar. The tokens of a forced
     response are not trained on, because the policy did not choose them freely.
 
-    If the factory is a function, it needs this attribute too: before the first episode, it tells whether the engine has
-    to accept grammars.
+    If the factory is a function, the function must also have an attribute `structural_tag`. Before the first episode,
+    the presence of this attribute on the factory shows that the engine must accept grammars.
     """
 
     async def structural_tag(self, example_call: str | None) -> str | None:
-        """`SamplingParams.structural_tag` of the next response; None: the policy responds freely. Called before every
-        turn, after `tools`.
+        """Returns `SamplingParams.structural_tag` for the next response; None: the policy responds freely. Called
+        before every turn, after `tools`.
 
         Args:
             example_call: see `Action`.
@@ -122,8 +123,8 @@ class Snapshotable(Protocol):
     """An environment whose episode can move to another process or machine, or continue later."""
 
     async def snapshot(self) -> bytes:
-        """The state of the episode, without row and options. Does not change the state. Called between `reset` and the
-        end of the episode, while no other call is running."""
+        """Returns the state of the episode, without row and options. Does not change the state. Called between `reset`
+        and the end of the episode, while no other call is running."""
         ...
 
     async def restore(self, state: bytes) -> None:
@@ -137,7 +138,7 @@ class TrajectoryStep:
     """One sequence of a trajectory. All per-token fields have the length of `tokens`."""
 
     tokens: Sequence[int]
-    """The engine's input and the tokens that it sampled."""
+    """The tokens of the prompt, of the responses and, if there are several turns, of the observations between them."""
     sampled: Sequence[bool]
     """True for tokens that the policy sampled. All tokens before the first sampled one are the prompt. Between the
     turns of a sequence are tokens of observations, which are not sampled."""
@@ -154,8 +155,8 @@ class TrajectoryStep:
     """[tokens − 1 or fewer, layers, experts per token]: the experts of the first tokens. The experts of the other
     tokens are unknown."""
     token_rewards: Sequence[float] | None = None
-    """How `reward` is distributed over the step's tokens, if the step has several turns. None: the last sampled token
-    has the whole reward."""
+    """The part of `reward` that each token has, if the step has several turns. None: the last sampled token has the
+    whole reward."""
     loss_mask: Sequence[bool] | None = None
     """The tokens that are trained on, a subset of `sampled`. None: all of `sampled`."""
 
@@ -224,8 +225,8 @@ class GroupRequest:
 
 @runtime_checkable
 class Generator(Protocol):
-    """Prompts in, trajectories out. A generator uses a `Sampler`; the loop pauses and aborts requests and updates
-    weights."""
+    """Runs the episodes of prompts, and returns them as trajectories. A generator only samples from the engine
+    (`Sampler`); the loop pauses and aborts requests and updates weights."""
 
     def prompt_length(self, row: Row) -> int:
         """Number of tokens of the row's prompt. Raises DataError if there is no prompt, or it cannot be encoded."""
@@ -246,23 +247,23 @@ class ResponseMeasuring(Protocol):
     """A generator whose responses come from the rows, so their lengths are known in advance."""
 
     def response_length(self, row: Row) -> int:
-        """Number of tokens of the row's longest response, counted from its first trained token. Raises what
-        `prompt_length` raises."""
+        """Number of tokens of the row's longest response, counted from its first trained token. Raises the same errors
+        as `prompt_length`."""
         ...
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """A generator that must be closed, for example because it has processes."""
+    """A generator that must be closed, for example because it has started processes."""
 
     async def aclose(self) -> None:
-        """Called once, after the last episode."""
+        """Releases what the generator holds. Called once, after the last episode."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class GeneratorSpec:
-    """Everything that a generator needs to know before the first prompt, as plain data."""
+    """Plain data with everything that a generator needs to know before the first prompt."""
 
     options: Any
     """An instance of the plug-in's options class (see `Configurable`); None if it has none."""
@@ -279,11 +280,11 @@ class GeneratorSpec:
     env_class: str | None
     """The environment of all rows, an entry-point name or `package.module:Class`. None: each row's own `env_class`."""
     environment_options: Mapping[str, Any]
-    """Passed to every environment."""
+    """The options that are passed to every environment."""
     environment_timeout_s: float
     """Longest time that one call of an environment may take."""
     environment_placement: PlacementKind | None = None
-    """Where environments run. None: what each environment declares."""
+    """Where environments run. None: where each environment declares (`Placement`)."""
     environment_workers: int | None = None
     """Threads or processes for environments. None: the generator decides."""
     num_samples: int = 1
@@ -311,7 +312,8 @@ class GeneratorPlugin(Protocol):
         ...
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
-        """Called once, after the engine has started. Raises ConfigError, PluginError."""
+        """Creates the generator of a run. Called once, after the engine has started. Raises ConfigError or PluginError
+        if the generator cannot run as `spec` says."""
         ...
 
 
@@ -328,7 +330,7 @@ class GeneratorFactory(Protocol):
     """The generator contract of version 1."""
 
     def __call__(self, config: Any, client: Sampler) -> Generator:
-        """The generator of a run.
+        """Creates the generator of a run.
 
         Args:
             config: the run's `rl_core.config.Config`.
@@ -342,6 +344,6 @@ class RowChecking(Protocol):
     """An environment class that can reject unsuitable rows before a run."""
 
     def require_row(self, row: Row) -> None:
-        """A static method, called for every row with which the environment would be created. Starts nothing. Raises
-        DataError, whose message names the missing or wrong column."""
+        """Raises DataError if an environment cannot be created from this row. The message names the missing or wrong
+        column. A static method that starts nothing; called for every row before the run."""
         ...

@@ -1,5 +1,5 @@
-"""Runs: a named configuration (`Recipe`), a receiver of metrics (`Tracker`), user code that the loop calls
-(`Callback`)."""
+"""Contracts of runs: a named configuration (`Recipe`), a receiver of metrics (`Tracker`), and user code that the loop
+calls (`Callback`)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ class Tracker(Protocol):
     """Receives metrics. An entry point of `rl_core.trackers` is a `TrackerFactory`."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called once per step, in order. Step 0 has the metrics of the evaluation before training."""
+        """Records the metrics of a step. Called once per step, in order. Step 0 has the metrics of the evaluation
+        before training."""
         ...
 
     def close(self) -> None:
-        """Called once, even if the run fails."""
+        """Writes what is not written yet, and closes files and connections. Called once, even if the run fails."""
         ...
 
 
 class TrackerFactory(Protocol):
     def __call__(self, config: Any, run_dir: Path, *, total_steps: int, first_step: int) -> Tracker:
-        """The tracker of a run.
+        """Creates the tracker of a run.
 
         Args:
             config: the run's `rl_core.config.Config`.
@@ -53,7 +54,7 @@ class PhaseAware(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Control:
-    """What a callback requests at the end of a step."""
+    """Actions that a callback requests at the end of a step."""
 
     save: bool = False
     evaluate: bool = False
@@ -92,15 +93,15 @@ class Recipe:
     summary: str
     """One line for `rl plugins`."""
     config: Mapping[str, Any]
-    """Flat `key.path` → value, on top of the defaults."""
+    """`key.path` → value, not nested. The values replace the defaults."""
     tiny: Mapping[str, Any] | None = None
     """Values that `--tiny` adds on top of `config`, for a run that takes a minute on two CPU cores."""
     prepare: str | None = None
     """`package.module:function`, called as `function(config)` before a run. The function creates the paths of `makes`
     that the configuration uses and that do not exist."""
     needs: str | None = None
-    """How to get the data files of `config` that `prepare` does not create. The error about a missing file ends with
-    this text."""
+    """Explains how to get the data files of `config` that `prepare` does not create. The error about a missing file
+    ends with this text."""
     makes: tuple[str, ...] = ()
     """Data files and model directories that `prepare` can create, written as in `config` (`${trainer.seed}`). All other
     paths must exist."""

@@ -1,5 +1,5 @@
-"""Training: records that describe a model and its update, one rank of a model (`Worker`), and the `Backend`, which
-creates ranks."""
+"""Contracts of training: records that describe a model and its update, one rank of a model (`Worker`), and the
+`Backend`, which creates ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OptimizerConfig:
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moment."""
     eps: float = 1e-8
-    """Added to the square root of the second moment, by which a step is divided."""
+    """Added to the denominator of a step, which is the square root of the second moment."""
     weight_decay: float = 0.01
     """Decoupled weight decay. It also applies to biases and norms, as is usual in RL."""
     max_grad_norm: float = 1.0
@@ -144,8 +144,8 @@ class WorkerSpec:
     num_threads: int | None = None
     """Torch threads of a rank. None: torch's default."""
     is_proved: bool = True
-    """For a backend that is `ModelProving`: the controller has proved the model. False: the controller could not do
-    this, so rank 0 proves the model before any rank loads it."""
+    """Read only by backends that are `ModelProving`. True: the controller has proved the model. False: the controller
+    could not do this, so rank 0 proves the model before any rank loads it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -164,7 +164,8 @@ class RankInfo:
 
 @attrs.frozen(kw_only=True)
 class LossSpec:
-    """The sum that training minimises: loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t]) over t."""
+    """Describes the sum that training minimises: the sum over the trained tokens t of loss_weights[t] · (loss[t] +
+    kl_coef · KL[t] − entropy_coef · H[t])."""
 
     name: str
     """A policy or value loss: an entry-point name of `rl_core.policy_losses`, or `package.module:function`."""
@@ -180,8 +181,8 @@ class LossSpec:
     """Sets `loss[t]` to 0 for tokens with negative advantage in sequences whose log-probs have dropped by more than
     this many nats per token since they were sampled. None: off."""
     old_is_current: bool = False
-    """The batch has no column `old_logprobs`. Use the log-probs of this pass, detached, instead; the weights are still
-    those of the start of the update. Since version 3."""
+    """True: the weights are still those of the start of the update, so the batch has no column `old_logprobs`, and the
+    loss uses the detached log-probs of this pass instead. Since contract version 3."""
     measures_entropy: bool = True
     """Report the metric `entropy`. False: compute entropies only if the loss reads them."""
 
@@ -200,7 +201,8 @@ class OptimizerStep:
 
 @attrs.frozen(kw_only=True)
 class OptimizerUpdate:
-    """Settings of one optimizer step that differ from the worker's `OptimizerConfig`. None: no difference.
+    """Settings of one optimizer step that differ from the worker's `OptimizerConfig`. A field that is None does not
+    differ.
 
     Raises:
         ConfigError: a value is out of range.
@@ -246,8 +248,8 @@ class Worker(Protocol):
             batch: the rank's part of the batch.
             plan: the rank's micro-batches.
             temperature: divides the logits.
-            returns: names of the scores to compute; None: all. Callers that want all omit the argument. Since version
-                3.
+            returns: names of the scores to compute; None: all. Callers that want all omit the argument. Since contract
+                version 3.
 
         Raises:
             ConfigError: `returns` names a score that this model does not have.
@@ -296,12 +298,12 @@ class Worker(Protocol):
         ...
 
     def save_state(self, directory: Path) -> None:
-        """Writes weights, optimizer and schedule. The files are complete when it returns."""
+        """Writes the state of weights, optimizer and schedule. The files are complete when the method returns."""
         ...
 
     def load_state(self, directory: Path) -> None:
         """Restores exactly what `save_state` wrote, even with a different world size. Drops gradients accumulated since
-        the last step. Raises CheckpointError."""
+        the last step. Raises CheckpointError if the files are missing, incomplete or damaged."""
         ...
 
     def save_model(self, directory: Path) -> None:
@@ -326,7 +328,7 @@ class Offloadable(Protocol):
 
 @runtime_checkable
 class BackgroundSaver(Protocol):
-    """A worker that can save while training continues (`trainer.async_save`). One save at a time."""
+    """A worker that can save while training continues (`trainer.async_save`). Only one save runs at a time."""
 
     def start_saving(self, directory: Path) -> None:
         """Copies the state and returns. Files are written in the background, from the copy."""
@@ -415,7 +417,7 @@ class Planner(Protocol):
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
-        """One entry per rank.
+        """Plans the memory of every rank. Returns one entry per rank.
 
         Args:
             spec: the model.
@@ -424,14 +426,14 @@ class Planner(Protocol):
             num_micro_batches: number of micro-batches per rank and mini-batch.
 
         Raises:
-            ConfigError: what `validate` raises, or the model's sizes are not known.
+            ConfigError: `validate` would raise it, or the model's sizes are not known.
         """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class RehearsedPhase:
-    """Peak memory of one rank's device in a phase, measured by running its code on tensors without data."""
+    """Peak memory of one rank's device in a phase, measured by running the phase's code on tensors without data."""
 
     phase: Literal["train", "step", "score"]
     parts: Mapping[str, int]
@@ -448,7 +450,7 @@ class Rehearser(Protocol):
     def rehearse(
         self, spec: WorkerSpec, world_size: int, *, batch: Batch, plan: Plan, loss: LossSpec | None
     ) -> tuple[RehearsedPhase, ...]:
-        """Runs the first rank's step. The phases are `train` and `step`; without a loss, `score` alone.
+        """Runs the first rank's step, and returns its phases: `train` and `step` with a loss, only `score` without one.
 
         Args:
             spec: the model; of its files, only `config.json` is read.
@@ -458,7 +460,7 @@ class Rehearser(Protocol):
             loss: the loss to minimise; None: the batch is scored.
 
         Raises:
-            ConfigError: what `validate` raises, or the step cannot be rehearsed.
+            ConfigError: `validate` would raise it, or the step cannot be rehearsed.
         """
         ...
 
@@ -480,11 +482,12 @@ class Backend(Protocol):
 
     @property
     def options_class(self) -> type:
-        """Frozen attrs class with the keys of this section."""
+        """Frozen attrs class whose fields are the keys of this section."""
         ...
 
     def mesh(self, options: Any, world_size: int) -> Mesh:
-        """The mesh of `world_size` ranks. Raises ConfigError, whose message names the nearest mesh that fits."""
+        """Returns the mesh of `world_size` ranks. Raises ConfigError if the options do not fit this number of ranks;
+        the message names the nearest mesh that does."""
         ...
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
@@ -502,7 +505,7 @@ class Backend(Protocol):
         ...
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        """Called once, in the rank's process and thread."""
+        """Creates the worker of a rank. Called once, in the rank's process and thread."""
         ...
 
 
@@ -521,12 +524,12 @@ class ModelProving(Protocol):
         ...
 
     def proof_obstacle(self) -> str | None:
-        """Why the comparison cannot run on this machine, as readable text; None if it can."""
+        """Returns, as readable text, why the comparison cannot run on this machine; None if it can."""
         ...
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """Creates a single rank that computes as ranks with these options do and is `Inspectable`. Called in a separate
-        process.
+        """Creates a single rank that is `Inspectable` and computes in the same way as ranks with these options. Called
+        in a separate process.
 
         Args:
             spec: a small model in float32 with the run's options, including mesh sizes.

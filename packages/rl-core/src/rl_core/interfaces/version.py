@@ -13,14 +13,14 @@ version as a literal, because an imported version would change with the installe
 
 @attrs.frozen(kw_only=True)
 class Contract:
-    """The versions of one contract. A plug-in states as `contract_version` for which of them it was written."""
+    """The versions of one contract. A plug-in's `contract_version` states the version for which it was written."""
 
     current: int
     """The latest version. It increases with every change that plug-in authors must know about."""
     oldest: int = 1
     """The oldest accepted version."""
     unstated: int | None = None
-    """The version of a plug-in that states none. None: every plug-in must state it."""
+    """The assumed version of a plug-in without `contract_version`. None: every plug-in must state its version."""
     added: Mapping[str, int] = attrs.field(factory=dict)
     """Member → the version that added it or changed its parameters. Plug-ins of earlier versions need not have it."""
     adapters: Mapping[int, str] = attrs.field(factory=dict)

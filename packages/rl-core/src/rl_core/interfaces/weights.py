@@ -1,4 +1,4 @@
-"""Weights: the records of a weight sync, and the sender and receiver of a transport."""
+"""Contracts of weight syncs: the records that are sent, and a transport with its senders and receivers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class WeightBucket:
-    """Parameters of one transfer: packed in `data`, or as `parts`, which are packed when `data` is first read. Buckets
-    of different ranks may contain different parameters."""
+    """Parameters that are transferred together, either packed in `data` or as separate tensors in `parts`, which are
+    packed when `data` is first read. Buckets of different ranks may contain different parameters."""
 
     names: tuple[str, ...]
     """Hugging Face parameter names, in the order of `data`."""
@@ -25,7 +25,7 @@ class WeightBucket:
     _data: Tensor | None = attrs.field(default=None, alias="data")
     """uint8, one axis, contiguous, no gaps, on any device. The constructor's argument is `data`."""
     parts: tuple[Tensor, ...] | None = None
-    """The tensors until they are packed, then None. In a bucket from `pack_buckets`, they are valid until the next
+    """The separate tensors; None once they are packed. In a bucket from `pack_buckets`, they are valid until the next
     bucket is requested; the bucket is then packed unless `taken` was called."""
     checksums: tuple[int, ...] | None = None
     """CRC-32 of each tensor's bytes, if a receiver has computed them."""
@@ -58,7 +58,7 @@ class WeightBucket:
 
     @property
     def num_bytes(self) -> int:
-        """Size of `data`. Does not pack."""
+        """Size of `data` in bytes. Reading this does not pack `parts`."""
         return sum(part.nbytes for part in self.parts) if self._data is None and self.parts else self.data.numel()
 
     def taken(self) -> None:
@@ -69,7 +69,7 @@ class WeightBucket:
 
 @attrs.frozen(kw_only=True)
 class TensorRecord:
-    """Dtype, shape and checksum that a tensor must have on both sides."""
+    """Dtype, shape and checksum of a tensor. They must be the same on the sending and on the receiving side."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -89,8 +89,8 @@ class Manifest:
 
 @attrs.frozen(kw_only=True)
 class Rendezvous:
-    """How senders and receivers of one weight sync find each other: plain data that the transport creates on the
-    controller."""
+    """Plain data with which the senders and receivers of one weight sync find each other. The transport creates it on
+    the controller."""
 
     transport: str
     """Entry-point name of the transport."""
@@ -101,12 +101,12 @@ class Rendezvous:
     adapter: Mapping[str, Any] | None = None
     """`LoraConfig.peft_config`, if the sync sends only a low-rank adapter. Transports do not read it."""
     delta: Mapping[str, Any] | None = None
-    """For syncs whose weights both sides keep: the unique `id` of this sync, and `base`, the id of the sync whose
-    weights the changes apply to (None if this sync sends whole weights). See `rl_core.rank_kit.weight_deltas`.
-    Transports do not read it."""
+    """None unless both sides keep the weights so that later syncs can send only changes. Then it contains `id`, which
+    is unique to this sync, and `base`, the id of the sync to whose weights the changes are applied (None if this sync
+    sends whole weights). See `rl_core.rank_kit.weight_deltas`. Transports do not read it."""
     is_staged: bool = True
-    """As `WeightTransport.is_staged`; `publish_weights` sets it. If False, all engines get the version or none does, so
-    a client raises as soon as one of them fails."""
+    """The transport's `WeightTransport.is_staged`, set by `publish_weights`. If False, either all engines get the
+    version or none does, so a client raises as soon as one of them fails."""
 
 
 class WeightSender(Protocol):
@@ -122,7 +122,7 @@ class WeightReceiver(Protocol):
 
     @property
     def is_staged(self) -> bool:
-        """As `WeightTransport.is_staged`."""
+        """The same value as `WeightTransport.is_staged`."""
         ...
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
@@ -133,7 +133,7 @@ class WeightReceiver(Protocol):
 
 @runtime_checkable
 class WeightTransport(Protocol):
-    """How weights get from ranks to engines (entry-point group `rl_core.weight_transports`)."""
+    """Sends weights from ranks to engines (entry-point group `rl_core.weight_transports`)."""
 
     @property
     def contract_version(self) -> int: ...
@@ -149,7 +149,7 @@ class WeightTransport(Protocol):
         ...
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Called on the controller, once per sync.
+        """Prepares one sync, and returns what its senders and receivers need. Called on the controller.
 
         Args:
             num_ranks: number of senders.
@@ -158,12 +158,12 @@ class WeightTransport(Protocol):
         ...
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> WeightSender:
-        """Called in each rank."""
+        """Creates a rank's sender. Called in the rank's process."""
         ...
 
     def close(self, rendezvous: Rendezvous) -> None:
-        """Called on the controller, even after a failed sync. Removes what `open` created, and ends the waits of
-        senders and receivers. A second call does nothing."""
+        """Removes what `open` created, and ends the waits of senders and receivers. Called on the controller, even
+        after a failed sync. A second call does nothing."""
         ...
 
 
@@ -172,8 +172,8 @@ class CheckingTransport(Protocol):
     """A transport that does not work on every machine."""
 
     def validate(self) -> None:
-        """Called on the controller before a run. Starts nothing. Raises ConfigError if this machine cannot open a
-        sync."""
+        """Raises ConfigError if this machine cannot open a sync. Called on the controller before a run; starts
+        nothing."""
         ...
 
 
@@ -182,8 +182,8 @@ class NodeCheckingTransport(Protocol):
     """A transport that may not work between machines."""
 
     def validate_nodes(self, num_nodes: int) -> None:
-        """Called on the controller before a run whose policy trains on this many machines. Starts nothing. Raises
-        ConfigError if the transport cannot send weights from one of these machines to another."""
+        """Raises ConfigError if the transport cannot send weights from one of `num_nodes` machines, on which the policy
+        trains, to another. Called on the controller before a run; starts nothing."""
         ...
 
 

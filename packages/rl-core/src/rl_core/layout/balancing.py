@@ -1,4 +1,4 @@
-"""The cost of a sequence, and partitions of costs into parts with nearly equal sums.
+"""Computes the cost of sequences, and partitions costs into parts with nearly equal sums.
 
 Every partition function takes costs and a number of parts and returns the part of each item. Ties are broken by index,
 so the same costs always give the same parts.
@@ -21,7 +21,7 @@ Partition = Callable[[npt.ArrayLike, int], IntArray]
 
 
 def flop_cost(lengths_N: npt.ArrayLike, *, hidden_size: int, num_layers: int, num_parameters: int) -> FloatArray:
-    """Floating-point operations of a forward and backward pass over each sequence.
+    """Computes the floating-point operations of a forward and backward pass over each sequence.
 
     cost = a·len + b·len²,  a = 6 · num_parameters,  b = 6 · num_layers · hidden_size.
     Source: Narayanan et al. 2021, arXiv 2104.04473, eq. 2 without recomputation, with half the quadratic term because
@@ -59,7 +59,8 @@ def greedy_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
 
 
 def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
-    """Like `greedy_partition`, but no part gets more than ⌈N / num_parts⌉ items: equal counts if num_parts divides N.
+    """Assigns items like `greedy_partition`, but gives no part more than ⌈N / num_parts⌉ items. If num_parts divides N,
+    all parts get the same number of items.
 
     Bound: the parts' sums differ by at most the largest cost M. Proof: let a part have sum L and room for r more items,
     and let c be the cost of the next one. An item of cost c leaves L + r·c unchanged, so for any two parts |L − L'| and
@@ -81,8 +82,8 @@ def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
 
 
 def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
-    """Largest differencing: repeatedly joins the two partial partitions with the largest spread, pairing large parts
-    with small ones.
+    """Partitions by the largest differencing method, which repeatedly joins the two partial partitions with the largest
+    spread, pairing large parts with small ones.
 
     The result is more even than that of `greedy_partition`, but takes longer to compute. Bound: the parts' sums differ
     by at most the largest cost.
@@ -132,7 +133,8 @@ class _Forest:
 def _join(
     sums_a: FloatArray, sets_a: IntArray, sums_b: FloatArray, sets_b: IntArray, num_parts: int, forest: _Forest
 ) -> tuple[FloatArray, IntArray]:
-    """Joins two partial partitions (sums descending, without empty parts), largest sum with smallest."""
+    """Joins two partial partitions so that large sums are paired with small ones. Sums are in descending order, and
+    empty parts are left out."""
     overlap = max(0, len(sums_a) + len(sums_b) - num_parts)
     keep_a, keep_b = len(sums_a) - overlap, len(sums_b) - overlap
     sums = np.concatenate([sums_a[:keep_a], sums_b[:keep_b], sums_a[keep_a:] + sums_b[keep_b:][::-1]])

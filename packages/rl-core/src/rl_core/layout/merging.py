@@ -1,5 +1,5 @@
-"""Prefix merging: the steps of a trajectory whose prompts continue each other become one sequence.
-
+"""Prefix merging: consecutive steps of a trajectory become one sequence if each step's prompt begins with all tokens of
+the step before it.
 Step k+1 of an agent usually begins with the whole text of step k, and training on both would compute that text twice.
 The model is causal: its output at a token depends only on the tokens before it. So one pass over the last step's text
 gives the outputs of all steps. Each token's columns are taken from the first step that contains the token; if the token
@@ -22,15 +22,16 @@ from rl_core.trajectory_rows import why_incomplete
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixMerge:
-    """How to gather M merged sequences of U tokens from N steps of T tokens."""
+    """Indices that gather M merged sequences with U tokens in all from N steps with T tokens in all."""
 
     offsets: IntArray
     """[M+1] offsets of the merged stream."""
     token_index: IntArray
-    """[U] for columns about the token or its prediction: its position in the stream, in the first step that contains
-    it."""
+    """[U] stream position of each merged token in the first step that contains it. Gathers columns about a token or its
+    prediction."""
     input_index: IntArray
-    """[U] for columns about the token as an input (routed experts): its position in the stream, in the last step."""
+    """[U] stream position of each merged token in the last step of its merged sequence. Gathers columns about a token
+    as an input (routed experts)."""
     last_step: IntArray
     """[M] row of the last step of each merged sequence, ascending."""
     num_tokens_before: int
@@ -38,7 +39,7 @@ class PrefixMerge:
 
     @property
     def num_tokens(self) -> int:
-        """U, tokens after merging."""
+        """The number of tokens after merging, U."""
         return int(self.offsets[-1])
 
     @property
@@ -91,7 +92,7 @@ def merge_prefixes(
 def require_complete_trajectories(
     trajectory_id_N: npt.ArrayLike, step_index_N: npt.ArrayLike, is_last_step_N: npt.ArrayLike
 ) -> IntArray:
-    """The rows sorted by trajectory, then step.
+    """Returns the indices of the rows, sorted by trajectory and then by step.
 
     Raises:
         DataError: a trajectory does not have the steps 0, 1, … once each, or its final step is not the only one marked

@@ -122,7 +122,7 @@ class Mesh:
         return Coordinates(**place)
 
     def rank(self, *, tensor: int = 0, sequence: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
-        """The rank at these coordinates of the dense layers: the inverse of `coordinates`."""
+        """The rank with these coordinates in dense layers; the inverse of `coordinates`."""
         at = {"tensor": tensor, "sequence": sequence, "context": context, "data": data, "pipeline": pipeline}
         rank = 0
         for axis in reversed(_DENSE):
@@ -133,7 +133,8 @@ class Mesh:
         return rank
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """All groups of ranks that differ only on `axis`, each ascending. Every rank is in exactly one group."""
+        """All groups of ranks whose coordinates differ only on `axis`. Each group is in ascending order, and every rank
+        is in exactly one group."""
         axes = _DENSE if axis in _DENSE else _EXPERT
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):

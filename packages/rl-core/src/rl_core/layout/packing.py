@@ -35,13 +35,13 @@ def plan_micro_batches(
 
     Args:
         lengths_N: tokens of each sequence, at least 1.
-        num_data_ranks: `Mesh.data`.
+        num_data_ranks: number of data-parallel ranks (`Mesh.data`).
         max_tokens: largest number of tokens of a micro-batch, with each sequence padded to `sequence_multiple`, before
             context parallelism splits them. None: no limit.
         max_sequences: largest number of sequences of a micro-batch. None: no limit. Without both limits, a rank has
             `multiple` micro-batches.
-        multiple: `Mesh.micro_batch_multiple`.
-        sequence_multiple: `Mesh.sequence_multiple`.
+        multiple: each rank's number of micro-batches is a multiple of this (`Mesh.micro_batch_multiple`).
+        sequence_multiple: each sequence is padded to a multiple of this (`Mesh.sequence_multiple`).
         counts_N: number of sequences in each item, at most `max_sequences`. Each length is then the length of an item
             of one or more sequences, which is not split. None: each item is a single sequence.
         costs_N: costs to balance over the ranks; None: the padded lengths. See `flop_cost`.
@@ -50,7 +50,7 @@ def plan_micro_batches(
             micro-batches; else `greedy_partition`.
 
     Returns:
-        plan[data_rank][micro_batch]: ascending int64 sequence indices. Deterministic.
+        plan[data_rank][micro_batch]: ascending int64 sequence indices. Equal arguments always give the same plan.
 
     Raises:
         ConfigError: a single sequence exceeds `max_tokens`, or a limit, `num_data_ranks` or `multiple` is below 1.
@@ -134,8 +134,8 @@ def _largest_micro_batch_first(micro_batches: list[IntArray], lengths_N: IntArra
 
 
 def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Packs each item, largest first, into the bin with the fewest tokens. Balanced, but may find no packing although
-    one exists."""
+    """Packs each item, largest first, into the bin with the fewest tokens. The bins are balanced, but this may find no
+    packing although one exists."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [slots] * num_bins
     heap = [(0, b) for b in range(num_bins)]
@@ -152,8 +152,8 @@ def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, s
 
 
 def _first_fit(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Packs each item, largest first, into the first bin with room: tight (at most about 11/9 of the fewest possible
-    bins), but not balanced."""
+    """Packs each item, largest first, into the first bin with room for it. This needs at most about 11/9 of the
+    smallest possible number of bins, but the bins are not balanced."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens, room = [0] * num_bins, [slots] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -16,19 +16,21 @@ from rl_core.layout.balancing import IntArray, greedy_partition, part_sums
 from rl_core.layout.slices import index_runs
 
 _LEAST_SAVED = 16
-"""A prefix is shared only if this saves at least so many tokens over all its sequences. For fewer tokens, the
-additional call of the attention kernel costs more than sharing saves."""
+"""A prefix is shared only if sharing it saves the computation of at least this many tokens over all its sequences. For
+fewer tokens, the additional call of the attention kernel costs more time than sharing saves."""
 _REPEATED = 0.01
-"""Neighbouring sequences become separate families if this recomputes at most this fraction of a family's tokens."""
+"""Neighbouring sequences become separate families if the tokens that both then compute are at most this fraction of a
+family's tokens."""
 _PARTS_OF_A_SHARE = (2.0, 1.5, 1.0, 0.5, 0.25)
-"""Family sizes to try, as multiples of a rank's equal share of the tokens. The parts of a cut family recompute their
-shared tokens, so the best size is often above 1."""
+"""Limits of a family's size to try, as multiples of a rank's equal share of the tokens. If a family is cut, each part
+computes the shared tokens again, so the best limit is often above 1."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixForest:
-    """The sequences of a stream as paths in trees. A cell is the place of one computed token. A node is a run of tokens
-    in consecutive cells. Nodes are concatenated, each after its parent."""
+    """The sequences of a stream as paths in trees. A node is a run of tokens that the same sequences share, and each of
+    its tokens is computed once, in one cell. Cells are numbered consecutively, node after node; a node comes after its
+    parent."""
 
     cell_T: IntArray
     """[T] cell of each token of the stream. Tokens with the same cell are equal and have the same prefix."""
@@ -48,7 +50,7 @@ class PrefixForest:
 
 
 def separate_sequences(offsets: npt.ArrayLike) -> PrefixForest:
-    """The forest without sharing: every sequence is a node, and cell t is token t."""
+    """Returns the forest in which no prefix is shared: every sequence is one node, and cell t holds token t."""
     offsets = np.asarray(offsets, np.int64)
     lengths = np.diff(offsets)
     return PrefixForest(
@@ -69,11 +71,11 @@ def prefix_forest(
         offsets: offsets of the stream, int64 [N+1].
         columns: token ids, and everything else that a model reads per token, such as its experts; each [T, …]. Two
             tokens are equal if they are equal in all columns.
-        least_saved: a prefix is shared if this saves at least so many tokens, compared with sharing only the next
-            shorter common prefix.
+        least_saved: a prefix is shared if sharing it saves at least this many tokens, compared with sharing only the
+            next shorter common prefix.
 
     Returns:
-        The forest. Deterministic.
+        The forest. Equal arguments always give the same forest.
     """
     offsets = np.asarray(offsets, np.int64)
     order_N = _sorted_sequences(offsets, columns)
@@ -106,7 +108,8 @@ def families(
     max_sequences: int | None = None,
     num_data_ranks: int = 1,
 ) -> tuple[list[IntArray], IntArray]:
-    """Families of sequences that share enough tokens to be kept in one micro-batch, within the micro-batch's limits.
+    """Groups the sequences into families, which share enough tokens to be computed in the same micro-batch. Each family
+    fits into the limits of a micro-batch.
 
     With several ranks, large families are cut if this improves the balance of tokens over ranks. Shared tokens are then
     computed once per part of a family.
@@ -129,7 +132,8 @@ def families(
 
 
 def _cut(length_N: IntArray, new_N: IntArray, budget: int, max_sequences: int | None) -> tuple[list[int], list[int]]:
-    """Index of the first sequence of each family, in the forest's order, and the number of tokens of each family."""
+    """Divides the sequences, in the forest's order, into families. Returns the position in this order at which each
+    family starts, and the number of tokens computed for each family."""
     starts, tokens = [0], [int(length_N[0])]
     for i, (length, new) in enumerate(zip(length_N.tolist(), new_N.tolist(), strict=True)):
         is_full = tokens[-1] + new > budget or i - starts[-1] == max_sequences
@@ -163,7 +167,8 @@ class InputCells:
 
 
 def input_cells(forest: PrefixForest, offsets: npt.ArrayLike, *, total_multiple: int = 1) -> InputCells:
-    """Leaves out tokens that predict nothing, and pads the number of cells to a multiple with a node of padding.
+    """Leaves out tokens that predict nothing, and adds a node of padding so that the number of cells is a multiple of
+    `total_multiple`.
 
     At least one cell remains, because a rank without predictions must still run its collectives.
     """
@@ -211,7 +216,7 @@ class PrefixBlocks:
 
 
 def prefix_blocks(length_M: IntArray, parent_M: IntArray) -> PrefixBlocks:
-    """The blocks of concatenated nodes (`InputCells`)."""
+    """Computes the attention blocks of nodes with these lengths and parents (`InputCells`)."""
     starts = np.cumsum(length_M) - length_M
     children = np.argsort(parent_M, kind="stable")
     children = children[parent_M[children] >= 0]
@@ -243,7 +248,7 @@ def _sorted_sequences(offsets: IntArray, columns: tuple[npt.NDArray[np.generic],
 def _common_lengths(
     columns: tuple[npt.NDArray[np.generic], ...], one_P: IntArray, other_P: IntArray, most_P: IntArray
 ) -> IntArray:
-    """For each pair of stream positions, the number of equal tokens from these positions on, at most `most_P`.
+    """Counts, for each pair of stream positions, the equal tokens from these positions on, at most `most_P`.
 
     Compares a few tokens of each pair first, then twice as many for pairs without a difference so far, and so on.
     """
@@ -325,8 +330,8 @@ def _shared_nodes(common: list[int], least_saved: int) -> _Nodes:
 
 
 def _shared_runs(common: list[int], least_saved: int) -> list[tuple[int, int, int]]:
-    """Maximal runs (first, shared, end) of neighbours that share `shared` tokens, without those for which sharing saves
-    fewer than `least_saved` tokens compared with the next larger run."""
+    """Finds the maximal runs (first, shared, end) of neighbours that share `shared` tokens. Leaves out a run if sharing
+    its tokens would save fewer than `least_saved` tokens compared with the next larger run."""
     runs: list[tuple[int, int, int]] = []
     begun: list[tuple[int, int, int]] = []  # (first, shared, paths so far), each run within the previous one
     for i, shared in enumerate([*common, 0]):

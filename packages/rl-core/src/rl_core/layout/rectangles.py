@@ -1,4 +1,4 @@
-"""Sequences of similar length as right-padded rows of a rectangle, for kernels that accept only rectangles.
+"""Arranges sequences of similar length as right-padded rows of a rectangle, for kernels that accept only rectangles.
 
 With a causal mask, no token attends to the padding on its right.
 """
@@ -40,7 +40,8 @@ def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tupl
 def rectangle_cells(
     lengths_N: IntArray, rectangle_N: IntArray, row_N: IntArray
 ) -> tuple[tuple[tuple[int, int], ...], IntArray]:
-    """The cell of each token, from the rows of the sequences. Cells are numbered consecutively over all rectangles.
+    """Computes the cell of each token from the rows of the sequences. Cells are numbered consecutively over all
+    rectangles.
 
     Args:
         lengths_N: tokens of each sequence; may differ from the lengths for which the rows were computed.

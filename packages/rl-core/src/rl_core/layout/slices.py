@@ -1,4 +1,4 @@
-"""The position of each token of a micro-batch in a model's input, and the positions that a rank holds.
+"""Computes the position of each token of a micro-batch in a model's input, and the positions that a rank holds.
 
 A layout is a set of index arrays into the token stream; a shard is an array of positions in a layout. `index[shard]`
 gathers columns about input tokens (tokens, positions, routed experts), `target_index[shard]` gathers columns about
@@ -37,7 +37,7 @@ class Layout:
 def packed_layout(
     offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, sequence_multiple: int = 1, total_multiple: int = 1
 ) -> Layout:
-    """The layout of concatenated sequences, for models that accept boundaries (`cu_seqlens`).
+    """Lays sequences end to end, for models that accept boundaries (`cu_seqlens`).
 
     Args:
         offsets: offsets of the stream, int64 [N+1].
@@ -61,7 +61,7 @@ def packed_layout(
 
 
 def padded_layout(offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, width_multiple: int = 1) -> Layout:
-    """The layout with one row per sequence, all of the same width, padded on the right. The rectangle is
+    """Lays sequences out as rows of the same width, one per sequence, padded on the right. The rectangle is
     `index.reshape(len(boundaries) - 1, -1)`.
 
     Args:
@@ -80,9 +80,11 @@ def padded_layout(offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, width_mul
 
 
 def context_positions(boundaries: IntArray, rank: int, size: int) -> IntArray:
-    """Positions of a layout that context-parallel rank r of `size` holds: chunks r and 2·size−1−r of every segment.
+    """Positions of a layout that context-parallel rank `rank` holds. Every segment is split into 2·size equal chunks;
+    rank r holds chunks r and 2·size−1−r.
 
-    The early chunk attends to few keys and the late chunk to many, so with a causal mask all ranks do equal work.
+    With a causal mask, the earlier of the two chunks attends to few keys and the later one to many, so that all ranks
+    do equal work.
 
     Raises:
         ShapeError: a segment's length is not a multiple of 2·size (checked only for size > 1).
@@ -103,8 +105,8 @@ def context_positions(boundaries: IntArray, rank: int, size: int) -> IntArray:
 
 
 def even_slice(num_positions: int, rank: int, size: int) -> slice:
-    """The contiguous part that rank `rank` of `size` holds. For Ulysses ranks, and for tensor ranks with sequence
-    parallelism.
+    """Splits positions into `size` contiguous parts of equal length, and returns the part of `rank`. Ulysses ranks, and
+    tensor ranks with sequence parallelism, are assigned such parts.
 
     Raises:
         ShapeError: `num_positions` is not a multiple of `size`.
@@ -132,11 +134,11 @@ def rank_positions(boundaries: IntArray, mesh: Mesh, rank: int) -> IntArray:
 
 
 def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
-    """For each token of the stream, its position in the concatenation of the results computed at `indices`.
+    """Finds, for each token of the stream, its position in the concatenation of the results computed at `indices`.
 
-    `stream_values = np.concatenate(values)[inverse]`, with 0 where `inverse` is −1. Pass `index` arrays for results
-    about input tokens, and `target_index` arrays for results about predicted tokens (the first token of a sequence then
-    has −1).
+    With the returned `inverse`, `np.concatenate(values)[inverse]` are the values in the order of the stream; replace
+    entries where `inverse` is −1 by 0. Pass `index` arrays for results about input tokens, and `target_index` arrays
+    for results about predicted tokens (`inverse` is then −1 at the first token of each sequence).
 
     Args:
         indices: arrays of stream indices (−1 for none), in the order in which their results are concatenated.
@@ -162,7 +164,7 @@ def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
 
 
 def index_runs(starts: IntArray, counts: IntArray) -> IntArray:
-    """Concatenates start, start+1, …, start+count−1 of all pairs."""
+    """Concatenates the runs start, start+1, …, start+count−1 of all pairs of a start and a count."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
 

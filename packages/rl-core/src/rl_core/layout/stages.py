@@ -1,4 +1,4 @@
-"""Which transformer layers a pipeline stage holds, and which of them have experts."""
+"""Determines which transformer layers a pipeline stage holds, and which layers have experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pipeline_chunks(
     count_embedding: bool = False,
     count_loss: bool = False,
 ) -> list[LayerRange]:
-    """The layers of every model chunk, in the order in which data flows through them.
+    """Divides the layers into model chunks, and returns the chunks in the order in which data flows through them.
 
     Chunk c is on stage c % pipeline, so `chunks[stage::pipeline]` are a stage's chunks. Without virtual stages, there
     is one chunk per stage. The rules are those of Megatron-Core 0.16.
@@ -38,8 +38,8 @@ def pipeline_chunks(
         virtual_pipeline: chunks per stage.
         num_first: number of layers on the first stage, in all its chunks; None: as many as on the middle stages.
         num_last: the same for the last stage.
-        count_embedding: the embedding counts as a layer of the first chunk.
-        count_loss: output layer and loss together count as a layer of the last chunk.
+        count_embedding: whether the embedding counts as a layer of the first chunk.
+        count_loss: whether output layer and loss together count as a layer of the last chunk.
 
     Raises:
         ConfigError: the layers cannot be split this way. If another number for the first or last stage would work, the
@@ -121,5 +121,6 @@ def moe_layers(num_layers: int, *, num_dense_first: int = 0, frequency: int = 1)
 
 
 def layers_in(chunk: LayerRange, layers: IntArray) -> IntArray:
-    """Those of `layers` that are in `chunk`. In router replay: `routed_experts[index][:, layers_in(chunk, layers)]`."""
+    """The elements of `layers` that are in `chunk`. Router replay selects a stage's routes with them:
+    `routed_experts[index][:, layers_in(chunk, layers)]`."""
     return layers[(layers >= chunk.start) & (layers < chunk.start + chunk.num_layers)]

@@ -1,4 +1,5 @@
-"""Curves as small inline SVG that adapts to its page: fluid width, constant text size, colours from the page's style.
+"""Draws curves as small inline SVG, which adapts to its page: fluid width, constant text size, colours from the page's
+style.
 
 A chart is an SVG without a view box, in which text and grid lines have positions in per cent. A nested SVG, which
 stretches (`preserveAspectRatio="none"`), contains the curves; their strokes do not scale. The output is deterministic.
@@ -34,7 +35,7 @@ class Series:
     points: Sequence[Point]
     """Points in ascending order of steps; not empty."""
     color: int
-    """Class `s<color>` of the page's style."""
+    """Number of the curve's colour: the curve has the class `s<color>` of the page's style."""
     is_sparse: bool = False
     """Whether the curve has values only at some steps. It is then drawn with a dot at each, unless there are very many
     steps."""
@@ -58,7 +59,7 @@ class Axis:
 
 
 def line_chart(title: str, series: Sequence[Series], *, is_log: bool = False, is_fraction: bool = False) -> str:
-    """An SVG of curves over steps, with `title` and a description in words.
+    """Draws curves over steps as an SVG with `title` and a description in words.
 
     Args:
         title: the chart's accessible name.
@@ -81,8 +82,8 @@ def line_chart(title: str, series: Sequence[Series], *, is_log: bool = False, is
 
 
 def stacked_chart(title: str, layers: Sequence[Series]) -> str:
-    """An SVG of stacked bars, one per step. If there are many steps, each bar is the mean of several neighbouring
-    steps. All layers must have the same steps."""
+    """Draws stacked bars, one per step, as an SVG. If there are many steps, each bar is the mean of several
+    neighbouring steps. All layers must have the same steps."""
     steps = [step for step, _ in layers[0].points]
     bars = _bars(steps)
     means = [[statistics.fmean([one.points[i][1] or 0.0 for i in bar]) for bar in bars] for one in layers]
@@ -115,7 +116,8 @@ def stacked_chart(title: str, layers: Sequence[Series]) -> str:
 
 
 def linear_axis(values: Sequence[float]) -> Axis:
-    """An axis from a round number below the values to a round number above them; from 0 if 0 is near."""
+    """An axis from a round number below the values to a round number above them. It begins at 0 if the smallest value
+    is positive and less than half of the largest."""
     low, high = min(values), max(values)
     if low > 0 and low < 0.5 * high:
         low = 0.0
@@ -178,8 +180,8 @@ def _tick(value: float, spacing: float, largest: float) -> str:
 
 
 def thinned(points: Sequence[Point], limit: int) -> list[Point]:
-    """About `limit` of the points: the ends, and the lowest and highest point of each group of neighbours, so that
-    peaks remain visible."""
+    """Selects about `limit` of the points: the ends, and the lowest and highest point of each group of neighbours, so
+    that peaks remain visible."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / (limit // 2))

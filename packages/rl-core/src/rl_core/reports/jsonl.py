@@ -1,5 +1,5 @@
-"""JSON-lines files whose rows have a step. A run may be killed while it writes a row; a resumed run continues the
-file."""
+"""Reads and writes JSON-lines files whose rows have a step. A run may be killed while it writes a row; a resumed run
+continues the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Appends rows to a file. When it opens the file, it drops the rows of steps that will be run again.
+    """Appends rows to a file. Opening the file drops the rows of steps that will be run again.
 
     If the process is killed while it writes a row, the last line is truncated, and the next `StepLog` on the file (like
     `read_rows`) skips this line. Written rows are flushed to disk, so a crash of the machine loses none. If the disk is
@@ -31,7 +31,8 @@ class StepLog:
         """Opens `path`, and keeps only the rows with step < `first_step`.
 
         Args:
-            is_written_again: whether to drop a row of an earlier step too; None: drop none.
+            is_written_again: returns whether to drop a row even though its step is below `first_step`; None: no such
+                row is dropped.
 
         Raises:
             DataError: a line is neither a row nor a truncated last line. The file is not changed.
@@ -66,7 +67,7 @@ class StepLog:
             logger.error("disk full: the last %d rows of %s are lost", self._waiting.count(b"\n"), self._path)
 
     def _write_waiting(self) -> None:
-        """Writes all waiting rows, or none of them."""
+        """Writes all waiting rows or, if the disk is full, none of them."""
         descriptor = self._file.fileno()
         num_bytes = os.fstat(descriptor).st_size
         try:
@@ -83,7 +84,7 @@ class StepLog:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a step log in order, read lazily. A truncated last line is skipped.
+    """Yields the rows of a step log in order. A truncated last line is skipped.
 
     Raises:
         DataError: the file does not exist, or a line is neither a row nor a truncated last line.

@@ -1,4 +1,4 @@
-"""Progress of long work: a live display on a terminal, plain lines if the output is piped."""
+"""Shows the progress of long work: as a live display on a terminal, as plain lines if the output is piped."""
 
 from __future__ import annotations
 

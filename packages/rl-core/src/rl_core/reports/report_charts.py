@@ -24,7 +24,7 @@ class Chart:
 
     title: str
     about: str
-    """What the numbers mean, in one or two sentences."""
+    """Explanation of the numbers in one or two sentences."""
     legend: Sequence[tuple[int, str, str]]
     """(colour, label, value) of each curve: its latest value, or the phase's share in the chart of times."""
     svg: Markup

@@ -1,4 +1,4 @@
-"""`report.html`: one page about a run, generated only from the files in the run's directory.
+"""Generates `report.html`, one page about a run, only from the files in the run's directory.
 
 The page loads no external resources. It supports light and dark mode, phones and printing.
 """
@@ -30,7 +30,7 @@ _FAILURES_SHOWN = 3
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` into the directory of a run, finished or not, and returns the page's path.
+    """Writes `report.html` into the directory of a finished or unfinished run, and returns the page's path.
 
     Reads `metrics.jsonl` and, if they exist, `samples.jsonl`, `config.yaml` and `summary.json`. The page also lists the
     charts whose metrics were not logged.
@@ -66,7 +66,7 @@ def _num_steps(rows: Sequence[Row]) -> int:
 
 
 def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of the numbers at the top of the page."""
+    """The numbers at the top of the page, each as (label, value, remark)."""
     values = {name: values_of(points_of(rows, name)) for name in {name for row in rows for name in row}}
     held_out = next((name for name in _HELD_OUT if name in values), "eval/reward")
     tiles = [

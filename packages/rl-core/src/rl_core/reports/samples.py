@@ -1,4 +1,4 @@
-"""`samples.jsonl`: the policy's responses and their rewards."""
+"""Reads and writes `samples.jsonl`, which contains the policy's responses and their rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE_NAME = "samples.jsonl"
 
 @attrs.frozen(kw_only=True)
 class Sample:
-    """One row: one sample of one prompt."""
+    """One row of the file: one sample of one prompt."""
 
     step: int
     purpose: Literal["train", "eval"] = attrs.field(validator=attrs.validators.in_(("train", "eval")))
