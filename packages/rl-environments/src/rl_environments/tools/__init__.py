@@ -1,6 +1,6 @@
-"""Functions that a policy may call: their schemas, parsing and running calls, and a base environment.
+"""Lets a policy call functions: derives their schemas, parses and runs calls, and has a base class for environments.
 
-A name is imported when it is first used. Begin with `ToolEnvironment` and `tool`.
+Begin with `ToolEnvironment` and `tool`. A name is imported from its module when it is first used.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     marked      any of these, told apart by their marks: for templates that show no calls
 
 To find a template's format, each format tries to parse the call that the template itself writes (`format_of_example`).
-A call that is begun but cannot be parsed is a `BrokenCall`: the policy is told what was wrong.
+A call that is begun but cannot be parsed becomes a `BrokenCall`, which tells the policy what was wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_core.interfaces import EXAMPLE_CALL, ToolSchema
 
 @attrs.frozen(kw_only=True)
 class Call:
-    """A call that could be parsed; it is not yet checked against a function."""
+    """A parsed call; its name and arguments are not yet checked against the tools."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -41,31 +41,31 @@ class BrokenCall:
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls. An environment may define its own."""
+    """The format in which a family of models writes calls. An environment may define a new one."""
 
     name: str
 
     def read(self, text: str) -> Sequence[Call | BrokenCall]:
-        """The calls in a policy's text, in order; empty if there are none. Never raises."""
+        """Returns the calls in a policy's text in order, or nothing if there are none. Must not raise."""
         ...
 
 
 @runtime_checkable
 class ForcibleFormat(CallFormat, Protocol):
-    """A format in which a grammar can force a call. `qwen_xml` is none: xgrammar 0.2 allows blanks around a value, and
-    there they are part of the value."""
+    """A format in which a grammar can force a call. `qwen_xml` is not one, because xgrammar 0.2 allows blanks around a
+    value, and in `qwen_xml` they would be part of the value."""
 
     def call_grammar(self, tool: ToolSchema) -> Mapping[str, Any]:
-        """Matches one call of this function: a format of xgrammar's structural tags, such as `{"type": "regex",
-        "pattern": …}`."""
+        """Returns a grammar that matches one call of this function, as a format of xgrammar's structural tags such as
+        `{"type": "regex", "pattern": …}`."""
         ...
 
 
 def format_of_example(example: str) -> CallFormat:
-    """The format in which a chat template wrote `rl_core.interfaces.EXAMPLE_CALL`.
+    """Returns the format in which a chat template wrote `rl_core.interfaces.EXAMPLE_CALL`.
 
     Raises:
-        ConfigError: it is none of the known formats.
+        ConfigError: no known format parses `example` as that call.
     """
     function = EXAMPLE_CALL["function"]
     for known in _FORMATS.values():
@@ -80,7 +80,7 @@ def format_of_example(example: str) -> CallFormat:
 
 
 def format_of_name(name: str) -> CallFormat:
-    """The format of this name. Raises ConfigError for an unknown name."""
+    """Returns the format that is called `name`. Raises ConfigError for an unknown name."""
     known = {**_FORMATS, MARKED.name: MARKED}
     if name not in known:
         raise ConfigError(f"environment.options.call_format: got {name!r}; expected one of {', '.join(known)}")
@@ -88,13 +88,15 @@ def format_of_name(name: str) -> CallFormat:
 
 
 def without_thought(text: str) -> str:
-    """The text behind the last `</think>`, up to a `<think>` that follows: calls within the thinking do not count."""
+    """Returns the text after the last `</think>` and before any later `<think>`, because calls within the thinking do
+    not count."""
     behind = text.rpartition("</think>")[2]
     return behind.partition("<think>")[0]
 
 
 class HermesCalls:
-    """JSON between `<tool_call>` and `</tool_call>`, with the keys `name` and `arguments` (or `parameters`)."""
+    """Parses calls that are JSON between `<tool_call>` and `</tool_call>`, with the keys `name` and `arguments` (or
+    `parameters`)."""
 
     name = "hermes"
 
@@ -120,7 +122,7 @@ class HermesCalls:
 
 
 class QwenXmlCalls:
-    """`<function=name>` with a `<parameter=name>` for each argument; values are text."""
+    """Parses calls that are `<function=name>` with a `<parameter=name>` for each argument. Argument values are text."""
 
     name = "qwen_xml"
 
@@ -139,12 +141,12 @@ class QwenXmlCalls:
 
 
 class LlamaJsonCalls:
-    """The whole response is JSON: one object, or several separated by `;`."""
+    """Parses calls that are JSON objects at the beginning of the response; `;` or blanks may separate several."""
 
     name = "llama_json"
 
     def read(self, text: str) -> Sequence[Call | BrokenCall]:
-        """See `CallFormat.read`. JSON without a name and parameters is an answer, not a call."""
+        """See `CallFormat.read`. JSON is a call if its first key is `name` or `type`; other JSON is an answer."""
         text = without_thought(text).replace("<|python_tag|>", "").strip()
         found: list[Call | BrokenCall] = []
         start = 0
@@ -164,8 +166,8 @@ class LlamaJsonCalls:
 
 
 class MarkedCalls:
-    """Any of the formats, told apart by marks: `<function=` means `qwen_xml`, else `<tool_call>` means `hermes`, and
-    without either it is `llama_json`."""
+    """Parses calls in any of the formats and tells them apart by marks: text with `<function=` is parsed as `qwen_xml`,
+    else text with `<tool_call>` as `hermes`, and other text as `llama_json`."""
 
     name = "marked"
 
@@ -182,14 +184,15 @@ MARKED = MarkedCalls()
 
 
 def _call_tag(tool: ToolSchema, begin: str, end: str) -> Mapping[str, Any]:
-    """The function's arguments as JSON between two texts. Without a limit, a model may write blanks forever."""
+    """Returns a grammar for the function's arguments, as JSON between the texts `begin` and `end`. Whitespace is
+    limited, because a model may otherwise write blanks until its length limit."""
     schema = tool["function"]["parameters"]
     arguments = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
     return {"type": "tag", "begin": begin, "content": arguments, "end": end}
 
 
 def _json_call(text: str, start: int, key: str) -> tuple[Call | BrokenCall, int]:
-    """The call whose JSON begins at `start`, and where it ends."""
+    """Parses the JSON at `start` as a call; returns the call and the position of the text's next character."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
         value, end = _DECODER.raw_decode(text, start)

@@ -1,7 +1,7 @@
-"""Runs the calls of one turn concurrently, each with a deadline; each gets an answer whatever happens.
+"""Runs the calls of one turn concurrently, each with a deadline. Every call gets an answer, even if it fails.
 
-A call can go wrong in many ways: it is unreadable, names an unknown function, has arguments that do not fit, or its
-function raises or takes too long. In all cases the answer says what was wrong, so that the policy can do better.
+A call fails if it cannot be parsed, names an unknown function or has arguments that do not fit, or if its function
+raises or takes too long. In all cases the answer says what was wrong, so that the policy can do better.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rl_environments.tools.call_formats import BrokenCall, Call
 from rl_environments.tools.functions import ToolFunction, WrongArguments
 
 MOST_LEFT_THREADS = 200
-"""Functions that hang past their deadline stay in their threads; the run fails when a process has this many."""
+"""A plain function that hangs past its deadline keeps its thread. When a process has this many such threads, further
+calls of plain functions raise GenerationError."""
 _left_threads: set[threading.Thread] = set()
 
 
@@ -34,7 +35,7 @@ class Answer:
     """The function's name; None if the call could not be parsed."""
     text: str
     is_wrong: bool = False
-    """Whether the call went wrong: see the module."""
+    """Whether the call failed, for one of the reasons that the module's docstring lists."""
 
 
 async def run_calls(
@@ -48,12 +49,12 @@ async def run_calls(
     """Returns an answer to each call, in the order of the calls.
 
     Args:
-        timeout_s: deadline of each call.
-        max_calls: further calls are not run, and their answers say so.
-        max_characters: maximum length of an answer; a longer one is cut and says so.
+        timeout_s: deadline of each call in seconds.
+        max_calls: maximum number of calls to run; the answers to further calls say that they were not run.
+        max_characters: maximum length of an answer; a longer one is cut, and says how many characters are missing.
 
     Raises:
-        GenerationError: too many earlier calls hang past their deadline.
+        GenerationError: `MOST_LEFT_THREADS` earlier calls still hang past their deadline.
     """
 
     async def answer(number: int, call: Call | BrokenCall) -> Answer:
@@ -80,7 +81,7 @@ async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], ti
         async with asyncio.timeout(timeout_s):
             outcome = await _outcome(tool.function, arguments, call.name)
     except TimeoutError:
-        # From the deadline: a TimeoutError of the function itself was caught before.
+        # The deadline raised this: `_outcome` returns a TimeoutError that the function raises.
         return _wrong(call, f"no answer within {timeout_s:g} s")
     if isinstance(outcome, BaseException):
         return _wrong(call, f"{type(outcome).__name__}: {outcome}".rstrip(": "))
@@ -88,7 +89,7 @@ async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], ti
 
 
 async def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Any:
-    """The function's return value, or the exception it raised."""
+    """Calls the function and returns its return value or the exception that it raised."""
     if not inspect.iscoroutinefunction(function):
         return await _in_a_thread(function, arguments, name)
     try:
@@ -103,7 +104,8 @@ async def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any], n
 
 
 async def _in_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Any:
-    """Uses a separate thread that nobody joins: a hanging thread of a pool would block the end of the event loop."""
+    """Calls a plain function in a daemon thread that nothing joins. In a thread pool, a hanging function would keep the
+    event loop from closing."""
     _left_threads.intersection_update([thread for thread in _left_threads if thread.is_alive()])
     if len(_left_threads) >= MOST_LEFT_THREADS:
         raise GenerationError(
@@ -119,7 +121,7 @@ async def _in_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any
             outcome: Any = context.run(function, **arguments)
         except BaseException as error:
             outcome = error
-        with contextlib.suppress(RuntimeError):  # the episode is over and its event loop closed
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed, if the episode has ended
             loop.call_soon_threadsafe(_set, answered, outcome)
 
     thread = threading.Thread(target=run, name=f"tool-{name}", daemon=True)

@@ -50,12 +50,13 @@ class ToolEnvironment:
     """
 
     call_format: ClassVar[CallFormat | None] = None
-    """How the policy writes calls; None: `environment.options.call_format`, else the chat template's format, else any
-    known format, recognised by its tags."""
+    """Format in which the policy writes calls. None selects `environment.options.call_format`, else the chat template's
+    format, else any known format, recognised by its tags."""
     shows_schemas: ClassVar[bool] = True
     """Whether the chat template shows the functions; False for a prompt that describes them itself."""
     call_timeout_s: ClassVar[float] = 30.0
-    """Deadline of each call; must be shorter than `environment.timeout_s`, which ends the sample."""
+    """Deadline of each call in seconds. Keep it shorter than `environment.timeout_s`, because a turn that exceeds that
+    deadline fails the sample."""
     max_calls_per_turn: ClassVar[int] = 16
     max_answer_characters: ClassVar[int] = 8000
 
@@ -78,11 +79,12 @@ class ToolEnvironment:
             raise ConfigError(f"{type(self).__name__} needs a method `async def judge(self, answer: str) -> float`")
 
     async def judge(self, answer: str) -> float:
-        """The reward of the answer, which contains no call and no thinking; the row is `self.row`."""
+        """Returns the reward for the answer that ends the episode; `self.row` is the row. The answer contains no call
+        and no thinking."""
         raise NotImplementedError
 
     def observation(self, answers: Sequence[Answer]) -> Prompt:
-        """The observation that shows the policy the answers to its calls."""
+        """Returns the observation that shows the policy the answers to its calls."""
         if isinstance(self.row["prompt"], str):
             return "".join(f"\n{answer.text}\n" for answer in answers)
         named = ({} if answer.name is None else {"name": answer.name} for answer in answers)
@@ -93,8 +95,8 @@ class ToolEnvironment:
         return self.row["prompt"]
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """See `Tools.tools`. Empty without `shows_schemas`, or if the episode begins with text: there is no template
-        then, so the text must name the tools."""
+        """See `Tools.tools`. Returns nothing if `shows_schemas` is False, or if the prompt is text: no chat template is
+        applied to text, so it must describe the tools itself."""
         is_text = isinstance(self.row["prompt"], str)
         return [] if is_text or not self.shows_schemas else [each.schema for each in self._tools.values()]
 
@@ -130,19 +132,21 @@ class ToolEnvironment:
         return self._format
 
     def metrics(self, reward: float) -> dict[str, float]:
-        """The metrics reported with every turn."""
+        """Returns the metrics that are reported with every turn."""
         return {"accuracy": reward, "calls": float(self.num_calls), "wrong_calls": float(self.num_wrong_calls)}
 
 
 class ToolChoiceEnvironment(ToolEnvironment):
     """A `ToolEnvironment` that may require a call in the next turn.
 
-    A grammar then forces the response to be one call with valid arguments and nothing else, unless it reaches its
-    length limit. Forced responses are not trained on. Needs an engine that accepts grammars (`GrammarSampling`).
+    A grammar then forces the response to be one call with valid arguments and nothing else, unless the length limit
+    cuts the response off. Forced responses are not trained on. This environment needs an engine that accepts grammars
+    (`GrammarSampling`).
     """
 
     def tool_choice(self) -> ToolChoice:
-        """Asked before each turn. By default, a call is required until there was one."""
+        """Returns whether the next turn must be a call; called before each turn. By default, a call is required until
+        the policy has made one."""
         return "auto" if self.num_calls else "required"
 
     async def structural_tag(self, example_call: str | None) -> str | None:
@@ -165,7 +169,8 @@ class ToolChoiceEnvironment(ToolEnvironment):
 
 @cache
 def _tool_functions(environment: type) -> Mapping[str, ToolFunction]:
-    """The tools by name, in the order of definition, those of base classes first."""
+    """Returns the tools of an environment class by name, in the order of their definition. The tools of base classes
+    come first."""
     names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
     found = tuple(name for name in names if getattr(inspect.getattr_static(environment, name), _MARK, False))
     if not found:

@@ -9,8 +9,9 @@ call.
             b: the second one
         \"""
 
-is shown as `{"name": "add", "description": "The sum of two numbers.", "parameters": {...}}`, where `a` is an integer
-that is required. pydantic derives the schema of a type and validates values strictly: "3" is not an integer.
+The model sees this function as `{"name": "add", "description": "The sum of two numbers.", "parameters": {...}}`, with
+`a` as a required integer. pydantic derives the schema of each type and validates values strictly: it does not accept
+"3" as an integer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
 
 
 class WrongArguments(Exception):
-    """Arguments that do not fit the function; the message is for the policy."""
+    """The arguments of a call do not fit the function's parameters. The policy sees the message."""
 
 
 @attrs.frozen(kw_only=True)
@@ -45,13 +46,13 @@ class ToolFunction:
     name: str
     description: str
     arguments: type[BaseModel]
-    """Checks the arguments; its fields' aliases are the parameters' names."""
+    """Model that validates the arguments; the alias of each field is a parameter's name."""
     schema: ToolSchema
     """The schema for a chat template."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> ToolFunction:
-        """The tool of a function or a bound method.
+        """Makes a tool from a function or a bound method.
 
         Raises:
             ConfigError: a parameter has no type hint, cannot be passed by name, or has a type without JSON schema; or
@@ -74,10 +75,11 @@ class ToolFunction:
         return cls(function=function, name=name, description=description, arguments=arguments, schema=schema)
 
     def checked(self, arguments: Mapping[str, Any], *, is_text: bool) -> dict[str, Any]:
-        """The validated arguments for the function; omitted arguments with a default are left out.
+        """Validates the arguments of a call and returns them for the function. Arguments that the call omits are left
+        out, so the function's defaults apply.
 
         Args:
-            is_text: all values are text, to be parsed as the parameters' types, as in XML.
+            is_text: whether all values are text, as in XML, and must be parsed according to the parameters' types.
 
         Raises:
             WrongArguments: an argument is missing, unknown or of the wrong type.
@@ -110,7 +112,7 @@ def _type_hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except Exception as error:
-        # A type hint is an expression and may raise anything.
+        # A type hint is an expression, so evaluating it may raise any exception.
         raise ConfigError(f"tool {name!r}: its type hints cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -152,7 +154,7 @@ def _schema(name: str, description: str, arguments: type[BaseModel]) -> ToolSche
 
 
 def _problem(error: Any) -> str:
-    """One of pydantic's errors, described for the caller."""
+    """Describes one of pydantic's errors to the policy."""
     path = ".".join(map(str, error["loc"])) or "arguments"
     if error["type"] == "missing":
         return f"argument {path!r} is missing"
@@ -162,7 +164,7 @@ def _problem(error: Any) -> str:
 
 
 def _documented(docstring: str) -> tuple[str, dict[str, str]]:
-    """The descriptions of the function and of each parameter in a docstring (Google style)."""
+    """Returns the description of the function and those of its parameters from a Google-style docstring."""
     heads = "|".join(_SECTIONS)
     parts = re.split(rf"(?im)^({heads}):[ \t]*$", docstring)
     described: dict[str, str] = {}
