@@ -1,9 +1,9 @@
 """Direct preference optimisation on two-digit addition: the right sum is preferred to one with a wrong digit.
 
-What it does: makes a pair of answers to each problem, and by a short supervised fine-tuning (`rl_examples.sft`) a model
-that is both the initial policy and the reference. Then trains by DPO, one optimizer step per batch of 64 pairs. No
-engine is started. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is the fraction of pairs in which
-the policy has moved towards the right answer.
+What it does: makes a pair of answers to each problem and, by a short supervised fine-tuning (`rl_examples.sft`), a
+model that is both the initial policy and the reference. Then it trains by DPO, with one optimizer step per batch of 64
+pairs. No engine is started. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is the fraction of
+pairs in which the policy has moved towards the right answer.
 Deliberately omitted: pairs judged by people, a reward model in between.
 
 Run:      rl train dpo
@@ -68,7 +68,7 @@ def prepare(config: Config) -> None:
 
 
 def pairs() -> list[dict[str, str]]:
-    """Every problem with its right answer, and an answer with one wrong digit."""
+    """Returns every problem with its right answer and an answer with one wrong digit."""
     from rl_examples.arithmetic import problems
 
     rng, rows = random.Random(0), []
@@ -81,7 +81,7 @@ def pairs() -> list[dict[str, str]]:
 
 
 def with_random_preferences(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The negative control: the pairs, each turned round with probability 1/2."""
+    """Returns the negative control: in each pair, the two answers are swapped with probability 1/2."""
     rng = random.Random(0)
     turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
     return [rng.choice(each) for each in zip(rows, turned, strict=True)]

@@ -1,11 +1,11 @@
-"""GRPO with a model as judge: a small model learns to answer right and in a sentence, on two CPU cores, in minutes.
+"""GRPO with a model as judge: a small model learns to answer correctly in a sentence, on two CPU cores, in minutes.
 
 Asked `Mia has 46 pens and loses 2. How many?`, the model answers `Mia has 44 pens.$` or `44$`. The environment `judge`
-sends question, right answer and response to a server with an OpenAI API; its score from 0 to 10, divided by 10, is the
-reward. The model is warm-started on answers of which three in four use the wrong operation, and half are a number
-alone. The problems are those of the recipe `gsm8k_turns`.
-Deliberately omitted: a reference model and a KL term; the judge, which is any server you have. `tests/rule_judge.py` is
-one that grades by rule: 10 for the right sentence, 5 for the right number alone, else 0.
+sends question, right answer and response to a server with an OpenAI API; the server's score from 0 to 10, divided by
+10, is the reward. The model is warm-started on answers of which three in four use the wrong operation, and half are
+only a number. The problems are those of the recipe `gsm8k_turns`.
+Deliberately omitted: a reference model and a KL term; the judge, for which you can use any such server.
+`tests/rule_judge.py` is a judge that grades by rule: 10 for the right sentence, 5 for only the right number, else 0.
 
 Serve:    vllm serve MODEL --served-model-name judge      or, in a checkout:      python -m tests.rule_judge
 Run:      rl train judge      (or with environment.options.url=http://HOST:PORT/v1 environment.options.model=NAME)
@@ -51,7 +51,7 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, str]]:
-    """The problems of `gsm8k_turns`, each with a sentence as its right answer; the first ones are held out."""
+    """Returns the problems of `gsm8k_turns`, each with a sentence as its right answer; the first ones are held out."""
     return [_problem(row["prompt"], row["answer"]) for row in gsm8k_turns.problems()]
 
 
@@ -78,7 +78,7 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One answer: three in four use the wrong operation, half are a number alone."""
+    """Returns one answer as a demonstration. Three in four use the wrong operation, and half are only a number."""
     name, has, right, thing = problem["reference"].split()
     wrong = gsm8k_turns.with_wrong_operation(problem["prompt"], right)
     said = right if rng.random() < 0.25 else wrong

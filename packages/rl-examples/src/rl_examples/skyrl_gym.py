@@ -1,7 +1,7 @@
 """GRPO on an environment of skyrl-gym: a small model solves word problems in two turns, on two CPU cores, in minutes.
 
-skyrl-gym's own `gsm8k_multi_turn` plays, unchanged, through the environment `skyrl_gym`; the problems are those of the
-recipe `gsm8k_turns`, as rows in SkyRL's form. Asked `Mia has 46 pens and sells 2. How many?`, the model answers
+The environment `skyrl_gym` runs skyrl-gym's `gsm8k_multi_turn` unchanged; the problems are those of the recipe
+`gsm8k_turns`, as rows in SkyRL's form. Asked `Mia has 46 pens and sells 2. How many?`, the model answers
 `#### 44$`. If that is wrong, skyrl-gym asks for `only the final numeric answer`, and the model answers again. The
 rewards are skyrl-gym's: 1 for the right number, a tenth for another number in the right form. The model is warm-started
 on conversations in which nine in ten answers use the wrong operation (`#### 48$`).
@@ -28,7 +28,7 @@ from rl_examples.small_runs import SmallRun, write_files
 NUM_HELD_OUT = 400
 MAX_TURNS = 2
 START_ACCURACY = 0.25
-"""Includes the tenth that a wrong number gets."""
+"""Mean reward at which the warm start ends; wrong numbers contribute a tenth each."""
 LAST_TURN = "Now provide only the final numeric answer in the exact format: '#### ANSWER'."
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '$' if m.role == 'assistant' else '\\n' }}{% endfor %}"
 
@@ -54,7 +54,7 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, Any]]:
-    """The problems of `gsm8k_turns` with SkyRL's columns; the first ones are held out."""
+    """Returns the problems of `gsm8k_turns` with SkyRL's columns; the first ones are held out."""
     return [
         {
             "prompt": [{"role": "user", "content": problem["prompt"].strip()}],
@@ -90,7 +90,8 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A first answer, or a second one after a wrong first. Nine in ten use the wrong operation."""
+    """Returns a demonstration: a first answer, or a second answer after a wrong first one. Nine in ten answers use the
+    wrong operation."""
     asked, right = problem["prompt"][0]["content"], problem["reward_spec"]["ground_truth"]
     wrong = gsm8k_turns.with_wrong_operation(asked, right)
     turn = f"#### {wrong}${LAST_TURN}\n"
