@@ -125,7 +125,7 @@ def filter_calls(instructions: bytes) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes descendants whose parent ends children of this process."""
+    """Makes this process the new parent of a descendant when the descendant's parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
