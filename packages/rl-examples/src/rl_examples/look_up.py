@@ -1,11 +1,11 @@
 """GRPO with a search engine: a small model learns to look things up, on two CPU cores, in a few minutes.
 
-Asked for a person's number, `kro?`, it either says `<answer>417</answer>` directly, or searches `<search>kro</search>`,
-is shown `<information>kro 417</information>`, and then answers; a tag such as `<search>` is one token. The numbers are
-in documents that the environment `search` finds by BM25, as it does for large models. Held-out names have documents,
-but occur in no demonstration or training problem, so their numbers can only be found by searching. The model is
-warm-started on demonstrations; one in four of their searches is for another person, and half of their answers are
-guesses.
+Asked for a person's number, `kro?`, the model either answers `<answer>417</answer>` directly, or it searches
+`<search>kro</search>`, receives `<information>kro 417</information>`, and then answers. A tag such as `<search>` is one
+token. The numbers are in documents that the environment `search` finds by BM25, as for large models. Held-out names
+have documents, but occur in no demonstration or training problem, so their numbers can only be found by searching. The
+model is warm-started on demonstrations. In these, one in four searches is for another person, and half of the answers
+are guesses.
 Deliberately omitted: a reference model and a KL term, a reward for searching.
 
 Run:      rl train look_up       (see what it plays: rl generate look_up --output episodes.jsonl)
