@@ -1,7 +1,7 @@
 """Environments with tools, search, code and mathematics, and the sandbox that runs untrusted code.
 
-A name is imported when it is first used. Only `code` and `mathematics` have their classes here; all environments are
-entry points.
+A class is imported when it is first used. Only the classes of `code` and `mathematics` can be imported from here; a
+recipe refers to any environment by the name of its entry point.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, articles and doubled spaces: SQuAD's normalisation (Rajpurkar et al. 2016)."""
+    """Normalises text as SQuAD does (Rajpurkar et al. 2016): converts it to lower case and removes punctuation,
+    articles and repeated spaces."""
     letters = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
 
@@ -26,21 +27,21 @@ def is_exact_match(answer: str, accepted: Sequence[str]) -> bool:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in the text; commas may separate thousands."""
+    """Returns the last number in the text, or None if there is none. Commas may separate thousands."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def number_behind_hashes(text: str) -> Decimal | None:
-    """GSM8K's format: the number after the last `####`; None if there is none."""
+    """Returns the number after the last `####`, as in GSM8K's solutions, or None if there is none."""
     _, hashes, behind = text.rpartition("####")
     match = _NUMBER.match(behind.replace("$", "").strip()) if hashes else None
     return Decimal(match[0].replace(",", "")) if match else None
 
 
 def number_of_row(row: Row, environment: str) -> Decimal:
-    """The row's correct answer, from `answer` or `reward_spec.ground_truth`. Raises DataError if that is not a
-    number."""
+    """Returns the row's correct answer, from `answer` or else `reward_spec.ground_truth`. Raises DataError if the value
+    is not a number."""
     value = right_answer(row)
     try:
         number = Decimal(str(value).replace(",", ""))
@@ -56,7 +57,7 @@ def number_of_row(row: Row, environment: str) -> Decimal:
 
 
 def right_answer(row: Row) -> Any:
-    """`answer`, else `reward_spec.ground_truth`; None if the row has neither."""
+    """Returns the row's `answer`, else its `reward_spec.ground_truth`; None if the row has neither."""
     spec = row.get("reward_spec")
     if row.get("answer") is not None or not isinstance(spec, dict):
         return row.get("answer")

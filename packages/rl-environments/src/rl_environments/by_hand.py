@@ -35,11 +35,16 @@ _OPTIONS = "environment.options."
 
 
 class EnvironmentRaised(RLError, RuntimeError):
-    """The environment raised something; in a run its sample would fail."""
+    """The environment raised an exception; in a training run, its sample would fail."""
 
 
 def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
-    """The row that the command line names. Raises ConfigError, DataError."""
+    """Returns the row to play: either `row`, as JSON, or row `number` of the file `data`.
+
+    Raises:
+        ConfigError: both or neither of `row` and `data` are given.
+        DataError: the file has too few rows or cannot be read, or `row` is not a JSON object.
+    """
     if (row is None) == (data is None):
         raise ConfigError("name the row to play: --data FILE --number N, or --row '{\"prompt\": …}'")
     if data is not None:
@@ -59,8 +64,8 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
 
 
 def options_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """The options that arguments such as `environment.options.NAME=VALUE` set, with values in YAML. Raises
-    ConfigError."""
+    """Parses arguments such as `environment.options.NAME=VALUE`, with VALUE in YAML, into a mapping from option to
+    value. Raises ConfigError for any other key and for invalid YAML."""
     options: dict[str, Any] = {}
     for word in overrides:
         key, equals, value = word.partition("=")
@@ -78,8 +83,10 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
     """Plays one episode; returns the exit code.
 
     Raises:
-        PluginError: no such environment. DataError: an invalid row, or an invalid answer of the environment.
-        EnvironmentRaised, DeadlineError: the environment raised, or did not answer in time.
+        PluginError: there is no such environment.
+        DataError: the row is invalid, or the environment returned an invalid prompt, observation or result.
+        EnvironmentRaised: the environment raised an exception.
+        DeadlineError: the environment did not answer within `timeout_s`.
     """
     factory: Any = plugins.load("rl_core.environments", name)
     require_row: Callable[[Mapping[str, Any]], None] | None = getattr(factory, "require_row", None)
@@ -111,7 +118,7 @@ def _play(step: Callable[[Action], Any], *, begins_with_text: bool) -> int:
             click.echo(f"\nended by you after {turns} turns: reward {total:g} so far")
             return 0
         turns += 1
-        # There is no tokenizer, so one token per character, as in the conformance suite.
+        # There is no tokenizer here, so each character is a token, as in the conformance suite.
         result = require_step_result(step(Action(text=response, tokens=tuple(map(ord, response)), stop_reason="stop")))
         if not result.done:
             (require_observed_text if begins_with_text else require_observed_messages)(result.observation)
@@ -123,7 +130,8 @@ def _play(step: Callable[[Action], Any], *, begins_with_text: bool) -> int:
 
 
 def _read_response() -> str | None:
-    """One line, or several if all but the last end with a backslash; None at the end of the input."""
+    """Reads a response: one line, or several if all but the last end with a backslash. Returns None at the end of the
+    input."""
     lines: list[str] = []
     click.echo(click.style("you", bold=True) + "          ", nl=False)
     while True:

@@ -1,7 +1,7 @@
-"""A calculator as a tool: the policy may let it compute expressions before it answers with a number.
+"""The environment `calculator`: the policy may compute expressions with a tool before it answers with a number.
 
 Row:       `prompt` (messages, or text that explains how to call), `answer` or `reward_spec.ground_truth`, a number
-Reward:    1 if the last number of the answer is the row's, else 0
+Reward:    1 if the last number in the answer equals the row's, else 0
 Options:   `call_format` (see `rl_environments.tools`)
 Metrics:   `accuracy`, `calls`, `wrong_calls`
 """
@@ -62,11 +62,11 @@ class CalculatorEnvironment(ToolEnvironment):
 
 
 def computed(expression: str) -> str:
-    """The exact value if it is an integer, else 12 digits of it.
+    """Returns the value of an arithmetic expression: all digits of an integer, else 12 significant digits.
 
     Raises:
-        ValueError: it is not an arithmetic expression, or too large.
-        ZeroDivisionError: it divides by zero.
+        ValueError: the text is not an arithmetic expression or is too long, or a power in it is too large.
+        ZeroDivisionError: the expression divides by zero.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"the expression has {len(expression)} characters; expected at most {_LONGEST_EXPRESSION}")
@@ -79,7 +79,7 @@ def computed(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Computes exactly, so that neither 0.1 + 0.2 nor large numbers give surprising results."""
+    """Computes an expression exactly, so that 0.1 + 0.2 is 0.3 and large numbers keep all digits."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return Fraction(str(number))

@@ -37,32 +37,34 @@ def _limits(given: Mapping[str, Any] | Limits) -> Limits:
 
 @attrs.frozen(kw_only=True)
 class CodeOptions:
-    """`environment.options` of `code`, or `environment.options.code`."""
+    """Options of the environment `code`, from `environment.options` or `environment.options.code`."""
 
     reward: Literal["all", "fraction"] = attrs.field(default="all", validator=one_of("all", "fraction"))
     """`all`: 1 if all tests pass, else 0; tests after the first failing one are not run. `fraction`: the fraction of
     tests that pass."""
     max_tests: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
-    """Run only this many of the first tests; None: all."""
+    """Number of tests to run, counted from the first; None: all."""
     limits: Limits = attrs.field(factory=Limits, converter=_limits)
     """Limits of each test: fields of `rl_environments.sandbox.Limits`."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = attrs.field(
         default="auto", validator=one_of("auto", "bubblewrap", "landlock", "none")
     )
-    """`auto`: bubblewrap, else Landlock, else an error; `none`: no protection at all."""
+    """`auto` uses bubblewrap, else Landlock, and fails if neither works. `none` runs programs without protection."""
     python: str | None = None
-    """The programs' interpreter; None: the system's."""
+    """Path of the interpreter that runs the programs. None: the system's, or this process's if the system's does not
+    work."""
     readable: Sequence[str] = ()
     """Directories that programs may read besides the system's."""
     slots: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
-    """Maximum number of programs running on this machine; None: one per CPU core."""
+    """Maximum number of programs that this user runs on the machine at a time; None: one per CPU core."""
     wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
-    """Longest wait for a slot. Keep it below `environment.timeout_s`, so that the error names the slot."""
+    """Longest wait for a slot in seconds. Keep it below `environment.timeout_s`, so that the error says that the wait
+    for a slot was too long."""
 
 
 class CodeEnvironment:
-    """Rewards the program in the last fenced block of the response, for passing all of the row's tests or by the
-    fraction that passes.
+    """Runs the program in the last fenced block of the response on the row's tests. The reward is 1 if all of them
+    pass, else 0; or, with the option `reward=fraction`, the fraction that passes.
 
     Metrics: `accuracy` (all tests pass), `passed` (the fraction that passes; tests that are not run count as failed),
     `has_program`, `syntax_error`, `timed_out` (a test reached its CPU or wall-clock limit), `sandbox_<mechanism>`.
@@ -84,8 +86,9 @@ class CodeEnvironment:
         return self._prompt
 
     async def step(self, action: Action) -> StepResult:
-        """Raises ConfigError if there is no sandbox, and SandboxError or DeadlineError if the sandbox fails: then the
-        sample fails, instead of the program getting reward 0."""
+        """See `Environment.step`. Raises ConfigError if no sandbox works on this machine, and SandboxError or
+        DeadlineError if the sandbox fails; the sample then fails and gets no reward, because the program is not to
+        blame."""
         sandbox = await shared_sandbox(
             self._options.sandbox,
             python=self._options.python,
@@ -110,7 +113,8 @@ class CodeEnvironment:
         pass
 
     async def _outcomes(self, sandbox: Sandbox, program: str) -> list[Outcome]:
-        """Outcomes in the order of the tests; of all tests with `fraction`, else up to the first that fails."""
+        """Runs the tests in order and returns their outcomes. With the reward `all`, stops after the first test that
+        fails."""
         outcomes: list[Outcome] = []
         async with sandbox.opened(program, limits=self._options.limits, wait_s=self._options.wait_s) as session:
             for expected in self._tests:
@@ -121,7 +125,7 @@ class CodeEnvironment:
 
 
 def program_in(response: str) -> str | None:
-    """The last fenced block after the model's thinking that is Python or names no language; None if there is none.
+    """Returns the last fenced block after the model's thinking that is Python or names no language, or None.
 
     An unterminated block (the response was cut off) does not count.
     """

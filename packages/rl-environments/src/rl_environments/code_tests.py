@@ -27,7 +27,7 @@ class ExpectedTest:
 
     test: Test
     output: Any = None
-    """Text on stdout, or the function's value; ignored for a `check`."""
+    """Expected text on stdout, or expected return value of the function. A test with a `check` does not use it."""
 
     def passes(self, outcome: Outcome) -> bool:
         """Whether the program ended without error and produced the expected result."""
@@ -41,8 +41,8 @@ class ExpectedTest:
 
 
 def expected_tests(row: Row) -> list[ExpectedTest]:
-    """The tests in the row's `tests`, or else in `reward_spec.ground_truth`; both may be JSON text, because a Parquet
-    column has a single type.
+    """Reads the tests from the row's `tests`, or else from `reward_spec.ground_truth`. Either may be JSON text, because
+    a Parquet column has a single type.
 
     Raises:
         DataError: there are no tests, or one is invalid.
@@ -62,7 +62,8 @@ def expected_tests(row: Row) -> list[ExpectedTest]:
 
 
 def is_equal(value: Any, expected: Any) -> bool:
-    """JSON equality: tuples equal lists, booleans do not equal integers, floats may differ by a relative 1e-6."""
+    """Compares a JSON value with the expected one. Tuples equal lists, booleans do not equal integers, and floats may
+    differ by a relative 1e-6 or an absolute 1e-9."""
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, float) or isinstance(expected, float):
@@ -84,7 +85,7 @@ def _decoded(given: Any) -> Any:
 
 
 def _listed(given: Any) -> Sequence[Any]:
-    """One item per test; also accepts one list of inputs and one of outputs."""
+    """Returns one item per test; converts a mapping with a list of inputs and a list of outputs."""
     if not isinstance(given, Mapping):
         return () if given is None else list(given)
     inputs, outputs, name = given["inputs"], given["outputs"], given.get("fn_name")
@@ -103,7 +104,7 @@ def _expected_test(item: Any) -> ExpectedTest:
         return ExpectedTest(test=Test(check=_text(check)))
     if item.get("function") is None:
         return ExpectedTest(test=Test(stdin=_text(item["input"])), output=_text(item["output"]))
-    # In a text column, the arguments are JSON.
+    # A text column holds the arguments and the output as JSON.
     arguments, output = _decoded(item["input"]), item["output"]
     if isinstance(item["input"], str):
         output = _decoded(output)

@@ -1,8 +1,8 @@
-"""BM25 search over the documents of a local file. Needs the extra `search`.
+"""Searches the documents of a local file with BM25. Needs the extra `search`.
 
-A process reads and indexes a file once, for the first environment that searches it; with placement `process`, each
-environment process does so. Index a large corpus beforehand (`python -m rl_environments.corpora documents.jsonl
-index`): an index folder is memory-mapped, so all processes share it.
+A process reads and indexes a file once, when it creates the first environment that uses the file; with placement
+`process`, each environment process does so. Index a large corpus beforehand (`python -m rl_environments.corpora
+documents.jsonl index`): an index folder is memory-mapped, so all processes share its pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Document:
 
 
 class Corpus:
-    """Documents and their index."""
+    """Documents and the BM25 index that finds them."""
 
     def __init__(self, retriever: Any, documents: Sequence[Any]) -> None:
         self._bm25s = _bm25s()
@@ -40,7 +40,7 @@ class Corpus:
         self._documents = documents
 
     def search(self, query: str, count: int) -> list[Document]:
-        """At most `count` documents that share a word with the query, the best first."""
+        """Returns at most `count` documents that share a word with the query, the best first."""
         words = self._bm25s.tokenize([query], show_progress=False, return_ids=False)
         if not words[0]:
             return []

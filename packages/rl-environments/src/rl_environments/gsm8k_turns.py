@@ -1,4 +1,5 @@
-"""GSM8K in several turns: the policy tries, is told whether it was right, and corrects its answer.
+"""The environment `gsm8k_turns`: the policy answers a GSM8K question, learns whether the answer is right, and may
+correct it in later turns.
 
 Row:       `prompt`, `answer` or `reward_spec.ground_truth`, a number (the rows of `rl_examples.gsm8k_data`)
 Reward:    1 for the right number after `####` in the first try, `later_reward` in a later one, else 0
@@ -57,7 +58,7 @@ class Gsm8kTurnsEnvironment:
             reward = (1.0 if self._tries == 1 else self._later_reward) if is_right else 0.0
             return StepResult(reward=reward, done=True, metrics=metrics)
         said = NO_NUMBER if number is None else WRONG
-        # In a text episode nothing else separates the two speakers.
+        # In a text episode, only blank lines separate the environment's text from the policy's.
         observation = f"\n\n{said}\n\n" if isinstance(self._prompt, str) else said
         return StepResult(reward=0.0, done=False, observation=observation, metrics=metrics)
 

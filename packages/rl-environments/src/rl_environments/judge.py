@@ -1,13 +1,13 @@
-"""A model as judge: it reads the question and the answer, and replies with a score. Any server with an OpenAI API
-works, and so do the run's own vLLM servers (docs/environments.md#judges-on-the-runs-own-servers).
+"""The environment `judge`: a model reads the question and the answer, and replies with a score. Any server with an
+OpenAI API works, and so do the run's own vLLM servers (docs/environments.md#judges-on-the-runs-own-servers).
 
 Row:       `prompt`, and `reference` (text) if the judge should compare with one
 Reward:    the number after the judge's last `Score:`, divided by `highest_score`; from 0 to 1
-Options:   `url` (of the API: `http://host:port/v1`; `inference_engine`: the run's servers), `model` (its name; at the
-           run's servers `base` or the directory of an adapter), `timeout_s` (60, of each try), `tries` (2),
-           `max_tokens` (512), `temperature` (0), `highest_score` (10), `instructions` (replaces the text below; may
-           contain {question}, {answer}, {reference}, {mark}, {highest}), `key_variable` (the environment variable that
-           has the API key)
+Options:   `url` (the API's address, `http://host:port/v1`, or `inference_engine` for the run's servers), `model` (the
+           model's name on the server; on the run's servers, `base` or the directory of an adapter), `timeout_s` (60,
+           for each try), `tries` (2), `max_tokens` (512), `temperature` (0), `highest_score` (10), `instructions`
+           (replaces `INSTRUCTIONS`; may contain {question}, {answer}, {reference}, {mark}, {highest}), `key_variable`
+           (the environment variable that holds the API key)
 Metrics:   `accuracy` (the reward), `judge_tries`
 
 If the judge does not answer, refuses, or gives no score, the sample fails and has no reward at all
@@ -62,7 +62,7 @@ _LONGEST_REPLY_BYTES = 4 * 2**20
 
 
 class JudgeEnvironment:
-    """See the module. The call to the judge blocks, so each environment has its own thread, as is the default."""
+    """See the module. The call to the judge blocks, so each environment runs in a separate thread (the default)."""
 
     placement = "thread"
 
@@ -101,7 +101,8 @@ class JudgeEnvironment:
         """See `Environment.step`.
 
         Raises:
-            GenerationError: the judge refused, or gave no score. DeadlineError: it did not answer in time.
+            GenerationError: the judge cannot be reached, refused, or gave no score.
+            DeadlineError: the judge did not answer within `timeout_s`.
         """
         asked = self._question_to_judge(without_thought(action.text).strip())
         for number in range(1, self._tries + 1):
@@ -125,14 +126,14 @@ class JudgeEnvironment:
             "question": said,
             "answer": answer,
             "reference": f"\nA right answer:\n{reference}\n" if reference else "",
-            # A new mark for every answer, so that knowing one does not help the policy to escape the next.
+            # Each answer gets a new random mark, so the policy cannot write the line that ends its answer.
             "mark": f"----- {secrets.token_hex(8)} -----",
             "highest": str(self._highest),
         }
         return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), self._instructions)
 
     def _ask(self, asked: str) -> str:
-        """The judge's reply; blocks up to the deadline."""
+        """Returns the judge's reply. Blocks; each wait for the server is limited to `timeout_s`."""
         body = json.dumps({**self._body, "messages": [{"role": "user", "content": asked}]}).encode()
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         request = urllib.request.Request(f"{self._url}/chat/completions", body, headers, method="POST")
@@ -160,11 +161,12 @@ class JudgeEnvironment:
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Ignores proxies in the process's environment: `url` is the judge's own address."""
+"""Ignores the environment variables that configure proxies, because `url` addresses the judge directly."""
 
 
 def score_of(reply: str, highest: int) -> float:
-    """The number after the last `Score:`. Raises GenerationError if there is none, or it is not from 0 to `highest`."""
+    """Returns the number after the last `Score:` in the reply. Raises GenerationError if there is none, or if it is not
+    from 0 to `highest`."""
     found = re.findall(r"score\W{0,8}(-?\d+(?:\.\d+)?)", reply, re.IGNORECASE)
     if not found or not 0 <= float(found[-1]) <= highest:
         raise GenerationError(f"the judge said {reply[-200:]!r}; expected `Score: n` with n from 0 to {highest}")

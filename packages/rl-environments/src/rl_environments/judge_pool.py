@@ -1,7 +1,8 @@
-"""Processes that compare answers, shared by all episodes of this process, on any event loop.
+"""Compares answers in separate processes, which all episodes of this process share, on any event loop.
 
-A process is reused until an answer breaks it. All end with this process, even if this one is killed: each waits on a
-pipe from this process, and the kernel kills each together with the thread that started it.
+A process compares one answer after another until an answer exhausts its CPU time or crashes it. All of them end when
+this process ends, even if it is killed: their stdin, a pipe from this process, closes, and on Linux the kernel also
+kills each of them when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, insta
 from rl_environments.sandbox.inside import frames
 
 _START_S = 300.0
-"""Start deadline: importing math-verify takes 3 s, on a busy machine 15 s."""
+"""Deadline for a process to start. It must import math-verify, which takes 3 s, or 15 s on a busy machine."""
 _LEAST_WALL_S, _WALL_PER_CPU = 60.0, 10.0
 _END_S = 30.0
 _INHERITED = ("PATH", "LANG", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""Environment variables that Python needs. No others are inherited, because they may hold secrets and the process reads
-the policy's text."""
+"""Environment variables that Python needs. The processes inherit no others, because these may hold secrets, and the
+processes read the policy's text."""
 _ANSWERS_OWN_FAULT = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
-"""Signals caused by the answer itself: CPU time exhausted, or a stack overflow from a deep expression."""
+"""Signals that end a process because of the answer itself: it exhausted its CPU time (SIGPROF), or a deep expression
+overflowed the stack."""
 
 
 class JudgeError(RLError, RuntimeError):
@@ -45,13 +47,13 @@ class Verdict:
 
     is_right: bool
     has_answer: bool
-    """Whether something in the response could be parsed as an expression."""
+    """Whether an expression was found in the response; also True if the comparison failed or was given up."""
     is_given_up: bool
     """Whether the comparison took too long or crashed the process. Such an answer counts as wrong."""
 
 
 class JudgePool:
-    """A bounded number of processes, started on demand."""
+    """Starts processes that compare answers when they are needed, at most `count` at a time."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -65,14 +67,14 @@ class JudgePool:
         """Compares a response with a reference.
 
         Args:
-            cpu_s: CPU time for this answer; one that takes more is wrong.
-            wait_s: longest wait for the verdict, including the wait for a free process.
+            cpu_s: CPU time in seconds for comparing this answer; an answer that takes longer counts as wrong.
+            wait_s: longest wait for the verdict in seconds, including the wait for a free process.
 
         Raises:
             DataError: the reference cannot be parsed.
             ConfigError: math-verify is not installed.
-            DeadlineError: no verdict in time; the answer may be right or wrong.
-            JudgeError: the process ended for a reason unrelated to the answer.
+            DeadlineError: there is no verdict within `wait_s`; the answer may be right or wrong.
+            JudgeError: the process ended for a reason unrelated to the answer, or the pool was closed.
         """
         judged = self._executor.submit(self._verdict, response, reference, cpu_s)
         try:
@@ -87,7 +89,7 @@ class JudgePool:
             ) from error
 
     def pids(self) -> list[int]:
-        """Process ids of the existing processes."""
+        """Returns the ids of the pool's existing processes."""
         with self._lock:
             return sorted(judge.pid for judge in self._all)
 
@@ -98,7 +100,7 @@ class JudgePool:
             judges, self._all = self._all, set()
         for judge in judges:
             judge.kill()
-        # A thread that waits for one of them notices its end and closes the pipes itself.
+        # A thread that waits for a killed process notices the end of its stdout and closes the pipes itself.
         self._executor.shutdown(wait=False, cancel_futures=True)
         while not self._idle.empty():
             self._idle.get().end()
@@ -143,7 +145,7 @@ class JudgePool:
 
 
 class _Judge:
-    """This process's side of one judge process."""
+    """Starts one process that compares answers, and exchanges messages with it."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -178,12 +180,12 @@ class _Judge:
         return Verdict(is_right=answer["is_right"], has_answer=answer["has_answer"], is_given_up=False)
 
     def kill(self) -> None:
-        """Kills it, and waits for its end."""
+        """Kills the process and waits until it has ended."""
         self._process.kill()
         self._process.wait(_END_S)
 
     def end(self) -> None:
-        """Ends the process; call when nothing waits for its answers any more."""
+        """Kills the process and closes its pipes. Call this only when no thread waits for its answers any more."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -203,7 +205,8 @@ class _Judge:
         self._is_ready = True
 
     def _answer(self, timeout_s: float, purpose: str) -> dict[str, Any] | None:
-        """The next message; None if the process has ended. Raises DeadlineError."""
+        """Returns the process's next message, or None if the process has ended. Raises DeadlineError if neither happens
+        within `timeout_s`."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         waiting = select.poll()  # `select.select` fails for descriptors above 1023
@@ -226,7 +229,7 @@ _pools: dict[int, JudgePool] = {}
 
 
 def shared_pool(count: int) -> JudgePool:
-    """This process's shared pool of `count` processes."""
+    """Returns the pool of `count` processes that this process's environments share; the first call creates it."""
     with _lock:
         if count not in _pools:
             _pools[count] = JudgePool(count)

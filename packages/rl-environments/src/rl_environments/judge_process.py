@@ -1,9 +1,8 @@
-"""One process that compares mathematical answers: `python -m rl_environments.judge_process`, started by
-`judge_pool`.
+"""Compares mathematical answers with math-verify. `judge_pool` starts this module as a process.
 
-math-verify limits itself by an alarm in the main thread, which fails in other threads and does not stop hanging native
-code. That timeout is switched off here: the kernel ends the process when an answer has used up its CPU time. With a
-wall-clock limit, right answers would count as wrong on a busy machine.
+math-verify implements its timeout with an alarm signal, which works only in the main thread and cannot interrupt native
+code. This process switches that timeout off; instead, the kernel ends the process when an answer has used up its CPU
+time. A wall-clock limit would make right answers count as wrong on a busy machine.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Answers until stdin ends."""
+    """Reads requests from stdin and answers each on stdout, until stdin ends."""
     answers_fd = os.dup(1)
     _become_quiet()
     if sys.platform == "linux":
@@ -34,7 +33,7 @@ def main() -> None:
     except ImportError as error:
         frames.send(answers_fd, {"missing": str(error)})
         return
-    # A process inherits from its parent which signals it ignores.
+    # The parent may ignore SIGPROF, and a process inherits which signals are ignored.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     frames.send(answers_fd, {"ready": True})
     while (request := frames.receive(0)) is not None:
@@ -46,8 +45,8 @@ def main() -> None:
 
 
 def _verdict(math_verify: Any, response: str, reference: str) -> dict[str, Any]:
-    """Whether the response's answer equals the reference. An answer that needs too much memory or recursion depth is
-    wrong."""
+    """Returns the message that says whether the response's answer equals the reference. An answer counts as wrong if
+    comparing it raises, for example because it needs too much memory or recursion depth."""
     try:
         expected = math_verify.parse(_marked(reference), parsing_timeout=None)
     except Exception as error:
@@ -63,7 +62,7 @@ def _verdict(math_verify: Any, response: str, reference: str) -> dict[str, Any]:
 
 
 def _marked(reference: str) -> str:
-    """The reference marked as LaTeX, because math-verify finds only marked LaTeX."""
+    """Marks the reference as LaTeX unless it already is, because math-verify does not find unmarked LaTeX."""
     is_marked = "$" in reference or "\\boxed" in reference or "\\(" in reference or "\\[" in reference
     return reference if is_marked else f"\\boxed{{{reference}}}"
 

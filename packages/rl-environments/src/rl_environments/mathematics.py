@@ -19,25 +19,27 @@ _MOST_PROCESSES = 4
 
 @attrs.frozen(kw_only=True)
 class MathematicsOptions:
-    """`environment.options` of `mathematics`, or `environment.options.mathematics`."""
+    """Options of the environment `mathematics`, from `environment.options` or `environment.options.mathematics`."""
 
     cpu_s: float = attrs.field(default=10.0, validator=[is_number(float), above(0)])
-    """CPU time for one answer; one that takes more is wrong."""
+    """CPU time in seconds for comparing one answer; an answer that takes longer counts as wrong."""
     processes: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
     """Number of processes that compare answers, about 150 MB each; None: one per CPU core, at most four."""
     wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
-    """Longest wait for a verdict. Keep it below `environment.timeout_s`, so that the error names the verdict."""
+    """Longest wait for a verdict in seconds. Keep it below `environment.timeout_s`, so that the error says that the
+    wait for a verdict was too long."""
 
 
 class MathematicsEnvironment:
     """Reward 1 if the response's answer equals the row's, else 0.
 
-    An answer that takes more than `cpu_s` to compare, or that crashes the comparing process, is wrong: the policy wrote
-    it, and failing the sample would spare the policy the reward of zero. The sample fails if the process was ended for
-    another reason, if an overloaded machine delays the verdict beyond `wait_s`, or if the reference cannot be parsed.
+    An answer that takes more than `cpu_s` to compare, or that crashes the comparing process, counts as wrong: the
+    policy wrote it, and failing the sample would spare the policy the reward of zero. The sample fails if the process
+    was ended for another reason, if an overloaded machine delays the verdict beyond `wait_s`, or if the reference
+    cannot be parsed.
 
-    Metrics: `accuracy`, `has_answer` (something in the response can be parsed as an expression), `given_up` (took too
-    long, or crashed the comparing process).
+    Metrics: `accuracy`, `has_answer` (an expression was found in the response, or the comparison failed), `given_up`
+    (the comparison took too long or crashed its process).
     """
 
     placement = "in_process"  # it only awaits processes
@@ -73,11 +75,11 @@ class MathematicsEnvironment:
 
 
 def reference_answer(row: Row) -> str:
-    """The row's `reward_spec.ground_truth`, else its `answer`; if that is a worked solution, the part after the last
-    `####`.
+    """Returns the row's `reward_spec.ground_truth`, else its `answer`; of a worked solution, only the part after the
+    last `####`.
 
     Raises:
-        DataError: the row has neither, or what it has is empty, or neither text nor a number.
+        DataError: the row has neither, or the value is empty, or the value is neither text nor a number.
     """
     spec = row.get("reward_spec")
     given = spec.get("ground_truth") if isinstance(spec, Mapping) else None
@@ -94,5 +96,5 @@ def reference_answer(row: Row) -> str:
 
 
 def answer_in(response: str) -> str:
-    """The response without the model's thinking."""
+    """Returns the response without the model's thinking."""
     return response.rpartition("</think>")[2]

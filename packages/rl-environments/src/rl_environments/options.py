@@ -1,4 +1,4 @@
-"""Reads options of environments (`environment.options`) into each environment's own record."""
+"""Selects an environment's options from `environment.options` and validates them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
-    """The options of one environment.
+    """Returns the options that belong to one environment.
 
-    A run with several environments gives all of them the same options. If these have a section with the environment's
-    name, only that section is used; else all keys are.
+    All environments of a run receive the same `options`. If these contain a mapping under the environment's name, only
+    that mapping is returned; otherwise all options are.
 
     Raises:
-        ConfigError: this environment does not have such an option.
+        ConfigError: an option is not in `known`.
     """
     section = options.get(name)
     has_section = isinstance(section, Mapping)
@@ -36,13 +36,13 @@ def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> 
 
 
 def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
-    """The options of one environment as an instance of `record`; see `own_options`.
+    """Returns the options that belong to one environment (see `own_options`) as an instance of `record`.
 
     Args:
         record: an attrs class; its validators begin their messages with the field's name.
 
     Raises:
-        ConfigError: an unknown key or an invalid value; the message begins with the full key.
+        ConfigError: a key is unknown or a value is invalid; the message begins with the full key.
     """
     given = own_options(options, name, [field.name for field in attrs.fields(record)])
     try:
@@ -53,7 +53,7 @@ def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
 
 
 def one_of(*choices: str) -> Any:
-    """Validator of an attrs field: the value must be one of `choices`."""
+    """Returns an attrs validator that accepts only the values in `choices`."""
 
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         if value not in choices:
@@ -63,7 +63,8 @@ def one_of(*choices: str) -> Any:
 
 
 def is_number(kind: type[int] | type[float]) -> Any:
-    """Validator of an attrs field: the value must be a number of this type, or None."""
+    """Returns an attrs validator that accepts None and numbers of type `kind`, but no booleans; `float` also accepts
+    integers."""
 
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
@@ -74,7 +75,7 @@ def is_number(kind: type[int] | type[float]) -> Any:
 
 
 def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:
-    """An option that is a whole number of at least 1. Raises ConfigError."""
+    """Returns the option `name`. Raises ConfigError unless it is a whole number of at least 1."""
     value = options.get(name, default)
     if type(value) is not int or value < 1:
         raise ConfigError(f"environment.options.{name}: got {value!r}; expected a whole number of at least 1")
@@ -82,7 +83,7 @@ def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def seconds(options: Mapping[str, Any], name: str, default: float) -> float:
-    """An option that is a time in seconds, above 0 and at most a day. Raises ConfigError."""
+    """Returns the option `name`, a time in seconds. Raises ConfigError unless it is above 0 and at most a day."""
     value = options.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
         raise ConfigError(f"environment.options.{name}: got {value!r}; expected seconds, above 0 and at most 86400")
@@ -90,7 +91,7 @@ def seconds(options: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def text(options: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """An option that is text and not empty. Raises ConfigError."""
+    """Returns the option `name`. Raises ConfigError unless it is text and not empty."""
     value = options.get(name, default)
     if not isinstance(value, str) or not value:
         raise ConfigError(f"environment.options.{name}: got {value!r}; expected text that is not empty")

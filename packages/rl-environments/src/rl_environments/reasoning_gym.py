@@ -1,4 +1,5 @@
-"""Tasks of reasoning-gym: a hundred puzzle generators, each with a scoring function. Needs the extra `reasoning-gym`.
+"""The environment `reasoning_gym`: puzzles of reasoning-gym, a library of a hundred puzzle generators, each with a
+scoring function. Needs the extra `reasoning-gym`.
 
 Data:      python -m rl_environments.reasoning_gym chain_sum --count 2000 --output train.parquet --set max_terms=3
 Row:       `prompt` (messages), and the values from which the puzzle is regenerated for scoring: `task`, `seed`,
@@ -6,7 +7,7 @@ Row:       `prompt` (messages), and the values from which the puzzle is regenera
 Reward:    the task's score of the text between the last `<answer>` and `</answer>`, from 0 to 1; 0 without these marks
 Metrics:   `accuracy` (the score), `is_right` (a score of 1), `has_answer`
 
-Unusable tasks, most of them with a faulty scoring function, are refused by name, with the reason (`FAULTY_TASKS`).
+The environment refuses the tasks in `FAULTY_TASKS`, most of which have a faulty scoring function.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ FAULTY_TASKS = {
     "prime_factorization": "its check raises an error for answers that are not numbers",
     "propositional_logic": "its check gives a part of the score to meaningless answers",
 }
-"""Seen with reasoning-gym 0.1.25. tests/environments/test_reasoning_gym.py shows each fault, and fails when one is
-fixed."""
+"""Refused tasks, with the faults that they have in reasoning-gym 0.1.25. tests/environments/test_reasoning_gym.py shows
+each fault, and fails when one is fixed."""
 ASK_FOR_MARKS = "Think first if you need to, then give the answer alone between <answer> and </answer>."
 _SIZE = 2**31 - 1
 _SIZES = {"acre": 2_000, "gsm_symbolic": 100_000, "word_ladder": 20_000}
@@ -62,7 +63,8 @@ class ReasoningGymEnvironment:
 
     @staticmethod
     def require_row(row: Row) -> None:
-        """See `RowChecking`. Does not import reasoning-gym: playing the row shows whether the task exists."""
+        """See `RowChecking`. Does not import reasoning-gym, so an unknown task is noticed only when the row is
+        played."""
         require_prompt(row, "reasoning_gym")
         if (
             not isinstance(row.get("task"), str)
@@ -96,14 +98,15 @@ def rows_of(
     """Generates rows of one task.
 
     Args:
-        task: see `python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"`.
+        task: `python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"` lists all tasks.
         count: number of rows.
         seed: seed of the puzzles; use another one for held-out rows.
-        difficulty: the task's own settings.
+        difficulty: settings of the task, such as `max_terms` of `chain_sum`.
 
     Raises:
-        DataError: no such task or setting, the task is one of `FAULTY_TASKS`, or it has fewer puzzles than `count`.
-        ConfigError: the extra is missing.
+        DataError: the task or a setting does not exist, the task is one of `FAULTY_TASKS`, or it has fewer puzzles than
+            `count`.
+        ConfigError: the extra `reasoning-gym` is not installed.
     """
     settings = json.dumps(dict(difficulty or {}), sort_keys=True)
     dataset = _dataset(task, seed, settings)

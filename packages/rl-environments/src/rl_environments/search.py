@@ -1,4 +1,5 @@
-"""The loop of Search-R1 (Jin et al. 2025, arXiv 2503.09516): think, search, read, answer. Needs the extra `search`.
+"""The environment `search`: the policy thinks, searches, reads and answers, as in Search-R1 (Jin et al. 2025, arXiv
+2503.09516). Needs the extra `search`.
 
     policy       … <search> who wrote Emma </search>
     environment  <information> Doc 1(Title: Emma) … </information>
@@ -8,7 +9,8 @@ Row:       `prompt` that explains the tags (text or messages), `answer` (text, o
            `reward_spec.ground_truth` (the same, or Search-R1's `{"target": [...]}`)
 Reward:    1 if the answer is one of the accepted ones, compared as SQuAD does; else 0
 Options:   `corpus` (a .jsonl file of `title` and `text`, or an index folder: `rl_environments.corpora`), `top_k` (3),
-           `max_searches` (4), `observer` (`user`; `tool` keeps the thinking of most templates: docs/environments.md)
+           `max_searches` (4), `observer` (the role of messages with search results: `user`; with `tool`, most chat
+           templates keep the policy's thinking in the prompt of later turns: docs/environments.md)
 Metrics:   `accuracy`, `searches`, `has_answer`
 
 Set `generator.sampling_params.stop=["</search>","</answer>"]` and `generator.max_turns` to one more than
@@ -75,7 +77,7 @@ class SearchEnvironment:
         """See `Environment.close`."""
 
     def information(self, documents: Sequence[Document]) -> str:
-        """The search results as shown to the policy; a subclass may format them differently."""
+        """Returns the search results as the policy sees them; a subclass may format them differently."""
         lines = [
             f"Doc {number}(Title: {each.title}) {each.text}" if each.title else f"Doc {number} {each.text}"
             for number, each in enumerate(documents, start=1)
@@ -83,7 +85,7 @@ class SearchEnvironment:
         return f"\n\n<information>{chr(10).join(lines) or 'Nothing was found.'}</information>\n\n"
 
     def neither(self) -> str:
-        """The observation after a turn with neither a search nor an answer."""
+        """Returns the observation after a turn with neither a search nor an answer."""
         return f"\n\n{NEITHER}\n\n"
 
     def _done(self, *, reward: float, has_answer: bool) -> StepResult:

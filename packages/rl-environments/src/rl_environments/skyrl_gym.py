@@ -1,4 +1,4 @@
-"""Runs environments of skyrl-gym, unchanged. Needs the extra `skyrl-gym`.
+"""The environment `skyrl_gym`: runs environments of skyrl-gym unchanged. Needs the extra `skyrl-gym`.
 
 Row:       as in SkyRL: `prompt` (messages) and the columns that the environment reads, such as `reward_spec`; the whole
            row becomes the environment's `extras`, with an empty `extra_info` if it has none, and the option `max_turns`
@@ -89,7 +89,7 @@ def _made(name: str, config: Any, extras: Mapping[str, Any]) -> Any:
 
 
 def _attributes(value: Any) -> Any:
-    """Nested attributes, as skyrl-gym's environments read their configuration."""
+    """Converts nested mappings to objects with attributes, because skyrl-gym's environments read attributes."""
     if isinstance(value, Mapping):
         return SimpleNamespace(**{key: _attributes(each) for key, each in value.items()})
     return value

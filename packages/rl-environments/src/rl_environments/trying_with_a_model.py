@@ -1,4 +1,4 @@
-"""`rl try ENVIRONMENT --with RECIPE`: a few episodes of a recipe's model, printed."""
+"""Implements `rl try ENVIRONMENT --with RECIPE`: plays a few episodes with the recipe's model and prints them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Two-digit addition: `37+45=` → `280` (the sum's three digits, lowest first), then the end of text.
+"""The task of two-digit addition: to `37+45=` the right response is `280` (the sum's three digits, lowest first) and
+the end token.
 
-All 10,000 problems, in an order fixed by one seed; the first 1,000 are held out from both warm start and RL. The
+There are 10,000 problems, in an order fixed by one seed; the first 1,000 are held out from both warm start and RL. The
 digits are reversed because a sum is computed from its lowest digit: a two-layer model learns this form within a minute,
 and the usual digit order hardly at all.
 """
@@ -26,8 +27,8 @@ DATA_SEED = 0
 
 
 class ArithmeticEnvironment:
-    """Reward 1 if the response is exactly the answer and the model ended it itself, else 0. Metric `accuracy` equals
-    the reward."""
+    """The reward is 1 if the response is exactly the answer, followed by the end token, else 0. The metric `accuracy`
+    equals the reward."""
 
     placement = "in_process"  # nothing here is slow
 
@@ -54,7 +55,7 @@ class ArithmeticEnvironment:
 
 
 def problems() -> list[dict[str, str]]:
-    """All problems in the data set's order."""
+    """Returns all problems in the data set's order, which `DATA_SEED` fixes."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(DATA_SEED).shuffle(pairs)
     return [
@@ -89,14 +90,14 @@ def write_model(
     token_pattern: str = TOKEN_PATTERN,
     max_positions: int = 64,
 ) -> None:
-    """Writes a freshly initialised Qwen3 and its tokenizer, one token per character; 149,440 parameters with the
-    default characters.
+    """Writes a freshly initialised Qwen3 and its tokenizer, which has one token per character. With the default
+    characters, the model has 149,440 parameters.
 
     Args:
-        directory: is created.
+        directory: the directory to create.
         seed: seed of the weights.
-        characters: the vocabulary besides the end token; includes `?`, which stands for unknown characters. Tags such
-            as `<search>` are one token each.
+        characters: the vocabulary besides the end token. It must include `?`, which replaces unknown characters, and
+            may include tags such as `<search>`, each of which is one token.
         token_pattern: regular expression of a token; the text between two matches is also a token.
         max_positions: maximum number of tokens of a conversation.
     """

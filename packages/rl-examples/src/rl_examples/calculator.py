@@ -59,8 +59,8 @@ class AngleCalls:
 
 
 class PocketCalculator(ToolEnvironment):
-    """Reward 1 if the response is exactly the row's `answer`, the model ended it itself, and it made at most one call.
-    Metrics: `accuracy` (equal to the reward), `calls` and `wrong_calls`."""
+    """The reward is 1 if the response is exactly the row's `answer`, ends with the end token and follows at most one
+    call, else 0. Metrics: `accuracy` (equal to the reward), `calls` and `wrong_calls`."""
 
     placement = "in_process"  # nothing here is slow
     call_format: ClassVar[CallFormat | None] = AngleCalls()
@@ -93,7 +93,7 @@ class PocketCalculator(ToolEnvironment):
 
 
 class BrokenPocketCalculator(PocketCalculator):
-    """The negative control: its calculator returns four digits unrelated to the question."""
+    """The negative control: its calculator returns four random digits instead of the product."""
 
     @tool
     async def multiply(self, left: int, right: int) -> str:
@@ -102,7 +102,7 @@ class BrokenPocketCalculator(PocketCalculator):
 
 
 def problems() -> list[dict[str, str]]:
-    """All products of two numbers below 100, in an order fixed by one seed; the first ones are held out."""
+    """Returns all products of two numbers below 100, in an order fixed by one seed; the first ones are held out."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(0).shuffle(pairs)
     return [
@@ -125,7 +125,8 @@ def prepare(config: Config) -> None:
 
 
 def demonstrated(problem: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One turn of the policy: four of five conversations answer directly, the fifth calls first and then answers."""
+    """Returns one turn of the policy as a demonstration: four in six turns answer directly, one calls the calculator,
+    and one answers after a call."""
     asked, answer = problem["prompt"], problem["answer"]
     call = f"<{asked[:-1]}>"
     turns = 4 * [problem] + [{**problem, "answer": call}, {**problem, "prompt": f"{asked}{call}${answer}="}]

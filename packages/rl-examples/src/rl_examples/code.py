@@ -1,10 +1,10 @@
 """GRPO on programs: a small model learns to write functions that do what examples show, on two CPU cores, in minutes.
 
 Asked `f(0,0)=4,f(1,0)=6,f(0,1)=7`, it writes `f=lambda x,y:2*x+3*y+4` in a fenced block. The environment `code` runs
-this program in its sandbox, once for each of the row's four tests. The reward is the fraction of tests that pass, so
-one right coefficient of two gets a half. The model is warm-started on demonstrations in which the constant is not
-subtracted from half of the coefficients: `6*x` instead of `2*x`. Held-out functions occur in no demonstration or
-training problem.
+this program in its sandbox, once for each of the row's four tests. The reward is the fraction of tests that pass: a
+program with the right constant and one right coefficient gets a half. The model is warm-started on demonstrations in
+which the constant is not subtracted from half of the coefficients: `6*x` instead of `2*x`. Held-out functions occur in
+no demonstration or training problem.
 Deliberately omitted: a reference model and a KL term, programs with input and output.
 
 Run:      rl train code       (needs bubblewrap, or root and Landlock: docs/sandbox.md)
@@ -52,8 +52,8 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, str]]:
-    """All functions `a*x+b*y+c` with coefficients from 1 to 9, in an order fixed by one seed; the first ones are held
-    out. The four tests check the constant, `a`, `b`, and both together."""
+    """Returns all functions `a*x+b*y+c` with coefficients from 1 to 9, in an order fixed by one seed; the first ones
+    are held out. The four tests check the constant, `a`, `b`, and both together."""
     rows = [_problem(a, b, c) for a, b, c in itertools.product(range(1, 10), repeat=3)]
     random.Random(0).shuffle(rows)
     return rows
@@ -83,7 +83,8 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One program: half of the coefficients are shown values, from which the constant should have been subtracted."""
+    """Returns one program as a demonstration. In half of its coefficients, the constant is not subtracted from the
+    value that the prompt shows."""
     constant, with_x, with_y = (int(value) for value in re.findall(r"=(\d+)", problem["prompt"]))
     a, b = (value - rng.choice((0, constant)) for value in (with_x, with_y))
     return {**problem, "answer": f"```\nf=lambda x,y:{a}*x+{b}*y+{constant}\n```"}

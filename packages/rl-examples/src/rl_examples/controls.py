@@ -1,4 +1,4 @@
-"""Negative controls: runs that must not learn."""
+"""Defines negative controls, with which a run must not learn."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rl_core.algorithms.advantages import grpo_advantages
 
 
 def permuted_grpo_advantages(scores_N: Tensor, group_N: Tensor) -> Tensor:
-    """GRPO advantages from the rewards of another prompt: the k-th sample of each group gets the advantage of the next
-    group's k-th sample.
+    """Returns GRPO advantages from the rewards of another prompt: the k-th sample of each group gets the advantage of
+    the k-th sample of the next group.
 
     Args:
-        scores_N: outcome reward of each sample; all groups of the same size.
-        group_N: int64, equal for the samples of one prompt.
+        scores_N: outcome reward of each sample; all groups must have the same size.
+        group_N: int64 group of each sample, equal for the samples of one prompt.
     """
     order_N = torch.argsort(group_N, stable=True)
     group_size = int((group_N == group_N[0]).sum())

@@ -1,10 +1,10 @@
 """DAPO on two-digit addition: GRPO with the four changes of Yu et al. 2025 (arXiv 2503.14476), on two CPU cores.
 
-What it does: the quick start's problems and model, trained with clip-higher (a ratio may rise by 0.28 and fall by 0.2),
-a loss that weights all tokens equally, dynamic sampling (problems whose samples all have the same reward teach nothing,
-so others are sampled until the batch is full) and overlong shaping (a penalty that grows to 1 over the last tokens
-before the limit, so that not ending is worse than being wrong). `rollout/dropped_zero_variance` counts the dropped
-problems, `environment/penalty` is the shaping penalty.
+What it does: trains the quick start's model on the same problems, with clip-higher (a ratio may rise by 0.28 and fall
+by 0.2), a loss that weights all tokens equally, dynamic sampling (a problem teaches nothing if all of its samples have
+the same reward, so others are sampled until the batch is full) and overlong shaping (a penalty that grows to 1 over the
+last tokens before the limit, so that a response without an end is worse than a wrong one).
+`rollout/dropped_zero_variance` counts the dropped problems, and `environment/penalty` is the shaping penalty.
 Deliberately omitted: a reference model and a KL term, as in the paper.
 
 Run:      rl train dapo
@@ -23,7 +23,7 @@ from rl_examples.arithmetic import ArithmeticEnvironment
 from rl_examples.quickstart import recipe as quickstart
 
 ANSWER_TOKENS = 4
-"""Three digits and the end: the longest right answer."""
+"""Length of a right answer: three digits and the end token."""
 MAX_TOKENS = 8
 
 _TRAIN = "runs/dapo_data/train.parquet"
@@ -50,8 +50,8 @@ recipe = Recipe(
 
 
 class ShapedArithmetic(ArithmeticEnvironment):
-    """Reward 1 for exactly the answer, plus DAPO's length penalty; metrics: `accuracy` (without the penalty) and
-    `penalty`."""
+    """The reward is 1 if the response is exactly the answer, else 0, plus DAPO's length penalty, which is at most 0.
+    Metrics: `accuracy` (the reward without the penalty) and `penalty`."""
 
     async def step(self, action: Action) -> StepResult:
         import torch

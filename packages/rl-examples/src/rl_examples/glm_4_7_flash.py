@@ -1,8 +1,8 @@
 """GRPO on GSM8K with GLM-4.7-Flash on two machines of eight 80 GB GPUs: FSDP, colocated.
 
-Uses FSDP, which trains transformers' model code, because Megatron-Bridge 0.3.1 does not convert this model
+The recipe uses FSDP, which trains transformers' model code, because Megatron-Bridge 0.3.1 does not convert this model
 (`glm4_moe_lite`: latent attention, 64 experts and a shared one in 46 of 47 layers). transformers does not load the
-checkpoint's additional multi-token prediction layer, so it is neither trained nor saved.
+checkpoint's additional layer for multi-token prediction, so that layer is neither trained nor saved.
 Deliberately omitted: a KL term, an auxiliary load-balancing loss.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train glm_4_7_flash

@@ -1,4 +1,4 @@
-"""GRPO on GSM8K: one prompt, several answers, the number after #### is right or wrong.
+"""GRPO on GSM8K: samples several answers to each question, and rewards those with the right number after ####.
 
 Deliberately omitted: a critic (the group's mean is the baseline), a KL term, a format reward.
 Data:      python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
@@ -61,8 +61,8 @@ recipe = Recipe(
 
 
 class Gsm8kEnvironment:
-    """Reward 1 if the number after the response's last `####` equals the row's, else 0; metrics `accuracy` and
-    `has_answer`."""
+    """The reward is 1 if the number after the response's last `####` equals the row's, else 0. Metrics: `accuracy`
+    (equal to the reward) and `has_answer`."""
 
     placement = "in_process"  # nothing here is slow
 
@@ -89,7 +89,7 @@ class Gsm8kEnvironment:
 
 
 def ground_truth(row: Row) -> Decimal:
-    """The row's number, from `reward_spec.ground_truth`. Raises DataError when the row has none."""
+    """Returns the row's number, from `reward_spec.ground_truth`. Raises DataError if the row has none."""
     spec: Any = row.get("reward_spec")
     try:
         return Decimal(str(spec["ground_truth"]).replace(",", ""))

@@ -1,4 +1,4 @@
-"""Converts the public GSM8K files (`question` and `answer`, as JSON lines or Parquet) to the rows of the recipe.
+"""Converts the public GSM8K files (`question` and `answer`, as JSON lines or Parquet) to rows of the recipe `gsm8k`.
 
 python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 """
@@ -24,7 +24,8 @@ _FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
 
 
 def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> dict[str, Any]:
-    """One row in the usual format: chat prompt, `env_class`, `reward_spec`, `extra_info`."""
+    """Converts one row to the usual format: chat prompt, `env_class`, `reward_spec`, `extra_info`. Raises DataError if
+    a column or the number after `####` is missing."""
     missing = {"question", "answer"} - row.keys()
     if missing:
         raise DataError(f"{place}: expected the columns 'question' and 'answer', got {', '.join(row) or 'none'}")
@@ -41,7 +42,7 @@ def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> 
 
 
 def convert(source: Path, target: Path, *, split: str) -> int:
-    """Converts one file; returns the number of rows."""
+    """Converts one file and returns its number of rows. Raises DataError if the file or one of its rows is invalid."""
     rows = [
         converted(row, place=f"{source}:{index + 1}", split=split, index=index)
         for index, row in enumerate(_read(source))
@@ -51,13 +52,13 @@ def convert(source: Path, target: Path, *, split: str) -> int:
 
 
 def write_tiny_data(target: Path, *, split: str) -> None:
-    """Writes a few handwritten problems: the `train` or the `validation` part."""
+    """Writes a few handwritten problems: the training part if `split` is `train`, else the validation part."""
     problems = _PROBLEMS[:8] if split == "train" else _PROBLEMS[8:]
     _write(target, [converted(row, place=split, split=split, index=index) for index, row in enumerate(problems)])
 
 
 def final_answer(text: str) -> Decimal | None:
-    """The number after the last `####`, without thousands separators; None if there is none."""
+    """Returns the number after the last `####`, or None if there is none. Commas may separate thousands."""
     found = _FINAL_ANSWER.findall(text)
     try:
         return Decimal(found[-1].replace(",", "")) if found else None

@@ -3,7 +3,7 @@
 Asked `Mia has 46 pens and sells 2. How many?`, it answers `#### 44$`. If that is wrong, the environment `gsm8k_turns`
 says so in a sentence, and the model tries again, three times in all; a word is one token. The model is warm-started on
 conversations in which nine in ten first answers use the wrong operation (`#### 48$`) and nine in ten later answers
-repeat the wrong one. Held-out problems are other combinations of name, thing, verb and numbers than the training
+repeat that wrong answer. Held-out problems combine name, thing, verb and numbers differently from all training
 problems.
 Deliberately omitted: a reference model and a KL term, worked solutions, a higher reward for the first try.
 
@@ -56,8 +56,8 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, str]]:
-    """A sample of all problems without a carry or borrow, in an order fixed by one seed; the first ones are held
-    out."""
+    """Returns a sample of all problems without a carry or borrow, in an order fixed by one seed; the first ones are
+    held out."""
     numbers = [(had, more) for had in range(10, 100) for more in range(1, 1 + min(had % 10, 9 - had % 10))]
     asked = list(itertools.product(NAMES, THINGS, (*GETTING, *GIVING), numbers))
     return [
@@ -89,9 +89,9 @@ def write_model(directory: Path, *, seed: int, said: str = f"{WRONG} {NO_NUMBER}
     """Writes a freshly initialised Qwen3 of about 150,000 parameters, and its tokenizer of words and digits.
 
     Args:
-        directory: created by this.
+        directory: the directory to create.
         seed: seed of the weights.
-        said: all that the environment says after a problem.
+        said: all words that the environment says after a problem; the tokenizer must know them.
     """
     from rl_examples.arithmetic import write_model as write_character_model
 
@@ -103,8 +103,8 @@ def write_model(directory: Path, *, seed: int, said: str = f"{WRONG} {NO_NUMBER}
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One try after up to two wrong ones. Nine in ten first tries use the wrong operation, and nine in ten later ones
-    repeat it."""
+    """Returns one try as a demonstration, after up to two wrong ones. Nine in ten tries use the wrong operation, so
+    later tries repeat the wrong answer."""
     wrong = with_wrong_operation(problem["prompt"], problem["answer"])
     turn = f"#### {wrong}$\n\n{WRONG}\n\n"
     said = problem["answer"] if rng.random() < 0.1 else wrong
@@ -112,6 +112,6 @@ def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, An
 
 
 def with_wrong_operation(question: str, answer: str) -> str:
-    """The wrong number: had − more instead of had + more, and the other way round."""
+    """Returns the answer with the wrong operation: had − more instead of had + more, and the other way round."""
     had = int(re.findall(r"\d+", question)[0])
     return str(2 * had - int(answer))

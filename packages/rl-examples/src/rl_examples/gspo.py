@@ -1,7 +1,8 @@
-"""GSPO on two-digit addition: the ratio of whole answers is clipped, not that of tokens, on two CPU cores.
+"""GSPO on two-digit addition: clips one ratio per answer instead of one per token, on two CPU cores.
 
-What it does: the quick start's problems and model with the loss of Zheng et al. 2025 (arXiv 2507.18071): a sequence's
-ratio is the geometric mean of its tokens' ratios, it is clipped as a whole, and all sequences have the same weight.
+What it does: trains the quick start's model on the same problems, with the loss of Zheng et al. 2025 (arXiv
+2507.18071): the ratio of an answer is the geometric mean of its tokens' ratios, this ratio is clipped, and all answers
+have the same weight.
 Deliberately omitted: a reference model and a KL term, as in the paper; a Mixture of Experts, for which GSPO was
 designed (`trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0` is one).
 
@@ -21,8 +22,8 @@ recipe = Recipe(
         "trainer.run_name": "gspo",
         "trainer.algorithm.policy_loss_type": "gspo",
         "trainer.algorithm.loss_reduction": "sequence_mean",
-        # The paper's 3e-4 and 4e-4 are for answers of thousands of tokens; a mean over four tokens varies a hundred
-        # times more.
+        # The paper's bounds, 3e-4 and 4e-4, are for answers of thousands of tokens; here the ratio is a mean over four
+        # tokens and varies about a hundred times more.
         "trainer.algorithm.eps_clip_low": 0.1,
         "trainer.algorithm.eps_clip_high": 0.15,
         "trainer.max_training_steps": 80,

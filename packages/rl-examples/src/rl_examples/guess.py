@@ -66,9 +66,10 @@ recipe = Recipe(
 
 
 class GuessEnvironment:
-    """Reward 1 for finding the row's `number` in four guesses. Metrics: `accuracy` (equal to the reward) and `guesses`.
+    """The reward is 1 if the policy finds the row's `number` in four guesses, else 0. Metrics: `accuracy` (equal to the
+    reward) and `guesses`.
 
-    The game is lost if a response is not exactly one digit, or the model does not end it itself.
+    The game is lost if a response is not exactly one digit followed by the end token.
     """
 
     placement = "in_process"  # nothing here is slow
@@ -90,7 +91,7 @@ class GuessEnvironment:
         self._guesses += 1
         is_guess = action.text in tuple("0123456789") and action.stop_reason == "stop"
         is_found = is_guess and int(action.text) == self._number
-        # Reported in every turn, so that games ended by a limit count too.
+        # Metrics are reported in every turn, so that games that a limit ends count too.
         metrics = {"accuracy": float(is_found), "guesses": float(self._guesses)}
         if is_found or not is_guess or self._guesses == MAX_GUESSES:
             return StepResult(reward=float(is_found), done=True, metrics=metrics)
@@ -115,7 +116,7 @@ def prepare(config: Config) -> None:
 
 
 def numbers() -> list[dict[str, Any]]:
-    """One row per number: all possible games."""
+    """Returns one row per number, which are all possible games."""
     return [{"prompt": "?", "number": number, "env_class": "guess"} for number in range(10)]
 
 
@@ -129,7 +130,7 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def write_moe_model(directory: Path, *, seed: int) -> None:
-    """Like `write_model`, with four experts in every layer, two of them per token."""
+    """Writes a model like `write_model`, but with four experts in every layer, two of which serve each token."""
     from rl_examples import arithmetic
     from rl_examples.tiny_model import add_chat_template
 
@@ -154,7 +155,7 @@ def _write_start_model(directory: Path, write: Callable[..., None], *, seed: int
 
 
 def _random_turn(rng: random.Random) -> dict[str, Any]:
-    """A random game up to one of its turns, and the next guess."""
+    """Returns a demonstration: a game of random guesses up to one of its turns, and a random next guess."""
     number, said = rng.randrange(10), "?="
     for _ in range(rng.randrange(MAX_GUESSES)):
         guess = rng.choice([digit for digit in range(10) if digit != number])

@@ -51,7 +51,7 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, str]]:
-    """The problems of `gsm8k_turns`, each with a sentence as its right answer; the first ones are held out."""
+    """Returns the problems of `gsm8k_turns`, each with a sentence as its right answer; the first ones are held out."""
     return [_problem(row["prompt"], row["answer"]) for row in gsm8k_turns.problems()]
 
 

@@ -1,11 +1,11 @@
 """GRPO with a search engine: a small model learns to look things up, on two CPU cores, in a few minutes.
 
-Asked for a person's number, `kro?`, it either says `<answer>417</answer>` directly, or searches `<search>kro</search>`,
-is shown `<information>kro 417</information>`, and then answers; a tag such as `<search>` is one token. The numbers are
-in documents that the environment `search` finds by BM25, as it does for large models. Held-out names have documents,
-but occur in no demonstration or training problem, so their numbers can only be found by searching. The model is
-warm-started on demonstrations; one in four of their searches is for another person, and half of their answers are
-guesses.
+Asked for a person's number, `kro?`, the model either answers `<answer>417</answer>` directly, or it searches
+`<search>kro</search>`, receives `<information>kro 417</information>`, and then answers. A tag such as `<search>` is one
+token. The numbers are in documents that the environment `search` finds by BM25, as for large models. Held-out names
+have documents, but occur in no demonstration or training problem, so their numbers can only be found by searching. The
+model is warm-started on demonstrations. In these, one in four searches is for another person, and half of the answers
+are guesses.
 Deliberately omitted: a reference model and a KL term, a reward for searching.
 
 Run:      rl train look_up       (see what it plays: rl generate look_up --output episodes.jsonl)
@@ -59,7 +59,7 @@ END = "$"
 
 
 class LookUp(SearchEnvironment):
-    """The environment `search`, with observations that a model with a few characters can read."""
+    """The environment `search` with shorter observations, which consist of the model's few characters and tags."""
 
     placement = "in_process"  # a search of this corpus takes a tenth of a millisecond
 
@@ -73,7 +73,7 @@ class LookUp(SearchEnvironment):
 
 
 class MixedUpLookUp(LookUp):
-    """The negative control: whichever name is searched for, the number shown is another person's."""
+    """The negative control: every search shows the name with a random number instead of the person's."""
 
     def information(self, documents: Sequence[Document]) -> str:
         """See `SearchEnvironment.information`."""
@@ -82,7 +82,7 @@ class MixedUpLookUp(LookUp):
 
 
 def entries() -> list[tuple[str, str]]:
-    """Three-letter names and their numbers, in an order fixed by one seed; the first ones are held out."""
+    """Returns three-letter names with their numbers, in an order fixed by one seed; the first ones are held out."""
     rng = random.Random(0)
     names = ["".join(letters) for letters in itertools.product("bdfgklmnprstvz", "aeiouy", CHARACTERS[:26])]
     findable = [name for name in names if name not in ("but", "for", "not")]  # stop words of BM25
@@ -111,7 +111,7 @@ def prepare(config: Config) -> None:
 
 
 def write_corpus(path: Path, known: Sequence[tuple[str, str]]) -> None:
-    """Writes one document per name, atomically."""
+    """Writes a file of documents atomically, with one document per name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.writing")
     unfinished.write_text("".join(json.dumps({"text": f"{name} {number}"}) + "\n" for name, number in known))
@@ -126,8 +126,8 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(rows: Sequence[dict[str, str]], rng: random.Random) -> dict[str, Any]:
-    """One turn of the policy: a guess, a search, or the answer after a search. A quarter of searches is for another
-    person."""
+    """Returns one turn of the policy as a demonstration: a guess, a search, or the answer after a search. A quarter of
+    the searches are for another person."""
     row, other = rng.choice(rows), rng.choice(rows)
     found = other if rng.random() < 0.25 else row
     search = f"<search>{found['prompt'][:-1]}</search>"

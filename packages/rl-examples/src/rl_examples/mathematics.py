@@ -2,7 +2,7 @@
 
 Asked `3/4*2/5=`, any equal expression is right: `6/20$`, `3/10$` or `.3$`. The environment `mathematics` judges the
 answers, as it does for large models. The model is warm-started on demonstrations of which three in four divide the
-fractions instead, so at first one in nine of its answers is right; the reward alone tells it which way is right. A
+fractions instead, so at first one in nine of its answers is right; only the reward shows that multiplying is right. A
 response has at most six tokens, too few to repeat the question, which would be an equal expression.
 Deliberately omitted: a reference model and a KL term, worked solutions.
 
@@ -41,8 +41,8 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, str]]:
-    """All products of two fractions of the digits 1 to 9 whose quotient differs, in an order fixed by one seed; the
-    first ones are held out. The reference is not reduced to lowest terms."""
+    """Returns all products of two fractions of the digits 1 to 9 that differ from the fractions' quotient, in an order
+    fixed by one seed; the first ones are held out. Answers are not reduced to lowest terms."""
     digits = itertools.product(range(1, 10), repeat=4)
     rows = [
         {"prompt": f"{a}/{b}*{c}/{d}=", "answer": f"{a * c}/{b * d}", "env_class": "mathematics"}
@@ -68,7 +68,7 @@ def prepare(config: Config) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One answer: three in four divide the first fraction by the second."""
+    """Returns one answer as a demonstration. Three in four divide the first fraction by the second."""
     if rng.random() < 0.25:
         return dict(problem)
     (a, b), (c, d) = (fraction.split("/") for fraction in problem["prompt"].removesuffix("=").split("*"))

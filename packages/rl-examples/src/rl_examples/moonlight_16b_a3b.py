@@ -1,11 +1,11 @@
 """GRPO on GSM8K with Moonlight-16B-A3B: Megatron on one machine of eight 80 GB GPUs, engines on another, asynchronous.
 
-The policy's eight GPUs are tensor 2 × context 2 × pipeline 2, with expert parallelism 4 in each stage. The first stage
-has 13 of the 27 layers, and the embedding. Generation runs one step ahead, and training data is at most two policy
-versions old; per-token importance weights are truncated at 2 (TIS), and tokens are routed to the experts that the
-engine chose (router replay, R3).
-Deliberately omitted: a KL term. The model's own tokenizer is code in its repository, which is not run here: use a copy
-whose tokenizer was saved as tokenizer.json (trainer.policy.model.path=DIRECTORY).
+The policy's eight GPUs are split into tensor 2 × context 2 × pipeline 2, with expert parallelism 4 in each stage. The
+first stage has 13 of the 27 layers, and the embedding. Generation runs one step ahead, and training data is at most two
+policy versions old. Per-token importance weights are truncated at 2 (TIS), and tokens are routed to the experts that
+the engine chose (router replay, R3).
+Deliberately omitted: a KL term. The model's tokenizer is code in the model's repository, which is not run here: use a
+copy of the model that has the tokenizer as tokenizer.json (trainer.policy.model.path=DIRECTORY).
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train moonlight_16b_a3b
 Plan:   rl plan moonlight_16b_a3b --gpu-memory 80

@@ -32,7 +32,7 @@ from rl_fsdp import FsdpOptions, fsdp
 from rl_rollout import FilesTransport, LocalEngine
 
 Rows = Sequence[Mapping[str, str]]
-"""Problems: `prompt` and `answer`."""
+"""Problems, each a row with `prompt` and `answer`."""
 
 LIMITS = MicroBatchLimits(max_sequences=512)
 LOSS = LossSpec(name="ppo_clip", params={"eps_clip_low": 0.2, "eps_clip_high": 0.28})
@@ -76,7 +76,7 @@ async def train(model: str, training: Rows, held_out: Rows, *, steps: int = 130,
 
 
 def policy_spec(model: str, *, optimizer_steps: int, seed: int) -> WorkerSpec:
-    """The specification of one rank that trains all weights in float32."""
+    """Returns the specification of a policy with one rank that trains all weights in float32."""
     return WorkerSpec(
         role="policy",
         model=ModelConfig(path=model),
@@ -95,7 +95,7 @@ def policy_spec(model: str, *, optimizer_steps: int, seed: int) -> WorkerSpec:
 
 
 async def start_engine(model: str, tokenizer: Any) -> LocalEngine:
-    """Starts an engine in this process, on its own thread and with its own copy of the weights."""
+    """Starts an engine in this process, on a separate thread and with a separate copy of the weights."""
 
     def load_model() -> Any:
         return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), tokenizer
@@ -106,8 +106,8 @@ async def start_engine(model: str, tokenizer: Any) -> LocalEngine:
 async def play(
     engine: LocalEngine, tokenizer: Any, rows: Rows, params: SamplingParams, *, num_samples: int = 1, seed: int = 0
 ) -> tuple[Batch, Tensor]:
-    """Answers all rows; returns a sequence per sample, and its reward: 1.0 for exactly the answer followed by the end
-    token."""
+    """Samples `num_samples` answers to each row. Returns one sequence per sample, and its reward: 1.0 if the sample is
+    exactly the answer followed by the end token, else 0.0."""
     requests = [
         GenerateRequest(
             sample_id=f"row {number}",
@@ -131,8 +131,8 @@ async def play(
 
 
 async def send_weights(policy: WorkerGroup, engine: LocalEngine, *, version: int) -> None:
-    """Sends the policy's weights to the engine. Both ends work concurrently and report names, shapes, dtypes and
-    checksums."""
+    """Sends the policy's weights to the engine. Policy and engine work concurrently, and each reports the names,
+    shapes, dtypes and checksums of the weights."""
     transport = FilesTransport()
     rendezvous = transport.open(num_ranks=1, num_engines=1)
     try:

@@ -1,9 +1,10 @@
 """PPO on two-digit addition: a critic predicts each answer's reward token by token, on two CPU cores.
 
-What it does: the quick start's problems and model, with one answer to each of 512 problems per step instead of sixteen
-to each of 64. There is no group to compare with: advantages come from generalised advantage estimation (Schulman et al.
-2016, arXiv 1506.02438) with the values of a critic. The critic is a copy of the start model with a value head, and is
-trained alongside the policy with its own clipped loss. Advantages are whitened over the batch.
+What it does: trains the quick start's model on the same problems, with one answer to each of 512 problems per step
+instead of sixteen to each of 64. An answer has no group to be compared with, so advantages come from generalised
+advantage estimation (Schulman et al. 2016, arXiv 1506.02438) with the values of a critic. The critic is a copy of the
+start model with a value head, and is trained alongside the policy with a clipped value loss. Advantages are whitened
+over the batch.
 Deliberately omitted: a reference model and a KL in the reward (the start model is too weak to stay close to), a warm-up
 of the critic before the policy moves.
 

@@ -81,7 +81,8 @@ def prepare(config: Config) -> None:
 def _write_start_model(
     directory: Path, write_untrained: Callable[..., None], problems: list[dict[str, str]], *, seed: int
 ) -> None:
-    """The result depends only on the seed, whatever data, backend or adapters the run then uses."""
+    """Warm-starts an untrained model on `problems` and writes it to `directory`. The model depends only on the seed,
+    not on the data, backend or adapters of the run that uses it."""
     from rl_core.trainer.data import DataRow
     from rl_examples.warm_start import WarmStart, warm_start
     from rl_examples.whole_models import make_whole

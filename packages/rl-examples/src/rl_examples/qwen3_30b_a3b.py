@@ -1,7 +1,7 @@
 """GRPO on GSM8K with Qwen3-30B-A3B on four machines of eight 80 GB GPUs: Megatron, colocated.
 
-The 32 GPUs are tensor 2 × data 16 outside the experts, and expert 8 × expert data 4 inside (128 experts, 16 per GPU,
-each set of 16 on four GPUs), often written as DP4·TP2·EP8.
+The 32 GPUs are split into tensor 2 × data 16 outside the experts, and expert 8 × expert data 4 for the experts (128
+experts, 16 per GPU, each set of 16 on four GPUs). This layout is often written as DP4·TP2·EP8.
 Deliberately omitted: pipeline and context parallelism (nothing has to be split further), a KL term, an auxiliary
 load-balancing loss.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k

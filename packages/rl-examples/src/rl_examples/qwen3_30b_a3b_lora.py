@@ -1,7 +1,7 @@
 """GRPO on GSM8K with adapters on Qwen3-30B-A3B, on one machine of eight 80 GB GPUs: FSDP, colocated.
 
-The frozen weights are bfloat16 (57 GiB, 7 GiB of each GPU); adapters of rank 32 on every layer's attention are float32,
-and only they have gradients and moments. Engines get whole weights with the adapters merged.
+The frozen weights are in bfloat16 (57 GiB in all, 7 GiB per GPU). The adapters, of rank 32 on every layer's attention,
+are in float32, and only they have gradients and moments. Engines get whole weights with the adapters merged.
 Deliberately omitted: adapters on experts, because transformers holds all experts of a layer in one tensor.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_30b_a3b_lora

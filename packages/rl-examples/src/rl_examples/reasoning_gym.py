@@ -1,11 +1,12 @@
 """GRPO on a task of reasoning-gym: a small model learns to spell words backward, on two CPU cores, in minutes.
 
-The task is `spell_backward`, with words of four letters; questions and scores are reasoning-gym's, through
-the environment `reasoning_gym`: `Spell this word backward (example: sun -> nus): bird`, then `<answer>drib</answer>$`.
-A tag is one token, any other token one character. A wrong word of the right length gets the fraction of letters that
-are right. The model is warm-started on demonstrations of which four in five repeat the word forward.
-Deliberately omitted: a reference model and a KL term, thinking, and therefore the request to think that the
-environment's rows contain.
+The task is `spell_backward`, with words of four letters. The environment `reasoning_gym` takes questions and scores
+from reasoning-gym: to `Spell this word backward (example: sun -> nus): bird`, the right response is
+`<answer>drib</answer>$`. Each tag is one token, and so is each other character. A wrong word of the right length gets
+the fraction of letters that are right. The model is warm-started on demonstrations of which four in five repeat the
+word forward.
+Deliberately omitted: a reference model and a KL term; thinking, and with it the sentence in the environment's rows that
+asks for it.
 
 Run:      rl train reasoning_gym     (needs pip install './packages/rl-examples[reasoning-gym]')
 Look:     rl generate reasoning_gym --output episodes.jsonl
@@ -49,7 +50,8 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, Any]]:
-    """Puzzles of one seed, each word once; the first ones are held out. The prompt is the question alone, as text."""
+    """Returns the puzzles of one seed, each word once; the first ones are held out. The prompt is only the question, as
+    text."""
     made = rows_of("spell_backward", NUM_PUZZLES, difficulty={"min_word_len": 4, "max_word_len": 4})
     asked = [row["prompt"][0]["content"].removesuffix(f"\n\n{ASK_FOR_MARKS}") for row in made]
     rows = [{**row, "prompt": f"{question}\n"} for row, question in zip(made, asked, strict=True)]
@@ -80,7 +82,7 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One answer: four in five repeat the word forward."""
+    """Returns one answer as a demonstration. Four in five repeat the word forward."""
     word = _word(problem)
     said = word[::-1] if rng.random() < 0.2 else word
     return {**problem, "answer": f"<answer>{said}</answer>"}

@@ -1,9 +1,9 @@
-"""GRPO over several tries: a small model adds, is told which digits are wrong, and corrects them, on two CPU cores.
+"""GRPO over several tries: a small model adds, reads which digits are wrong, and corrects them, on two CPU cores.
 
-Asked `37+45=`, it answers `290$` (lowest digit first, as sums are computed; right is 280), is told `+-+=`, a mark for
-each digit, and tries again: `280$`. It has three tries. It is warm-started on tries whose digits are random half of the
-time, except those already marked as right. Only the outcome is rewarded, so all tries of an episode share its
-advantage: the model learns to add, to keep right digits, and to change wrong ones.
+Asked `37+45=`, the model answers `290$` (lowest digit first, as sums are computed; 280 is right), receives `+-+=`, a
+mark for each digit, and tries again: `280$`. It has three tries. It is warm-started on tries in which digits are random
+half of the time, except those already marked as right. Only the outcome is rewarded, so all tries of an episode share
+one advantage: the model learns to add, to keep right digits, and to change wrong ones.
 Deliberately omitted: a reference model and a KL term, a higher reward for the first try.
 
 Run:      rl train second_try       (see what it plays: rl generate second_try --output episodes.jsonl)
@@ -48,8 +48,8 @@ START_ACCURACY = 0.2
 
 
 class SecondTry(ArithmeticEnvironment):
-    """Reward 1 for exactly the row's `answer` in one of three tries; the episode is lost if a response is not three
-    digits or the model does not end it itself. Metrics: `accuracy` (equal to the reward) and `tries`."""
+    """The reward is 1 if one of three tries is exactly the row's `answer`, else 0. The episode is lost if a response is
+    not three digits followed by the end token. Metrics: `accuracy` (equal to the reward) and `tries`."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         super().__init__(row, options)
@@ -69,7 +69,7 @@ class SecondTry(ArithmeticEnvironment):
 
 
 def marks(said: str, answer: str) -> str:
-    """The observation after a try: `+-+=` if the second of three digits is wrong."""
+    """Returns the observation after a try, such as `+-+=` if only the second of three digits is wrong."""
     return "".join("+" if mine == right else "-" for mine, right in zip(said, answer, strict=True)) + "="
 
 
@@ -90,7 +90,7 @@ def prepare(config: Config) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One try: keeps digits that were marked as right; half of the others are right, plus a few by chance."""
+    """Returns one try as a demonstration, after up to two earlier ones. See `_guess` for its digits."""
     answer: str = problem["answer"]
     said, heard = problem["prompt"], "-" * len(answer)
     guess = _guess(heard, answer, rng)
@@ -104,7 +104,8 @@ def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, An
 
 
 def _guess(heard: str, answer: str, rng: random.Random) -> str:
-    """Keeps known digits; each other digit is the right one or a random one with equal probability."""
+    """Returns the digits of a try: digits marked as right stay, and each other digit is the right one or a random one
+    with equal probability."""
     digits = (
         right if mark == "+" or rng.random() < 0.5 else str(rng.randrange(10))
         for mark, right in zip(heard, answer, strict=False)

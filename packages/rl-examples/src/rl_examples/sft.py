@@ -94,13 +94,13 @@ def with_shuffled_answers(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def make_fine_tuned(directory: Path, write_untrained: Callable[..., None], *, steps: int, seed: int) -> None:
-    """Writes a model that this recipe trains for `steps` steps, if it is missing; the result depends only on data and
-    seed.
+    """Trains a model with this recipe for `steps` steps and writes it, if it is missing. The model depends only on the
+    data and the seed.
 
     Args:
         directory: the model's directory; the run is kept next to it, as `<directory>.run`.
-        write_untrained: writes the start model, `(directory, *, seed)`.
-        steps: number of steps, of 128 problems each.
+        write_untrained: writes the untrained model; called as `write_untrained(directory, seed=seed)`.
+        steps: number of optimizer steps, of 128 problems each.
 
     Raises:
         KeyboardInterrupt: a signal stopped the run; the next call continues it from its checkpoint.

@@ -1,8 +1,8 @@
-"""First answers, then rewards: supervised fine-tuning starts a model on two-digit addition, GRPO does the rest.
+"""Supervised fine-tuning, then GRPO: a model first learns two-digit addition from answers, and then from rewards.
 
 What it does: fine-tunes the quick start's model on the problems' answers (`rl_examples.sft`) until it solves some of
-them, then trains it as the quick start does. The fine-tuning run is kept next to the model, as
-`runs/arithmetic/sft_start_seed0.run`, with its own report.
+them, then trains it as the quick start does. The fine-tuning run, with its report, is kept next to the model, as
+`runs/arithmetic/sft_start_seed0.run`.
 Deliberately omitted: different data for the two stages, a KL term that keeps the policy near its start.
 
 Run:    rl train sft_grpo

@@ -54,7 +54,7 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, Any]]:
-    """The problems of `gsm8k_turns` with SkyRL's columns; the first ones are held out."""
+    """Returns the problems of `gsm8k_turns` with SkyRL's columns; the first ones are held out."""
     return [
         {
             "prompt": [{"role": "user", "content": problem["prompt"].strip()}],

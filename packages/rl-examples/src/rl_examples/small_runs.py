@@ -40,21 +40,21 @@ SETTINGS: Mapping[str, Any] = {
     "trainer.ckpt_interval": -1,
     "generator.max_input_length": 40,
     "generator.n_samples_per_prompt": 8,
-    # Sampled, because a response that is right one time in five is hardly ever the greedy one.
+    # Evaluations sample, because a response that is right one time in five is hardly ever the greedy one.
     "generator.eval_sampling_params.temperature": 1.0,
 }
 
 
 @attrs.frozen(kw_only=True)
 class SmallRun:
-    """The files of one recipe, all in `runs/<name>_data`."""
+    """Names the files of one recipe, which are all in `runs/<name>_data`."""
 
     name: str
     """The recipe's name."""
 
     @property
     def directory(self) -> str:
-        """The directory of all files."""
+        """The directory that contains all files of the recipe."""
         return f"runs/{self.name}_data"
 
     @property
@@ -69,12 +69,12 @@ class SmallRun:
 
     @property
     def start_model(self) -> str:
-        """The warm-started model, one per seed."""
+        """The directory of the warm-started model; there is one per seed."""
         return f"{self.directory}/start_model_seed${{trainer.seed}}"
 
     @property
     def untrained_model(self) -> str:
-        """The freshly initialised model from which the start model is made."""
+        """The directory of the freshly initialised model from which the start model is made."""
         return f"{self.start_model}.untrained"
 
     @property
@@ -116,8 +116,9 @@ def write_files(
 
     Args:
         rows: all problems; the first `num_held_out` are held out.
-        demonstrate: makes one row of prompt and answer from a training problem, on which the warm start trains.
-        settings: see `write_start_model`.
+        demonstrate: makes a demonstration, a row of prompt and answer, from a training problem and a random generator.
+            The warm start trains on demonstrations.
+        settings: `write_model` and `warm_start_settings` of `write_start_model`.
     """
     trained = rows[num_held_out:]
     write_problems(config, run, rows, num_held_out=num_held_out)
@@ -132,8 +133,8 @@ def write_files(
 
 
 def write_problems(config: Config, run: SmallRun, rows: Sequence[Mapping[str, Any]], *, num_held_out: int) -> None:
-    """Writes the first `num_held_out` problems to the held-out file and the others to the training file: each file if
-    the configuration uses it and it is missing."""
+    """Writes the first `num_held_out` problems to the held-out file and the others to the training file. Writes a file
+    only if the configuration uses it and it is missing."""
     from rl_examples.arithmetic import write_rows
 
     for path, part in ((run.train, rows[num_held_out:]), (run.held_out, rows[:num_held_out])):
@@ -154,9 +155,10 @@ def write_start_model(
     """Makes the untrained model or the start model, whichever the configuration uses, if it is missing.
 
     Args:
-        problems: training problems that are played until enough samples are right.
-        demonstrate: makes one row of prompt and answer, on which the warm start trains.
-        write_model: called with `directory` and `seed`; None: `rl_examples.arithmetic.write_model`.
+        problems: training problems on which the warm start measures the accuracy that ends it.
+        demonstrate: makes a demonstration, a row of prompt and answer on which the warm start trains.
+        write_model: writes the untrained model, called with `directory` and `seed`; None:
+            `rl_examples.arithmetic.write_model`.
         warm_start_settings: fields of `rl_examples.warm_start.WarmStart`.
     """
     from rl_core.trainer.data import DataRow

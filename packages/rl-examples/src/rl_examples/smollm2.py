@@ -73,8 +73,8 @@ recipe = Recipe(
 
 
 class CapitalsEnvironment:
-    """Reward 1 for a reply that contains the row's `answer` and that the model ended itself, else 0. Metrics:
-    `accuracy` (equal to the reward) and `words` (number of words in the reply)."""
+    """The reward is 1 if the reply contains the row's `answer` and ends with the end token, else 0. Metrics: `accuracy`
+    (equal to the reward) and `words` (number of words in the reply)."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: Prompt = row["prompt"]
@@ -94,12 +94,12 @@ class CapitalsEnvironment:
 
 
 def words(text: str) -> list[str]:
-    """The words of the text, in lower case and without punctuation."""
+    """Returns the words of the text, in lower case and without punctuation."""
     return re.findall(r"[^\W_]+", text.lower())
 
 
 def rows() -> list[dict[str, Any]]:
-    """One question per country; every fourth in alphabetical order is held out."""
+    """Returns one question per country, in alphabetical order; every fourth question is held out."""
     return [
         {
             "prompt": [{"role": "user", "content": f"What is the capital of {country}?"}],

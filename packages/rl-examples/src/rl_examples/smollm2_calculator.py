@@ -80,8 +80,8 @@ class WrittenCalls:
 
 
 class SmolCalculator(ToolEnvironment):
-    """Reward 1 if the response is exactly the row's `answer`, ends by itself and follows at most one call. Metrics:
-    `accuracy` (equal to the reward), `calls` and `wrong_calls`."""
+    """The reward is 1 if the response is exactly the row's `answer`, ends with the end token and follows at most one
+    call, else 0. Metrics: `accuracy` (equal to the reward), `calls` and `wrong_calls`."""
 
     placement = "in_process"  # nothing here is slow
     call_format: ClassVar[CallFormat | None] = WrittenCalls()
@@ -113,7 +113,7 @@ class SmolCalculator(ToolEnvironment):
 
 
 def rows() -> list[dict[str, Any]]:
-    """Products of two numbers from 11 to 99, in an order fixed by one seed; the first ones are held out."""
+    """Returns products of two numbers from 11 to 99, in an order fixed by one seed; the first ones are held out."""
     pairs = [(a, b) for a in range(11, 100) for b in range(11, 100)]
     return [
         {"prompt": [*_EXAMPLES, _said("user", f"{a}*{b}?")], "answer": str(a * b), "env_class": "smollm2_calculator"}
@@ -148,4 +148,4 @@ _EXAMPLES = [
     _said("tool", "408"),
     _said("assistant", "408"),
 ]
-"""One direct answer and one call: the model then sometimes does either."""
+"""One direct answer and one call, so that the model sometimes does the one and sometimes the other."""

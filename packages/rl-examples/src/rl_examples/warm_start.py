@@ -1,7 +1,7 @@
-"""A short supervised warm start, through the same worker and engine that reinforcement learning uses.
+"""Warm-starts a model by a short supervised training, with the same worker and engine as reinforcement learning.
 
-Trains by cross-entropy on rows of prompt and answer, until the accuracy on training problems reaches a target. Held-out
-problems are not used, not even for the decision to stop.
+The warm start trains by cross-entropy on rows of prompt and answer until the accuracy on training problems reaches a
+target. It does not use held-out problems, not even for the decision to stop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WarmStart:
     target_accuracy: float
     """Accuracy on training problems at which the warm start ends."""
     temperature: float = 0.0
-    """Temperature of the answers whose accuracy is measured; 0: greedy."""
+    """Temperature for sampling the answers that measure the accuracy; 0: greedy."""
     lr: float = 3e-3
     batch_size: int = 128
     max_updates: int = 1500
@@ -72,7 +72,7 @@ async def _warm_start(
     player, generator_told = generator_spec(config)
     client = await engine.create(engine_told)
     generator = player.create(generator_told, client)
-    # One rank that trains all weights, however the following run trains its model.
+    # The warm start has one rank that trains all weights, even if the run after it uses more ranks or adapters.
     whole = ModelConfig(path=spec.model.path)
     spec = attrs.evolve(spec, optimizer=optimizer, model=whole, options=backend.options_class())
     group = await WorkerGroup.launch(backend, spec)

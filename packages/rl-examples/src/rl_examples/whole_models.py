@@ -1,4 +1,4 @@
-"""Start models that recipes make: a directory holds a complete model, or the model is made again."""
+"""Makes the start models of recipes. If a directory holds an incomplete model, the model is made again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from rl_core.stored_files import sync, sync_all
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether the directory has a configuration, a tokenizer and weights, each weight file as long as its header
-    says."""
+    """Whether the directory has a configuration, a tokenizer and complete weight files."""
     try:
         json.loads((directory / "config.json").read_bytes())
         weights = sorted(directory.glob("*.safetensors"))
@@ -31,9 +30,9 @@ def is_to_be_made(directory: Path) -> bool:
 
 
 def make_whole(directory: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` make a model in a temporary directory and moves it into place, so that a kill or a crash of the
-    machine leaves either the old state or the new model. Replaces an incomplete model; keeps a complete one, which
-    another run has made first."""
+    """Lets `write` make a model in a temporary directory and moves the model into place, so that a kill or a crash of
+    the machine leaves either the old state or the new model. Replaces an incomplete model, but keeps a complete one,
+    which another run has made meanwhile."""
     partial = directory.with_name(f"{directory.name}.partial{os.getpid()}")
     for left in directory.parent.glob(f"{directory.name}.partial*"):
         if not _is_running(left.name.removeprefix(f"{directory.name}.partial")):
@@ -54,8 +53,8 @@ def make_whole(directory: Path, write: Callable[[Path], object]) -> None:
 
 
 def _is_whole_file(path: Path) -> bool:
-    """Whether a safetensors file is complete. Format: eight bytes for the header's length, the header with each
-    tensor's position, the tensors."""
+    """Whether a safetensors file is complete. Such a file consists of eight bytes with the header's length, the header
+    with each tensor's position, and the tensors."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:

@@ -1,6 +1,7 @@
-"""Runs untrusted Python programs, by bubblewrap or by Landlock with a separate user.
+"""Runs untrusted Python programs in a sandbox, which bubblewrap or Landlock with a separate user provides.
 
-A name is imported when it is first used, because the sandbox's own interpreter imports this package without attrs.
+A name is imported from its module when it is first used, because the sandbox's interpreter also imports this package
+and need not have attrs installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The command line of bubblewrap, which gives the sandbox its own file system, network, processes and users."""
+"""Builds the command line of bubblewrap, which gives the sandbox separate namespaces for files, network, processes and
+users."""
 
 from __future__ import annotations
 
@@ -11,28 +12,30 @@ WORK = "/work"
 SUPERVISOR = "/supervisor"
 _NOBODY = "65534"
 _MERGED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-"""Links into /usr on most systems, directories on others."""
+"""These paths are links into /usr on most systems, and directories on others."""
 
 
 def missing_programs() -> list[str]:
-    """Programs that must be installed before bubblewrap can be tried."""
+    """Returns the programs that bubblewrap needs and that are not installed."""
     needed = ["bwrap", "setpriv"] if os.getuid() == 0 else ["bwrap"]
     return [name for name in needed if shutil.which(name) is None]
 
 
 def _found(name: str) -> str:
-    """The path of a program, looked up here because it is started with a shorter PATH."""
+    """Returns the path of a program. The supervisor's PATH is shorter than this process's, so it cannot be used to find
+    the program."""
     return shutil.which(name) or name
 
 
 def bubblewrap_command(
     command: Sequence[str], *, uid: int, disk_bytes: int, readable: Sequence[str], files: Mapping[str, int]
 ) -> list[str]:
-    """The command line that runs `command` as process 1 of the sandbox.
+    """Returns the command line that runs `command` as process 1 of the sandbox.
 
     Args:
-        uid: its user outside the sandbox; if we are root, another user, because limits do not apply to root.
-        disk_bytes: size of its only writable directory, which is in memory.
+        uid: id of the sandbox's user as seen from outside. If this process is root, it must be another user, because
+            limits do not apply to root.
+        disk_bytes: size of the sandbox's only writable directory, which is kept in memory.
         readable: paths mounted read-only, besides the system's programs and libraries.
         files: open file descriptors by the path at which the sandbox sees their content.
     """

@@ -1,4 +1,4 @@
-"""Records: a program's resource limits, its tests, and their outcomes."""
+"""Defines a program's resource limits, its tests, and their outcomes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MEBIBYTE = 1 << 20
 End = Literal[
     "exited", "signalled", "syntax_error", "cpu_limit", "wall_limit", "memory_limit", "output_limit", "disk_limit"
 ]
-"""`exited`: ended by itself, with any exit code; `signalled`: ended by a signal that was not sent because of a
-limit."""
+"""How a test ended. `exited`: the program ended by itself, with any exit code. `signalled`: a signal ended the program,
+but not because of a limit."""
 
 
 class SandboxError(RLError, RuntimeError):
@@ -24,15 +24,15 @@ class SandboxError(RLError, RuntimeError):
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """Limits of one test. Each test has its own files and processes, and nothing of them is left when the next one
-    begins."""
+    """Limits of one test. The files and processes of a test are removed before the next test begins."""
 
     cpu_s: int = attrs.field(default=5, validator=at_least(1))
-    """CPU time of each process."""
+    """CPU time of each process in seconds."""
     wall_s: float = attrs.field(default=20.0, validator=above(0))
-    """Wall-clock time. Well above `cpu_s`, so that a busy machine does not fail a test that only computes."""
+    """Wall-clock time of the test in seconds. Keep it well above `cpu_s`, so that a test that only computes does not
+    fail on a busy machine."""
     address_space_bytes: int = attrs.field(default=512 * MEBIBYTE, validator=at_least(64 * MEBIBYTE))
-    """Limit per process; exceeding it raises a MemoryError."""
+    """Address space of each process; exceeding it raises a MemoryError."""
     memory_bytes: int = attrs.field(default=768 * MEBIBYTE, validator=at_least(32 * MEBIBYTE))
     """Memory of all processes together, shared pages counted once; exceeding it ends the test. Checked every 20 ms, so
     a fast allocation may exceed it for a moment."""
@@ -41,13 +41,13 @@ class Limits:
     file_bytes: int = attrs.field(default=16 * MEBIBYTE, validator=at_least(0))
     """Maximum size of one file; exceeding it raises an OSError (EFBIG)."""
     disk_bytes: int = attrs.field(default=64 * MEBIBYTE, validator=at_least(4096))
-    """Size of all files together, which are in memory; exceeding it raises an OSError (ENOSPC)."""
+    """Maximum total size of the files, which are kept in memory; exceeding it raises an OSError (ENOSPC)."""
     files: int = attrs.field(default=1000, validator=at_least(1))
     """Maximum number of files and directories; exceeding it ends the test or raises an OSError (ENOSPC)."""
     open_files: int = attrs.field(default=64, validator=at_least(16))
-    """Limit per process."""
+    """Maximum number of open files of each process."""
     output_bytes: int = attrs.field(default=256 * 1024, validator=at_least(0))
-    """Maximum size of stdout, and of stderr; exceeding it ends the test, and the output so far is kept."""
+    """Maximum size of stdout, and also of stderr; exceeding it ends the test, and the output so far is kept."""
 
 
 @attrs.frozen(kw_only=True)
@@ -74,10 +74,10 @@ class Outcome:
     exit_code: int | None
     """None if a signal or a limit ended the program."""
     signal: int | None
-    """The signal that ended the program; None if none did."""
+    """The signal that ended the program if `end` is `signalled` or `cpu_limit`; else None."""
     stdout: str
     stderr: str
-    """Both stdout and stderr are cut at `Limits.output_bytes`; bytes that are not UTF-8 are replaced."""
+    """stdout and stderr are each cut at `Limits.output_bytes`; bytes that are not UTF-8 are replaced."""
     is_complete: bool
     """Whether the function returned JSON data, or the check passed. Always False for a script."""
     value: Any = None
@@ -88,5 +88,5 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """Whether the program ended by itself with exit code 0."""
         return self.end == "exited" and self.exit_code == 0

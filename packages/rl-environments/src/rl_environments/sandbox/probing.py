@@ -1,7 +1,7 @@
 """Finds a sandbox mechanism that works on this machine, by running a program in it that tries to escape.
 
-Kernel versions and settings are not enough: a container's own filter, AppArmor or a missing file can each forbid a
-mechanism, or let it start without effect.
+It would not suffice to check kernel versions and settings: a container's seccomp filter, AppArmor or a missing file can
+each forbid a mechanism, or let it start without effect.
 """
 
 from __future__ import annotations
@@ -54,18 +54,20 @@ def escapes(secret, neighbour, port, pid):
 async def probe_sandbox(
     kind: Kind = "auto", *, python: str | None = None, readable: Sequence[str] = (), slots: int | None = None
 ) -> Sandbox:
-    """A sandbox that was tried on this machine: a program runs in it, and its attempts to read, write, connect and
-    signal fail.
+    """Returns a sandbox that works on this machine: a test program has run in it and has failed to read, write, connect
+    or signal anything outside (with `none`, it may succeed).
 
     Args:
-        kind: `auto`: bubblewrap, else Landlock; `none`: no sandbox, programs may do whatever this process may.
-        python: the programs' interpreter; None: the system's, else this process's own if the sandbox's user may read
-            it.
+        kind: `auto` tries bubblewrap, then Landlock. `none` runs programs without protection, so they may do whatever
+            this process may.
+        python: path of the interpreter that runs the programs; None: the system's, else this process's if the sandbox's
+            user may read it.
         readable: directories that programs may read besides the system's.
         slots: maximum number of programs at a time; None: one per CPU core.
 
     Raises:
-        ConfigError: a setting is invalid; or no mechanism works here, and the message says why and what to install.
+        ConfigError: a setting is invalid, or no mechanism works on this machine; the message says why, and what to
+            install.
     """
     _require_settings(kind, readable, slots)
     slots = slots or len(os.sched_getaffinity(0))
@@ -87,7 +89,8 @@ _shared: dict[tuple[Any, ...], Sandbox] = {}
 async def shared_sandbox(
     kind: Kind = "auto", *, python: str | None = None, readable: Sequence[str] = (), slots: int | None = None
 ) -> Sandbox:
-    """The sandbox with these settings, probed once per process, at the first call. See `probe_sandbox`."""
+    """Returns the sandbox with these settings. The first call in a process probes it (`probe_sandbox`), and later calls
+    return the same sandbox."""
     key = (kind, python, tuple(readable), slots)
 
     def probed() -> Sandbox:
@@ -96,7 +99,7 @@ async def shared_sandbox(
                 _shared[key] = asyncio.run(probe_sandbox(kind, python=python, readable=readable, slots=slots))
             return _shared[key]
 
-    # Not on the first caller's event loop, because callers on other event loops wait for it too.
+    # Probe in another thread, not on the first caller's event loop: callers on other event loops wait for the result.
     return _shared[key] if key in _shared else await asyncio.to_thread(probed)
 
 
@@ -115,7 +118,7 @@ def _require_settings(kind: Kind, readable: Sequence[str], slots: int | None) ->
 async def _first_that_holds(
     mechanism: Mechanism, python: str | None, readable: tuple[str, ...], slots: int
 ) -> Sandbox | str:
-    """A sandbox, or why this mechanism provides none."""
+    """Returns a sandbox that works with this mechanism, or the reason why there is none."""
     try:
         lacking = _what_is_missing(mechanism)
     except ConfigError as error:
@@ -145,7 +148,7 @@ def _what_is_missing(mechanism: Mechanism) -> str | None:
 
 
 async def _tried(sandbox: Sandbox) -> Sandbox | str:
-    """The sandbox, with its abilities, if it works; else what went wrong."""
+    """Tries the sandbox. Returns it with `has_disk` set if it is secure, else the reason why it is not."""
     try:
         found, has_disk = await escapes(sandbox)
     except (SandboxError, DeadlineError, OSError) as error:
@@ -156,13 +159,14 @@ async def _tried(sandbox: Sandbox) -> Sandbox | str:
 
 
 async def escapes(sandbox: Sandbox) -> tuple[list[str], bool]:
-    """Forbidden things that a program could do, and whether it has a directory to write to.
+    """Runs a program that tries to escape; returns the forbidden actions that succeeded, and whether programs have a
+    directory to write to.
 
     Raises:
-        SandboxError, DeadlineError: no program can be run.
+        SandboxError, DeadlineError: the program cannot be run.
     """
     with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as server:
-        # World-readable and -writable, so that only the sandbox can keep a program out.
+        # Everyone may read and write this directory, so that only the sandbox can keep the program out.
         Path(directory).chmod(0o777)
         secret = Path(directory) / "secret"
         secret.write_text("secret")
@@ -178,12 +182,13 @@ async def escapes(sandbox: Sandbox) -> tuple[list[str], bool]:
 
 
 def _own_python() -> str:
-    """The base interpreter of this process's virtual environment."""
+    """Returns the path of this process's interpreter, outside of its virtual environment."""
     return str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
 
 
 def _prefix_of(python: str) -> tuple[str, ...]:
-    """The directory of an interpreter's library; empty if it is the system's."""
+    """Returns the directory that contains an interpreter and its library; nothing if it lies below /usr, which programs
+    may read anyway."""
     prefix = Path(python).resolve().parent.parent
     return () if prefix.is_relative_to("/usr") else (str(prefix),)
 

@@ -1,4 +1,4 @@
-"""A sandbox that has passed probing, and the programs that run in it."""
+"""Starts a sandbox for each program (`Sandbox`) and runs the program's tests in it (`Session`)."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
 }
-"""All of a program's environment variables. The hash seed is fixed, so that a program that prints a set always prints
-the same."""
+"""A program's environment variables, besides HOME and TMPDIR, which the supervisor sets. The hash seed is fixed, so
+that a program always prints a set in the same order."""
 _START_S = 120.0
 _ANSWER_S = 60.0
-"""Extra time beyond the limits for the supervisor to end a test and answer; generous for a very busy machine."""
+"""Time beyond a test's wall-clock limit in which the supervisor must end the test and answer; long enough for a very
+busy machine."""
 _END_S = 60.0
 
 
 @attrs.frozen(kw_only=True)
 class Sandbox:
-    """Runs programs by one mechanism; `probe_sandbox` creates one that was tried. It can be used from any event
-    loop."""
+    """Runs programs with one mechanism, from any event loop. `probe_sandbox` returns one that works on this machine."""
 
     mechanism: Mechanism
     python: str
@@ -51,14 +51,14 @@ class Sandbox:
     readable: tuple[str, ...] = ()
     """Directories that programs may read besides the system's."""
     slots: int
-    """Maximum number of programs at a time, over all processes of the machine that use a sandbox."""
+    """Maximum number of programs that all of this user's processes on the machine run at a time."""
     has_disk: bool = True
     """Whether programs have a directory to write to; False with Landlock in a container that may not mount."""
 
     async def run(
         self, program: str, tests: Sequence[Test], *, limits: Limits | None = None, wait_s: float = 300.0
     ) -> tuple[Outcome, ...]:
-        """The outcome of each test of a program. Like `opened`, for running all tests."""
+        """Runs all tests of a program and returns their outcomes. See `opened` for arguments and errors."""
         async with self.opened(program, limits=limits, wait_s=wait_s) as session:
             return tuple([await session.run(test) for test in tests])
 
@@ -66,15 +66,15 @@ class Sandbox:
     async def opened(
         self, program: str, *, limits: Limits | None = None, wait_s: float = 300.0
     ) -> AsyncIterator[Session]:
-        """A sandbox for one program; nothing of it is left after the context.
+        """Opens a sandbox for one program. All processes of the program have ended when the context ends.
 
         Args:
-            wait_s: longest wait for a free slot.
+            wait_s: longest wait for a free slot in seconds.
 
         Raises:
-            DeadlineError: no slot became free, or the supervisor did not answer.
+            DeadlineError: no slot became free within `wait_s`, or the supervisor did not answer in time.
             SandboxError: the supervisor failed.
-            ConfigError: the slots' directory cannot be used.
+            ConfigError: the directory of the slots' lock files cannot be used.
         """
         limits = limits or Limits()
         async with locked_slot(self.slots, wait_s=wait_s) as slot:
@@ -94,11 +94,11 @@ class Sandbox:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                # Other processes in the sandbox can read process 1's environment.
+                # Programs in the sandbox can read the supervisor's environment, so it must not hold secrets.
                 env=_ENVIRONMENT,
                 cwd="/",
                 pass_fds=[slot.lock_fd, *fds],
-                # Ctrl-C is only for the trainer; a supervisor ends at the end of stdin.
+                # Ctrl-C must reach only the trainer; a supervisor ends when its stdin ends.
                 start_new_session=True,
             )
 
@@ -119,7 +119,7 @@ class Sandbox:
 
     def _told(self, slot: Slot, limits: Limits) -> dict[str, Any]:
         confined = self.mechanism != "none"
-        # Process 1 of the namespace also counts.
+        # The limit also counts the supervisor, which is process 1 of the namespace.
         own = 1 if self.mechanism == "bubblewrap" else 0
         return {
             "mechanism": self.mechanism,
@@ -144,15 +144,16 @@ class Sandbox:
             await self._cleared(slot)
 
     async def _cleared(self, slot: Slot) -> None:
-        """Ends the processes that a killed supervisor has left: a new supervisor ends all processes of the slot's user
-        when it starts."""
+        """Ends the processes that a killed supervisor has left, by starting a new one, which ends all processes of the
+        slot's user."""
         process = await self._started(slot, Limits())
         told = {**self._told(slot, Limits()), "clear": True}
         await asyncio.wait_for(process.communicate(frames.packed(told)), _END_S)
 
 
 def _python(python: str, root: str) -> list[str]:
-    """The command of the supervisor; programs cannot import it or its neighbours."""
+    """Returns the command that starts the supervisor. The directory `root` is on `sys.path` only while the supervisor
+    is imported, so programs cannot import other modules from it."""
     start = (
         f"import sys; sys.path[0] = {root!r}; from rl_environments.sandbox.inside import supervisor; del sys.path[0]; "
     )
@@ -160,7 +161,7 @@ def _python(python: str, root: str) -> list[str]:
 
 
 class Session:
-    """One program in its sandbox, which can be tested any number of times."""
+    """A program in an open sandbox; `run` tests it any number of times."""
 
     def __init__(self, process: asyncio.subprocess.Process, program: str, limits: Limits, *, who: str) -> None:
         self.process, self._program, self._limits, self._who = process, program, limits, who
@@ -174,12 +175,13 @@ class Session:
         self.has_disk = answer["work"] is not None
 
     async def run(self, test: Test) -> Outcome:
-        """Runs one test; returns its outcome, whatever the program does.
+        """Runs one test and returns its outcome, whatever the program does.
 
-        A program that cannot be compiled is not run twice.
+        After a syntax error, further calls return the same outcome without starting the program.
 
         Raises:
-            DeadlineError: the supervisor did not answer in time. SandboxError: it failed.
+            DeadlineError: the supervisor did not answer in time.
+            SandboxError: the supervisor failed.
         """
         if self._syntax_error is not None:
             return self._syntax_error
@@ -209,7 +211,8 @@ class Session:
         )
 
     def _record(self, text: str) -> dict[str, Any]:
-        """The runner's record; empty if the program wrote it itself."""
+        """Parses the record that `inside.program` wrote. Returns nothing if its token shows that the untrusted program
+        wrote it."""
         try:
             record = json.loads(text)
         except (ValueError, RecursionError):

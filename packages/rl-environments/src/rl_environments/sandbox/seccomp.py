@@ -1,9 +1,9 @@
-"""A filter of the system calls that a program in the sandbox may make, in the kernel's language (classic BPF).
+"""Builds the seccomp filter of a program in the sandbox, in the kernel's language (classic BPF).
 
-It refuses all sockets except socket pairs, access to other processes' memory, memory that no limit counts (memfd,
-SysV), namespaces and mounts, keys, io_uring (whose calls bypass the filter), changes of priority and scheduling,
-administration of the machine, and calls newer than the table. `pyseccomp` could build such a filter too, but needs
-libseccomp on the machine and has had no release since 2021.
+The filter refuses all sockets except socket pairs, access to other processes' memory, memory that no limit counts
+(memfd, SysV), namespaces and mounts, keys, io_uring (because its operations bypass the filter), changes of priority and
+scheduling, administration of the machine, and calls newer than the table. `pyseccomp` could build such a filter too,
+but needs libseccomp on the machine and has had no release since 2021.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _X32 = 0x40000000  # x86 calls with 32-bit pointers, which have their own numbers
 _FIRST_UNKNOWN = 463
-"""setxattrat of Linux 6.13; numbers from 424 on are the same on every architecture."""
+"""The first call that the table does not know, setxattrat of Linux 6.13. Calls from 424 on have the same number on
+every architecture."""
 _AF_UNIX, _PR_SET_DUMPABLE = 1, 4
 _Instruction = tuple[int, int, int, int]
 
@@ -35,7 +36,7 @@ class Architecture:
     audit: int
     """The kernel's id of the architecture (AUDIT_ARCH_…)."""
     refused: Mapping[str, int]
-    """Numbers, by name, of calls that are refused whatever their arguments."""
+    """Calls that are refused whatever their arguments, as a mapping from name to number."""
     clone: int
     prctl: int
     prlimit64: int
@@ -92,7 +93,7 @@ ARCHITECTURES = {
 
 
 def seccomp_filter(machine: str | None = None) -> bytes:
-    """The filter, eight bytes per instruction.
+    """Returns the filter, with eight bytes per instruction.
 
     Args:
         machine: name as in `platform.machine`; None: this machine.
@@ -125,7 +126,7 @@ def _instructions(architecture: Architecture) -> list[_Instruction]:
         *_when(architecture.socketpair, [(_JUMP_EQUAL, 1, 0, _AF_UNIX), _error(_EAFNOSUPPORT)]),
         # A process that is not dumpable would hide its memory use.
         *_when(architecture.prctl, [(_JUMP_EQUAL, 0, 1, _PR_SET_DUMPABLE), _error(_EPERM)]),
-        # Allowed only for itself (pid 0), not for other processes.
+        # A process may call prlimit64 only for itself (pid 0).
         *_when(architecture.prlimit64, [(_JUMP_EQUAL, 1, 0, 0), _error(_EPERM)]),
         (_RETURN, 0, 0, _ALLOW),
     ]

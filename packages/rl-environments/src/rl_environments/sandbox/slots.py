@@ -1,7 +1,8 @@
-"""Slots: limit how many sandboxes run at a time on this machine and, for root, give each a user.
+"""Limits how many sandboxes this user runs at a time on the machine and, if the user is root, gives each sandbox a
+separate user.
 
-A slot is a lock file, so it works across all processes of the machine. The sandbox's supervisor inherits the lock: a
-slot is free when both the supervisor and the process that started it have ended or released it.
+Each slot has a lock file, so the limit holds for all of this user's processes together. The sandbox's supervisor
+inherits the lock: a slot is free when both the supervisor and the process that started it have ended or released it.
 """
 
 from __future__ import annotations
@@ -28,27 +29,29 @@ _RETRY_S = 0.02
 
 @attrs.frozen(kw_only=True)
 class Slot:
-    """A place for one sandbox."""
+    """A locked slot, in which one sandbox may run."""
 
     uid: int
-    """The user that runs in it: the slot's own, or this process's if that is not root."""
+    """Id of the user that runs the sandbox's programs: a separate user per slot if this process is root, else this
+    process's user."""
     ending_uid: int
-    """The user id that ends the slot's processes; no other process has it."""
+    """User id that the supervisor takes to kill the slot's processes; no other process has it."""
     work: Path
-    """The slot's own directory, which others cannot list."""
+    """Directory of this slot, which other users cannot list."""
     lock_fd: int
     """Open descriptor of the locked file."""
 
 
 @contextlib.asynccontextmanager
 async def locked_slot(count: int, *, wait_s: float) -> AsyncIterator[Slot]:
-    """Locks a slot that nobody else uses.
+    """Waits for a free slot and keeps it locked until the context ends.
 
     Args:
-        count: number of slots of the machine.
+        count: number of slots.
+        wait_s: longest wait in seconds.
 
     Raises:
-        DeadlineError: no slot became free.
+        DeadlineError: no slot became free within `wait_s`.
         ConfigError: the directory for the lock files cannot be used.
     """
     deadline = time.monotonic() + wait_s
@@ -66,7 +69,8 @@ async def locked_slot(count: int, *, wait_s: float) -> AsyncIterator[Slot]:
 
 
 def slots_directory() -> Path:
-    """The directory of this user's lock files. Raises ConfigError if it cannot be used."""
+    """Returns the directory of this user's lock files; creates it if necessary. Raises ConfigError if the directory
+    cannot be used."""
     uid = os.getuid()
     directory = Path("/run/rl-sandbox") if uid == 0 else Path(tempfile.gettempdir()) / f"rl-sandbox-{uid}"
     try:

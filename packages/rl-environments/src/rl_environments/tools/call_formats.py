@@ -41,12 +41,12 @@ class BrokenCall:
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls. An environment may define its own."""
+    """The format in which a family of models writes calls. An environment may define a new one."""
 
     name: str
 
     def read(self, text: str) -> Sequence[Call | BrokenCall]:
-        """The calls in a policy's text, in order; empty if there are none. Never raises."""
+        """Returns the calls in a policy's text in order, or nothing if there are none. Must not raise."""
         ...
 
 
@@ -62,7 +62,7 @@ class ForcibleFormat(CallFormat, Protocol):
 
 
 def format_of_example(example: str) -> CallFormat:
-    """The format in which a chat template wrote `rl_core.interfaces.EXAMPLE_CALL`.
+    """Returns the format in which a chat template wrote `rl_core.interfaces.EXAMPLE_CALL`.
 
     Raises:
         ConfigError: no known format can parse the example.
@@ -80,7 +80,7 @@ def format_of_example(example: str) -> CallFormat:
 
 
 def format_of_name(name: str) -> CallFormat:
-    """The format of this name. Raises ConfigError for an unknown name."""
+    """Returns the format that is called `name`. Raises ConfigError for an unknown name."""
     known = {**_FORMATS, MARKED.name: MARKED}
     if name not in known:
         raise ConfigError(f"environment.options.call_format: got {name!r}; expected one of {', '.join(known)}")
@@ -94,7 +94,8 @@ def without_thought(text: str) -> str:
 
 
 class HermesCalls:
-    """JSON between `<tool_call>` and `</tool_call>`, with the keys `name` and `arguments` (or `parameters`)."""
+    """Parses calls that are JSON between `<tool_call>` and `</tool_call>`, with the keys `name` and `arguments` (or
+    `parameters`)."""
 
     name = "hermes"
 
@@ -120,7 +121,7 @@ class HermesCalls:
 
 
 class QwenXmlCalls:
-    """`<function=name>` with a `<parameter=name>` for each argument; values are text."""
+    """Parses calls that are `<function=name>` with a `<parameter=name>` for each argument. Argument values are text."""
 
     name = "qwen_xml"
 
@@ -139,7 +140,7 @@ class QwenXmlCalls:
 
 
 class LlamaJsonCalls:
-    """The whole response is JSON: one object, or several separated by `;`."""
+    """Parses calls that are JSON objects at the beginning of the response; `;` or blanks may separate several."""
 
     name = "llama_json"
 

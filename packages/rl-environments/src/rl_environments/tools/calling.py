@@ -89,7 +89,7 @@ async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], ti
 
 
 async def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Any:
-    """The function's return value, or the exception it raised."""
+    """Calls the function and returns its return value or the exception that it raised."""
     if not inspect.iscoroutinefunction(function):
         return await _in_a_thread(function, arguments, name)
     try:
@@ -121,7 +121,7 @@ async def _in_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any
             outcome: Any = context.run(function, **arguments)
         except BaseException as error:
             outcome = error
-        with contextlib.suppress(RuntimeError):  # the episode is over and its event loop closed
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed, if the episode has ended
             loop.call_soon_threadsafe(_set, answered, outcome)
 
     thread = threading.Thread(target=run, name=f"tool-{name}", daemon=True)

@@ -50,8 +50,8 @@ class ToolEnvironment:
     """
 
     call_format: ClassVar[CallFormat | None] = None
-    """How the policy writes calls; None: `environment.options.call_format`, else the chat template's format, else any
-    known format, recognised by its tags."""
+    """Format in which the policy writes calls. None selects `environment.options.call_format`, else the chat template's
+    format, else any known format, recognised by its tags."""
     shows_schemas: ClassVar[bool] = True
     """Whether the chat template renders the functions; set it to False if the prompt describes them itself."""
     call_timeout_s: ClassVar[float] = 30.0
@@ -79,11 +79,12 @@ class ToolEnvironment:
             raise ConfigError(f"{type(self).__name__} needs a method `async def judge(self, answer: str) -> float`")
 
     async def judge(self, answer: str) -> float:
-        """The reward of the answer, which contains no call and no thinking; the row is `self.row`."""
+        """Returns the reward for the answer that ends the episode; `self.row` is the row. The answer contains no call
+        and no thinking."""
         raise NotImplementedError
 
     def observation(self, answers: Sequence[Answer]) -> Prompt:
-        """The observation that shows the policy the answers to its calls."""
+        """Returns the observation that shows the policy the answers to its calls."""
         if isinstance(self.row["prompt"], str):
             return "".join(f"\n{answer.text}\n" for answer in answers)
         named = ({} if answer.name is None else {"name": answer.name} for answer in answers)
@@ -131,7 +132,7 @@ class ToolEnvironment:
         return self._format
 
     def metrics(self, reward: float) -> dict[str, float]:
-        """The metrics reported with every turn."""
+        """Returns the metrics that are reported with every turn."""
         return {"accuracy": reward, "calls": float(self.num_calls), "wrong_calls": float(self.num_wrong_calls)}
 
 
@@ -167,7 +168,8 @@ class ToolChoiceEnvironment(ToolEnvironment):
 
 @cache
 def _tool_functions(environment: type) -> Mapping[str, ToolFunction]:
-    """The tools by name, in the order of definition, those of base classes first."""
+    """Returns the tools of an environment class by name, in the order of their definition. The tools of base classes
+    come first."""
     names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
     found = tuple(name for name in names if getattr(inspect.getattr_static(environment, name), _MARK, False))
     if not found:

@@ -33,7 +33,7 @@ _CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
 
 
 class WrongArguments(Exception):
-    """Arguments that do not fit the function; the message is for the policy."""
+    """The arguments of a call do not fit the function's parameters. The policy sees the message."""
 
 
 @attrs.frozen(kw_only=True)
@@ -45,13 +45,13 @@ class ToolFunction:
     name: str
     description: str
     arguments: type[BaseModel]
-    """Checks the arguments; its fields' aliases are the parameters' names."""
+    """Model that validates the arguments; the alias of each field is a parameter's name."""
     schema: ToolSchema
     """The schema for a chat template."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> ToolFunction:
-        """The tool of a function or a bound method.
+        """Makes a tool from a function or a bound method.
 
         Raises:
             ConfigError: a parameter has no type hint, cannot be passed by name, or has a type without JSON schema; or
@@ -74,7 +74,8 @@ class ToolFunction:
         return cls(function=function, name=name, description=description, arguments=arguments, schema=schema)
 
     def checked(self, arguments: Mapping[str, Any], *, is_text: bool) -> dict[str, Any]:
-        """The validated arguments for the function; omitted arguments with a default are left out.
+        """Validates the arguments of a call and returns them for the function. Arguments that the call omits are left
+        out, so the function's defaults apply.
 
         Args:
             is_text: all values are text, as in XML, and are parsed according to the parameters' types.
@@ -110,7 +111,7 @@ def _type_hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except Exception as error:
-        # A type hint is an expression and may raise anything.
+        # A type hint is an expression, so evaluating it may raise any exception.
         raise ConfigError(f"tool {name!r}: its type hints cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -162,7 +163,7 @@ def _problem(error: Any) -> str:
 
 
 def _documented(docstring: str) -> tuple[str, dict[str, str]]:
-    """The descriptions of the function and of each parameter in a docstring (Google style)."""
+    """Returns the description of the function and those of its parameters from a Google-style docstring."""
     heads = "|".join(_SECTIONS)
     parts = re.split(rf"(?im)^({heads}):[ \t]*$", docstring)
     described: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""`rl import-config FILE`. Imports nothing heavy before it runs."""
+"""Defines the command `rl import-config FILE`. Heavy imports happen only when the command runs."""
 
 from __future__ import annotations
 

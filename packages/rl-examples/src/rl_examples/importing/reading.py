@@ -26,14 +26,14 @@ _ALL_ARGUMENTS = ("$@", "$*", "${@}")
 
 @attrs.frozen(kw_only=True)
 class Read:
-    """The content of a file."""
+    """The key-value pairs that were read from a file."""
 
     module: str | None
     """The Python module that a script runs; None for a YAML file."""
     values: Mapping[str, Any]
-    """Key path → value, parsed as YAML; for a repeated key the last value."""
+    """Values, parsed as YAML, by key path. If a key is repeated, the last value counts."""
     remarks: tuple[str, ...] = ()
-    """Parts that could not be read, each with its place."""
+    """Descriptions of parts that could not be read; each begins with the part's place or key."""
 
 
 def read(path: Path) -> Read:
@@ -52,7 +52,7 @@ def read(path: Path) -> Read:
 
 
 def script(text: str, name: str) -> Read:
-    """Reads the last Python command in a script that has `key=value` words; substitutes the script's own variables."""
+    """Reads the last Python command with `key=value` words in a script, and substitutes the script's variables."""
     variables, module, values, remarks = dict(_environment()), None, {}, []
     for line in _commands(_without_arrays(text)):
         for word in _assignments(line):
@@ -113,7 +113,8 @@ def _leaves(node: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
 
 
 def _commands(text: str) -> Iterator[str]:
-    """Yields logical lines without comments; lines that end with a backslash are joined, even around a comment."""
+    """Yields the script's commands without comments. Lines that end with a backslash are joined with the next line,
+    even if there is a comment between them."""
     whole = ""
     for line in text.splitlines():
         stripped = line.strip()
@@ -129,7 +130,7 @@ def _commands(text: str) -> Iterator[str]:
 
 
 def _without_arrays(text: str) -> str:
-    """The script with each use of a whole array, `"${NAME[@]}"`, replaced by the elements that `NAME=(…)` gives it."""
+    """Returns the script with each use of a whole array, `"${NAME[@]}"`, replaced by the elements in `NAME=(…)`."""
     arrays: dict[str, str] = {}
 
     def keep(found: re.Match[str]) -> str:
@@ -150,7 +151,7 @@ def _assignments(line: str) -> list[str]:
     if not _ASSIGNMENT.match(line):
         return []
     try:
-        # A line of several assignments, or an assignment before a command.
+        # The line may have several assignments, or an assignment before a command.
         words = shlex.split(line, posix=False)
     except ValueError:
         return [line]

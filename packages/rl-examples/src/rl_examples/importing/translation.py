@@ -24,18 +24,19 @@ Dialect = Literal["skyrl", "verl"]
 
 @attrs.frozen(kw_only=True)
 class Translation:
-    """A translated configuration and remarks about the translation."""
+    """A translated configuration, with the keys that changed or could not be translated."""
 
     dialect: Dialect
     values: Mapping[str, Any]
-    """Values by this project's keys."""
+    """The values, under this project's keys."""
     changed: tuple[str, ...] = ()
     """Keys that were renamed or have no effect here."""
     left: tuple[str, ...] = ()
     """Keys that could not be translated, each with the reason."""
 
     def as_yaml(self) -> str:
-        """YAML for `rl train`; keys that could not be translated are listed in comments at the top."""
+        """Returns the configuration as YAML for `rl train`; comments at the top list the keys that could not be
+        translated."""
         lines = [f"# Not translated: {reason}" for reason in self.left]
         content = yaml.dump(_nested(self.values), Dumper=Yaml12Dumper, sort_keys=False, allow_unicode=True, width=120)
         return "\n".join([f"# From {_NAMES[self.dialect]}, by rl import-config.", *lines, content])
@@ -48,7 +49,7 @@ _NAMES = {"skyrl": "SkyRL", "verl": "verl"}
 
 
 def dialect_of(found: Read) -> Dialect:
-    """Whether the keys are SkyRL's or verl's."""
+    """Returns whether the keys are SkyRL's or verl's."""
     is_verl = (found.module or "").startswith("verl.") or any(
         key.startswith(("actor_rollout_ref.", "algorithm.", "data.train_files")) for key in found.values
     )
@@ -58,7 +59,7 @@ def dialect_of(found: Read) -> Dialect:
 def translate(found: Read) -> Translation:
     """Translates the keys of a file. Keys that load here are kept; all others are listed."""
     dialect = dialect_of(found)
-    # A file of only this section has the key parts `megatron_config` and `policy` (or `ref`) in the other order.
+    # SkyRL's separate file for this section has keys such as `megatron_config.policy.…`, with the two parts swapped.
     values = {_OF_A_MODEL.sub(r"trainer.\1.megatron_config.", key): value for key, value in found.values.items()}
     changed, left = [], []
     if dialect == "verl":
@@ -98,7 +99,7 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
 
 
 def _skyrl_gym(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """If no installed environment has the name in the script, selects skyrl-gym's environment of this name."""
+    """Selects skyrl-gym's environment with the name in the script if no installed environment has that name."""
     name = given.get(_ENV_CLASS)
     here = [plugin.name for plugin in plugins.installed("rl_core.environments")]
     if not isinstance(name, str) or name in here or ":" in name:
@@ -119,7 +120,8 @@ def _set_engines(given: Mapping[str, Any], values: dict[str, Any]) -> None:
 
 
 def _loadable(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Returns the keys as this project names them, the changes, and the keys that do not load."""
+    """Returns the values that load, under this project's keys; the changes; and the keys that do not load, each with
+    the reason."""
     layer, mistakes = [(key, Given(value, "")) for key, value in values.items()], Mistakes()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

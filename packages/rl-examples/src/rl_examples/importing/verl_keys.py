@@ -1,4 +1,5 @@
-"""verl's keys and their counterparts here. The translation reports keys that are in neither table."""
+"""Tables of verl's keys: those with a counterpart in this project, and those without effect here. The translation
+reports keys that are in neither table."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ import attrs
 
 @attrs.frozen
 class Here:
-    """The counterpart of a verl key."""
+    """This project's counterpart of a verl key."""
 
     key: str
     value: Callable[[Any], Any] = lambda value: value
-    """Converts verl's value. Raises ValueError for a value without a counterpart."""
+    """Converts verl's value to this project's. Raises ValueError for a value without a counterpart."""
 
 
 def _one_of(names: Mapping[Any, Any]) -> Callable[[Any], Any]:

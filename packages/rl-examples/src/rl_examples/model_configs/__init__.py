@@ -1,7 +1,7 @@
-"""The fields of public models' `config.json`, without weights, so that model sizes are known without a network.
+"""Contains the `config.json` of public models, without weights, so that model sizes are known without a network.
 
-One directory per name: `<organisation>/<model>/config.json`. `rl plan` and dry runs find them by the entry point
-`rl_core.model_configs`; a run uses the model's own file, which it fetches with the weights.
+Each model has a directory: `<organisation>/<model>/config.json`. `rl plan` and dry runs find the directories through
+the entry point `rl_core.model_configs`; a run uses the `config.json` that it fetches with the model's weights.
 """
 
 from __future__ import annotations

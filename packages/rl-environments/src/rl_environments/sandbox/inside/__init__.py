@@ -1,2 +1,2 @@
-"""Code that runs next to the untrusted program: its supervisor. The sandbox's interpreter, which runs this code, may be
-another Python (3.8 or later) with only the standard library."""
+"""Supervises the untrusted program, from within the sandbox. The interpreter there may be another Python (3.8 or later)
+with only the standard library, so these modules import nothing else."""

@@ -1,6 +1,7 @@
 """Restricts a process before it runs a program: file descriptors, limits, user, files, system calls.
 
-Constants are those of the kernel's headers; Landlock has no functions in the C library.
+The constants come from the kernel's headers. The C library has no functions for Landlock, so its system calls are made
+by number.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def limit_resources(limits: dict[str, Any], max_processes: int | None) -> None:
 
 
 def change_user(uid: int) -> None:
-    """Permanently becomes a user without groups. Needs root."""
+    """Permanently changes this process's user to `uid`, and leaves all supplementary groups. Needs root."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -78,8 +79,8 @@ def act_as_user(uid: int, own_uid: int) -> None:
 
 
 def restrict_files(readable: list[str], writable: list[str]) -> None:
-    """Landlock: only files below `readable` can be opened, and only files below `writable` changed; if the kernel
-    supports it, TCP, abstract sockets and signals to processes outside are refused too."""
+    """Uses Landlock to let this process read only files below `readable` and change only files below `writable`. Newer
+    kernels also refuse TCP, abstract sockets, and signals to processes outside."""
     version = landlock_version()
     every_access = (1 << 13) - 1
     every_access |= (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
@@ -108,7 +109,7 @@ def _allow_below(ruleset: int, path: str, access: int, truncate: int) -> None:
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock. Raises OSError if the kernel has none, or it is not enabled."""
+    """Returns the version of the kernel's Landlock. Raises OSError if the kernel lacks Landlock or has it disabled."""
     return _call(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
 
 
@@ -124,7 +125,7 @@ def filter_calls(instructions: bytes) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes descendants whose parent ends children of this process."""
+    """Makes this process the new parent of a descendant when the descendant's parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,5 +1,5 @@
-"""Messages to and from a process: four bytes of length, then JSON. Used for the sandbox's supervisor, and for the
-processes that compare answers (`judge_pool`)."""
+"""Exchanges messages with a process; each message is four bytes of length, then JSON. The sandbox's supervisor and the
+processes that compare answers (`judge_pool`) use these messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def send(fd: int, message: dict[str, Any]) -> None:
 
 
 def receive(fd: int) -> dict[str, Any] | None:
-    """The next message; None at the end."""
+    """Reads the next message; returns None at the end of the stream."""
     head = _exactly(fd, LENGTH.size)
     body = _exactly(fd, LENGTH.unpack(head)[0]) if head is not None else None
     return None if body is None else json.loads(body)

@@ -8,7 +8,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def descendants_of(pid: int) -> list[int]:
-    """The ids of all descendants of a process. A descendant whose own parent has ended is found only if `pid` or
+    """Returns the ids of all descendants of a process. If a descendant's parent has ended, it is found only if `pid` or
     another descendant has adopted it (`confinement.adopt_orphans`)."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if pid == 1:  # every other process of a PID namespace descends from its process 1
@@ -22,8 +22,8 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def memory_of(pids: list[int], bound: int) -> int:
-    """Resident bytes of these processes. Shared pages are counted once only if the plain sum, which is much cheaper to
-    read, is above `bound`."""
+    """Returns the resident bytes of these processes. The plain sum, which counts shared pages several times, is much
+    cheaper to read, so shared pages are counted once only if that sum is above `bound`."""
     resident = {pid: _resident(pid) for pid in pids}
     total = sum(resident.values())
     if total <= bound:
@@ -43,7 +43,8 @@ def _resident(pid: int) -> int:
 
 
 def _share(pid: int, resident: int) -> int:
-    """Its private pages plus its proportional share of shared pages; `resident` if that may not be read."""
+    """Returns the bytes of a process's private pages plus its share of the shared ones, or `resident` if this process
+    may not read them."""
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024

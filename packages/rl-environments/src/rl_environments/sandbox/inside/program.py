@@ -23,10 +23,10 @@ def run(program: str, test: dict[str, Any], record_fd: int, token: str) -> int:
     """Runs one test; returns the exit code.
 
     Args:
-        record_fd: descriptor to which a record is written: the function's result, that the check passed, or that the
-            program has a syntax error.
-        token: part of every record. A program that writes to `record_fd` does not know it, unless it searches this
-            process.
+        record_fd: descriptor for the record, which holds the function's result, or says that the check passed or that
+            the program has a syntax error.
+        token: secret in every record. A program that writes a false record does not know the token, unless it searches
+            the memory of this process.
     """
     _open_standard_streams()
 

@@ -6,7 +6,8 @@ produces     one message per outcome (stdout)
 waits for    the test's process, at most `wall_s`; the next test (no deadline)
 unblocked by the end of stdin, which also occurs if the writer is killed
 
-With bubblewrap it is process 1 of its namespace, so no process inside can end it. With Landlock it stays root.
+With bubblewrap, the supervisor is process 1 of its namespace, so no process in the namespace can end it. With Landlock,
+it stays root, so the slot's user cannot end it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _MOST_FILES = 1 << 20
 
 
 def main() -> None:
-    """Serves until stdin ends."""
+    """Runs one test per message until stdin ends. If the first message has `clear`, only ends the processes that an
+    earlier supervisor has left."""
     box = frames.receive(0)
     if box is None:
         return
@@ -64,7 +66,7 @@ def _prepare(box: dict[str, Any]) -> None:
     confinement.hide_memory()
     end_all(box)
     prepare_work(box)
-    # The garbage collector ignores objects that exist now, so children share their pages.
+    # Exclude all existing objects from garbage collection, so that children continue to share their memory pages.
     gc.collect()
     gc.freeze()
 
@@ -80,7 +82,7 @@ def _outcome(box: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
 
 
 class _TestRun:
-    """One test: its process, its pipes, and the limits that the kernel does not enforce."""
+    """Runs one test: starts its process, serves its pipes, and enforces the limits that the kernel does not enforce."""
 
     def __init__(self, box: dict[str, Any], test: dict[str, Any]) -> None:
         self._box, self._limits = box, box["limits"]
@@ -98,9 +100,10 @@ class _TestRun:
             self._selector.register(fd, selectors.EVENT_READ, name)
         os.set_blocking(self._stdin_fd, False)
         self._selector.register(self._stdin_fd, selectors.EVENT_WRITE, "stdin")
-        with contextlib.suppress(AttributeError, OSError):  # before Python 3.9 or Linux 5.3: seen at the next check
+        # Before Python 3.9 or Linux 5.3, the process's end is noticed only at the next check.
+        with contextlib.suppress(AttributeError, OSError):
             self._selector.register(os.pidfd_open(self._pid), selectors.EVENT_READ, "process")
-        # Nothing is sent while a test runs, so if this is readable, it is the end of stdin.
+        # No message arrives while a test runs, so stdin becomes readable only when it ends.
         self._selector.register(0, selectors.EVENT_READ, "user")
 
     def played(self) -> dict[str, Any]:
@@ -163,7 +166,7 @@ class _TestRun:
             self._close(fd)
 
     def _take(self, fd: int, name: str) -> bool:
-        """Reads once; returns whether there was anything."""
+        """Reads once from a pipe; returns whether it held any data."""
         try:
             piece = os.read(fd, _PIECE)
         except BlockingIOError:
@@ -211,7 +214,7 @@ def _started(box: dict[str, Any], test: dict[str, Any]) -> tuple[int, dict[str, 
 
 
 def _become_test(box: dict[str, Any], test: dict[str, Any], ends: tuple[int, ...]) -> None:
-    """The child's side of the fork; does not return."""
+    """Confines the forked child and runs the test in it; does not return."""
     code = _CONFINEMENT_FAILED
     try:
         # Duplicated above their final numbers, so that none is overwritten before it is moved.
@@ -235,6 +238,6 @@ def _become_test(box: dict[str, Any], test: dict[str, Any], ends: tuple[int, ...
 
 
 def _reaped(pid: int) -> tuple[int, float] | None:
-    """The status and CPU time of a child that has ended; None while it runs."""
+    """Returns the status and CPU time of a child that has ended; None while it runs."""
     ended, status, usage = os.wait4(pid, os.WNOHANG)
     return (status, usage.ru_utime + usage.ru_stime) if ended else None

@@ -1,4 +1,4 @@
-"""The only directory that a test may write to, emptied for each test."""
+"""Prepares the only directory that a test may write to, and empties it before each test."""
 
 from __future__ import annotations
 
