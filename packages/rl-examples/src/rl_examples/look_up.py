@@ -9,7 +9,7 @@ are guesses.
 Deliberately omitted: a reference model and a KL term, a reward for searching.
 
 Run:      rl train look_up       (see what it plays: rl generate look_up --output episodes.jsonl)
-Control:  rl train look_up environment.env_class=mixed_up_look_up      (each search shows another person's number)
+Control:  rl train look_up environment.env_class=mixed_up_look_up      (each search shows a random number)
 """
 
 from __future__ import annotations
