@@ -76,5 +76,5 @@ def test_no_number_is_there_twice():
 
 
 def test_an_unknown_processor_is_an_error():
-    with pytest.raises(ConfigError, match=r"got the processor 'riscv64'; expected one .*\(x86_64, aarch64"):
+    with pytest.raises(ConfigError, match=r"got the processor 'riscv64'; expected one of x86_64, aarch64"):
         seccomp_filter("riscv64")

@@ -39,7 +39,7 @@ def refused(check: Callable[[], object]) -> str:
         ),
         (
             {"generator__eval_sampling_params__max_generate_length": 100},
-            "generator.eval_sampling_params.max_generate_length: got 100, and .* set it to at most 63",
+            "generator.eval_sampling_params.max_generate_length: got 100, but .* set it to at most 63",
         ),
         (
             {"generator__inference_engine__weight_sync_backend": "cuda_ipc"},

@@ -114,9 +114,9 @@ def test_a_reward_model_learns_and_is_saved_with_its_head(
             "generator.eval_n_samples_per_prompt: got 1, expected 2",
         ),
         ({**PAIRS, "trainer__algorithm__loss_reduction": "token_mean"}, "set it to prompt_token_sum"),
-        ({**PAIRS, "trainer__policy_mini_batch_size": 4}, "correct for a single optimizer step"),
-        ({**PAIRS, "trainer__update_epochs_per_batch": 2}, "correct for a single optimizer step"),
-        ({"trainer__algorithm__policy_loss_type": "reward_model"}, "take pairs from data, with generator.type=dataset"),
+        ({**PAIRS, "trainer__policy_mini_batch_size": 4}, "correct only for a single optimizer step"),
+        ({**PAIRS, "trainer__update_epochs_per_batch": 2}, "correct only for a single optimizer step"),
+        ({"trainer__algorithm__policy_loss_type": "reward_model"}, "use stored pairs, with generator.type=dataset"),
         ({**REWARD_MODEL, "trainer__strategy": "fsdp1"}, "fsdp1 cannot train a model with a value head"),
         ({**SUPERVISED, "generator__response_key": "reply"}, "train.parquet:1: the row has no response"),
         (

@@ -154,7 +154,7 @@ def test_the_other_models_of_a_run_are_checked_too(section, changes, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("command", "said"), [("train", "later      trainer.policy.model.path: proved at the"), ("plan", "proved")]
+    ("command", "said"), [("train", "later      trainer.policy.model.path: will be proved at the"), ("plan", "proved")]
 )
 def test_where_it_cannot_be_proved_a_dry_run_says_that_the_start_will(command, said, tmp_path, monkeypatch):
     monkeypatch.setattr(model_proof, "_proved_here", set())
