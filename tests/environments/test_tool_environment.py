@@ -99,7 +99,7 @@ def test_what_cannot_work_is_refused_with_what_to_change():
         Offers(ROW, {})
     with pytest.raises(ConfigError, match="Renamed: the tool 'reset' has the name of a member of ToolEnvironment; ren"):
         Renamed(ROW, {})
-    with pytest.raises(ConfigError, match=r"Named.call_format: got 'hermes'; .* into environment.options.call_format"):
+    with pytest.raises(ConfigError, match=r"Named.call_format: got 'hermes'; .* set environment.options.call_format"):
         Named(ROW, {})
 
 
