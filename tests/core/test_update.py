@@ -146,10 +146,10 @@ FORCED = [[0, 0, 0, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0]]
 """Whether each token of three episodes is forced. The first token is the prompt; the last one has the reward."""
 
 
-def episodes(*, forced: bool) -> Batch:
-    """Three episodes of one group, each with two tokens that the policy chose; `forced`: with the tokens of FORCED."""
+def episodes(marks: list[list[int]], *, forced: bool) -> Batch:
+    """Episodes of one group; `marks`: whether each token is forced; without `forced`, these tokens are left out."""
     sequences = []
-    for number, (is_forced, reward) in enumerate(zip(FORCED, [1.0, 0.0, 0.5], strict=True)):
+    for number, (is_forced, reward) in enumerate(zip(marks, [1.0, 0.0, 0.5], strict=False)):
         kept = [mark for mark in is_forced if forced or not mark]
         sequences.append(
             {
@@ -173,10 +173,18 @@ def test_forced_tokens_do_not_change_the_advantages_of_the_others(name: str):
     values_T = torch.arange(len(is_forced_T)).sqrt()
     params = {"gamma": 0.9} if name in ("gae", "reinforce++") else {}
     estimator = load_estimator(name, params)
-    made = with_advantages(episodes(forced=True).with_columns(values=values_T), estimator, params)
-    without = with_advantages(episodes(forced=False).with_columns(values=values_T[~is_forced_T]), estimator, params)
+    made = with_advantages(episodes(FORCED, forced=True).with_columns(values=values_T), estimator, params)
+    without = with_advantages(
+        episodes(FORCED, forced=False).with_columns(values=values_T[~is_forced_T]), estimator, params
+    )
     torch.testing.assert_close(made["advantages"][~is_forced_T], without["advantages"])
     assert made["advantages"].any()
+
+
+def test_the_reward_of_an_episode_that_is_forced_whole_reaches_no_other_episode():
+    batch = episodes([[0, 0, 0], [0, 1], [0, 1, 1]], forced=True)
+    made = with_advantages(batch, reinforce_plus_plus_advantages, {})
+    assert made["returns"].tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_an_estimator_that_needs_what_no_run_makes_is_refused_by_parameter():
