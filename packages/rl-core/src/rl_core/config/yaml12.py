@@ -20,20 +20,17 @@ _SCALARS = (
 class Yaml12Loader(yaml.SafeLoader):
     """Loader with the scalars of YAML 1.2."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's add_implicit_resolver writes into this dict of the class
-
 
 class Yaml12Dumper(yaml.SafeDumper):
     """Writes YAML that `Yaml12Loader` reads back unchanged: text that looks like a number is quoted."""
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012 - as above
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
-for _tag, _pattern, _first in _SCALARS:
-    for _class in (Yaml12Loader, Yaml12Dumper):
+for _class in (Yaml12Loader, Yaml12Dumper):
+    _class.yaml_implicit_resolvers = {}  # otherwise PyYAML adds to those of YAML 1.1
+    for _tag, _pattern, _first in _SCALARS:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 

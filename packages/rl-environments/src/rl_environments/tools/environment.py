@@ -80,8 +80,8 @@ class ToolEnvironment:
 
     async def judge(self, answer: str) -> float:
         """Returns the reward for the answer that ends the episode; `self.row` is the row. The answer contains no call
-        and no thinking."""
-        raise NotImplementedError
+        and no thinking. Define it in the subclass, unless the subclass has its own `step`."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method `async def judge(self, answer: str) -> float`")
 
     def observation(self, answers: Sequence[Answer]) -> Prompt:
         """Returns the observation that shows the policy the answers to its calls."""
