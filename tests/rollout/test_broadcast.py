@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -182,6 +183,23 @@ def test_a_closed_sync_is_refused_at_once(sync):
     with pytest.raises(WeightSyncError, match="is closed"):
         transport.sender(rendezvous, 0, 1).send(drained, 0)
     assert next(drained, None) is None, "the buckets must be drained, or the other ranks would wait for this one"
+
+
+@pytest.mark.timeout(60)
+def test_a_sync_that_closes_while_a_participant_connects_is_refused_long_before_the_deadline(monkeypatch):
+    """Otherwise, an engine that breaks off a sync when the controller closes it, hangs and is restarted."""
+    transport, connect = BroadcastTransport(timeout_s=120.0), socket.create_connection
+    monkeypatch.setattr("rl_rollout.transports.channel._CONNECT_S", 120.0)
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+
+    def connect_and_close(*args, **options):
+        connection = connect(*args, **options)
+        transport.close(rendezvous)
+        return connection
+
+    monkeypatch.setattr(socket, "create_connection", connect_and_close)
+    with pytest.raises(WeightSyncError, match="is closed"):
+        Channel(rendezvous.data)
 
 
 def dies_after_a_bucket(rendezvous):

@@ -26,7 +26,8 @@ from rl_core.errors import DeadlineError, WeightSyncError
 from rl_rollout.transports.signed_store import SignedStore
 
 _OPENED, _LENGTH, _RECEIVERS, _BROKEN = "opened", "log/length", "receivers", "broken"
-_CONNECT_S = 30.0
+_CONNECT_S, _ATTEMPT_S = 30.0, 3.0
+"""Longest time to connect to a store, and of one attempt."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
 """First and longest polling interval of a wait. Torch's own wait is not used, because it writes two lines to stderr
 whenever it times out."""
@@ -89,15 +90,7 @@ class Channel:
         self.num_ranks: int = data["num_ranks"]
         self.num_receivers: int = data["num_receivers"]
         try:
-            # This fails at once if the store no longer exists, while torch would keep trying to reach it.
-            socket.create_connection((data["host"], data["port"]), timeout=_CONNECT_S).close()
-            store = TCPStore(
-                data["host"],
-                data["port"],
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=min(self.timeout_s, _CONNECT_S)),
-            )
+            store = _connected(data["host"], data["port"], within_s=min(self.timeout_s, _CONNECT_S))
             store.set_timeout(timedelta(seconds=self.timeout_s))
             self.store = SignedStore(store, data["secret"])
             self.store.get(_OPENED)
@@ -188,6 +181,20 @@ class Channel:
         except dist.DistError as error:
             raise _closed(error) from error
         raise DeadlineError(f"waited {told_s or timeout_s:g} s for {what}")
+
+
+def _connected(host: str, port: int, *, within_s: float) -> TCPStore:
+    """Connects to a store. Raises OSError or DistError if it is closed or does not answer in time."""
+    deadline, timeout = time.monotonic() + within_s, timedelta(seconds=min(within_s, _ATTEMPT_S))
+    while True:
+        # This fails at once if the store no longer exists, while torch would keep trying to reach it. The store may
+        # also be closed between this line and torch's attempt, so an attempt is short.
+        socket.create_connection((host, port), timeout=within_s).close()
+        try:
+            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except dist.DistError:
+            if time.monotonic() >= deadline:
+                raise
 
 
 def this_process() -> str:
