@@ -93,15 +93,23 @@ def record(quantity: str, error: float, unit: float) -> None:
 
 
 async def test_real_text_scores_as_in_transformers(server: RunningServer, reference: Reference):
-    logprobs_T = await logprobs_of(server, reference)
-    assert len(logprobs_T) == 2000
+    """The largest of 2,000 differences is decided by rounding at the worst-conditioned token, so it depends on the
+    processor: 4.5e-5 with AVX-512, but 1.2e-4 with AVX2, where vLLM's attention has other kernels, with the same
+    error on average. The root mean square says more: it is 1.0e-5 there, and 5.8e-5 if a single matrix of the model
+    is multiplied by 1.0001.
+    """
+    difference_T = await logprobs_of(server, reference) - reference.logprobs_T
+    assert len(difference_T) == 2000
+    require_within("log-probs, RMS", difference_T.square().mean().sqrt().item(), 2e-5)
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        require_within("log-probs", difference_T.abs().max().item(), 1e-4)
+
+
+def require_within(quantity: str, difference: float, limit: float) -> None:
+    """Writes a float32 row of the parity table, and fails if the difference exceeds the limit."""
     measurement = Measurement(
-        backend="vllm",
-        mesh="SmolLM2-135M-Instruct",
-        quantity="log-probs",
-        difference=float((logprobs_T - reference.logprobs_T).abs().max()),
-        limit=1e-4,
+        backend="vllm", mesh="SmolLM2-135M-Instruct", quantity=quantity, difference=difference, limit=limit
     )
     write_down(measurement)
-    print(f"\nvLLM: log-probs {measurement}")
-    assert measurement.difference <= measurement.limit, "30 layers of float32 sums must agree within the limit"
+    print(f"\nvLLM: {quantity} {measurement}")
+    assert difference <= limit, f"{quantity}: {measurement}"

@@ -18,6 +18,7 @@ import attrs
 DIRECTORY_VARIABLE = "RL_PARITY_DIR"
 QUANTITIES: dict[str, str] = {
     "log-probs": "absolute, any token",
+    "log-probs, RMS": "root mean square over all tokens",
     "entropies": "absolute, any token",
     "loss": "of the policy, relative",
     "cross-entropy": "of all tokens, relative",
