@@ -45,7 +45,7 @@ def test_every_command_in_the_documents_is_accepted(
 ):
     """Checks the subcommand, its options and every key; loads the command's configuration, if any. Nothing runs."""
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
-    for name in ("run.sh", "rows.parquet"):
+    for name in ("run.sh", "rows.parquet", "rows.jsonl"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     name, *words = [NAMES_OF_A_USER.get(word) or word for word in COMMANDS[command]]
