@@ -45,8 +45,8 @@ accuracy, so seed 0 begins between 0.177 and 0.251 in these rows.
   problems.
 
 Cases without a row, such as `lora_two_servers` with its two vLLM servers, were not run yet; only `control`, the quick
-start's own control, was run, and its result is in [bounds](bounds.md#what-learns). The recipe `gsm8k` and the recipes of
-public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they need pretrained models and GPUs.
+start's own control, was run, and its result is in [bounds](bounds.md#what-learns). The recipe `gsm8k` and the recipes
+of public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they need pretrained models and GPUs.
 
 ![Held-out accuracy against the step, a panel per case](learning.png)
 
