@@ -1,4 +1,4 @@
-# An image with everything, for machines with NVIDIA GPUs. Its steps are those of README.md, and a test compares them.
+# An image with everything, for machines with NVIDIA GPUs. Its steps are those of docs/install_gpu.md, and a test compares them.
 #
 #   docker build -t rl . && docker run --gpus all -it rl rl doctor
 #

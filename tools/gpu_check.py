@@ -435,7 +435,7 @@ def _is_of_libraries(module: str) -> bool:
 
 
 def pinned_versions() -> dict[str, str]:
-    """The libraries' versions in the GPU locks, which README.md and the Dockerfile install."""
+    """The libraries' versions in the GPU locks, which the Dockerfile installs."""
     pins = [pin for lock in (locks.GPU_LOCK, locks.KERNELS_LOCK) for pin in locks.read_pins((ROOT / lock).read_text())]
     pinned = {pin.name: pin.version for pin in pins}
     return {distribution: pinned[distribution] for distribution in LIBRARIES}
