@@ -70,6 +70,7 @@ def test_a_backends_section_without_a_model_is_that_of_the_trained_models_or_of_
 def test_other_spellings_of_values_are_accepted():
     assert from_mapping({}, ["trainer.strategy=fsdp2"]).trainer.strategy == "fsdp"
     assert from_mapping({}, ["trainer.resume_mode=null"]).trainer.resume_mode == "none"
+    assert from_mapping({}, ["data.val_data=null"]).data.val_data == ()
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_other_spellings_of_values_are_accepted():
         ("trainer.fully_async.max_staleness_steps=4", r"use trainer\.max_staleness"),
         ("generator.use_conversation_multi_turn=false", r"never re-rendered as text"),
         ("trainer.algorithm.value_head_prefix=score", r"head is called value_head"),
+        ("generator.enable_http_endpoint=true", r"set generator\.inference_engine\.router_port"),
     ],
 )
 def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, successor: str):
@@ -93,6 +95,8 @@ def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, s
         "trainer.flash_attn=true",
         "trainer.flash_attn=false",
         "generator.batched=true",
+        "generator.enable_http_endpoint=false",
+        "generator.override_existing_update_group=enable",
         "trainer.algorithm.use_tis=false",
         "trainer.algorithm.tis_imp_ratio_cap=-1.0",
         "trainer.num_logger_train_samples=-1",

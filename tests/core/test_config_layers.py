@@ -143,6 +143,14 @@ def test_a_recipe_that_is_not_there_or_is_none_is_refused():
         load("run.yaml", tiny=True)
 
 
+def test_a_colon_without_a_space_does_not_make_a_key():
+    message = r"generator\.chat_template_kwargs: 'thinking:false' is a key without a value; write \{thinking: false\}"
+    with pytest.raises(ConfigError, match=message):
+        from_mapping({}, ["generator.chat_template_kwargs={thinking:false}"])
+    options = from_mapping({}, ["environment.options={'a:b': 1, c: , d:e: ''}"]).environment.options
+    assert options == {"a:b": 1, "c": None, "d:e": ""}
+
+
 def test_a_key_that_is_not_text_is_refused():
     with pytest.raises(ConfigError, match=r"environment\.options: a key must be text, not 1"):
         from_mapping({"environment": {"options": {1: 2}}})

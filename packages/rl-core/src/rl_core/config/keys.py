@@ -34,6 +34,7 @@ VALUE_ALIASES: Mapping[tuple[str, Any], Any] = {
     ("trainer.strategy", "fsdp2"): "fsdp",
     ("trainer.resume_mode", None): "none",
     ("trainer.tags", None): (),
+    ("data.val_data", None): (),
     ("generator.sampling_params.stop", None): (),
     ("generator.inference_engine.weight_sync_backend", "nccl"): "broadcast",
     ("generator.inference_engine.weight_sync_backend", "gloo"): "broadcast",
@@ -49,6 +50,8 @@ TAKEN_AS = {
     "environment.skyrl_gym": "environment.options",
     "generator.num_inference_engines": f"{_ENGINE}num_engines",
     "generator.remote_inference_engine_urls": f"{_ENGINE}external_server_urls",
+    "generator.remote_urls": f"{_ENGINE}external_server_urls",
+    f"{_ENGINE}remote_urls": f"{_ENGINE}external_server_urls",
     **{
         f"generator.inference_engine_{kind}_parallel_size": f"{_ENGINE}{kind}_parallel_size"
         for kind in ("tensor", "pipeline", "data", "expert")
@@ -161,6 +164,7 @@ _ONE_RANK = "how sequences are split over ranks is set in the backend's own sect
 _CHUNKS = "trainer.logprobs_chunk_size limits how many tokens' logits are in memory at a time"
 _LOCAL_ONLY = "no engine of this version supports it"
 _SAMPLES = "samples are written to samples.jsonl"
+_AGENTS = "set generator.inference_engine.router_port if agents outside the run use the policy"
 _ALLOCATOR = "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
 
 UNSUPPORTED: dict[str, Unsupported] = {
@@ -323,6 +327,10 @@ for _key in ("trainer.ref", "trainer.critic"):
     ):
         UNSUPPORTED[f"{_key}.{_name}"] = UNSUPPORTED[f"trainer.policy.{_name}"]
 for _name, _unsupported in {
+    "enable_http_endpoint": Unsupported(_AGENTS, (False,)),
+    "http_endpoint_host": Unsupported("set generator.inference_engine.host", ("127.0.0.1",)),
+    "http_endpoint_port": Unsupported(_AGENTS, (8000,)),
+    "override_existing_update_group": Unsupported("every run has a new group for weight syncs", is_harmless=True),
     "vllm_v1_disable_multiproc": Unsupported("the engine core always has its own process", (True, False)),
     "enable_ray_prometheus_stats": Unsupported("every server has vLLM's metrics at /metrics", (True, False)),
     "offload_kv_for_weight_sync": Unsupported("set trainer.placement.colocate_all=true", (False,)),

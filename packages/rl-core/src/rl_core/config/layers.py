@@ -103,6 +103,12 @@ def _leaves_of_node(
         if not isinstance(key_node, yaml.ScalarNode):
             mistakes.add(ConfigError(f"{source}: a key must be text, not a list or a mapping"))
             continue
+        name_there, colon, value_there = key_node.value.partition(":")
+        is_empty = isinstance(value_node, yaml.ScalarNode) and value_node.style is None and not value_node.value
+        if colon and key_node.style is None and is_empty:
+            remedy = f"write {{{name_there}: {value_there}}}"
+            mistakes.add(ConfigError(f"{above or source}: {key_node.value!r} is a key without a value; {remedy}"))
+            continue
         path = f"{above}.{key_node.value}" if above else key_node.value
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _leaves_of_node(loader, value_node, path, name, mistakes)
