@@ -94,14 +94,18 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def test_a_script_of_skyrl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/elsewhere/me")
+    monkeypatch.delenv("RUN", raising=False)
     file, output = write(tmp_path, "run.sh", SKYRL), tmp_path / "out" / "run.yaml"
     result = CliRunner().invoke(import_config, [str(file), "--output", str(output)])
     assert result.exception is None, result.output
     assert "generator.batched: has no effect and can be removed" in result.stderr
     assert "not translated   trainer.recompute_old_logprobs_per_minibatch: not supported" in result.stderr
-    assert "not translated   trainer.run_name: $RUN has no value in the script" in result.stderr
+    assert (
+        "trainer.run_name=$RUN: $RUN has no value in the script or the environment; set it: RUN=… rl" in result.stderr
+    )
     assert "# Not translated: trainer.recompute_old_logprobs_per_minibatch" in output.read_text()
     config = load(str(output)).config
+    assert config.trainer.run_name == "run"
     assert config.data.train_data == ("/elsewhere/me/data/gsm8k/train.parquet",)
     assert config.trainer.placement.policy_num_gpus_per_node == 4
     engine = config.generator.inference_engine
@@ -205,10 +209,15 @@ def test_a_whole_script_of_the_documents_is_translated_without_a_rest(tmp_path: 
 
 
 def test_a_key_that_nobody_knows_is_listed_and_the_rest_loads(tmp_path: Path):
-    text = "python -m skyrl.train.main trainer.epochs=2 trainer.secret=3 trainer.seed=abc\n"
+    text = "python -m skyrl.train.main trainer.epochs=2 trainer.secret=3 generator.secret=3 trainer.seed=abc\n"
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert translation.values == {"trainer.epochs": 2}
-    assert [reason.partition(":")[0] for reason in translation.left] == ["trainer.secret", "trainer.seed"]
+    assert [reason.partition(":")[0] for reason in translation.left] == [
+        "trainer.secret",
+        "trainer.seed",
+        "generator.secret",
+    ]
+    assert "(code" not in "".join(translation.left)
 
 
 def test_an_environment_of_skyrl_gym_keeps_its_name_and_its_section(tmp_path: Path):
@@ -247,6 +256,120 @@ python -m skyrl.train.main "${MORE[@]}" trainer.strategy=fsdp2 "$@"
         "trainer.epochs": 3,
         "trainer.strategy": "fsdp",
     }
+
+
+def test_expansions_of_bash_have_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/elsewhere/me")
+    monkeypatch.setenv("SEED_OF_MINE", "11")
+    text = """\
+NODES=2
+DATA_DIR="${DATA_DIR_OF_MINE:-$HOME/my data}"
+TOTAL=$((NODES * 8)) # not SEED=99
+python -m skyrl.train.main \\
+  data.train_data="['$DATA_DIR/train.parquet']" \\
+  trainer.train_batch_size=$(( (TOTAL + 16) * 4 )) \\
+  trainer.policy_mini_batch_size=$(($TOTAL/3)) \\
+  trainer.epochs=${EPOCHS_OF_MINE:-${NODES}} \\
+  trainer.seed=$SEED_OF_MINE \\
+  trainer.run_name='a b' # trainer.epochs=99
+"""
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.left == ()
+    assert translation.values == {
+        "data.train_data": ["/elsewhere/me/my data/train.parquet"],
+        "trainer.train_batch_size": 128,
+        "trainer.policy_mini_batch_size": 5,
+        "trainer.epochs": 2,
+        "trainer.seed": 11,
+        "trainer.run_name": "a b",
+    }
+
+
+def test_what_only_bash_can_compute_is_listed_and_not_loaded(tmp_path: Path):
+    text = """\
+RUN=run_$(date +%Y)
+python -m skyrl.train.main trainer.epochs=2 trainer.run_name=$RUN trainer.seed=${A_B##*_} trainer.tags=[$((1/0))] \\
+  $MORE_KEYS ~trainer.ref.fsdp_config --config-name=base trainer.project_name="\\${trainer.strategy}" "$@"
+"""
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.values == {"trainer.epochs": 2, "trainer.project_name": "${trainer.strategy}"}
+    more, removed, file, name, seed, tags = translation.left
+    assert more.startswith(
+        "$MORE_KEYS has no value in the script or the environment; set it: MORE_KEYS=… rl import-config"
+    )
+    assert more.endswith("its keys are missing")
+    assert removed.startswith("~trainer.ref.fsdp_config: a key cannot be removed here; it keeps its default")
+    assert file.startswith("--config-name=base: names a file of Hydra's")
+    assert name.startswith("trainer.run_name=run_$(date")
+    assert seed.endswith("${A_B##*_} is not computed; write its value into the script")
+    assert tags.startswith("trainer.tags=[$((1/0))]")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        'if [ "$BIG" ]; then\n  EPOCHS=3\nfi',
+        'if [ "$BIG" ]; then EPOCHS=3; fi',
+        '[[ -n "$BIG" ]] && EPOCHS=3',
+        "for EPOCHS in 3 4; do\n  EPOCHS=5\ndone",
+    ],
+)
+def test_a_variable_that_a_branch_sets_is_to_be_checked(tmp_path: Path, lines: str):
+    text = f"EPOCHS=2\nSEED=1\n{lines}\nSEED=4\npython -m skyrl.train.main trainer.epochs=$EPOCHS trainer.seed=$SEED\n"
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    value = translation.values["trainer.epochs"]
+    assert translation.left == (
+        f"EPOCHS: is set in a branch or a loop; '{value}' was used; check the keys that use it",
+    )
+
+
+def test_mappings_are_merged_and_need_no_space_after_a_colon(tmp_path: Path):
+    section = "trainer.policy.megatron_config.transformer_config_kwargs"
+    text = (
+        f"python -m skyrl.train.main trainer.strategy=megatron {section}.recompute_granularity=full "
+        f"'{section}={{recompute_num_layers: 1}}' generator.chat_template_kwargs={{thinking:false,word:'a:b'}}\n"
+    )
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.left == ()
+    assert translation.values == {
+        "trainer.strategy": "megatron",
+        f"{section}.recompute_granularity": "full",
+        f"{section}.recompute_num_layers": 1,
+        "generator.chat_template_kwargs.thinking": False,
+        "generator.chat_template_kwargs.word": "a:b",
+    }
+
+
+def test_the_command_of_bash_c_is_read(tmp_path: Path):
+    text = """\
+EXTRA="trainer.seed=7 trainer.epochs=3"
+srun bash -lc "python -m skyrl.train.main data.train_data=\\"['/d/my data/t.parquet']\\" $EXTRA"
+"""
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.left == ()
+    assert translation.values == {
+        "data.train_data": ["/d/my data/t.parquet"],
+        "trainer.seed": 7,
+        "trainer.epochs": 3,
+    }
+
+
+def test_each_command_of_a_line_is_read_alone(tmp_path: Path):
+    text = "python data.py a=1 b=2 && python -m skyrl.train.main trainer.epochs=2 trainer.seed=3 2>&1 | tee $LOG x=4\n"
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert (translation.values, translation.left) == ({"trainer.epochs": 2, "trainer.seed": 3}, ())
+
+
+def test_an_empty_mapping_removes_no_keys(tmp_path: Path):
+    section = "trainer.policy.megatron_config.transformer_config_kwargs"
+    text = f"python -m skyrl.train.main trainer.strategy=megatron {section}.recompute_granularity=full {section}={{}}\n"
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert "recompute_granularity: full" in translation.as_yaml()
+
+
+def test_an_unreadable_command_is_named_if_there_is_no_other(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"found neither\n.*'python main\.py a=\"1 b=2' cannot be read as a command"):
+        read(write(tmp_path, "run.sh", 'python main.py a="1 b=2\n'))
 
 
 def test_keys_without_a_counterpart_say_what_does_it_here(tmp_path: Path):

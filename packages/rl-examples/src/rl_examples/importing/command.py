@@ -13,6 +13,9 @@ import click
 def import_config(file: Path, output: Path | None) -> int:
     """Translate FILE, a launch script or a YAML file of SkyRL or verl, into a file for `rl train`.
 
+    A script is not run. Variables that it does not set are read from the environment: DATA_DIR=/data rl import-config
+    run.sh. If a value would have to be computed by bash, the key is left out and listed.
+
     Lists the keys that have another name here, that have no effect, and that could not be translated. If a key could
     not be translated, the exit code is 1, and comments in the new file name the key.
     """

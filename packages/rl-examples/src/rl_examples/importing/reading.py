@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import yaml
 
 from rl_core.config.yaml12 import Yaml12Loader
 from rl_core.errors import ConfigError
+from rl_examples.importing.shell import expanded, set_in_branches, unexpanded, unquoted, words
 
 _ASSIGNMENT = re.compile(r"^(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+):?=(.*?)\}"?\s*(?:#.*)?$""", re.DOTALL)
 _ARRAY = re.compile(r"^[ \t]*(?:[a-z]+\s+(?:-a\s+)?)?(\w+)(\+?)=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
 _WHOLE_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_USED = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _KEY = re.compile(r"^(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w-]+)*)(?:=(.*))?$", re.DOTALL)
-_ALL_ARGUMENTS = ("$@", "$*", "${@}")
+_OPERATOR = re.compile(r"^[|&;]+$")
+_HYDRA_FILE = re.compile(r"^(?:--config-(?:name|path|dir)|-cn|-cp|-cd)(?:=|$)")
 
 
 @attrs.frozen(kw_only=True)
@@ -47,32 +50,40 @@ def read(path: Path) -> Read:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     found = _yaml(text, str(path)) if path.suffix in (".yaml", ".yml") else script(text, str(path))
     if not found.values:
-        raise ConfigError(f"{path}: expected a Python command with key=value words, or YAML keys; found neither")
+        reasons = "".join(f"\n{remark}" for remark in found.remarks)
+        raise ConfigError(
+            f"{path}: expected a Python command with key=value words, or YAML keys; found neither{reasons}"
+        )
     return found
 
 
 def script(text: str, name: str) -> Read:
-    """Reads the last Python command with `key=value` words in a script, and substitutes the script's variables."""
-    variables, module, values, remarks = dict(_environment()), None, {}, []
-    for line in _commands(_without_arrays(text)):
+    """Reads the last Python command with `key=value` words in a script, and substitutes the script's variables.
+
+    Variables that the script does not set are read from the environment, as bash does.
+    """
+    variables, found, unread = dict(os.environ), Read(module=None, values={}), []
+    commands = list(_commands(_without_arrays(text)))
+    branches = set_in_branches(commands)
+    for line in commands:
         for word in _assignments(line):
-            if found := _DEFAULT.match(word):
-                variables.setdefault(found[1], _unquoted(_expanded(found[2], variables)))
-            elif found := _ASSIGNMENT.match(word):
-                variables[found[1]] = _unquoted(_expanded(found[2], variables))
+            if default := _DEFAULT.match(word):
+                variables.setdefault(default[1], unquoted(expanded(default[2], variables)))
+            elif assignment := _ASSIGNMENT.match(word):
+                variables[assignment[1]] = unquoted(expanded(assignment[2], variables))
         try:
-            words = shlex.split(_expanded(line, variables))
+            all_words = _of_the_shell(shlex.split(" ".join(words(expanded(line, variables)))))
         except ValueError as error:
-            remarks.append(f"{name}: {line[:60]!r} cannot be read as a command ({error})")
+            unread.append(f"{name}: {line[:60]!r} cannot be read as a command ({error})")
             continue
-        pairs = dict(_pairs(words))
-        if len(pairs) < 2 or not any("python" in word or word == "-m" or word.endswith(".py") for word in words):
-            continue
-        module, values = _module(words), pairs
-    remarks += [
-        f"{key}: ${word} has no value in the script" for key, value in values.items() for word in _unknown(value)
-    ]
-    return Read(module=module, values={key: _value(value) for key, value in values.items()}, remarks=tuple(remarks))
+        uncertain = [
+            f"{used}: is set in a branch or a loop; {variables[used]!r} was used; check the keys that use it"
+            for used in sorted(branches & set(_USED.findall(line)) & variables.keys())
+        ]
+        for arguments in _python_commands(all_words):
+            read_here = _arguments_read(arguments, name)
+            found = attrs.evolve(read_here, remarks=(*uncertain, *read_here.remarks))
+    return attrs.evolve(found, remarks=(*unread, *found.remarks))
 
 
 def _yaml(text: str, name: str) -> Read:
@@ -135,8 +146,8 @@ def _without_arrays(text: str) -> str:
 
     def keep(found: re.Match[str]) -> str:
         before = arrays.get(found[1], "") if found[2] else ""
-        lines = [line.strip().removesuffix("\\") for line in found[3].splitlines()]
-        arrays[found[1]] = " ".join([before, *(line for line in lines if not line.startswith("#"))]).strip()
+        elements = [word for line in found[3].splitlines() for word in words(line.strip().removesuffix("\\"))]
+        arrays[found[1]] = " ".join([before, *elements]).strip()
         return ""
 
     text = _ARRAY.sub(keep, text)
@@ -146,48 +157,68 @@ def _without_arrays(text: str) -> str:
 
 
 def _assignments(line: str) -> list[str]:
+    """The assignments of a line, which may have several, or some before a command."""
     if _DEFAULT.match(line):
         return [line]
-    if not _ASSIGNMENT.match(line):
-        return []
-    try:
-        # The line may have several assignments, or an assignment before a command.
-        words = shlex.split(line, posix=False)
-    except ValueError:
-        return [line]
-    return [word for word in words if _ASSIGNMENT.match(word)] if len(words) > 1 else [line]
+    return [word for word in words(line) if _ASSIGNMENT.match(word)] if _ASSIGNMENT.match(line) else []
 
 
-def _environment() -> Iterator[tuple[str, str]]:
-    yield "HOME", os.environ.get("HOME", "~")
+def _of_the_shell(all_words: list[str]) -> list[str]:
+    """Returns the words of the command that `bash -c` runs; without `bash -c`, `all_words`."""
+    for shell, option, command in zip(all_words, all_words[1:], all_words[2:], strict=False):
+        if Path(shell).name in ("bash", "sh") and re.fullmatch(r"-\w*c", option):
+            return shlex.split(command)
+    return all_words
 
 
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
-        if name in variables:
-            return variables[name]
-        return found[2] if found[2] is not None else found[0]
-
-    return _VARIABLE.sub(value, text)
-
-
-def _unknown(value: str) -> list[str]:
-    return [found[1] or found[3] for found in _VARIABLE.finditer(value)]
+def _python_commands(all_words: list[str]) -> Iterator[list[str]]:
+    """Yields the Python commands of a line that have at least two `key=value` words, each without the words before
+    `python`."""
+    for is_operator, group in groupby(all_words, lambda word: bool(_OPERATOR.match(word))):
+        command = [] if is_operator else list(group)
+        starts = (at for at, word in enumerate(command) if word.endswith(".py") or "python" in word or word == "-m")
+        arguments = command[next(starts, len(command)) :]
+        if len(dict(_pairs(arguments))) > 1:
+            yield arguments
 
 
-def _unquoted(text: str) -> str:
-    text = text.strip().removesuffix(";")
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+def _arguments_read(arguments: list[str], name: str) -> Read:
+    pairs = dict(_pairs(arguments))
+    # Between double quotes shlex keeps the backslash of `\${trainer.run_name}`; bash does not.
+    values = {key: _value(value.replace("\\$", "$")) for key, value in pairs.items() if not unexpanded(value)}
+    remarks = (*_unread_words(arguments, name), *_unread_values(pairs, name))
+    return Read(module=_module(arguments), values=dict(_leaves(values, "")), remarks=remarks)
 
 
-def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
-    started = False
-    for word in words:
-        started = started or word.endswith((".py",)) or "python" in word or word == "-m"
+def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    for word in arguments:
         found = _KEY.match(word)
-        if started and found and found[3] is not None and found[1] != "~":
+        if found and found[3] is not None and found[1] != "~":
             yield found[2], found[3]
+
+
+def _unread_words(arguments: list[str], name: str) -> Iterator[str]:
+    """Describes the words that would set or remove keys and that are not `key=value`."""
+    for word in arguments:
+        if word.startswith("~") and _KEY.match(word):
+            yield f"{word}: a key cannot be removed here; it keeps its default, or the value that the script sets"
+        elif _HYDRA_FILE.match(word):
+            yield f"{word}: names a file of Hydra's; import the resolved configuration instead (--cfg job --resolve)"
+        elif "=" not in word and word.startswith("$") and unexpanded(word):
+            yield f"{_remedy(word, name)}; its keys are missing"
+
+
+def _unread_values(pairs: Mapping[str, str], name: str) -> Iterator[str]:
+    for key, value in pairs.items():
+        if parts := unexpanded(value):
+            yield f"{key}={value}: {_remedy(parts[0], name)}"
+
+
+def _remedy(part: str, name: str) -> str:
+    if variable := re.fullmatch(r"\$\{?([A-Za-z_]\w*)\}?", part):
+        remedy = f"set it: {variable[1]}=… rl import-config {name}"
+        return f"${variable[1]} has no value in the script or the environment; {remedy}"
+    return f"{part} is not computed; write its value into the script"
 
 
 def _module(words: list[str]) -> str | None:
@@ -198,6 +229,18 @@ def _module(words: list[str]) -> str | None:
 
 def _value(text: str) -> Any:
     try:
-        return yaml.load(text, Loader=Yaml12Loader)
+        value = yaml.load(text, Loader=Yaml12Loader)
     except yaml.YAMLError:
         return text
+    return _with_colons(value) if isinstance(value, dict) else value
+
+
+def _with_colons(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Reads Hydra's `{key:value}`, which in YAML is a key `key:value` without a value."""
+    pairs: dict[Any, Any] = {}
+    for key, value in mapping.items():
+        if value is None and isinstance(key, str) and ":" in key:
+            key, _, text = key.partition(":")
+            value = _value(text)
+        pairs[key] = _with_colons(value) if isinstance(value, dict) else value
+    return pairs

@@ -37,7 +37,7 @@ class Translation:
     def as_yaml(self) -> str:
         """Returns the configuration as YAML for `rl train`; comments at the top list the keys that could not be
         translated."""
-        lines = [f"# Not translated: {reason}" for reason in self.left]
+        lines = [f"# Not translated: {' '.join(reason.split())}" for reason in self.left]
         content = yaml.dump(_nested(self.values), Dumper=Yaml12Dumper, sort_keys=False, allow_unicode=True, width=120)
         return "\n".join([f"# From {_NAMES[self.dialect]}, by rl import-config.", *lines, content])
 
@@ -154,7 +154,8 @@ def _mistakes_in(values: Mapping[str, Any]) -> list[RLError]:
 
 
 def _plain(text: str) -> str:
-    return text.replace(" ()", "").replace(" (code)", "").replace(", code)", ")")
+    """Removes the sources of values, which are not places in the user's file."""
+    return text.replace(" ()", "").replace(" (code)", "").replace("(code, ", "(").replace(", code)", ")")
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,5 +165,6 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[last] = value
+        if value != {} or last not in node:  # `a={}` after `a.b=1` removes nothing
+            node[last] = value
     return tree

@@ -1,0 +1,108 @@
+"""Expands the variables and the arithmetic of a bash script without running it."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+_BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"
+_EXPANSION = re.compile(
+    rf"""(?<!\\)(?:
+        \$\(\((?P<sum>(?:[^()]|\([^()]*\))*)\)\)
+      | \$\{{(?P<braced>\w+)(?:(?P<operator>:?[-=?])(?P<default>{_BRACED}))?\}}
+      | \$(?P<name>[A-Za-z_]\w*)
+    )""",
+    re.VERBOSE,
+)
+_LEFT = re.compile(r"(?<!\\)(?:\$\([^)]*\)*|\$\{\w+(?:(?![\w.:])|:[-=?+\d])[^}]*\}?|\$\w+|`[^`]*`?)")
+_WORD = re.compile(
+    r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|\$\(\(.*?\)\)|\$\([^)]*\)|\$\{[^}]*\}|`[^`]*`|\S)+""", re.DOTALL
+)
+_SET = re.compile(r"(?:^|[;&|{]\s*|\b(?:then|else|do)\s+)(?:export\s+|local\s+)?([A-Za-z_]\w*)\+?=")
+_OPENS = re.compile(r"^(?:if|case|for|while|until)\b")
+_CLOSES = re.compile(r"(?:^|[;\s])(?:fi|esac|done)\b")
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda left, right: math.trunc(left / right),
+    ast.Mod: lambda left, right: left - right * math.trunc(left / right),
+}
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Replaces `$NAME`, `${NAME}`, `${NAME:-default}` and `$((2 * NAME))` by their values.
+
+    Leaves everything else as it is: variables without a value, other forms of `${…}`, and `$(command)`.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        if found["sum"] is not None:
+            result = _sum(found["sum"], variables)
+            return found[0] if result is None else str(result)
+        name = found["braced"] or found["name"]
+        if name in variables and (variables[name] or not (found["operator"] or "").startswith(":")):
+            return variables[name]
+        if (found["operator"] or "?")[-1] == "?":
+            return found[0]
+        return unquoted(expanded(found["default"], variables))
+
+    return _EXPANSION.sub(value, text)
+
+
+def unexpanded(text: str) -> list[str]:
+    """Returns the parts of an expanded text that bash would still replace. `${a.b}` is a reference to a key and not
+    such a part."""
+    return _LEFT.findall(text)
+
+
+def unquoted(text: str) -> str:
+    """Removes the quotes around a value."""
+    text = text.strip().removesuffix(";")
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def words(command: str) -> list[str]:
+    """Splits a command into words with their quotes; ends before a comment."""
+    return list(_before_comment(_WORD.findall(command)))
+
+
+def set_in_branches(commands: Iterable[str]) -> set[str]:
+    """Returns the variables that only some ways through the script set: in a branch, in a loop or after `&&`."""
+    names, depth = set(), 0
+    for command in commands:
+        opens = bool(_OPENS.match(command))
+        depth += opens
+        if depth or re.match(r"^(?:\[|test\b)", command):
+            names |= set(_SET.findall(command))
+        depth -= len(_CLOSES.findall(command)) if depth else 0
+    return names
+
+
+def _before_comment(all_words: Iterable[str]) -> Iterator[str]:
+    for word in all_words:
+        if word.startswith("#"):
+            return
+        yield word
+
+
+def _sum(text: str, variables: Mapping[str, str]) -> int | None:
+    """The value of an arithmetic expression; None if it has no value here."""
+    text = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), expanded(text, variables))
+    try:
+        return _number(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    raise ValueError(f"{ast.unparse(node)} is not a sum of whole numbers")
