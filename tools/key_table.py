@@ -59,7 +59,8 @@ def outcome(key: str, value: Any) -> str:
 def _default_here(key: str, value: Any, config: Config) -> str:
     """Text for a default, or a value's name, that differs from the other trainer's; otherwise empty."""
     try:
-        given, here = value_at(config, key), value_at(from_mapping(_CONTEXT), key)
+        context = {name: given for name, given in _CONTEXT.items() if name != key}
+        given, here = value_at(config, key), value_at(from_mapping(context), key)
     except AttributeError:  # keys of a backend's section, whose page lists their defaults
         return ""
     if given != value and isinstance(given, str) and not str(value).startswith("~"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +13,7 @@ from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError
 from rl_examples.importing.command import import_config
 from rl_examples.importing.reading import read
-from rl_examples.importing.translation import translate
+from rl_examples.importing.translation import SKYRL_DEFAULTS, Translation, translate
 from rl_examples.importing.verl_keys import KEYS, NO_EFFECT
 from tests.carrying_over.commands import SCRIPT
 
@@ -90,6 +91,11 @@ python3 -m verl.trainer.main_ppo \\
 def write(folder: Path, name: str, text: str) -> Path:
     (folder / name).write_text(text)
     return folder / name
+
+
+def written(translation: Translation) -> dict[str, Any]:
+    """The values of the script itself, without the defaults of SkyRL."""
+    return {key: value for key, value in translation.values.items() if key not in SKYRL_DEFAULTS}
 
 
 def test_a_script_of_skyrl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -211,7 +217,7 @@ def test_a_whole_script_of_the_documents_is_translated_without_a_rest(tmp_path: 
 def test_a_key_that_nobody_knows_is_listed_and_the_rest_loads(tmp_path: Path):
     text = "python -m skyrl.train.main trainer.epochs=2 trainer.secret=3 generator.secret=3 trainer.seed=abc\n"
     translation = translate(read(write(tmp_path, "run.sh", text)))
-    assert translation.values == {"trainer.epochs": 2}
+    assert written(translation) == {"trainer.epochs": 2}
     assert [reason.partition(":")[0] for reason in translation.left] == [
         "trainer.secret",
         "trainer.seed",
@@ -249,7 +255,7 @@ python -m skyrl.train.main "${MORE[@]}" trainer.strategy=fsdp2 "$@"
 """
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert translation.left == ()
-    assert translation.values == {
+    assert written(translation) == {
         "generator.n_samples_per_prompt": 8,
         "trainer.seed": 7,
         "data.train_data": ["/d/train.parquet"],
@@ -275,7 +281,7 @@ python -m skyrl.train.main \\
 """
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert translation.left == ()
-    assert translation.values == {
+    assert written(translation) == {
         "data.train_data": ["/elsewhere/me/my data/train.parquet"],
         "trainer.train_batch_size": 128,
         "trainer.policy_mini_batch_size": 5,
@@ -292,7 +298,7 @@ python -m skyrl.train.main trainer.epochs=2 trainer.run_name=$RUN trainer.seed=$
   $MORE_KEYS ~trainer.ref.fsdp_config --config-name=base trainer.project_name="\\${trainer.strategy}" "$@"
 """
     translation = translate(read(write(tmp_path, "run.sh", text)))
-    assert translation.values == {"trainer.epochs": 2, "trainer.project_name": "${trainer.strategy}"}
+    assert written(translation) == {"trainer.epochs": 2, "trainer.project_name": "${trainer.strategy}"}
     more, removed, file, name, seed, tags = translation.left
     assert more.startswith(
         "$MORE_KEYS has no value in the script or the environment; set it: MORE_KEYS=… rl import-config"
@@ -331,7 +337,7 @@ def test_mappings_are_merged_and_need_no_space_after_a_colon(tmp_path: Path):
     )
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert translation.left == ()
-    assert translation.values == {
+    assert written(translation) == {
         "trainer.strategy": "megatron",
         f"{section}.recompute_granularity": "full",
         f"{section}.recompute_num_layers": 1,
@@ -347,17 +353,31 @@ srun bash -lc "python -m skyrl.train.main data.train_data=\\"['/d/my data/t.parq
 """
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert translation.left == ()
-    assert translation.values == {
+    assert written(translation) == {
         "data.train_data": ["/d/my data/t.parquet"],
         "trainer.seed": 7,
         "trainer.epochs": 3,
     }
 
 
+def test_a_script_of_skyrl_keeps_defaults_that_change_what_is_trained(tmp_path: Path):
+    text = "python -m skyrl.train.main trainer.epochs=2 trainer.seed=3"
+    result = CliRunner().invoke(import_config, [str(write(tmp_path, "run.sh", text))])
+    assert "added            trainer.algorithm.use_kl_loss=true: the default of SkyRL, which differs" in result.stderr
+    assert result.exit_code == 0
+    config = load(str(write(tmp_path, "run.yaml", result.stdout))).config
+    assert config.trainer.algorithm.use_kl_loss
+    assert config.generator.inference_engine.backend == "vllm"
+    own = f"{text} trainer.algorithm.use_kl_loss=false generator.backend=local"
+    translation = translate(read(write(tmp_path, "own.sh", own)))
+    assert translation.added == ()
+    assert translation.values["generator.inference_engine.backend"] == "local"
+
+
 def test_each_command_of_a_line_is_read_alone(tmp_path: Path):
     text = "python data.py a=1 b=2 && python -m skyrl.train.main trainer.epochs=2 trainer.seed=3 2>&1 | tee $LOG x=4\n"
     translation = translate(read(write(tmp_path, "run.sh", text)))
-    assert (translation.values, translation.left) == ({"trainer.epochs": 2, "trainer.seed": 3}, ())
+    assert (written(translation), translation.left) == ({"trainer.epochs": 2, "trainer.seed": 3}, ())
 
 
 def test_an_empty_mapping_removes_no_keys(tmp_path: Path):
@@ -379,7 +399,7 @@ def test_keys_without_a_counterpart_say_what_does_it_here(tmp_path: Path):
         "+trainer.algorithm.overlong_buffer.len=512 trainer.policy.use_torch_compile=true\n"
     )
     translation = translate(read(write(tmp_path, "run.sh", text)))
-    assert translation.values == {"trainer.epochs": 2, "trainer.max_staleness": 2}
+    assert written(translation) == {"trainer.epochs": 2, "trainer.max_staleness": 2}
     workers, overlong = translation.left
     assert "set generator.max_concurrency, which counts episodes" in workers
     assert "overlong_buffer" in overlong

@@ -16,8 +16,9 @@ def import_config(file: Path, output: Path | None) -> int:
     A script is not run. Variables that it does not set are read from the environment: DATA_DIR=/data rl import-config
     run.sh. If a value would have to be computed by bash, the key is left out and listed.
 
-    Lists the keys that have another name here, that have no effect, and that could not be translated. If a key could
-    not be translated, the exit code is 1, and comments in the new file name the key.
+    Lists the keys that have another name here, that have no effect, that were added, and that could not be translated.
+    A script of SkyRL that does not set the KL loss or the engine gets SkyRL's defaults for them. If a key could not be
+    translated, the exit code is 1, and comments in the new file name the key.
     """
     from rl_core.errors import DataError
     from rl_examples.importing.reading import read
@@ -33,6 +34,8 @@ def import_config(file: Path, output: Path | None) -> int:
         output.write_text(translation.as_yaml(), encoding="utf-8")
     for remark in translation.changed:
         click.echo(f"changed          {remark}", err=True)
+    for default in translation.added:
+        click.echo(f"added            {default}, which differs here", err=True)
     for reason in translation.left:
         click.echo(f"not translated   {reason}", err=True)
     there = output or "FILE"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ class Translation:
     """The values, under this project's keys."""
     changed: tuple[str, ...] = ()
     """Keys that were renamed or have no effect here."""
+    added: tuple[str, ...] = ()
+    """Defaults of the other trainer that differ here, which were added to the values."""
     left: tuple[str, ...] = ()
     """Keys that could not be translated, each with the reason."""
 
@@ -46,6 +49,12 @@ _CLIP = "actor_rollout_ref.actor.clip_ratio"
 _OF_A_MODEL = re.compile(r"^megatron_config\.(policy|ref)\.")
 _ENV_CLASS = "environment.env_class"
 _NAMES = {"skyrl": "SkyRL", "verl": "verl"}
+
+SKYRL_DEFAULTS: Mapping[str, Any] = {
+    "trainer.algorithm.use_kl_loss": True,
+    "generator.inference_engine.backend": "vllm",
+}
+"""Defaults of SkyRL that differ here and that change the objective or the engine."""
 
 
 def dialect_of(found: Read) -> Dialect:
@@ -67,8 +76,15 @@ def translate(found: Read) -> Translation:
     else:
         values, changed = _skyrl_gym(values)
     values, more, refused = _loadable(values)
+    # A YAML file may be a part of a configuration.
+    is_whole = dialect == "skyrl" and found.module is not None
+    defaults = {key: value for key, value in SKYRL_DEFAULTS.items() if is_whole and key not in values}
     return Translation(
-        dialect=dialect, values=values, changed=(*changed, *more), left=(*found.remarks, *left, *refused)
+        dialect=dialect,
+        values={**values, **defaults},
+        changed=(*changed, *more),
+        added=tuple(f"{key}={json.dumps(value)}: the default of {_NAMES[dialect]}" for key, value in defaults.items()),
+        left=(*found.remarks, *left, *refused),
     )
 
 
