@@ -363,7 +363,10 @@ srun bash -lc "python -m skyrl.train.main data.train_data=\\"['/d/my data/t.parq
 def test_a_script_of_skyrl_keeps_defaults_that_change_what_is_trained(tmp_path: Path):
     text = "python -m skyrl.train.main trainer.epochs=2 trainer.seed=3"
     result = CliRunner().invoke(import_config, [str(write(tmp_path, "run.sh", text))])
-    assert "added            trainer.algorithm.use_kl_loss=true: the default of SkyRL, which differs" in result.stderr
+    assert (
+        "added            trainer.algorithm.use_kl_loss=true: the script does not set it; this is SkyRL's"
+        in result.stderr
+    )
     assert result.exit_code == 0
     config = load(str(write(tmp_path, "run.yaml", result.stdout))).config
     assert config.trainer.algorithm.use_kl_loss
@@ -385,6 +388,27 @@ def test_an_empty_mapping_removes_no_keys(tmp_path: Path):
     text = f"python -m skyrl.train.main trainer.strategy=megatron {section}.recompute_granularity=full {section}={{}}\n"
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert "recompute_granularity: full" in translation.as_yaml()
+
+
+def test_a_single_key_is_read_unless_another_command_has_more(tmp_path: Path):
+    single = "uv run -m skyrl.train.main trainer.epochs=3; python report.py a.b=2\n"
+    assert written(translate(read(write(tmp_path, "run.sh", single)))) == {"trainer.epochs": 3}
+    several = f"{single}python -m skyrl.train.main trainer.epochs=4 trainer.run_name=last;\npython report.py a.b=2\n"
+    several_values = written(translate(read(write(tmp_path, "run.sh", several))))
+    assert several_values == {"trainer.epochs": 4, "trainer.run_name": "last"}
+
+
+def test_a_value_that_bash_would_split_is_listed(tmp_path: Path):
+    text = 'OUT="/data/my dir"\npython main.py --verbose trainer.ckpt_path=$OUT/ckpts trainer.seed=4 > log.txt\n'
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.left == (
+        "dir/ckpts: is not key=value; if it belongs to 'trainer.ckpt_path=/data/my', put that into quotes",
+    )
+
+
+def test_text_over_several_lines_is_no_unreadable_command(tmp_path: Path):
+    text = "echo 'one\ntwo'\npython main.py trainer.epochs=2 trainer.seed=4\n"
+    assert translate(read(write(tmp_path, "run.sh", text))).left == ()
 
 
 def test_an_unreadable_command_is_named_if_there_is_no_other(tmp_path: Path):

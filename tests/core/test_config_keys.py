@@ -95,6 +95,7 @@ def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, s
         "trainer.flash_attn=true",
         "trainer.flash_attn=false",
         "generator.batched=true",
+        "hydra.run.dir=outputs",
         "generator.enable_http_endpoint=false",
         "generator.override_existing_update_group=enable",
         "trainer.algorithm.use_tis=false",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,15 @@ def test_a_recipe_that_is_not_there_or_is_none_is_refused():
         load("layered_recipes:bare", tiny=True)
     with pytest.raises(ConfigError, match="only a recipe has a tiny variant"):
         load("run.yaml", tiny=True)
+
+
+def test_a_launch_script_is_sent_to_the_command_that_translates_it(tmp_path: Path):
+    script = tmp_path / "run.sh"
+    script.touch()
+    with pytest.raises(
+        ConfigError, match=rf"does not end in \.yaml; rl import-config {re.escape(str(script))} --output"
+    ):
+        load(str(script))
 
 
 def test_a_colon_without_a_space_does_not_make_a_key():

@@ -168,6 +168,7 @@ _AGENTS = "set generator.inference_engine.router_port if agents outside the run 
 _ALLOCATOR = "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
 
 UNSUPPORTED: dict[str, Unsupported] = {
+    "hydra": Unsupported("Hydra is not used; a run writes everything to trainer.run_dir", is_harmless=True),
     "trainer.algorithm.value_head_prefix": Unsupported("a critic's head is called value_head", ("value_head",)),
     "trainer.sequence_parallel_backend": Unsupported(_ONE_RANK, ("ulysses",)),
     "trainer.use_expandable_segments": Unsupported(_ALLOCATOR, is_harmless=True),

@@ -186,6 +186,8 @@ def _require_no_path(source: str) -> None:
     kind = "a directory" if path.is_dir() else "a file whose name does not end in .yaml"
     file = path / "config.yaml"
     remedy = f"use {file}" if file.is_file() else "use a recipe's name, a .yaml file or package.module:recipe"
+    if path.suffix == ".sh":
+        remedy = f"rl import-config {path} --output run.yaml (rl-examples) translates a launch script of SkyRL or verl"
     raise ConfigError(f"{source}: is {kind}; {remedy}")
 
 

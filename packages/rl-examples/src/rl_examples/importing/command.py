@@ -35,7 +35,7 @@ def import_config(file: Path, output: Path | None) -> int:
     for remark in translation.changed:
         click.echo(f"changed          {remark}", err=True)
     for default in translation.added:
-        click.echo(f"added            {default}, which differs here", err=True)
+        click.echo(f"added            {default}", err=True)
     for reason in translation.left:
         click.echo(f"not translated   {reason}", err=True)
     there = output or "FILE"

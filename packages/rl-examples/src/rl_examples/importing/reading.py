@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ _ARRAY = re.compile(r"^[ \t]*(?:[a-z]+\s+(?:-a\s+)?)?(\w+)(\+?)=\((.*?)\)[ \t]*(
 _WHOLE_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
 _USED = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _KEY = re.compile(r"^(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w-]+)*)(?:=(.*))?$", re.DOTALL)
+_MAY_SET_KEYS = re.compile(r"python|\.py\b|\s-m\s|\w\.\w+=")
+_NO_VALUE = re.compile(r"^[-$]|^[\d&]*[<>]|.*=", re.DOTALL)
+"""Options, `$@`, redirections and `key=value`: words that are not the rest of a value with a space."""
 _OPERATOR = re.compile(r"^[|&;]+$")
 _HYDRA_FILE = re.compile(r"^(?:--config-(?:name|path|dir)|-cn|-cp|-cd)(?:=|$)")
 
@@ -58,9 +61,9 @@ def read(path: Path) -> Read:
 
 
 def script(text: str, name: str) -> Read:
-    """Reads the last Python command with `key=value` words in a script, and substitutes the script's variables.
+    """Reads the last Python command with several `key=value` words in a script, else the first with one.
 
-    Variables that the script does not set are read from the environment, as bash does.
+    Substitutes the script's variables. Those that it does not set are read from the environment, as bash does.
     """
     variables, found, unread = dict(os.environ), Read(module=None, values={}), []
     commands = list(_commands(_without_arrays(text)))
@@ -74,7 +77,8 @@ def script(text: str, name: str) -> Read:
         try:
             all_words = _of_the_shell(shlex.split(" ".join(words(expanded(line, variables)))))
         except ValueError as error:
-            unread.append(f"{name}: {line[:60]!r} cannot be read as a command ({error})")
+            if _MAY_SET_KEYS.search(line):
+                unread.append(f"{name}: {line[:60]!r} cannot be read as a command ({error})")
             continue
         uncertain = [
             f"{used}: is set in a branch or a loop; {variables[used]!r} was used; check the keys that use it"
@@ -82,7 +86,9 @@ def script(text: str, name: str) -> Read:
         ]
         for arguments in _python_commands(all_words):
             read_here = _arguments_read(arguments, name)
-            found = attrs.evolve(read_here, remarks=(*uncertain, *read_here.remarks))
+            # One word may also be an argument of a small helper script.
+            if len(dict(_pairs(arguments))) > 1 or not found.values:
+                found = attrs.evolve(read_here, remarks=(*uncertain, *read_here.remarks))
     return attrs.evolve(found, remarks=(*unread, *found.remarks))
 
 
@@ -172,13 +178,12 @@ def _of_the_shell(all_words: list[str]) -> list[str]:
 
 
 def _python_commands(all_words: list[str]) -> Iterator[list[str]]:
-    """Yields the Python commands of a line that have at least two `key=value` words, each without the words before
-    `python`."""
+    """Yields the Python commands of a line that have `key=value` words, each without the words before `python`."""
     for is_operator, group in groupby(all_words, lambda word: bool(_OPERATOR.match(word))):
         command = [] if is_operator else list(group)
         starts = (at for at, word in enumerate(command) if word.endswith(".py") or "python" in word or word == "-m")
         arguments = command[next(starts, len(command)) :]
-        if len(dict(_pairs(arguments))) > 1:
+        if any(_pairs(arguments)):
             yield arguments
 
 
@@ -199,13 +204,15 @@ def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:
 
 def _unread_words(arguments: list[str], name: str) -> Iterator[str]:
     """Describes the words that would set or remove keys and that are not `key=value`."""
-    for word in arguments:
+    for before, word in pairwise(arguments):
         if word.startswith("~") and _KEY.match(word):
             yield f"{word}: a key cannot be removed here; it keeps its default, or the value that the script sets"
         elif _HYDRA_FILE.match(word):
             yield f"{word}: names a file of Hydra's; import the resolved configuration instead (--cfg job --resolve)"
         elif "=" not in word and word.startswith("$") and unexpanded(word):
             yield f"{_remedy(word, name)}; its keys are missing"
+        elif any(_pairs([before])) and not (unexpanded(before) or _NO_VALUE.match(word)):
+            yield f"{word}: is not key=value; if it belongs to {before!r}, put that into quotes"
 
 
 def _unread_values(pairs: Mapping[str, str], name: str) -> Iterator[str]:

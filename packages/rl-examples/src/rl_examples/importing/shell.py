@@ -6,7 +6,8 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 
 _BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"
 _EXPANSION = re.compile(
@@ -21,6 +22,7 @@ _LEFT = re.compile(r"(?<!\\)(?:\$\([^)]*\)*|\$\{\w+(?:(?![\w.:])|:[-=?+\d])[^}]*
 _WORD = re.compile(
     r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|\$\(\(.*?\)\)|\$\([^)]*\)|\$\{[^}]*\}|`[^`]*`|\S)+""", re.DOTALL
 )
+_TERMINATOR = re.compile(r"(?<!\\)(;+)$")
 _SET = re.compile(r"(?:^|[;&|{]\s*|\b(?:then|else|do)\s+)(?:export\s+|local\s+)?([A-Za-z_]\w*)\+?=")
 _OPENS = re.compile(r"^(?:if|case|for|while|until)\b")
 _CLOSES = re.compile(r"(?:^|[;\s])(?:fi|esac|done)\b")
@@ -61,13 +63,14 @@ def unexpanded(text: str) -> list[str]:
 
 def unquoted(text: str) -> str:
     """Removes the quotes around a value."""
-    text = text.strip().removesuffix(";")
+    text = text.strip()
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def words(command: str) -> list[str]:
-    """Splits a command into words with their quotes; ends before a comment."""
-    return list(_before_comment(_WORD.findall(command)))
+    """Splits a command into words with their quotes, and `;` after a word from that word; ends before a comment."""
+    parts = (part for word in _WORD.findall(command) for part in _TERMINATOR.split(word) if part)
+    return list(takewhile(lambda word: not word.startswith("#"), parts))
 
 
 def set_in_branches(commands: Iterable[str]) -> set[str]:
@@ -80,13 +83,6 @@ def set_in_branches(commands: Iterable[str]) -> set[str]:
             names |= set(_SET.findall(command))
         depth -= len(_CLOSES.findall(command)) if depth else 0
     return names
-
-
-def _before_comment(all_words: Iterable[str]) -> Iterator[str]:
-    for word in all_words:
-        if word.startswith("#"):
-            return
-        yield word
 
 
 def _sum(text: str, variables: Mapping[str, str]) -> int | None:

@@ -49,7 +49,7 @@ _CLIP = "actor_rollout_ref.actor.clip_ratio"
 _OF_A_MODEL = re.compile(r"^megatron_config\.(policy|ref)\.")
 _ENV_CLASS = "environment.env_class"
 _NAMES = {"skyrl": "SkyRL", "verl": "verl"}
-
+_ADDED = "the script does not set it; this is SkyRL's default, and the default here is another"
 SKYRL_DEFAULTS: Mapping[str, Any] = {
     "trainer.algorithm.use_kl_loss": True,
     "generator.inference_engine.backend": "vllm",
@@ -83,7 +83,7 @@ def translate(found: Read) -> Translation:
         dialect=dialect,
         values={**values, **defaults},
         changed=(*changed, *more),
-        added=tuple(f"{key}={json.dumps(value)}: the default of {_NAMES[dialect]}" for key, value in defaults.items()),
+        added=tuple(f"{key}={json.dumps(value)}: {_ADDED}" for key, value in defaults.items()),
         left=(*found.remarks, *left, *refused),
     )
 
