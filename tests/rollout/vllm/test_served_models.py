@@ -105,6 +105,14 @@ def test_a_judge_that_the_servers_cannot_be_is_refused(
     check_plugins(asking("base", tmp_path, **lora(rank=4, merge_lora=False)))
 
 
+def test_a_key_for_the_runs_own_servers_is_refused():
+    options = {"url": "inference_engine", "model": "base", "key_variable": "JUDGE_KEY"}
+    with pytest.raises(ConfigError, match=r"environment\.options\.judge\.key_variable: got 'JUDGE_KEY' .*remove it"):
+        asked_models({"judge": options})
+    assert asked_models({"judge": options | {"key_variable": None}}) == {"environment.options.judge": None}
+    assert asked_models({"judge": options | {"url": "http://host/v1"}}) == {}
+
+
 def test_each_place_that_asks_gets_its_model_and_other_options_stay():
     options = {"url": "inference_engine", "model": "base", "judge": {"url": "inference_engine", "model": "a/b"}}
     others = {"code": {"url": "http://host/v1", "model": "base"}, "top_k": 1}

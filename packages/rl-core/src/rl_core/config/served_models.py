@@ -27,7 +27,7 @@ def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
         options: `environment.options`; a section named after an environment contains the options of this environment.
 
     Raises:
-        ConfigError: `model` is missing, or not text.
+        ConfigError: `model` is missing, or not text; or `key_variable` is set.
     """
     sections = {f"{_PLACE}.{name}": section for name, section in options.items() if isinstance(section, Mapping)}
     asked: dict[str, Path | None] = {}
@@ -39,6 +39,11 @@ def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
             raise ConfigError(
                 f"{place}.model: got {model!r} with url={_ENGINE}; set it to {_BASE} for the policy's model without "
                 "its adapter, or to the directory of another adapter"
+            )
+        if (variable := section.get("key_variable")) is not None:
+            raise ConfigError(
+                f"{place}.key_variable: got {variable!r} with url={_ENGINE}, whose servers take only the run's own "
+                "key; remove it, or set url to the address of the server that the key is for"
             )
         asked[place] = None if model == _BASE else Path(model)
     return asked
