@@ -136,6 +136,30 @@ def test_more_failures_than_allowed_stop_the_run_with_a_checkpoint_and_are_all_w
     require_nothing_is_lost(run, run.resumed(max_failure_rate=1.0))
 
 
+def test_failures_that_a_run_accepted_do_not_stop_the_run_that_resumes_it(tmp_path: Path):
+    """Three of four samples of group 1 fail. They were within the limit together with the samples of group 0, which
+    step 1 accounts for, so the checkpoint of step 1 holds group 1 without them."""
+
+    def play(group: int) -> Play:
+        return Play(seconds=10.0 + group, rewards=(1.0, None, None, None) if group == 1 else (0.0, 1.0, 0.0, 1.0))
+
+    script = Script(
+        groups_per_step=1,
+        max_staleness=2,
+        play=play,
+        max_failure_rate=0.5,
+        eval_play=Play(rewards=(0.0,) * 4),
+        errors={"send 1": RuntimeError("no network")},
+    )
+    run = ScriptedRun(tmp_path, script)
+    with pytest.raises(RuntimeError, match="no network"):
+        run.go()
+    assert list(run.reports.rows) == [1]
+    resumed = run.resumed(errors={}).go()
+    assert resumed.trained == {2: [1], 3: [2]}
+    assert resumed.reports.rows[2]["rollout/failed"] == 3.0
+
+
 def test_more_failures_in_an_evaluation_than_allowed_stop_the_run_and_it_is_evaluated_again(tmp_path: Path):
     script = Script(
         play=lambda group: Play(rewards=(0.0, 1.0, 0.0)),

@@ -76,7 +76,7 @@ def lora(**fields: object) -> dict[str, object]:
         (
             "good",
             lora(rank=4, merge_lora=False),
-            "model: got 'good' .*max_loras is 1, so no batch has room .*set max_loras to at least 2",
+            "model: with url=inference_engine, .*are 2, but .*max_loras lets only 1 .*set max_loras to at least 2",
         ),
         (None, lora(**ALONE), "model: got None with url=inference_engine; set it to base"),
         ("nowhere", lora(**ALONE), "model: got 'nowhere' .*it has no file adapter_config.json"),
@@ -103,6 +103,31 @@ def test_a_judge_that_the_servers_cannot_be_is_refused(
     for fitting in ("base", "good"):
         check_plugins(asking(fitting, tmp_path, **lora(**ALONE)))
     check_plugins(asking("base", tmp_path, **lora(rank=4, merge_lora=False)))
+
+
+def test_adapters_of_several_judges_need_a_place_each(tmp_path: Path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text('{"r": 4}')
+        (tmp_path / name / "adapter_model.safetensors").touch()
+
+    def check(second: str, max_loras: int) -> None:
+        other = {"environment.options.other": {"url": "inference_engine", "model": second}}
+        check_plugins(asking(str(tmp_path / "one"), tmp_path, **other, **lora(**{**ALONE, "max_loras": max_loras})))
+
+    with pytest.raises(ConfigError, match=r"judge\.model, environment\.options\.other\.model: .*are 3.*at least 3"):
+        check(str(tmp_path / "two"), 2)
+    check(str(tmp_path / "two"), 3)
+    check(str(tmp_path / "one"), 2)
+    check("base", 2)
+
+
+def test_a_key_for_the_runs_own_servers_is_refused():
+    options = {"url": "inference_engine", "model": "base", "key_variable": "JUDGE_KEY"}
+    with pytest.raises(ConfigError, match=r"environment\.options\.judge\.key_variable: got 'JUDGE_KEY' .*remove it"):
+        asked_models({"judge": options})
+    assert asked_models({"judge": options | {"key_variable": None}}) == {"environment.options.judge": None}
+    assert asked_models({"judge": options | {"url": "http://host/v1"}}) == {}
 
 
 def test_each_place_that_asks_gets_its_model_and_other_options_stay():

@@ -27,7 +27,7 @@ def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
         options: `environment.options`; a section named after an environment contains the options of this environment.
 
     Raises:
-        ConfigError: `model` is missing, or not text.
+        ConfigError: `model` is missing, or not text; or `key_variable` is set.
     """
     sections = {f"{_PLACE}.{name}": section for name, section in options.items() if isinstance(section, Mapping)}
     asked: dict[str, Path | None] = {}
@@ -39,6 +39,11 @@ def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
             raise ConfigError(
                 f"{place}.model: got {model!r} with url={_ENGINE}; set it to {_BASE} for the policy's model without "
                 "its adapter, or to the directory of another adapter"
+            )
+        if (variable := section.get("key_variable")) is not None:
+            raise ConfigError(
+                f"{place}.key_variable: got {variable!r} with url={_ENGINE}, whose servers take only the run's own "
+                "key; remove it, or set url to the address of the server that the key is for"
             )
         asked[place] = None if model == _BASE else Path(model)
     return asked
@@ -66,7 +71,8 @@ def serving_plugin(config: Config) -> ModelServing:
 
 
 def require_servable_models(config: Config) -> None:
-    """Raises ConfigError if the run's engine cannot serve a model that environments request."""
+    """Raises ConfigError if the run's engine cannot serve a model that environments request, or if one batch cannot
+    take all of their adapters and the policy's."""
     asked = asked_models(config.environment.options)
     if not asked:
         return
@@ -76,3 +82,12 @@ def require_servable_models(config: Config) -> None:
             plugin.require_servable(spec, adapter)
         except ConfigError as error:
             raise ConfigError(f"{place}.model: got {str(adapter or _BASE)!r} with url={_ENGINE}: {error}") from error
+    adapters = {place: adapter.absolute() for place, adapter in asked.items() if adapter is not None}
+    num_adapters, max_loras = 1 + len(set(adapters.values())), spec.lora.max_loras
+    if adapters and max_loras < num_adapters:
+        places = ", ".join(f"{place}.model" for place in adapters)
+        raise ConfigError(
+            f"{places}: with url={_ENGINE}, the policy's adapter and these are {num_adapters}, but "
+            f"trainer.policy.model.lora.max_loras lets only {max_loras} into one batch, so they would wait for each "
+            f"other's requests; set max_loras to at least {num_adapters}"
+        )

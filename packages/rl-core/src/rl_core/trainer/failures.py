@@ -37,9 +37,7 @@ class FailureAccount:
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
         """Records samples that ended. Raises GenerationError if too many have failed."""
-        failed = [trajectory for trajectory in trajectories if trajectory.failure is not None]
-        self._num_ended.update(trajectory.group_id for trajectory in trajectories)
-        self._failed += failed
+        failed = self.restore(trajectories)
         for trajectory in failed:
             if trajectory.failure_kind not in self._warned:
                 self._warned.add(trajectory.failure_kind)
@@ -57,6 +55,14 @@ class FailureAccount:
                 f"{self._num_expected} expected in all: more than trainer.max_failure_rate={self._max_rate:g} allows; "
                 f"the last one: {failed[-1].failure}"
             )
+
+    def restore(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Records samples that ended in an earlier run, and returns those that failed. Does not limit their rate,
+        because the earlier run accepted them, together with samples that this account does not have."""
+        failed = [trajectory for trajectory in trajectories if trajectory.failure is not None]
+        self._num_ended.update(trajectory.group_id for trajectory in trajectories)
+        self._failed += failed
+        return failed
 
     @property
     def pending(self) -> tuple[Trajectory, ...]:

@@ -99,7 +99,7 @@ class Rollouts:
             "rollout", max_rate=settings.max_failure_rate, num_expected=settings.samples_per_step
         )
         for one in stored:
-            self._failures.add([*one.group.trajectories, *one.failed])
+            self._failures.restore([*one.group.trajectories, *one.failed])
             self._greedy_tokens[one.group.group_id] = one.greedy_tokens
 
     async def run(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl_core.batch import Batch
-from rl_core.interfaces import Metrics
+from rl_core.interfaces import Metrics, Trajectory
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.evaluation import trajectory_means
 
@@ -50,6 +50,7 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
         "reward/std": spread,
         "rollout/tokens": float(batch.num_tokens),
         "rollout/sampled_tokens": float(batch["sampled"].sum()),
+        **_forced(trajectories, float(batch["sampled"].sum())),
         "rollout/response_length": means.pop("response_length"),
         "rollout/turns": sum(len(trajectory.turns) or len(trajectory.steps) for trajectory in trajectories)
         / len(trajectories),
@@ -61,6 +62,14 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
         **({"rollout/greedy_reward": sum(known) / len(known)} if known else {}),
         **{f"environment/{name}": value for name, value in means.items()},
     }
+
+
+def _forced(trajectories: Sequence[Trajectory], num_sampled: float) -> Metrics:
+    """The share of the sampled tokens that the generator excluded from training, as it does with forced responses; no
+    metric if it excluded none."""
+    steps = [step for trajectory in trajectories for step in trajectory.steps]
+    excluded = [sum(step.sampled) - sum(step.loss_mask) for step in steps if step.loss_mask is not None]
+    return {"rollout/forced_tokens": sum(excluded) / num_sampled} if excluded else {}
 
 
 def queue_metrics(buffer: GroupBuffer) -> dict[str, float]:

@@ -74,15 +74,8 @@ class VLLMPlugin:
                 "trainer.policy.model.lora.rank above 0 and trainer.policy.model.lora.merge_lora=false, so that they "
                 "keep the base model"
             )
-        if adapter is None:
-            return
-        if spec.lora.max_loras < 2:
-            raise ConfigError(
-                f"trainer.policy.model.lora.max_loras is {spec.lora.max_loras}, so no batch has room for an adapter "
-                "besides the policy's, and the judge would wait until no request of the policy runs; set max_loras to "
-                "at least 2"
-            )
-        _check_adapter(adapter, max_rank=max_served_rank(spec.lora))
+        if adapter is not None:
+            _check_adapter(adapter, max_rank=max_served_rank(spec.lora))
 
     async def serve_model(self, client: InferenceClient, adapter: Path | None) -> ServedModel:
         """See `ModelServing`."""
