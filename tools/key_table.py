@@ -49,7 +49,7 @@ def outcome(key: str, value: Any) -> str:
         said = _without_source(str(warning.message).removeprefix(f"{key}: "))
         if warning.category is ConfigWarning and said.startswith("has no effect and can be removed: "):
             return f"no effect: {said.removeprefix('has no effect and can be removed: ')}"
-        if found := re.fullmatch(r"is called (\S+) here and read under it", said):
+        if found := re.fullmatch(r"is called (\S+) here and was read as that key", said):
             return f"→ `{found[1]}`"
     if key in ALIASES:
         return f"→ `{ALIASES[key]}`"

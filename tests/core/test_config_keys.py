@@ -142,7 +142,7 @@ def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(o
     ],
 )
 def test_a_key_under_another_name_is_taken_with_a_warning(overrides: list[str], same: list[str]):
-    with pytest.warns(ConfigWarning, match="here and read under it"):
+    with pytest.warns(ConfigWarning, match="here and was read as that key"):
         assert from_mapping({}, overrides) == from_mapping({}, same)
 
 

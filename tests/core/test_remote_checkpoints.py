@@ -110,7 +110,7 @@ async def test_a_store_that_fails_ends_no_run_before_its_end(tmp_path: Path, cap
     await saving.save(state_of(1))
     assert "the next checkpoint tries again" in caplog.text
     assert len(complete_checkpoints(tmp_path / "here")) == 1
-    with pytest.raises(CheckpointError, match="the run's directory has all"):
+    with pytest.raises(CheckpointError, match="the run's directory has them all"):
         await saving.finish()
 
 

@@ -46,9 +46,9 @@ def zero(**settings: Any) -> DeepSpeedOptions:
         (
             DeepSpeedOptions(extra={"gradient_clipping": 1.0}),
             1,
-            r"gradient_clipping: optimizer_config\.max_grad",
+            r"gradient_clipping: set by optimizer_config\.max_grad",
         ),
-        (DeepSpeedOptions(extra={"bf16": {"enabled": True}}), 1, r"extra\.bf16: trainer\.bf16 decides"),
+        (DeepSpeedOptions(extra={"bf16": {"enabled": True}}), 1, r"extra\.bf16: set by trainer\.bf16; leave it out"),
         (
             DeepSpeedOptions(extra={"zero_optimization": {"stage": 2}}),
             1,

@@ -208,8 +208,8 @@ def test_the_nearest_mesh_that_is_named_is_let_through(spec_of):
         (MOE, 1, {}, {"moe_permute_fusion": True}, "needs Transformer Engine"),
         (MOE, 1, {}, {"num_layers": 2}, "the model's configuration sets it"),
         (MOE, 1, {}, {"bf16": True}, "set trainer.bf16"),
-        ({**MOE, "norm_topk_prob": False}, 1, {}, {"moe_router_pre_softmax": False}, "the model normalises before"),
-        (MOE, 1, {}, {"moe_router_pre_softmax": True}, "got true, but the model normalises after"),
+        ({**MOE, "norm_topk_prob": False}, 1, {}, {"moe_router_pre_softmax": False}, "normalise scores before"),
+        (MOE, 1, {}, {"moe_router_pre_softmax": True}, "got true, but the model's routers normalise scores after"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_whichever_section_set_them(

@@ -329,7 +329,7 @@ def test_closing_the_sync_ends_a_broadcast_under_way(threads):
     with pytest.raises(TimeoutError):
         receiving.result(0.5)
     transport.close(rendezvous)
-    with pytest.raises(WeightSyncError, match="the sync was closed, or its controller is gone"):
+    with pytest.raises(WeightSyncError, match="the sync was closed, or its controller has ended"):
         receiving.result(60)
     may_go_on.set()
     with pytest.raises(WeightSyncError):

@@ -93,7 +93,7 @@ def test_a_server_that_fails_breaks_a_sync_off_at_once_for_those_that_wait_in_it
         transport = Closable()
         message, took_s, failed = await broken(transport, first, transport.taken)
         assert message.startswith("vLLM server 0")
-        assert message.endswith("; vLLM server 1 had not ended its part")
+        assert message.endswith("; vLLM server 1 had not finished its part of the sync")
         assert took_s == 0.0
         assert [member.index for member in failed] == [0, 1]
         assert [member.hung for member in failed] == [None, None]

@@ -170,8 +170,8 @@ class DoesNotStart:
         (DoesNotStart(), "vLLM server 0 has failed; it is restarted: hung", "vLLM server 0 could not be restarted: "),
         (
             ExternalServer("http://127.0.0.1:1", "token", timeout_s=0.0),
-            "vLLM server 0 has failed; start it again, the run waits for it: hung",
-            "vLLM server 0 is not back: ",
+            "vLLM server 0 has failed; start it again (the run waits for it): hung",
+            "vLLM server 0 has not been started again: ",
         ),
     ],
     ids=["its own", "external"],

@@ -182,7 +182,7 @@ async def test_the_runs_own_request_goes_to_no_other_server_either(start):
 
     scene = await start(engine_ends)
     client = RemoteInferenceClient(scene.pool, timeout_s=30.0)
-    with pytest.raises(GenerationError, match=f"{MAX_LOST} servers were lost while they had it"):
+    with pytest.raises(GenerationError, match=f"{MAX_LOST} servers were lost while they processed it"):
         await client.generate(GenerateRequest(sample_id="s", prompt_tokens=(1,), params=SamplingParams(), seed=0))
     assert scene.server.num_asked == MAX_LOST
 

@@ -315,7 +315,9 @@ def _one_per_sequence(name: str, values: Sequence[Any], dtype: torch.dtype) -> T
     wrong = [(i, value) for i, value in enumerate(values) if isinstance(value, str)]
     if wrong:
         i, value = wrong[0]
-        raise ShapeError(f"sequence {i}: {name} is the text {value!r}; expected a number, equal for equal texts")
+        raise ShapeError(
+            f"sequence {i}: {name} is the text {value!r}; expected a number: use the same number for the same text"
+        )
     return torch.tensor(values, dtype=dtype)
 
 

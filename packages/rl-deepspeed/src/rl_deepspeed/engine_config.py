@@ -11,19 +11,19 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 
 _DECIDED = {
-    "train_batch_size": "trainer.train_batch_size and the mini-batch sizes decide",
-    "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_microbatch decides",
-    "gradient_accumulation_steps": "the data decide how many micro-batches a mini-batch has",
-    "managed_gradient_accumulation": "the data decide how many micro-batches a mini-batch has",
-    "gradient_clipping": "optimizer_config.max_grad_norm decides",
-    "optimizer": "optimizer_config decides",
-    "scheduler": "optimizer_config.scheduler decides",
-    "bf16": "trainer.bf16 decides",
-    "fp16": "trainer.bf16 decides; training in float16 is not supported",
-    "torch_autocast": "trainer.bf16 decides",
-    "data_types": "gradients are summed in float32",
-    "activation_checkpointing": "trainer.gradient_checkpointing decides",
-    "sequence_parallel_size": "deepspeed_config.sequence_parallel_size decides",
+    "train_batch_size": "set by trainer.train_batch_size and the mini-batch sizes",
+    "train_micro_batch_size_per_gpu": "set by trainer.max_tokens_per_microbatch",
+    "gradient_accumulation_steps": "the number of micro-batches in a mini-batch depends on the data",
+    "managed_gradient_accumulation": "the number of micro-batches in a mini-batch depends on the data",
+    "gradient_clipping": "set by optimizer_config.max_grad_norm",
+    "optimizer": "set by optimizer_config",
+    "scheduler": "set by optimizer_config.scheduler",
+    "bf16": "set by trainer.bf16",
+    "fp16": "set by trainer.bf16; training in float16 is not supported",
+    "torch_autocast": "set by trainer.bf16",
+    "data_types": "gradients are always summed in float32",
+    "activation_checkpointing": "set by trainer.gradient_checkpointing",
+    "sequence_parallel_size": "set by deepspeed_config.sequence_parallel_size",
 }
 """DeepSpeed keys whose values other keys of this project determine."""
 

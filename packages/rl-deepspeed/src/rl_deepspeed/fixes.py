@@ -28,7 +28,10 @@ def keep_plain_gloo() -> None:
     backend: Any = import_module("deepspeed.comm.torch")
 
     if not callable(getattr(backend, "build_shm_op", None)):
-        raise RuntimeError("deepspeed.comm.torch.build_shm_op is gone: rl_deepspeed.fixes.keep_plain_gloo can go too")
+        raise RuntimeError(
+            "deepspeed.comm.torch has no build_shm_op: install deepspeed==0.19.8, or remove "
+            "rl_deepspeed.fixes.keep_plain_gloo if this version no longer needs it"
+        )
     if not torch.cuda.is_available():
         backend.build_shm_op = lambda: None
 

@@ -46,7 +46,8 @@ class SkyrlGymEnvironment:
         output = self._environment.step(action.text)
         if output.get("postprocessed_action") is not None:
             raise DataError(
-                "the environment's `step` returned a postprocessed_action, but here responses stay as they were sampled"
+                "the environment's `step` returned a postprocessed_action, but a sampled response cannot be replaced "
+                "here; leave it out of the result"
             )
         reward = output["reward"]
         if isinstance(reward, bool) or not isinstance(reward, int | float):

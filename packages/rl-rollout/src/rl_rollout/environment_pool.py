@@ -190,7 +190,7 @@ class _InPlace:
         return await next_structural_tag(self._environment, example_call)
 
     async def step(self, action: Action) -> StepResult:
-        assert self._environment is not None, "reset comes first"
+        assert self._environment is not None, "step was called before reset"
         return await require_awaitable(self._environment.step(action), "step")
 
     async def close(self) -> None:

@@ -126,7 +126,7 @@ class ThreadedEnvironment:
 
     @property
     def _made(self) -> Environment:
-        assert self._environment is not None, "reset comes first"
+        assert self._environment is not None, "reset was not called"
         return self._environment
 
     def _run(self) -> None:
@@ -190,8 +190,8 @@ class ThreadedEnvironment:
 
 def _no_room(error: Exception) -> ConfigError:
     return ConfigError(
-        f"environment.num_workers: the thread of another environment could not be started ({error}): set a maximum "
-        "number of threads, or raise the machine's limits (ulimit -u, ulimit -n)"
+        f"environment.num_workers: could not start a thread for another environment ({error}): limit the number of "
+        "threads with this key, or raise the machine's limits (ulimit -u, ulimit -n)"
     )
 
 

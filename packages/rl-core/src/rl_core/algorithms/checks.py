@@ -96,6 +96,8 @@ def _require_tensor(name: str, values: object) -> None:
         raise ShapeError(f"{name}: expected a tensor, got {values!r}; pass settings by name, as setting={values!r}")
     items = list(values) if isinstance(values, Iterable) else [values]
     is_text = any(isinstance(item, str) for item in items)
-    remedy = "replace texts by numbers, equal texts by equal ones" if is_text else "convert it with torch.as_tensor"
+    remedy = (
+        "replace texts by numbers, the same number for the same text" if is_text else "convert it with torch.as_tensor"
+    )
     held = f" of {type(items[0]).__name__}" if items else ""
     raise ShapeError(f"{name}: expected a tensor, got {type(values).__name__}{held}; {remedy}")

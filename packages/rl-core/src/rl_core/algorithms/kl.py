@@ -98,7 +98,7 @@ def kl_penalty(
     if estimator.endswith("+") or estimator == UNBIASED:
         plain = estimator.removesuffix("+").removesuffix("_unbiased")
         raise ConfigError(
-            f"kl_penalty: {estimator!r} differs from {plain!r} only in its gradient; use the latter in rewards"
+            f"kl_penalty: {estimator!r} differs from {plain!r} only in its gradient; use {plain!r} in rewards"
         )
     with torch.no_grad():
         return kl_coef * estimate_kl(old_logprobs_T, ref_logprobs_T, mask_T, estimator=estimator)

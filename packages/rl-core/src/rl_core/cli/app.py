@@ -171,15 +171,17 @@ def show_config(source: str, overrides: tuple[str, ...], tiny: bool, as_yaml: bo
     listing.show_config(runs.load(source, overrides, tiny), as_yaml=as_yaml)
 
 
-@rl.command(short_help="Show what each rank holds, and memory.")
+@rl.command(short_help="Show each rank's part of the model, and its memory.")
 @_configured
 @click.option(
-    "--gpu-memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one GPU. Fail if a phase needs more."
+    "--gpu-memory",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Memory of one GPU in GiB. Fail if a phase needs more.",
 )
 @click.option(
     "--host-memory",
     type=click.FloatRange(min=0, min_open=True),
-    help="GiB of CPU memory of one machine. Fail if a phase needs more.",
+    help="CPU memory of one machine in GiB. Fail if a phase needs more.",
 )
 @click.option("--context", type=click.IntRange(min=1), help="Also plan longer sequences, up to N tokens.")
 def plan(
@@ -190,7 +192,7 @@ def plan(
     host_memory: float | None,
     context: int | None,
 ) -> None:
-    """Show what each rank would hold, and the memory that each phase of a run needs, without starting anything."""
+    """Show each rank's part of the model, and the memory that each phase of a run needs, without starting anything."""
     from rl_core.cli import planning, runs
 
     loaded = runs.load(source, overrides, tiny)

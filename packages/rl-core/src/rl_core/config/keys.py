@@ -453,7 +453,9 @@ def _dropped(path: str, given: Given, reason: str) -> list[tuple[str, Given]]:
 
 
 def _taken(path: str, key: str, given: Given) -> list[tuple[str, Given]]:
-    warnings.warn(f"{path}: is called {key} here and read under it ({given.source})", ConfigWarning, stacklevel=2)
+    warnings.warn(
+        f"{path}: is called {key} here and was read as that key ({given.source})", ConfigWarning, stacklevel=2
+    )
     return [(key, given)]
 
 

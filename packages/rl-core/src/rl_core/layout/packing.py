@@ -82,7 +82,7 @@ def padded_lengths(lengths_N: npt.ArrayLike, multiple: int) -> IntArray:
     if lengths_N.ndim != 1 or (lengths_N.size and not np.issubdtype(lengths_N.dtype, np.integer)):
         raise ShapeError(f"lengths_N: expected integers on one axis, got {lengths_N.dtype} {lengths_N.shape}")
     if multiple < 1:
-        raise ShapeError(f"a length cannot be padded to a multiple of {multiple}, expected at least 1")
+        raise ShapeError(f"cannot pad sequences to a multiple of {multiple} tokens; expected at least 1")
     empty = np.flatnonzero(lengths_N < 1)
     if len(empty):
         raise ShapeError(f"sequence {empty[0]} has {lengths_N[empty[0]]} tokens, expected at least 1")

@@ -78,7 +78,7 @@ def pipeline_chunks(
 def _slots_of_stages(slots: int, pipeline: int, num_first: int | None, num_last: int | None) -> list[int]:
     ends = [count for count in (num_first, num_last) if count is not None]
     if any(count < 0 for count in ends):
-        raise ConfigError(f"pipeline: a stage cannot hold {min(ends)} layers")
+        raise ConfigError(f"pipeline: got {min(ends)} layers for the first or last stage; expected at least 0")
     rest, middle = slots - sum(ends), pipeline - len(ends)
     if rest < 0 or (rest > 0 if middle == 0 else rest % middle):
         raise ConfigError(

@@ -93,7 +93,7 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
             mistakes.add(
                 ConfigError(
                     f"{key}: got {_shown(given)}, but {checkpoint} was made with {_shown(was)}: its group numbers "
-                    f"would mean other prompts. Set the key to {_shown(was)}, {_REMEDY}"
+                    f"would refer to other prompts. Set the key to {_shown(was)}, {_REMEDY}"
                 )
             )
     mistakes.raise_found()
@@ -133,12 +133,12 @@ def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, An
         other = f"{was['num_rows']} rows" if was["num_rows"] != given["num_rows"] else "the same number of other rows"
         yield ConfigError(
             f"data.train_data: has {given['num_rows']} rows, but {checkpoint} was made with {other}: its group numbers "
-            f"would mean other prompts. Use the same rows in the same order, {_REMEDY}"
+            f"would refer to other prompts. Use the same rows in the same order, {_REMEDY}"
         )
     elif None not in (was["num_prompts"], given["num_prompts"]) and was["num_prompts"] != given["num_prompts"]:
         yield ConfigError(
             f"trainer.max_prompt_length: leaves {given['num_prompts']} prompts, but {checkpoint} was made with "
-            f"{was['num_prompts']}: its group numbers would mean other prompts. Set the same limit (and "
+            f"{was['num_prompts']}: its group numbers would refer to other prompts. Set the same limit (and "
             f"data.on_long_prompt), {_REMEDY}"
         )
 

@@ -135,8 +135,8 @@ def require_room(
             "the run does not fit into memory: "
             + "; ".join(complaints)
             + ". Split the model over more ranks, offload it "
-            "(fsdp_config.cpu_offload), lower trainer.max_tokens_per_microbatch or the length of sequences, or give "
-            "the engine another share (gpu_memory_utilization, tensor_parallel_size)"
+            "(fsdp_config.cpu_offload), lower trainer.max_tokens_per_microbatch or the length of sequences, or change "
+            "the engine's share (gpu_memory_utilization, tensor_parallel_size)"
         )
 
 

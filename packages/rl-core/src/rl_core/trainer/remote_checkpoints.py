@@ -66,8 +66,8 @@ class CheckpointCopies:
         """Raises CheckpointError if the last copy failed."""
         if self._failure is not None:
             raise CheckpointError(
-                f"trainer.ckpt_path: {self._address} lacks checkpoints ({self._failure}); the run's directory has all. "
-                "Copy them, or resume the run when the store can be reached"
+                f"trainer.ckpt_path: {self._address} lacks checkpoints ({self._failure}); the run's directory has them "
+                "all. Copy them there, or resume the run when the store can be reached"
             ) from self._failure
 
     def fetch_newest(self, root: Path) -> None:

@@ -57,7 +57,7 @@ class ServedReference:
         logprobs_T = torch.tensor([score for scores in lists for score in scores], dtype=torch.float32)
         if not logprobs_T.isfinite().all():
             raise GenerationError(
-                "the reference's engine (trainer.ref.inference_backend) gave log-probs that are not finite"
+                "the reference's engine (trainer.ref.inference_backend) returned log-probs that are not finite"
             )
         return logprobs_T
 
@@ -68,7 +68,7 @@ class ServedReference:
         lists = next(iter(answers.values()))
         if [len(scores) for scores in lists] != [len(tokens) for tokens in sequences]:
             raise GenerationError(
-                "the reference's engine (trainer.ref.inference_backend) did not give one log-prob per token"
+                "the reference's engine (trainer.ref.inference_backend) did not return one log-prob per token"
             )
         return lists
 

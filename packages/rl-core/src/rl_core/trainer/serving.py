@@ -236,7 +236,7 @@ class ServedEngines:
                     if num_lost == _MOST_LOST:
                         raise WeightSyncError(
                             f"weight version {self._version}: engines were lost in each of {num_lost} tries to publish "
-                            f"it; why they ended is in their logs. The last error: {error}"
+                            f"it; their logs say why they ended. The last error: {error}"
                         ) from error
                     logger.warning("publishing again because an engine was lost: %s", error)
                 else:

@@ -199,7 +199,7 @@ def _log(sandbox: Sandbox, reasons: dict[str, str]) -> None:
         return
     passed_over = "".join(f"; not by {mechanism}: {reason}" for mechanism, reason in reasons.items())
     disk = "" if sandbox.has_disk else ", without a directory to write in"
-    logger.info("programs run in a sandbox by %s, %s%s%s", sandbox.mechanism, sandbox.python, disk, passed_over)
+    logger.info("programs run in a %s sandbox with %s%s%s", sandbox.mechanism, sandbox.python, disk, passed_over)
 
 
 def _refusal(kind: Kind, reasons: dict[str, str]) -> str:
@@ -209,5 +209,5 @@ def _refusal(kind: Kind, reasons: dict[str, str]) -> str:
         "install bubblewrap`, or your distribution's command) where user namespaces are allowed, or run as root where "
         "the kernel has Landlock (5.13 or later), and a Python 3.8 or later that every user may read (`apt-get install "
         "python3`). "
-        "sandbox=none runs them without one: whatever the policy writes may then do what this user may"
+        "sandbox=none runs them without a sandbox: code that the policy writes can then do whatever this user can"
     )

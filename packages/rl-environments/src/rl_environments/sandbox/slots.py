@@ -59,7 +59,7 @@ async def locked_slot(count: int, *, wait_s: float) -> AsyncIterator[Slot]:
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"waited {wait_s:g} s for one of the {count} sandbox slots of this user ({slots_directory()}), "
-                "which other programs hold: raise `slots` if CPU cores are idle, or raise `wait_s`"
+                "all in use by other programs: raise `slots` if CPU cores are idle, or raise `wait_s`"
             )
         await asyncio.sleep(_RETRY_S)
     try:

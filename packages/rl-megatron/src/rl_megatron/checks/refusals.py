@@ -320,7 +320,11 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "hidden_dropout": (0.0, "log-probs would differ from the engine's and depend on the micro-batches"),
     "moe_input_jitter_eps": (None, "the router would see noise that the engine does not have"),
     "moe_router_force_load_balancing": (False, "it routes randomly; meant for benchmarks"),
-    "pipeline_model_parallel_layout": (None, "data and router replay cannot follow a free layout; use the counts"),
+    "pipeline_model_parallel_layout": (
+        None,
+        "data and router replay do not support a free layout; use num_layers_in_first_pipeline_stage and "
+        "num_layers_in_last_pipeline_stage",
+    ),
     "mtp_num_layers": (None, "multi-token prediction is not trained here"),
     "fp16": (False, "there is no loss scaling here; use trainer.bf16"),
     "fp8": (None, "log-probs would depend on the micro-batches"),
@@ -544,7 +548,10 @@ def _weights_of_experts(setup: Setup) -> str | None:
     if value is None or value == right:
         return None
     when = "before" if right else "after"
-    return f"{setup.key(name)}: got {str(value).lower()}, but the model normalises {when} its choice; leave it out"
+    return (
+        f"{setup.key(name)}: got {str(value).lower()}, but the model's routers normalise scores {when} they choose "
+        "experts; leave it out"
+    )
 
 
 _CHECKS: tuple[Check, ...] = (

@@ -194,7 +194,10 @@ def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool)
         if task is None and is_critic:
             continue  # the value head, which is loaded separately
         if task is None:
-            raise ConfigError(f"{where}.model.path: a weight of the model is not in {source.model_name_or_path}")
+            raise ConfigError(
+                f"{where}.model.path: {source.model_name_or_path} lacks a weight that the model's configuration "
+                "requires; download or save the model again"
+            )
         if task.megatron_module is None:
             continue
         weights = converter.maybe_modify_loaded_hf_weight(task.mapping.hf_param, source.state)

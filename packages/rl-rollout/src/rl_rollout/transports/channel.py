@@ -203,4 +203,4 @@ def this_process() -> str:
 
 
 def _closed(error: Exception) -> WeightSyncError:
-    return WeightSyncError(f"the sync was closed, or its controller is gone: {error}")
+    return WeightSyncError(f"the sync was closed, or its controller has ended: {error}")

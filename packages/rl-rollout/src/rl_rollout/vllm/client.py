@@ -349,8 +349,8 @@ class RemoteInferenceClient:
                 num_lost += isinstance(error, LostUnderRequest)
                 if num_lost == MAX_LOST:
                     raise GenerationError(
-                        f"{what}: {num_lost} servers were lost while they had it, so it is not sent to another; their "
-                        f"logs say why they ended{last}"
+                        f"{what}: {num_lost} servers were lost while they processed it, so it is not sent to another; "
+                        f"their logs say why they ended{last}"
                     ) from error
             except asyncio.CancelledError:
                 if sample_id is not None:
@@ -409,7 +409,7 @@ class RemoteInferenceClient:
         error = next((error for error in failures if not isinstance(error, ServerGone)), failures[0])
         if isinstance(error, RLError) and not running:
             raise error
-        late = "".join(f"; {asked[task]} had not ended its part" for task in running)
+        late = "".join(f"; {asked[task]} had not finished its part of the sync" for task in running)
         raise WeightSyncError(f"{error}{late}") from error
 
     async def _end(self, method: str, running: Mapping[asyncio.Task[Any], Member]) -> None:
@@ -420,7 +420,7 @@ class RemoteInferenceClient:
         for task in late:
             task.cancel()
             member = running[task]
-            member.hung = f"it is hung: {_SHORT_S:g} s after {method} failed it had not ended its part"
+            member.hung = f"it is hung: {_SHORT_S:g} s after {method} failed, it had not finished its part of the sync"
             self._on_failure(member)
 
     def _ask_all(self, method: str, arguments: Any, timeout_s: float) -> dict[asyncio.Task[Any], Member]:

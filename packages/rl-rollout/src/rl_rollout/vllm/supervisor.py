@@ -107,7 +107,7 @@ class Supervisor:
                     await connection.call("wake", {"tags": sorted(reached.woken)}, timeout_s=_PREPARE_S)
                 await self._heard(member, connection)
         except ServerGone as error:
-            raise GenerationError(f"{member} started and was gone at once: {error}") from error
+            raise GenerationError(f"{member} started, but was lost right away: {error}") from error
 
     async def _load_adapters(self, connection: Connection, adapters: Mapping[str, str]) -> None:
         """Loads the adapters. A server that lacks one still serves the policy, and refuses requests for the missing
@@ -141,7 +141,7 @@ class Supervisor:
             reason = await self._fault(member)
             if reason is not None:
                 remedy = (
-                    "start it again, the run waits for it" if isinstance(server, ExternalServer) else "it is restarted"
+                    "start it again (the run waits for it)" if isinstance(server, ExternalServer) else "it is restarted"
                 )
                 logger.warning("%s has failed; %s: %s", member, remedy, reason)
                 await self._pool.left(member, reason)
@@ -171,7 +171,7 @@ class Supervisor:
             try:
                 await self._start(member, server)
             except RLError as error:
-                told = "is not back" if isinstance(server, ExternalServer) else "could not be restarted"
+                told = "has not been started again" if isinstance(server, ExternalServer) else "could not be restarted"
                 logger.error("%s %s: %s", member, told, error)
                 member.why_down = str(error)
                 await asyncio.sleep(pause_s)
