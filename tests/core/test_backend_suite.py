@@ -44,7 +44,9 @@ class TestReferenceWorkerThatCanLeaveItsDevice(BackendConformance):
     options = NoOptions()
     variants = (Variant(world_size=2),)
     left_out: ClassVar = {
-        name: "as above" for name in checks() if name != "test_offloading_between_all_phases_changes_nothing"
+        name: "another reference worker runs it"
+        for name in checks()
+        if name != "test_offloading_between_all_phases_changes_nothing"
     }
 
 
@@ -130,7 +132,7 @@ def with_optimizer(**changes: Any) -> type[PlainWorker]:
 
 
 def with_update(**changes: Any) -> type[PlainWorker]:
-    """A worker class that changes some fields of the `update` for a single step."""
+    """A worker class that overwrites some fields of every `update` passed to `optim_step`."""
 
     class Changed(PlainWorker):
         def optim_step(self, update=None):
@@ -528,7 +530,7 @@ def prove(worker_class: Callable[[WorkerSpec, RankInfo], Worker], folder: Path) 
 
 def test_every_check_that_compares_numbers_has_a_wrong_worker():
     without = {
-        "test_it_is_a_backend_of_this_contract": "isinstance proves it",
+        "test_it_is_a_backend_of_this_contract": "checks types and the mesh, not what a worker computes",
         "test_a_missing_model_is_a_configuration_error": "no number",
         "test_scoring_leaves_no_gradient": "no number",
         "test_a_reference_model_scores_and_does_not_train": "scores are compared as elsewhere",

@@ -1,8 +1,8 @@
 """Megatron passes the suite that every backend must pass, on every kind of mesh that it offers.
 
 Two data-parallel ranks run all checks. A single rank, each way to split a model, and combinations of these run only the
-checks behind `docs/parity.md`. `make test` runs one combination of each kind, `make parity` all of them. In models with
-experts, routes are forced, because rounding could change a router's choice.
+checks behind `docs/parity.md`. `make test` leaves out the variants made by `further`; `make parity` runs all variants.
+In models with experts, routes are forced, because rounding could change a router's choice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Algorithms, data, contracts and the training loop of reinforcement learning post-training.
 
-This module exports the names that most programs need, and imports each when it is first used. Everything else is in
-`rl_core.algorithms`, `rl_core.layout`, `rl_core.config`, `rl_core.plugins`, `rl_core.trainer` and, for authors of
-plug-ins, `rl_core.testing`.
+This module exports the names that most programs need, and imports each when it is first used. Further names
+for users are in `rl_core.algorithms`, `rl_core.layout`, `rl_core.config` and `rl_core.plugins`. Authors of plug-ins
+also need `rl_core.interfaces`, `rl_core.rank_kit` and `rl_core.testing`.
 """
 
 from __future__ import annotations

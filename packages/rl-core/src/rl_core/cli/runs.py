@@ -41,7 +41,7 @@ def train(loaded: configuration.Loaded, started: float) -> int:
 
 
 def describe(loaded: configuration.Loaded) -> int:
-    """Runs all checks and describes the run, without starting it (`--dry-run`). Returns the exit code."""
+    """Runs the checks that are possible before the start and describes the run (`--dry-run`). Returns the exit code."""
     from rl_core.trainer.preflight import preflight
     from rl_core.trainer.settings import update_settings
 
@@ -96,7 +96,7 @@ def _planned_steps(loaded: configuration.Loaded) -> str:
 
 
 def has_checkpoint(loaded: configuration.Loaded) -> bool:
-    """Whether the run's directory has a checkpoint to resume from."""
+    """Whether the run has a checkpoint and a stored configuration from which it can resume."""
     from rl_core.trainer.checkpoint import list_checkpoints
     from rl_core.trainer.run_directory import newest_config
 

@@ -62,7 +62,7 @@ class Bench:
     tokenizer: PreTrainedTokenizerBase
     runner: asyncio.Runner
     version: int = -1
-    """Number of the last weight version that was sent; -1: the engine still has the weights it started with."""
+    """Number of the weight version that the engine should serve; -1: the weights with which it started."""
     _ids: Iterator[int] = attrs.field(factory=itertools.count)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -212,7 +212,8 @@ class InferenceClientConformance:
         observed = torch.cat([observed_V[~rare_V], observed_V[rare_V].sum()[None]])
         chi_square = float(((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum())
         degrees = len(expected) - 1
-        # Mean `degrees`, deviation sqrt(2 · degrees): five deviations give about one false alarm in a million.
+        # The chi-square distribution has mean `degrees` and standard deviation sqrt(2 · degrees). With 40 degrees of
+        # freedom, a correct engine exceeds this limit with a probability of about 1 in 20 000.
         assert chi_square < degrees + 5 * (2 * degrees) ** 0.5, (chi_square, degrees)
 
     # --- seeds and identity ---------------------------------------------------------------------------------------

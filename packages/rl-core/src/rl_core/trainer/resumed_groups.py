@@ -1,4 +1,4 @@
-"""Decides which groups of a checkpoint a resumed run can train on or continue. It plays all other groups again."""
+"""Decides which of a checkpoint's groups a resumed run can train on or continue. The run plays all others again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def resumed_groups(
     """Reads the groups that a checkpoint stores, and decides which of them the run uses.
 
     Args:
-        checkpoint: the checkpoint that the run resumes from; None: it stores no groups.
+        checkpoint: the checkpoint that the run resumes from; None: the run is new, so no groups are stored.
         state: the checkpoint's state.
         now: the fingerprint of this run (`trainer.fingerprint`). If this run would play prompts differently than
             the checkpoint's run, all groups are played again.
@@ -60,8 +60,8 @@ def resumed_groups(
     )
     if len(kept) < len(finished) + len(started):
         logger.warning(
-            "%d of the %d groups stored in %s are played again, because settings changed that determine how they are "
-            "played or how old they may be",
+            "%d of the %d groups stored in %s are played again, because a setting changed that determines how groups "
+            "are played or when they can be trained on",
             len(finished) + len(started) - len(kept),
             len(finished) + len(started),
             checkpoint.name,

@@ -46,7 +46,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something."""
+        """Whether the engine must call `step`: there are samples to advance, and no pause stops them."""
         return self._pause in (None, "wait") and bool(self._waiting or len(self._rows))
 
     def submit(self, samples: Iterable[Sample]) -> None:
@@ -54,7 +54,7 @@ class Scheduler:
         (self._waiting if self._pause is None else self._held).extend(samples)
 
     def step(self) -> Ended:
-        """Lets waiting samples join if rows are free, then adds one token to every row."""
+        """Lets waiting samples join if enough rows are free, then adds one token to every row."""
         ended = []
         free = self._max_num_seqs - len(self._rows)
         if self._waiting and free >= min(len(self._waiting), -(-self._max_num_seqs // _JOIN_FRACTION)):
