@@ -1,5 +1,5 @@
-"""Access control: control routes require the run's token, only known receivers load weights, and errors reveal no
-paths.
+"""Access control: control routes require the run's token, only known receivers load weights, and errors name only paths
+that their request names.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CONTROL = [
     "/collective_rpc",
     "/openapi.json",
 ]
-"""Routes of this package, and routes of vLLM that change a server or exist only in some of its modes."""
+"""Routes of this package and of vLLM that only the control token opens. Some exist only in certain modes of vLLM."""
 DISGUISED = [
     "/%72l/pause",
     "/rl%2Fpause",
@@ -86,7 +86,9 @@ async def status_of(server: RunningServer, path: str, token: str | None = None, 
 
 
 async def test_without_a_token_nothing_but_health_answers_on_loopback_too(dense_server: RunningServer):
-    """The agents' token opens no route that changes a server. Covers every POST route in the application's schema."""
+    """Tries every POST route without a token and with a wrong one, and the routes in `CONTROL` with the
+    agents' token.
+    """
     async with open_session(TOKENS.control) as session, session.get(f"{dense_server.url}/openapi.json") as answer:
         of_application = [path for path, methods in (await answer.json())["paths"].items() if "post" in methods]
     assert "/v1/completions" in of_application
@@ -158,7 +160,7 @@ async def test_no_web_page_from_elsewhere_may_read_an_answer(dense_server: Runni
 
 @pytest.mark.parametrize("path", ["/rl/generate", "/v1/completions"])
 async def test_a_body_without_end_is_refused_before_it_fills_the_memory(dense_server: RunningServer, path: str):
-    """Both if the body is declared too large and if it is sent in chunks, which declare no length."""
+    """The server refuses a body that declares too large a length, and one sent in chunks without a declared length."""
     url = urlsplit(dense_server.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     head = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKENS.control}", "Transfer-Encoding: chunked"]

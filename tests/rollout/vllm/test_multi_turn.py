@@ -66,7 +66,7 @@ class Chatters:
 
 @attrs.define(eq=False)
 class Watched:
-    """A client that records requests and answers; every third request is sent twice, as in a retry."""
+    """A client that records requests and answers. It sends some requests twice, as in a retry."""
 
     client: RemoteInferenceClient
     exchanges: list[Exchange] = attrs.field(factory=list)
@@ -90,9 +90,9 @@ async def play(
     max_turns: int = 8,
     asks_again: bool = False,
 ) -> tuple[list[Trajectory], list[Exchange]]:
-    """Plays the episodes; returns them with the recorded requests and answers. With `asks_again`, each request is sent
-    once more at the end, and the answers are those to the repeated requests: the server keeps finished answers and
-    computes none again.
+    """Plays the episodes; returns them with the recorded requests and answers. With `asks_again`, repeats each request
+    at the end and returns the answers to these repetitions instead. The server keeps finished answers and computes none
+    again.
     """
     client = await connect(running)
     try:
@@ -134,7 +134,7 @@ async def play(
 
 
 def require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: Sequence[Exchange]) -> None:
-    """Every trajectory consists of the engine's prompts and sampled tokens in its session."""
+    """Requires that each trajectory has exactly the tokens of one session: those sent as prompts and those sampled."""
     sessions: dict[str, list[Exchange]] = {}
     for exchange in exchanges:
         sessions.setdefault(exchange.request.session_id or "", []).append(exchange)

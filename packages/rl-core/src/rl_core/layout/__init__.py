@@ -1,5 +1,5 @@
-"""Functions that compute from lengths and parallel sizes which data belongs to which rank, micro-batch, slice and
-stage."""
+"""Functions that decide which rank and micro-batch each sequence goes to, which tokens and layers each rank holds, and
+which steps of a trajectory are merged."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class Sample:
     turns: Sequence[Mapping[str, Any]] | None = None
     """For an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each turn."""
     tokens: Sequence[Sequence[int]] | None = None
-    """Only with `trainer.log_sample_logprobs`, like the next two fields: one list for each sequence that was trained
-    on, including prompts and observations."""
+    """All tokens, including prompts and observations, of each sequence that was trained on. This field and the next two
+    are None unless `trainer.log_sample_logprobs` is set."""
     rollout_logprobs: Sequence[Sequence[float]] | None = None
     """Aligned with `tokens`: log-probs of the engine, 0.0 for tokens that the policy did not sample. NaN for tokens
     of forced responses (`Constraining`), whose log-probs are not known; the file has null there."""
@@ -121,7 +121,7 @@ class SamplesWriter:
         )
 
     def write(self, samples: Iterable[Sample]) -> None:
-        """Appends and flushes. Columns that were not requested are left out."""
+        """Appends one row per sample and flushes. Leaves out the fields in `_LEFT_OUT_IF_NONE` that are None."""
         self._log.write([_row(sample) for sample in samples])
 
     def close(self) -> None:

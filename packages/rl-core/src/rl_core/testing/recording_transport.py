@@ -18,7 +18,7 @@ class RecordingTransport:
     """A `WeightTransport` without receivers. Each rank writes its tensors to the directory of the rendezvous."""
 
     directory: Path | None = None
-    """Directory in which one sync is recorded. `open` needs it; ranks do not call `open`."""
+    """Directory in which one sync is recorded. None on ranks, which get the directory from the rendezvous."""
     contract_version: int = 1
     name: str = f"{__name__}:recording_transport"
 

@@ -1,4 +1,4 @@
-"""Saves and loads all models of a run, each in a separate folder of a checkpoint or an export."""
+"""Saves and loads the trained models of a run: policy and critic."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 @attrs.frozen(kw_only=True)
 class UpdateSettings:
-    """Settings of training on a batch, built from `trainer.algorithm` and the batch sizes."""
+    """Settings of training on a batch, which `update_settings` builds from the configuration."""
 
     policy: ModelUpdateSettings
     critic: ModelUpdateSettings | None
@@ -91,7 +91,8 @@ class BatchUpdate:
 
     async def score(self, batch: Batch, *, judges: bool = False) -> Batch:
         """Adds the scores that later computations read: the policy's `old_logprobs` and `old_entropies`, or its
-        `values` if it has a value head; the reference's `ref_logprobs`; the critic's `values`.
+        `values` if it has a value head; the reference's `ref_logprobs`; the critic's `values`. Also adds the policy's
+        expert routes if its backend records them.
 
         Only the policy follows the batch's expert routes; the routers of reference and critic choose the experts.
 
@@ -232,7 +233,7 @@ _POLICY_SCORES = {
     "values": "values",
     **{name: name for name in ROUTE_COLUMNS},
 }
-"""Column of a batch → name, in the result of `forward`, of the policy's score that the column holds."""
+"""Column of a batch → key of this column's values in the result of the policy's `forward`."""
 
 
 def explained_variance(batch: Batch) -> Metrics:
@@ -254,8 +255,8 @@ def rollout_agreement(batch: Batch, version: int, *, among: Tensor | None = None
 
     `rollout/logprob_diff_max` and `_mean` are the largest and the mean |rollout_logprobs − old_logprobs| in nats over
     tokens sampled with `version`. `rollout/stale_logprob_diff_max` and `_mean` are the same over tokens sampled with
-    other versions, and `rollout/stale_tokens` is the fraction of these. Tokens of forced responses have no rollout
-    log-probs and are not compared.
+    other versions. `rollout/stale_tokens` is the fraction of all sampled tokens that other versions sampled. Tokens of
+    forced responses have no rollout log-probs and are left out.
 
     Args:
         batch: has `old_logprobs`.

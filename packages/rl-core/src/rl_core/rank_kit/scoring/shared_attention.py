@@ -1,11 +1,12 @@
-"""Attention over a prefix forest, in which each shared prefix is computed once. A token sees all ancestors of its node,
-and its node up to itself.
+"""Attention over a prefix forest, in which each shared prefix is computed once. A token sees itself, the tokens before
+it in its node, and all ancestors of the node.
 
-The computation takes two calls of a flash attention kernel: each node's queries and keys with a causal mask, then the
-queries of a node's children and the keys of the node and its ancestors without a mask. The kernel also returns the
-logarithm of the softmax's denominator, with which the two outputs are merged. The kernel's backward needs only output
-and log-denominator of the whole softmax, so it gives the exact gradient of each part. Ring attention merges outputs of
-several devices in the same way (Liu et al. 2023, arXiv 2310.01889), Hydragen in generation (Juravsky et al. 2024, arXiv
+The computation takes two calls of a flash attention kernel. In the first call, each node attends to itself with a
+causal mask. In the second call, the children of each node attend to the node and its ancestors without a mask. The
+kernel also returns the logarithm of the softmax's denominator, with which the two outputs are merged. The backward pass
+also takes two calls of the kernel. Both get the merged output and the merged log-denominator, so each call returns its
+part's exact contribution to the gradients. Ring attention merges the outputs of several devices in the same way (Liu et
+al. 2023, arXiv 2310.01889). Hydragen does so for shared prefixes during generation (Juravsky et al. 2024, arXiv
 2402.05099).
 """
 
