@@ -64,7 +64,7 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
     }
 
 
-def _forced(trajectories: Sequence[Trajectory], num_sampled: float) -> Metrics:
+def _forced(trajectories: Sequence[Trajectory], num_sampled: float) -> dict[str, float]:
     """The share of the sampled tokens that the generator excluded from training, as it does with forced responses; no
     metric if it excluded none."""
     steps = [step for trajectory in trajectories for step in trajectory.steps]
