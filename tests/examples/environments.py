@@ -25,7 +25,7 @@ class FirstDigit(ArithmeticEnvironment):
 
 
 class Spelled(FirstDigit):
-    """The reward identifies the answer: it is the sum of the answer's character codes."""
+    """The reward is the sum of the response's character codes, so that different responses mostly differ in reward."""
 
     async def step(self, action: Action) -> StepResult:
         return StepResult(reward=float(sum(map(ord, action.text))), done=True, metrics={"accuracy": 0.0})

@@ -265,7 +265,7 @@ def call_problem(name: str, expected: Callable[..., Any], actual: Any, *, with_o
 
     Args:
         expected: a method, whose first parameter is `self`.
-        actual: a bound method, or a class.
+        actual: a bound method, a function, a class or another callable.
         with_optional: also require the parameters that have a default in the contract.
     """
     parameters = list(inspect.signature(expected).parameters.values())[1:]
@@ -316,8 +316,8 @@ def _member_problem(found: Any, name: str, expected: Any, *, with_optional: bool
 
 
 def _class_problem(found: type, expected: Mapping[str, Any], *, with_optional: bool) -> str | None:
-    """Why the instances of a class lack one of these members; None if they have all. Checks only methods, because
-    `__init__` may set the others."""
+    """Why a class lacks one of these methods, or why one cannot be called as the contract says; None if all can be.
+    Other members are not checked, because `__init__` may set them."""
     methods = {name: member for name, member in expected.items() if inspect.isfunction(member)}
     return _lacks(found, methods) or _first(
         _class_method_problem(found, name, method, with_optional=with_optional) for name, method in methods.items()

@@ -23,7 +23,7 @@ from rl_deepspeed.engine_config import engine_config
 from rl_deepspeed.options import asked_replay_key
 
 _ALIGNMENT = 2
-"""Elements to which stages 1 and 2 pad each rank's part (`nccl_start_alignment_factor`)."""
+"""Stages 1 and 2 pad each rank's part to a multiple of this many elements (`nccl_start_alignment_factor`)."""
 
 
 def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
@@ -118,9 +118,9 @@ class _Zero:
         return 3 * 4 * self.num_stepped
 
     def gradient_bytes(self, rank: int) -> int:
-        """Returns the bytes of gradients in float32: those of the rank's own part or, with stage 1 until the step, of
-        all trained parameters. In a float32 run, stage 2 keeps the whole gradient of every parameter that overlaps the
-        rank's part."""
+        """Returns the bytes of gradients in float32. A rank keeps those of its own part; with stage 1, it keeps those
+        of all trained parameters until the step. In a float32 run, stage 2 keeps the whole gradient of every parameter
+        that overlaps the rank's part."""
         if self.stage == 1:
             return 4 * sum(p.numel() for p in self.trained)
         if self.stage == 3 or self.spec.bf16:

@@ -1,11 +1,12 @@
 """The environment `skyrl_gym`: runs environments of skyrl-gym unchanged. Needs the extra `skyrl-gym`.
 
 Row:       as in SkyRL: `prompt` (messages) and the columns that the environment reads, such as `reward_spec`; the whole
-           row becomes the environment's `extras`, with an empty `extra_info` if it has none, and the option `max_turns`
+           row becomes the environment's `extras`. An empty `extra_info` is added if the row has none. The option
+           `max_turns`, if set, is added too and replaces the row's
 Options:   `env` (the environment's id in skyrl-gym, e.g. `gsm8k_multi_turn`, or `package.module:Class`
            of your own), `config` (its `env_config`: a mapping, passed as an object with attributes), `max_turns`
 Reward:    the environment's reward of each turn
-Metrics:   the numbers in its `get_metrics()`, and `accuracy`: the reward of the last turn
+Metrics:   the numbers in its `get_metrics()`; `accuracy` is the reward of the last turn if they do not include it
 
 Rewards per token (a list) and `postprocessed_action` have no counterpart here: if an environment returns either, its
 sample fails. Set `generator.max_turns` to the environment's `max_turns` or more.

@@ -6,7 +6,7 @@ guesses, which find one number in three; bisection finds all of them.
 Deliberately omitted: a reference model and a KL term, a reward for finding the number sooner.
 
 Run:      rl train guess      (2 cores; see what it plays: rl generate guess --output guesses.jsonl)
-Experts:  rl train guess trainer.policy.model.path=runs/guess_data/start_moe_model_seed0      (a Qwen3-MoE, as small)
+Experts:  rl train guess trainer.policy.model.path=runs/guess_data/start_moe_model_seed0      (a small Qwen3-MoE)
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class GuessEnvironment:
         self._guesses += 1
         is_guess = action.text in tuple("0123456789") and action.stop_reason == "stop"
         is_found = is_guess and int(action.text) == self._number
-        # Metrics are reported in every turn, so that games that a limit ends count too.
+        # Every turn reports the metrics, so that games cut short by a limit count too.
         metrics = {"accuracy": float(is_found), "guesses": float(self._guesses)}
         if is_found or not is_guess or self._guesses == MAX_GUESSES:
             return StepResult(reward=float(is_found), done=True, metrics=metrics)
@@ -155,7 +155,7 @@ def _write_start_model(directory: Path, write: Callable[..., None], *, seed: int
 
 
 def _random_turn(rng: random.Random) -> dict[str, Any]:
-    """Returns a demonstration: a game of random guesses up to one of its turns, and a random next guess."""
+    """Returns a demonstration: the prompt is a game of 0 to 3 wrong random guesses, the answer is a random guess."""
     number, said = rng.randrange(10), "?="
     for _ in range(rng.randrange(MAX_GUESSES)):
         guess = rng.choice([digit for digit in range(10) if digit != number])

@@ -2,11 +2,11 @@
 
 The task is `spell_backward`, with words of four letters. The environment `reasoning_gym` takes questions and scores
 from reasoning-gym: to `Spell this word backward (example: sun -> nus): bird`, the right response is
-`<answer>drib</answer>$`. Each tag is one token, and so is each other character. A wrong word of the right length gets
-the fraction of letters that are right. The model is warm-started on demonstrations of which four in five repeat the
-word forward.
-Deliberately omitted: a reference model and a KL term; thinking, and with it the sentence in the environment's rows that
-asks for it.
+`<answer>drib</answer>$`. Each tag is one token, and outside the tags each character is one. A wrong word of the right
+length gets the fraction of letters that are right. The model is warm-started on demonstrations of which four in five
+repeat the word forward.
+Deliberately omitted: a reference model and a KL term; thinking (the prompts leave out the environment's sentence that
+asks for it).
 
 Run:      rl train reasoning_gym     (needs pip install './packages/rl-examples[reasoning-gym]')
 Look:     rl generate reasoning_gym --output episodes.jsonl
