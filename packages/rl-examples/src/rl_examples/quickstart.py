@@ -8,7 +8,7 @@ Deliberately omitted: a reference model and a KL term (the start model is too we
 
 Run:      make quickstart [SEED=1]      or      rl train quickstart
 Control:  rl train quickstart trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
-Experts:  rl train quickstart trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0   (a Qwen3-MoE, as small)
+Experts:  rl train quickstart trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0   (a small Qwen3-MoE)
 """
 
 from __future__ import annotations
