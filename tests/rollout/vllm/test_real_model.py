@@ -92,17 +92,27 @@ def record(quantity: str, error: float, unit: float) -> None:
     assert measurement.difference <= 1.5, f"{quantity}: {measurement}"
 
 
-async def test_real_text_scores_as_in_transformers(server: RunningServer, reference: Reference):
-    """The largest of 2,000 differences is decided by rounding at the worst-conditioned token, so it depends on the
-    processor: 4.5e-5 with AVX-512, but 1.2e-4 with AVX2, where vLLM's attention has other kernels, with the same
-    error on average. The root mean square says more: it is 1.0e-5 there, and 5.8e-5 if a single matrix of the model
-    is multiplied by 1.0001.
-    """
-    difference_T = await logprobs_of(server, reference) - reference.logprobs_T
+@pytest.fixture(scope="module")
+def difference_T(server: RunningServer, reference: Reference) -> Tensor:
+    """[2000] vLLM's log-probs minus those of transformers, in float32."""
+    return asyncio.run(logprobs_of(server, reference)) - reference.logprobs_T
+
+
+def test_real_text_scores_on_average_as_in_transformers(difference_T: Tensor):
+    """The root mean square is 1.0e-5, and 5.8e-5 if a single matrix of the model is multiplied by 1.0001."""
     assert len(difference_T) == 2000
     require_within("log-probs, RMS", difference_T.square().mean().sqrt().item(), 2e-5)
-    if torch.backends.cpu.get_cpu_capability() != "AVX2":
-        require_within("log-probs", difference_T.abs().max().item(), 1e-4)
+
+
+@pytest.mark.xfail(
+    torch.backends.cpu.get_cpu_capability() == "AVX2",
+    reason="with vLLM's kernels for AVX2, rounding at the worst-conditioned of the 2,000 tokens gives 1.2e-4",
+    raises=AssertionError,
+    strict=False,
+)
+def test_real_text_scores_as_in_transformers(difference_T: Tensor):
+    """The largest difference is decided by rounding at one token: 4.5e-5 with AVX-512."""
+    require_within("log-probs", difference_T.abs().max().item(), 1e-4)
 
 
 def require_within(quantity: str, difference: float, limit: float) -> None:
