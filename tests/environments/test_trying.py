@@ -28,7 +28,7 @@ RL = str(Path(sys.executable).with_name("rl"))
 
 
 class Odd:
-    """Raises, hangs, or returns a wrong result, as the row's `raises` says."""
+    """Raises, hangs, blocks, or returns a wrong result, as the row's `raises` says."""
 
     def __init__(self, row: Any, options: Any) -> None:
         self._row = row
@@ -45,6 +45,8 @@ class Odd:
             import asyncio
 
             await asyncio.sleep(600)
+        if self._row.get("raises") == "block":
+            time.sleep(600)
         if self._row.get("raises") == "wrong":
             return 1.0
         if "answers" in self._row:
@@ -119,6 +121,7 @@ def test_a_game_is_played_to_its_end():
     assert "user         ?" in played.stdout
     assert "user         <" in played.stdout
     assert "accuracy 1, guesses 2" in played.stdout
+    assert "you          5\n" in played.stdout
     assert played.stdout.endswith("done after 2 turns: reward 1\n")
 
 
@@ -131,11 +134,29 @@ def test_tools_are_listed_and_a_response_may_have_several_lines():
     assert played.stdout.endswith("done after 2 turns: reward 1\n")
 
 
+def test_an_episode_of_text_shows_observations_as_the_environments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    call = '<tool_call>{"name": "calculate", "arguments": {"expression": "2*3"}}</tool_call>'
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{call}\nIt is 6\n"))
+    assert try_environment.main(["calculator", "--row", '{"prompt": "2*3?", "answer": 6}'], standalone_mode=False) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"prompt       2*3?\nyou          {call}\nenvironment  \n             6\n")
+
+
+def test_the_page_shows_what_a_played_tool_call_prints():
+    row = json.dumps({"prompt": [{"role": "user", "content": "2*3?"}], "answer": 6})
+    page = (HERE / "docs/environments.md").read_text()
+    shown = page.partition(f"$ rl try calculator --row '{row}'\n")[2].partition("```")[0]
+    responses = "".join(re.findall(r"^you +(.*\n)", shown, re.MULTILINE))
+    assert rl("calculator", "--row", row, said=responses).stdout == shown
+
+
 def test_the_end_of_the_input_ends_the_game_and_closes_the_environment(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text(f"{ROW}\n{ROW}\n")
     played = rl("guess", "--data", str(tmp_path / "rows.jsonl"), "--number", "2", said="5\n")
     assert played.returncode == 0
-    assert "ended by you after 1 turns: reward 0 so far" in played.stdout
+    assert "ended by you after 1 turn: reward 0 so far" in played.stdout
     assert "closed" in rl(ODD, "--row", "{}").stdout
 
 
@@ -253,6 +274,7 @@ def test_a_file_of_ones_own_is_named_with_its_object(tmp_path: Path, monkeypatch
         ),
         ([ODD, "--row", '{"raises": "wrong"}'], DataError, "step returned float; expected StepResult"),
         ([ODD, "--row", '{"raises": "hang"}', "--timeout-s", "0.5"], DeadlineError, "step did not answer within 0.5 s"),
+        ([ODD, "--row", '{"raises": "block"}', "--timeout-s", "0.1"], DeadlineError, "within 0.1 s: it blocks"),
     ],
 )
 def test_what_cannot_be_played_is_named(

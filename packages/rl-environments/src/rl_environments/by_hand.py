@@ -9,9 +9,12 @@ unblocked by the end of the input, Ctrl-C, an environment that is done
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ from rl_core.interfaces import (
 )
 
 _OPTIONS = "environment.options."
+_BLOCKED_S = 1.0
+"""Time after its deadline that a call gets to notice its cancellation, before its thread is interrupted."""
 
 
 class EnvironmentRaised(RLError, RuntimeError):
@@ -96,12 +101,13 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
 
         def call(method: Callable[..., Any], *arguments: Any, is_async: bool = True) -> Any:
             # Not `runner.run`, which loses a Ctrl-C that arrives just after the coroutine has returned.
-            return runner.get_loop().run_until_complete(_answer(method, arguments, timeout_s, is_async=is_async))
+            with _interrupted(_name(method), timeout_s):
+                return runner.get_loop().run_until_complete(_answer(method, arguments, timeout_s, is_async=is_async))
 
         environment = call(factory, row, options, is_async=False)
         try:
             prompt = call(environment.reset)
-            _show_prompt(prompt)
+            _show_prompt(prompt, text_is="prompt")
             offered: Any = getattr(environment, "tools", None)
             if offered is not None:
                 _show_tools(call(offered))
@@ -115,7 +121,7 @@ def _play(step: Callable[[Action], Any], *, begins_with_text: bool) -> int:
     while True:
         response = _read_response()
         if response is None:
-            click.echo(f"\nended by you after {turns} turns: reward {total:g} so far")
+            click.echo(f"\nended by you after {_turns(turns)}: reward {total:g} so far")
             return 0
         turns += 1
         # There is no tokenizer here, so each character is a token, as in the conformance suite.
@@ -125,13 +131,17 @@ def _play(step: Callable[[Action], Any], *, begins_with_text: bool) -> int:
         total += result.reward
         _show_result(result)
         if result.done:
-            click.echo(f"done after {turns} turns: reward {total:g}")
+            click.echo(f"done after {_turns(turns)}: reward {total:g}")
             return 0
+
+
+def _turns(count: int) -> str:
+    return "1 turn" if count == 1 else f"{count} turns"
 
 
 def _read_response() -> str | None:
     """Reads a response: one line, or several if all but the last end with a backslash. Returns None at the end of the
-    input."""
+    input. Prints input that does not come from a terminal, because nothing else shows it."""
     lines: list[str] = []
     click.echo(click.style("you", bold=True) + "          ", nl=False)
     while True:
@@ -139,13 +149,43 @@ def _read_response() -> str | None:
         if not line:
             return "\n".join(lines) if lines else None
         line = line.rstrip("\r\n")
+        if not sys.stdin.isatty():
+            click.echo(f"{'':13}{line}" if lines else line)
         if not line.endswith("\\"):
             return "\n".join([*lines, line])
         lines.append(line.removesuffix("\\"))
 
 
+@contextlib.contextmanager
+def _interrupted(what: str, timeout_s: float) -> Iterator[None]:
+    """Interrupts a call that blocks this thread, which has to be the main thread: then the event loop cannot enforce
+    the deadline. Raises DeadlineError."""
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        is_over.set()
+        # A real signal also ends a blocking system call, such as that of `time.sleep`.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    timer = threading.Timer(timeout_s + _BLOCKED_S, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not is_over.is_set():
+            raise
+        raise DeadlineError(f"the environment's {what} did not answer within {timeout_s:g} s: it blocks") from None
+    finally:
+        timer.cancel()
+
+
+def _name(method: Callable[..., Any]) -> str:
+    return getattr(method, "__name__", str(method))
+
+
 async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_s: float, *, is_async: bool) -> Any:
-    what = getattr(method, "__name__", str(method))
+    what = _name(method)
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
@@ -160,9 +200,9 @@ async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_
         raise EnvironmentRaised(f"the environment's {what} raised {raised}") from error
 
 
-def _show_prompt(prompt: Any) -> None:
+def _show_prompt(prompt: Any, *, text_is: str) -> None:
     if isinstance(prompt, str):
-        _show("prompt", prompt)
+        _show(text_is, prompt)
         return
     for message in require_messages(prompt, "the environment's prompt"):
         _show(message["role"], message.get("content") or json.dumps(message.get("tool_calls")))
@@ -177,7 +217,7 @@ def _show_tools(tools: Any) -> None:
 
 def _show_result(result: StepResult) -> None:
     if result.observation is not None:
-        _show_prompt(result.observation)
+        _show_prompt(result.observation, text_is="environment")
     metrics = "".join(f", {name} {value:g}" for name, value in result.metrics.items())
     click.secho(f"{'':12} reward {result.reward:g}{metrics}", dim=True)
 
