@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ class Lanes(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return "own servers" if nodeid.startswith(OWN_SERVERS) else "shared servers"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_proofs() -> Iterator[None]:
+    """Forks the proofs of models that this process requests; commands that tests start make theirs as users do."""
+    from tests import forked_proofs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forked_proofs.model_proof, "run_interpreter", forked_proofs.run_forked)
+        yield
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:

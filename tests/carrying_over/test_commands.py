@@ -19,11 +19,13 @@ from rl_core.cli.planning import show_plan
 from rl_core.cli.runs import describe
 from rl_core.config import ConfigWarning
 from rl_core.errors import RLError
+from rl_core.testing.ranks import PRELOADED
 from rl_examples.gsm8k_data import write_tiny_data
 from rl_examples.tiny_model import write_tiny_chat_model
 from tests.carrying_over.commands import BASE, FRAGMENTS, SCRIPT, SCRIPTS, Fragment, Script
 from tools.key_table import PAGE
 
+PRELOADED["rl_megatron.rank.worker"] = None
 _EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,

@@ -13,11 +13,13 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import OptimizerConfig, RankInfo, Worker, WorkerSpec
+from rl_core.rank_kit import model_proof
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.backend import BackendConformance, Variant, checks, expected_scores, open_case
 from rl_core.testing.bfloat16 import Bfloat16Worker
 from rl_core.testing.cases import LIMITS, KeptRanks
 from rl_core.testing.parity import DIRECTORY_VARIABLE
+from tests import forked_proofs
 from tests.core import plain_backend as plain
 from tests.core.plain_backend import NoOptions, OffloadableWorker, PlainBackend, PlainWorker, RoutedWorker
 
@@ -515,7 +517,8 @@ def test_the_suite_finds_a_backend_whose_model_is_another(worker_class, complain
 
 
 @pytest.mark.slow
-def test_the_suite_passes_a_backend_whose_model_is_that_of_transformers(tmp_path, proofs):
+def test_the_suite_passes_a_backend_whose_model_is_that_of_transformers(tmp_path, proofs, monkeypatch):
+    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # as outside these tests
     prove(PlainWorker, tmp_path)
 
 

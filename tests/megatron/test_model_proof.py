@@ -12,6 +12,7 @@ import pytest
 from rl_core.errors import ConfigError
 from rl_core.rank_kit import model_proof, require_proof
 from rl_megatron import MegatronOptions, megatron
+from tests import forked_proofs
 from tests.megatron.changed import UncheckedBackend
 from tests.megatron.models import ARCHITECTURES, EXPERTS, LLAMA3, REAL_MODELS, SIZES, YARN, config_of, rope
 from tests.megatron.proving import complaint_of, proofs, proved, spec_of
@@ -275,6 +276,7 @@ def model(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, monkeypatch):
+    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # as outside these tests
     compared = []
     compare = model_proof._compare_in_process
 
@@ -305,8 +307,9 @@ def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["Qwen3-8B", "DeepSeek-V3, without quantisation"])
-def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_none(kept, tmp_path, name):
+def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_none(kept, tmp_path, monkeypatch, name):
     """Measures CPU time, because other processes may use the machine too."""
+    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # as outside these tests
     (tmp_path / "config.json").write_text(json.dumps(RIGHT[name]))
 
     def processor_seconds() -> float:

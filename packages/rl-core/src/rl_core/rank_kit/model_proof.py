@@ -37,6 +37,15 @@ logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "RL_CACHE_DIR"
 """Environment variable with the directory of cached proofs; default `~/.cache/rl`."""
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment variables of the process of a comparison: a process group of one rank, and one OpenMP thread."""
 _DEADLINE_S = 600.0
 _proved_here: set[Path] = set()
 """Cache files of the proofs that this process has made, including files that could not be written."""
@@ -202,28 +211,19 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
     from rl_core.rank_kit.proof_process import Differences, ProofJob
 
     job = ProofJob(backend=backend, spec=spec, config=config, where=where)
-    with held_folder(backend.name, "proof") as folder, _lifeline() as stdin:
+    with held_folder(backend.name, "proof") as folder:
         job_file, result_file = folder / "job", folder / "result"
         job_file.write_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
-        command = [sys.executable, "-m", "rl_core.rank_kit.proof_process", str(job_file), str(result_file)]
         try:
-            run = subprocess.run(
-                command,
-                stdin=stdin,
-                capture_output=True,
-                text=True,
-                timeout=_DEADLINE_S,
-                check=False,
-                env=_environment(),
-            )
+            exit_code, error_output = run_interpreter(job_file, result_file)
         except subprocess.TimeoutExpired as error:
             raise ConfigError(
                 f"{where}: running a small copy of the model took over {_DEADLINE_S:g} s. {REMEDY}"
             ) from error
         if not result_file.is_file():
-            last = run.stderr.strip().splitlines()[-8:]
+            last = error_output.strip().splitlines()[-8:]
             raise ConfigError(
-                f"{where}: the process that ran a small copy of the model ended with exit code {run.returncode}. "
+                f"{where}: the process that ran a small copy of the model ended with exit code {exit_code}. "
                 f"{REMEDY}. The end of its error output:\n" + "\n".join(last)
             )
         result = json.loads(result_file.read_text(encoding="utf-8"))
@@ -232,6 +232,26 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
         copied = f"{spec.model.path} ({config.get('model_type')})"
         raise ConfigError(f"{where}: {backend.name} cannot run a small copy of {copied}: {error}. {REMEDY}")
     return Differences(**result["differences"])
+
+
+def run_interpreter(job_file: Path, result_file: Path) -> tuple[int, str]:
+    """Runs `proof_process` in a new interpreter; returns its exit code and its error output.
+
+    Raises:
+        subprocess.TimeoutExpired: the process did not end in time; it was killed.
+    """
+    command = [sys.executable, "-m", "rl_core.rank_kit.proof_process", str(job_file), str(result_file)]
+    with _lifeline() as stdin:
+        run = subprocess.run(
+            command,
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+            env={**os.environ, **ALONE},
+        )
+    return run.returncode, run.stderr
 
 
 @contextlib.contextmanager
@@ -244,9 +264,3 @@ def _lifeline() -> Iterator[int]:
     finally:
         os.close(reading)
         os.close(writing)
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment with the variables of a process group of one rank, and with one OpenMP thread."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    return {**os.environ, **alone, "OMP_NUM_THREADS": "1"}
