@@ -30,6 +30,14 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sft_grpo, "START_STEPS", 2)
 
 
+@pytest.fixture
+def few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the data small: every start encodes all rows, and evaluations answer all held-out ones."""
+    few = arithmetic.problems()[:300]
+    monkeypatch.setattr(arithmetic, "problems", lambda: few)
+    monkeypatch.setattr(arithmetic, "NUM_HELD_OUT", 100)
+
+
 def train(recipe: str, *overrides: str) -> dict[str, float]:
     """Runs the recipe and returns the last row of metrics."""
     loaded = load(recipe, [*FEW, *overrides])
@@ -38,6 +46,7 @@ def train(recipe: str, *overrides: str) -> dict[str, float]:
     return json.loads((loaded.config.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.usefixtures("few_problems")
 @pytest.mark.parametrize(
     ("recipe", "overrides", "measured"),
     [
@@ -59,6 +68,7 @@ def test_it_trains_from_an_empty_folder(recipe: str, overrides: tuple[str, ...],
     assert "policy/loss" in row
 
 
+@pytest.mark.usefixtures("few_problems")
 def test_a_teacher_in_an_engine_teaches_what_one_on_ranks_does():
     """The numbers agree up to rounding: the engine and the rank use different kernels."""
     on_ranks = train("distill", "generator.n_samples_per_prompt=2", "trainer.run_dir=ranks")
@@ -77,6 +87,7 @@ class StopsInStepOne(Callback):
         return Control(stop=step == 1)
 
 
+@pytest.mark.usefixtures("few_problems")
 def test_an_interrupted_fine_tuning_makes_no_model_and_is_continued(monkeypatch: pytest.MonkeyPatch):
     model = Path("made")
     with monkeypatch.context() as patch:
@@ -91,6 +102,7 @@ def test_an_interrupted_fine_tuning_makes_no_model_and_is_continued(monkeypatch:
     assert [row["step"] for row in rows] == [1, 2]
 
 
+@pytest.mark.usefixtures("few_problems")
 def test_what_was_made_once_is_used_again():
     train("dpo")
     made = Path("runs/arithmetic/dpo_start_seed0/model.safetensors").stat().st_mtime_ns

@@ -12,6 +12,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.testing.models import character_tokenizer
 from rl_core.trainer.data import read_rows
 from rl_rollout.chat import TokenCodec
+from rl_rollout.dataset_generator import DatasetGenerator
 from rl_rollout.generator_options import DatasetGeneratorOptions
 from rl_rollout.supervised_tokens import RowEncoder, Supervised, TrainedTurns, text_parts
 from tests.supervised.trained import PAIRS, config_of, first_batch
@@ -203,3 +204,16 @@ def test_a_pair_is_two_trajectories_the_preferred_one_with_the_reward(tmp_path: 
     starts = batch.offsets.tolist()
     rewards = [float(batch["rewards"][a:b].sum()) for a, b in pairwise(starts)]
     assert rewards == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("of_pairs", [False, True])
+def test_lengths_of_prompt_and_response_encode_a_row_once(of_pairs: bool, monkeypatch: pytest.MonkeyPatch):
+    codec, encode = encoder()
+    encoded: list[object] = []
+    joined = RowEncoder._joined
+    monkeypatch.setattr(RowEncoder, "_joined", lambda self, parts: encoded.append(parts) or joined(self, parts))
+    generator = DatasetGenerator(codec, encode, of_pairs=of_pairs)
+    rows = [{"prompt": "1+1=", "completion": answer, "chosen": answer, "rejected": "3!"} for answer in ("2", "24")]
+    measured = [(generator.prompt_length(row), generator.response_length(row)) for row in rows]
+    assert measured == ([(4, 3), (4, 3)] if of_pairs else [(4, 2), (4, 3)])
+    assert len(encoded) == 2 * (1 + of_pairs)

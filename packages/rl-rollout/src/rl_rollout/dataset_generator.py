@@ -19,6 +19,7 @@ class DatasetGenerator:
         self._codec = codec
         self._encoder = encoder
         self._of_pairs = of_pairs
+        self._latest: tuple[Row, tuple[Supervised, ...]] | None = None
 
     def prompt_length(self, row: Row) -> int:
         """Returns the number of tokens before the first trained one; for a pair, the larger of the two numbers. Raises
@@ -42,7 +43,14 @@ class DatasetGenerator:
         )
 
     def _sequences(self, row: Row) -> tuple[Supervised, ...]:
-        return self._encoder.pair(row) if self._of_pairs else (self._encoder.response(row),)
+        # The check of lengths before a run measures prompt and response of each row one after the other.
+        if self._latest is None or self._latest[0] is not row:
+            encode = self._encoder.pair if self._of_pairs else self._response
+            self._latest = row, encode(row)
+        return self._latest[1]
+
+    def _response(self, row: Row) -> tuple[Supervised]:
+        return (self._encoder.response(row),)
 
     def _trajectory(self, request: GroupRequest, index: int, sequence: Supervised, reward: float) -> Trajectory:
         prompt, response = text_parts(self._codec, sequence)
