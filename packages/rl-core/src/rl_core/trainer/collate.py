@@ -127,7 +127,7 @@ def _greedy_scores(trajectories: Sequence[Trajectory], trajectory_id: Tensor) ->
 
 
 def _last_sampled(sampled: Tensor, offsets: Tensor) -> Tensor:
-    """int64 [N], stream position of each sequence's last sampled token."""
+    """int64 [N], stream position of each sequence's last sampled token. Every sequence has one (`_require_whole`)."""
     positions = torch.nonzero(sampled).squeeze(1)
     return positions[torch.searchsorted(positions, offsets[1:]) - 1]
 
