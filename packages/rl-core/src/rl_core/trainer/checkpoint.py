@@ -2,8 +2,9 @@
 
 A checkpoint is written into `step_N.partial`. Then its files are listed in `complete.json` with sizes and checksums and
 flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial` directory, which is
-ignored, or a complete checkpoint. This module checks sizes and checksums. Only of files that a worker lists itself
-(`rank_kit.state_files`) it checks just the sizes, because the worker's ranks check the contents when they read them.
+ignored, or a complete checkpoint. This module checks sizes and checksums. Files that a worker lists itself
+(`rank_kit.state_files`) are an exception: this module checks only their sizes, because the worker's ranks check the
+contents when they read them.
 """
 
 from __future__ import annotations

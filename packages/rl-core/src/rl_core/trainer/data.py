@@ -86,7 +86,7 @@ def _read(path: str, key: str) -> Iterator[tuple[int, Any]]:
     suffix = PurePosixPath(path).suffix
     if suffix not in read:
         raise DataError(
-            f"{path}: {suffix or 'no suffix'} is not a known format; use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+            f"{path}: the suffix {suffix!r} is not a known format; use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         )
     with opened(path) as file:
         yield from read[suffix](file, path)

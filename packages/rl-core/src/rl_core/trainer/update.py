@@ -94,7 +94,7 @@ class BatchUpdate:
         `values` if it has a value head; the reference's `ref_logprobs`; the critic's `values`. Also adds the policy's
         expert routes if its backend records them.
 
-        Only the policy follows the batch's expert routes; the routers of reference and critic choose the experts.
+        Only the policy follows the batch's expert routes; reference and critic choose experts with their own routers.
 
         Args:
             judges: compute all scores of the policy, even those that training does not need before its first optimizer
@@ -204,6 +204,8 @@ class BatchUpdate:
         first_M = mini_batch_sequences(batch, self._settings.policy.groups_per_mini_batch)[0]
         is_first_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
         is_first_T[batch.token_index(first_M)] = True
+        # The first optimizer step returned log-probs of trained tokens only. Other mini-batches were scored if the loss
+        # reads old log-probs.
         is_known_T = torch.where(is_first_T, batch["loss_mask"], scoring.first_is_own)
         return rollout_agreement(batch, version, among=is_known_T)
 
