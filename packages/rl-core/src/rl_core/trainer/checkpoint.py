@@ -47,9 +47,9 @@ class RunState:
     kl_coef: float
     """KL coefficient of the next step; adaptive control changes it after every step."""
     nonfinite_steps: int
-    """Number of the policy's last optimizer steps that were skipped in a row."""
+    """Number of optimizer steps of the policy that were skipped in a row; 0 if the last one was not."""
     critic_nonfinite_steps: int = 0
-    """Number of the critic's last optimizer steps that were skipped in a row."""
+    """The same number for the critic; 0 without a critic."""
     finished_groups: tuple[int, ...] = ()
     """Groups that are stored with the checkpoint (`trainer.stored_groups`): finished but not yet trained on."""
     unfinished_row: Mapping[str, float] | None = None

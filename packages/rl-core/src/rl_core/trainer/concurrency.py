@@ -34,7 +34,7 @@ async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) ->
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        working.cancel()
+        working.cancel()  # has no effect if the work ended together with the stop; its result then counts
         await asyncio.wait({working})
         if working.cancelled() and stop.is_set():
             return None

@@ -73,7 +73,7 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
         if len(rows) == count:
             raise DataError(f"{key}: {path} has no rows")
     if not rows:
-        raise DataError(f"{key}: got no file")
+        raise DataError(f"{key}: got no file; set it to one or more data files")
     return rows
 
 

@@ -60,8 +60,8 @@ def resumed_groups(
     )
     if len(kept) < len(finished) + len(started):
         logger.warning(
-            "%d of the %d groups stored in %s are played again, because a setting changed that determines how groups "
-            "are played or when they can be trained on",
+            "%d of the %d groups stored in %s are played again: settings that determine how groups are played, or "
+            "when they can be trained on, have changed or are not recorded in the checkpoint",
             len(finished) + len(started) - len(kept),
             len(finished) + len(started),
             checkpoint.name,

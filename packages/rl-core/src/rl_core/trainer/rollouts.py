@@ -114,6 +114,7 @@ class Rollouts:
                     start_version = await self._buffer.permission(group_id)
                     if start_version is None:
                         return
+                    # Only now, so that a checkpoint written during the wait still counts this group as not started.
                     if self._restart:
                         self._restart.popleft()
                     else:

@@ -81,12 +81,12 @@ class BatchUpdate:
 
     @property
     def nonfinite_steps(self) -> int:
-        """Number of the policy's last optimizer steps that were skipped in a row."""
+        """Number of optimizer steps of the policy that were skipped in a row; 0 if the last one was not."""
         return self._policy.nonfinite_steps
 
     @property
     def critic_nonfinite_steps(self) -> int:
-        """Number of the critic's last optimizer steps that were skipped in a row; 0 without a critic."""
+        """The same number for the critic; 0 without a critic."""
         return self._critic.nonfinite_steps if self._critic else 0
 
     async def score(self, batch: Batch, *, judges: bool = False) -> Batch:
