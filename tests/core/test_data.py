@@ -52,7 +52,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path):
     with pytest.raises(DataError, match=r"cut\.parquet: not a readable parquet file"):
         read_rows([tmp_path / "cut.parquet"], key="data.train_data")
     (tmp_path / "x.txt").write_text("a")
-    with pytest.raises(DataError, match=r"\.txt is not a known format; use \.parquet, \.jsonl, \.json or \.csv"):
+    with pytest.raises(DataError, match=r"'\.txt' is not a known format; use \.parquet, \.jsonl, \.json or \.csv"):
         read_rows([tmp_path / "x.txt"], key="data.train_data")
 
 

@@ -191,7 +191,7 @@ def test_samples_come_from_the_start_the_middle_and_the_end(tmp_path):
 
 def test_a_failed_rollout_is_shown_as_failed_not_as_a_zero(tmp_path):
     page = Page(html_of(run_directory(tmp_path / "run")))
-    assert "Failed samples 1 among the logged samples. step 30, training failed 1+1= ValueError: <row 7>" in page.text
+    assert "1 of the logged samples failed. step 30, training failed 1+1= ValueError: <row 7>" in page.text
     assert "Failed samples 3 2 DeadlineError, 1 ValueError, not trained on" in page.text
 
 

@@ -52,7 +52,7 @@ def refused(check: Callable[[], object]) -> str:
         ),
         (
             {"trainer__max_prompt_length": 1, "data__on_long_prompt": "drop"},
-            "all .* prompts are too long: trainer.max_prompt_length is 1",
+            "all .* rows have too long a prompt or response: trainer.max_prompt_length is 1",
         ),
         ({"environment__env_class": "gsm8k"}, r"train\.parquet:1: a gsm8k row needs reward_spec.ground_truth"),
         ({"environment__env_class": "guess"}, r"train\.parquet:1: a guess row needs a number"),

@@ -159,7 +159,7 @@ def _round_spacing(spacing: float) -> float:
 
 
 def _tick(value: float, spacing: float, largest: float) -> str:
-    """A tick label. All ticks of an axis have the unit of the largest value, and enough decimals to distinguish
+    """A tick label. All ticks of an axis except 0 have the same unit, and enough decimals to distinguish
     neighbours: `250`, `1.5k`, `7.5e-5`, `6.90423`."""
     power = math.floor(math.log10(max(spacing, largest / 1000)) + 1e-9)
     unit, suffix = (

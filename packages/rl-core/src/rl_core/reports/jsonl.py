@@ -95,7 +95,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line)
-                row["step"] += 0
+                row["step"] += 0  # fails unless the step is a number
             except (ValueError, KeyError, TypeError) as error:
                 if not line.endswith(b"\n"):
                     return

@@ -148,7 +148,7 @@ class _ShownSamples:
 
 
 def _shown_samples(run_dir: Path) -> _ShownSamples:
-    """The samples to show. Reads the file twice instead of keeping it in memory: first for the numbers of steps and the
+    """The samples to show. Reads the file twice instead of keeping it in memory: first for the step numbers and the
     failures, then for the samples of the steps to show."""
     if not (run_dir / SAMPLES_FILE_NAME).exists():
         return _ShownSamples()

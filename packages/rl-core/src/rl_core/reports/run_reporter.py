@@ -78,8 +78,8 @@ class RunReporter:
     def failed_samples(
         self, step: int, trajectories: Sequence[Trajectory], *, purpose: Literal["train", "eval"] = "train"
     ) -> None:
-        """Writes all failed samples that a step counts but did not train on, or the failed samples of an evaluation
-        that ended with an error."""
+        """Writes all failed samples that a step counts, or the failed samples of an evaluation that ended with an
+        error."""
         self._samples.write([self._sample(trajectory, step, purpose) for trajectory in trajectories])
 
     def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:

@@ -32,7 +32,8 @@ class Sample:
     """The prompt as the policy saw it, including the chat template."""
     response: str
     reward: float | None
-    """None for a failed rollout, which has no reward; this differs from a reward of 0."""
+    """None for a failed rollout, which has no reward; this differs from a reward of 0. The file has null for a reward
+    that is not finite too."""
     stop_reason: str | None
     """Stop reason of the last turn; None for a failed rollout."""
     end: str = "done"

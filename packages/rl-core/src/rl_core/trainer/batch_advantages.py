@@ -91,7 +91,7 @@ def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -
 
 
 def with_summed_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> tuple[Batch, float]:
-    """Adds `loss_weights` that are not yet divided by the reduction's divisor to a part of a mini-batch. The part
+    """Adds `loss_weights` to a part of a mini-batch, without dividing them by the reduction's divisor. The part
     consists of whole groups. Also returns the part's divisor: later, the weights of all parts must be divided by the
     sum of the parts' divisors."""
     weights_T, divisor = REDUCTIONS[reduction].summed(*_reduction_columns(batch, reduction), **params)
@@ -108,8 +108,8 @@ def _reduction_columns(batch: Batch, reduction: str) -> list[Tensor]:
 
 
 def _require_steps_in_order(batch: Batch) -> None:
-    """Requires that each trajectory's steps are together and in order. Estimators that accumulate over steps need
-    this."""
+    """Requires that trajectories are in ascending order, and that each trajectory's steps are together and in order.
+    Estimators that accumulate over steps need this."""
     trajectory, step = batch["trajectory_id"], batch["step_index"]
     wrong = (trajectory.diff() < 0) | ((trajectory.diff() == 0) & (step.diff() <= 0))
     if bool(wrong.any()):

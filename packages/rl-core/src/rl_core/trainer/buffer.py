@@ -65,8 +65,8 @@ class GroupBuffer:
             version: the policy's current version. Each training batch produces one version.
             last_version: the version at which the last step is trained. Groups that no step needs do not start.
             finished: groups that an earlier run finished but did not train on, all still within the staleness bound.
-            started: start versions of groups in progress that an earlier run started and this one continues, within
-                the bound too.
+            started: group → start version, for groups in progress that an earlier run started and this run continues.
+                They are within the staleness bound too.
             in_parts: whether `take` returns a step's groups in parts: each time at least one group, and all that the
                 step can take now. False: it returns all groups of a step at once.
         """
@@ -81,9 +81,9 @@ class GroupBuffer:
         self._finished = {group.group_id: group for group in finished}
         self._in_parts = in_parts
         self._taken: dict[int, FinishedGroup] = {}
-        """Groups taken by the step in training, or by `next_step` while it is not full."""
+        """Groups taken by the step in training, or by `_next_step` while it is not full."""
         self._places = groups_per_step
-        """Number of free places in `next_step`."""
+        """Number of free places in `_next_step`."""
         self._given_up: set[int] = set()
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()

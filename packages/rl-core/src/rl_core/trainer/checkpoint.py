@@ -2,8 +2,9 @@
 
 A checkpoint is written into `step_N.partial`. Then its files are listed in `complete.json` with sizes and checksums and
 flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial` directory, which is
-ignored, or a complete checkpoint. This module checks sizes and checksums. Only of files that a worker lists itself
-(`rank_kit.state_files`) it checks just the sizes, because the worker's ranks check the contents when they read them.
+ignored, or a complete checkpoint. This module checks sizes and checksums. Files that a worker lists itself
+(`rank_kit.state_files`) are an exception: this module checks only their sizes, because the worker's ranks check the
+contents when they read them.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class RunState:
     kl_coef: float
     """KL coefficient of the next step; adaptive control changes it after every step."""
     nonfinite_steps: int
-    """Number of the policy's last optimizer steps that were skipped in a row."""
+    """Number of optimizer steps of the policy that were skipped in a row; 0 if the last one was not."""
     critic_nonfinite_steps: int = 0
-    """Number of the critic's last optimizer steps that were skipped in a row."""
+    """The same number for the critic; 0 without a critic."""
     finished_groups: tuple[int, ...] = ()
     """Groups that are stored with the checkpoint (`trainer.stored_groups`): finished but not yet trained on."""
     unfinished_row: Mapping[str, float] | None = None

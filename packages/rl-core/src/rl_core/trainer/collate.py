@@ -87,7 +87,9 @@ def _require_whole(trajectory: Trajectory) -> None:
         ):
             names = ("tokens", "sampled", "rollout_logprobs", "policy_version", "token_rewards", "loss_mask")
             lengths = {name: len(values) for name in names if (values := getattr(step, name)) is not None}
-            raise GenerationError(f"{where}, step {index}: fields differ in length: {lengths}")
+            raise GenerationError(
+                f"{where}, step {index}: fields differ in length: {lengths}; expected one value per token"
+            )
         if step.routed_experts is not None and len(step.routed_experts) > len(step.tokens):
             raise GenerationError(
                 f"{where}, step {index}: got routed_experts for {len(step.routed_experts)} tokens, expected at most "
@@ -127,7 +129,7 @@ def _greedy_scores(trajectories: Sequence[Trajectory], trajectory_id: Tensor) ->
 
 
 def _last_sampled(sampled: Tensor, offsets: Tensor) -> Tensor:
-    """int64 [N], stream position of each sequence's last sampled token."""
+    """int64 [N], stream position of each sequence's last sampled token. Every sequence has one (`_require_whole`)."""
     positions = torch.nonzero(sampled).squeeze(1)
     return positions[torch.searchsorted(positions, offsets[1:]) - 1]
 

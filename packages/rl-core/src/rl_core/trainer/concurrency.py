@@ -1,4 +1,4 @@
-"""Runs a coroutine while a block runs, or until a stop is requested. No task is left when the function ends."""
+"""Runs a coroutine while a block runs, or until a stop is requested. Neither function leaves a task behind."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """Runs `work` and returns its result. If `stop` is set before `work` is done, cancels it and returns None.
+    """Runs `work` and returns its result. If `stop` is set before `work` is done, cancels `work` and returns None.
 
     Raises:
-        ForeignCodeError: something else cancelled the work, or it raised SystemExit or similar.
+        ForeignCodeError: something else cancelled `work`, or `work` raised SystemExit or similar.
     """
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        working.cancel()
+        working.cancel()  # has no effect if the work ended together with the stop; its result then counts
         await asyncio.wait({working})
         if working.cancelled() and stop.is_set():
             return None

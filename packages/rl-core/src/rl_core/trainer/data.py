@@ -73,7 +73,7 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
         if len(rows) == count:
             raise DataError(f"{key}: {path} has no rows")
     if not rows:
-        raise DataError(f"{key}: got no file")
+        raise DataError(f"{key}: got no file; set it to one or more data files")
     return rows
 
 
@@ -86,7 +86,7 @@ def _read(path: str, key: str) -> Iterator[tuple[int, Any]]:
     suffix = PurePosixPath(path).suffix
     if suffix not in read:
         raise DataError(
-            f"{path}: {suffix or 'no suffix'} is not a known format; use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+            f"{path}: the suffix {suffix!r} is not a known format; use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         )
     with opened(path) as file:
         yield from read[suffix](file, path)

@@ -42,14 +42,14 @@ async def evaluate(
 
     Args:
         version: the policy version that the engines serve.
-        batch_size: number of rows in flight at a time.
+        batch_size: largest number of rows in flight at a time.
         timeout_s: deadline of the whole evaluation.
         failures: account that records failed samples, so that the caller knows them even if this call raises. None: a
             new account.
 
     Raises:
-        GenerationError: more samples failed than `settings` allow, or all failed; or the generator's answer does not
-            match the request.
+        GenerationError: more samples failed than `settings.max_failure_rate` allows, or all failed; or the generator's
+            answer does not match the request.
         DeadlineError: the evaluation did not finish in time.
     """
     room = asyncio.Semaphore(batch_size)
@@ -88,8 +88,8 @@ def evaluation_failures(rows: Sequence[DataRow], settings: RolloutSettings) -> F
 
 
 def trajectory_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Computes means over trajectories: `reward`, `response_length` (sampled tokens), and each environment metric, for
-    which only the trajectories count that report it."""
+    """Computes means over trajectories: `reward`, `response_length` (sampled tokens), and each environment metric. The
+    mean of an environment metric is over the trajectories that report it."""
     values: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         values["reward"].append(trajectory.reward)

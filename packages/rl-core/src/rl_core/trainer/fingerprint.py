@@ -1,9 +1,9 @@
 """Computes the fingerprint of a run, which records its prompts and settings, and compares it at a resume.
 
-Rows, their order and the seed determine which prompt a group number means. If the rows, the number of prompts that are
-short enough, the shuffling or the seed changed, the group numbers in a checkpoint would mean other prompts, so a resume
-refuses such changes. All other settings may change. A resume warns of these changes, except those in the settings that
-concern only the process (`_OF_THE_PROCESS`).
+The rows, their order, the shuffling and the seed determine which prompt a group number means. If the rows, the number
+of prompts that are short enough, the shuffling or the seed changed, the group numbers in a checkpoint would mean other
+prompts, so a resume refuses such changes. All other settings may change. A resume warns of such a change, except in the
+settings that concern only the process (`_OF_THE_PROCESS`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _OF_THE_PROCESS = frozenset(
         "data.train_data",
     }
 )
-"""Keys that may differ between the processes of a run without a warning: output directories, resume, trackers and
-callbacks. Of `data.train_data`, the rows are compared instead of the file names."""
+"""Keys that a resume may change without a warning: output directories, resume, trackers and callbacks. Of
+`data.train_data`, the rows are compared instead of the file names."""
 _PLAYING = (
     "generator.",
     "environment.",
@@ -79,7 +79,8 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
     """Requires that the group numbers of the checkpoint mean the same prompts now.
 
     Raises:
-        ConfigError: the rows or a setting changed so that they mean others; ConfigErrors: for several reasons.
+        ConfigError: the rows or a setting changed so that the numbers mean other prompts; ConfigErrors: several such
+            changes.
         CheckpointError: the checkpoint's fingerprint cannot be read.
     """
     before = load_fingerprint(checkpoint)

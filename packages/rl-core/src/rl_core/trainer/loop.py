@@ -2,7 +2,7 @@
 
 A generating task and a training task exchange groups through a bounded buffer. With `pipeline_depth` 0 they take turns;
 with a larger depth, generation runs ahead of training. When streaming, a step trains while its last groups are still
-being played (`trainer.step_training`).
+being played (module `step_training`).
 
 | task             | consumes        | produces                | waits for                       | unblocked by        |
 |------------------|-----------------|-------------------------|---------------------------------|---------------------|

@@ -89,7 +89,7 @@ class NoSampler:
     """The sampler of generators that do not sample: before a run, and in runs whose responses come from the data."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        raise AssertionError("nothing is sampled before a run")
+        raise AssertionError("nothing is sampled before a run, or if responses come from the data")
 
 
 def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ def say_changes(config: Config, now: Mapping[str, Any]) -> None:
 
 def prepare(run: Config | Loaded) -> None:
     """Downloads models given by name, lets the recipe create missing data and models, and checks what it created. The
-    caller has locked the run's directories.
+    caller must have locked the run's directories.
 
     Raises:
         ConfigError, DataError, PluginError: the run cannot train on what was created; ConfigErrors: several reasons.

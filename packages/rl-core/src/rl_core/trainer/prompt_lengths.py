@@ -78,7 +78,7 @@ def _long_response(row: DataRow, generator: Generator, config: Config, sampling:
 def _require_some(rows: Sequence[DataRow], kept: Sequence[DataRow], config: Config, sampling: str) -> None:
     longest = "; ".join(text for _, text in _limits(config, sampling))
     if rows and not kept:
-        raise DataError(f"all {len(rows)} prompts are too long: {longest}")
+        raise DataError(f"all {len(rows)} rows have too long a prompt or response: {longest}; shorten them")
     if len(kept) < len(rows):
         logger.warning(
             "dropped %d of %d rows whose prompts or responses are too long: %s",

@@ -48,9 +48,9 @@ class GroupAnswers:
 
     @property
     def running(self) -> Mapping[str, asyncio.Future[None]]:
-        """The `sample_id` of each request that an engine has → a future that is done when `so_far` has its answer, or
-        when it failed. Without forced responses (`SamplingParams.structural_tag`): an unfinished one cannot be
-        continued, so nothing is gained by aborting it."""
+        """The `sample_id` of each request that an engine has → a future that is done when `so_far` has the answer, or
+        when the request failed. Requests for forced responses (`SamplingParams.structural_tag`) are left out: an
+        unfinished forced response cannot be continued, so nothing is gained by aborting it."""
         return self._running
 
     @contextmanager

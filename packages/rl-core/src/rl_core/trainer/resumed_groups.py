@@ -22,8 +22,8 @@ class ResumedGroups:
     """The groups of a checkpoint, sorted by what the resumed run does with them."""
 
     state: RunState
-    """The checkpoint's state, in which `restart_groups` are all groups that are neither in `finished` nor in
-    `started`."""
+    """The checkpoint's state, but its `restart_groups` are the groups that the run plays again: those that are neither
+    in `finished` nor in `started`."""
     finished: tuple[StoredGroup, ...] = ()
     """Finished groups that the run trains on without playing them again."""
     started: tuple[StartedGroup, ...] = ()
@@ -60,8 +60,8 @@ def resumed_groups(
     )
     if len(kept) < len(finished) + len(started):
         logger.warning(
-            "%d of the %d groups stored in %s are played again, because a setting changed that determines how groups "
-            "are played or when they can be trained on",
+            "%d of the %d groups stored in %s are played again: settings that determine how groups are played, or "
+            "when they can be trained on, have changed or are not recorded in the checkpoint",
             len(finished) + len(started) - len(kept),
             len(finished) + len(started),
             checkpoint.name,

@@ -41,11 +41,12 @@ class RolloutSettings:
     limit_rule: str = "one batch"
     """How `max_dropped_groups` was determined, for the error message."""
     plays_greedy: bool = False
-    """Whether to also play a greedy answer to each prompt. Its reward is a baseline; it is not trained on."""
+    """Whether to also play a greedy answer to each prompt. Its reward is a baseline; the answer is not trained on."""
     max_failure_rate: float = 1.0
     """Largest fraction of samples that may fail. If more fail, the run stops."""
     samples_per_step: int = 1
-    """Number of samples to which `max_failure_rate` refers; if more have ended since the last step, their number."""
+    """`max_failure_rate` is a fraction of this number of samples, or of the number of samples that have ended since the
+    last step if that is larger."""
 
 
 class Rollouts:
@@ -113,6 +114,7 @@ class Rollouts:
                     start_version = await self._buffer.permission(group_id)
                     if start_version is None:
                         return
+                    # Only now, so that a checkpoint written during the wait still counts this group as not started.
                     if self._restart:
                         self._restart.popleft()
                     else:
@@ -154,7 +156,7 @@ class Rollouts:
         try:
             with code_of("aborting requests for a checkpoint: the engine client"):
                 await self._abort([*running])
-        except Exception as error:  # of any engine client: the run goes on without these tokens
+        except Exception as error:  # engine clients may raise anything; the run continues without these tokens
             logger.warning("the next checkpoint may lack tokens of groups in progress: %s", error)
             return
         _, late = await asyncio.wait(running.values(), timeout=_ANSWER_S)

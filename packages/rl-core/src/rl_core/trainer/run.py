@@ -130,7 +130,8 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
 def run_evaluation(config: Config | Loaded) -> dict[str, float]:
     """Evaluates the model at `trainer.policy.model.path` once on the held-out rows. Returns the metrics.
 
-    Checks only the settings that this needs. A model given by name is downloaded, and the recipe creates missing files.
+    Checks only the settings that an evaluation needs. A model given by name is downloaded, and the recipe creates
+    missing files.
 
     Args:
         config: as in `run_training`.

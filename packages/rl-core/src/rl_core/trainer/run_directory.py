@@ -133,6 +133,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
         _move(path, aside / path.relative_to(run_dir))
     for path in reversed(checkpoints):
         _move(path, aside / "checkpoints" / path.name)
+    # Last, so that a kill before leaves the rows in their files.
     for name, rows in logs.items():
         if rows:
             StepLog(run_dir / name, first_step=step + 1).close()
@@ -240,8 +241,8 @@ def require_own_files(config: Config) -> None:
         names = ", ".join(path.name for path in found)
         raise ConfigError(
             f"trainer.run_dir: {run_dir} is not a run directory: it holds {names}, which a run would overwrite or "
-            f"move, but nothing shows that a run wrote this. Choose another directory, or move {names} elsewhere; if a "
-            f"run did write it: touch {run_dir / MARK}"
+            f"move, but nothing shows that a run wrote them. Choose another directory, or move {names} elsewhere; if a "
+            f"run did write them: touch {run_dir / MARK}"
         )
     if model is not None and is_found(model) and os.path.realpath(model) == os.path.realpath(config.export_dir):
         raise ConfigError(
@@ -251,8 +252,8 @@ def require_own_files(config: Config) -> None:
 
 
 def _foreign_entries(config: Config) -> list[Path]:
-    """If no run wrote the run's directory: its entries that have names of a run's files, except those that this run
-    will read, lock files, and unfinished saves."""
+    """The entries of the run's directory that have names of a run's files; empty if a run wrote the directory. Leaves
+    out entries that this run will read, lock files and unfinished saves."""
     run_dir = config.run_dir.absolute()
     ckpt_dir = config.ckpt_dir.absolute()
     has_checkpoint = run_dir in ckpt_dir.parents and bool(complete_checkpoints(ckpt_dir))
@@ -334,7 +335,7 @@ def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:
         return
     for path in own:
         _move(path, aside / path.name)
-    logger.warning("%s holds files that no run wrote; they stay there", run_dir)
+    logger.warning("%s stays in place; only the files of the earlier run in it were moved", run_dir)
 
 
 def _say_moved(config: Config, aside: Path) -> None:

@@ -1,9 +1,10 @@
 """Locks a run's directories for one process. A second process gets an error that names the holder, and changes nothing.
 
-A lock is flock(2) on a file that contains the process's id, host and start time. The kernel releases the lock however
-the process ends, so the lock file of a killed run blocks no other run. The lock file is next to the directory, as
-`.<name>.rl-lock`, because a run that moves an earlier run away would move a lock file inside the directory too. The
-lock file is inside only if the directory cannot be moved, because it is a mount point or its parent is not writable.
+A lock is flock(2) on a file that contains the process's id and host, and the time at which it took the lock. The kernel
+releases the lock however the process ends, so the lock file of a killed run blocks no other run. The lock file is next
+to the directory, as `.<name>.rl-lock`, because a run that moves an earlier run away would move a lock file inside the
+directory too. The lock file is inside only if the directory cannot be moved, because it is a mount point or its parent
+is not writable.
 
 A host may not see the locks of another host on a shared file system, and some file systems have no locks. So a run also
 touches its lock files every few seconds. If the process named in a lock file may still be alive although this host

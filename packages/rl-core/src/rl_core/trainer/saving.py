@@ -87,7 +87,8 @@ class CheckpointSaver:
         self._full = None
         partial = partial_path(self._root, state.step)
         with self._room_for(partial):
-            # Writing many long samples takes seconds. In a thread, the engine's answers can be read meanwhile.
+            # Writing many long samples takes seconds. A thread does it, so that the event loop can read the engine's
+            # answers meanwhile.
             await asyncio.to_thread(
                 begin_checkpoint,
                 self._root,
@@ -134,7 +135,8 @@ class CheckpointSaver:
         partial = self._partial
         with self._room_for(partial):
             if await self._models.has_saved():
-                # Flushing large files takes seconds. In a thread, the engine's answers can be read meanwhile.
+                # Flushing large files takes seconds. A thread does it, so that the event loop can read the engine's
+                # answers meanwhile.
                 self._partial, path = None, await asyncio.to_thread(complete_checkpoint, partial)
                 self._completed(path)
                 await self._copy()
@@ -192,7 +194,8 @@ class CheckpointSaver:
             )
 
     async def _copy(self) -> None:
-        """Copies checkpoints to `trainer.ckpt_path`, in a thread so that the engine's answers can be read meanwhile."""
+        """Copies checkpoints to `trainer.ckpt_path`. A thread does it, so that the event loop can read the engine's
+        answers meanwhile."""
         if self._copies is not None:
             await self._copies.send_within(self._root, self._timeout_s)
 

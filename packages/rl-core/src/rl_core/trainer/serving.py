@@ -36,8 +36,8 @@ _ROOM_S, _ROOM_POLL_S = 600.0, 5.0
 """Seconds that a weight sync waits for space on a full disk, and seconds between tries."""
 _MAKE_ROOM = "Make room there, or start the run with TMPDIR set to a directory that has more space"
 _MOST_LOST = 3
-"""After this many tries to publish a version in which an engine was lost, the run ends, because the sync itself may be
-what crashes the engines."""
+"""The run ends if an engine was lost in this many tries to publish a version, because the sync itself may be what
+crashes the engines."""
 
 
 @attrs.frozen(kw_only=True)

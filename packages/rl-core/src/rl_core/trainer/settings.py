@@ -36,7 +36,7 @@ def num_steps(config: Config, num_rows: int) -> int:
     """Number of steps of a run: `max_training_steps`, or the number of whole batches in all epochs.
 
     Raises:
-        DataError: the rows do not fill one batch.
+        DataError: all epochs together do not fill one batch, and `max_training_steps` is not set.
     """
     trainer = config.trainer
     available = trainer.epochs * num_rows // trainer.train_batch_size
@@ -94,8 +94,8 @@ def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -
 
 
 def _shares_prefixes(config: Config, backend: Backend, options: Any) -> bool:
-    """Whether the ranks compute a prefix that several sequences share only once. Raises ConfigError if
-    `trainer.share_prefixes=true` and the ranks cannot."""
+    """Whether the ranks compute a shared prefix once for all its sequences, not once per sequence. Raises ConfigError
+    if `trainer.share_prefixes=true` and the ranks cannot."""
     asked = config.trainer.share_prefixes
     if asked is False:
         return False
@@ -168,7 +168,7 @@ def _verification(config: Config) -> VerificationSettings:
 
 
 def train_rollouts(config: Config, *, plays_greedy: bool = False) -> RolloutSettings:
-    """Builds the settings of playing training prompts. `plays_greedy`: whether to play a greedy answer to each prompt
+    """Builds the settings for playing training prompts. `plays_greedy`: whether to play a greedy answer to each prompt
     too, because the advantage estimator reads its reward."""
     dynamic = config.trainer.algorithm.dynamic_sampling
     filters = dynamic.type == "filter"
@@ -190,8 +190,8 @@ def train_rollouts(config: Config, *, plays_greedy: bool = False) -> RolloutSett
 
 
 def eval_rollouts(config: Config) -> RolloutSettings:
-    """Builds the settings of playing held-out prompts: those of training, but with the evaluation's sampling parameters
-    and number of samples, and without dropping groups of equal rewards."""
+    """Builds the settings for playing held-out prompts: those of training, but with the evaluation's sampling
+    parameters and number of samples, and without dropping groups of equal rewards."""
     params = config.generator.eval_sampling_params
     assert params is not None, "resolve() gives the evaluation's sampling"
     return attrs.evolve(

@@ -66,7 +66,7 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
 
 def _forced(trajectories: Sequence[Trajectory], num_sampled: float) -> dict[str, float]:
     """The share of the sampled tokens that the generator excluded from training, as it does with forced responses; no
-    metric if it excluded none."""
+    metric if no step has a `loss_mask`."""
     steps = [step for trajectory in trajectories for step in trajectory.steps]
     excluded = [sum(step.sampled) - sum(step.loss_mask) for step in steps if step.loss_mask is not None]
     return {"rollout/forced_tokens": sum(excluded) / num_sampled} if excluded else {}

@@ -2,8 +2,8 @@
 
 When streaming, a part consists of the groups that were finished when the trainer became free. Each part is collated
 and scored, gets its advantages and loss weights from its own groups only, and adds its gradient, while the step's other
-groups are still being sampled. After the last part, each model takes its optimizer step. `trainer.streaming` decides
-for which configurations this gives the same step as training on all groups at once.
+groups are still being sampled. After the last part, each model takes its optimizer step. The module `streaming`
+decides for which configurations this gives the same step as training on all groups at once.
 
 Parts grow with load, because groups accumulate while a part is trained. A trainer slower than the engines trains few
 large parts; a faster one trains many small ones.
@@ -79,8 +79,8 @@ class StepTraining:
         self._metrics: list[Metrics] = []
         self._overlapped_s = 0.0
         self.weights_are_whole = True
-        """Whether the weights are those of the last finished step: no step is in training, and none failed midway.
-        Gradients of an unfinished step may be pending."""
+        """Whether the weights are those of the last finished step: no call of `train` is changing them, and none failed
+        midway. When streaming, gradients of an unfinished step may be pending."""
 
     async def train(self, groups: Sequence[FinishedGroup], step: int, *, is_last: bool) -> TrainedStep | None:
         """Trains on groups of the step. Returns the trained step, or None if the step has further groups.

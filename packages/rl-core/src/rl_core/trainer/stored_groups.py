@@ -36,7 +36,7 @@ _COLUMNS = {
 _OPTIONAL = ("token_rewards", "loss_mask")
 """Fields that a step may lack. Checkpoints of earlier versions do not mention those that did not exist yet."""
 _ANSWER_COLUMNS = {"tokens": np.int64, "logprobs": np.float64, "policy_versions": np.int64}
-"""The same for the per-token fields of a completion."""
+"""Per-token field of a completion → dtype, as in `_COLUMNS`."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class StoredGroup:
 
     group: FinishedGroup
     failed: tuple[Trajectory, ...] = ()
-    """Its failed samples, including a failed greedy answer."""
+    """Its samples that failed; `group` has the others."""
     greedy_tokens: int = 0
     """Number of tokens sampled for its greedy answer."""
 
@@ -157,7 +157,7 @@ def _moved(record: TrajectoryStep | Completion, arrays: dict[str, Any], columns:
             arrays.setdefault(name, []).append(np.asarray(values, dtype))
     if record.routed_experts is None:
         return None
-    routes = f"routed_experts_{len(arrays)}"
+    routes = f"routed_experts_{len(arrays)}"  # a new name, because every call adds an array
     arrays[routes] = record.routed_experts
     return routes
 

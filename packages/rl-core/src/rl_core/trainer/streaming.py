@@ -52,7 +52,7 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
     if not needs_engine(config):
         yield ConfigError(
             f"{_KEY}: got true with generator.type={config.generator.type}, which reads responses from the rows; there "
-            "is no sampling that training could overlap with, so leave it out"
+            f"is no sampling that training could overlap with. Set {_KEY}=false"
         )
     if placement.colocate_all:
         yield ConfigError(
@@ -125,8 +125,9 @@ def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigE
         if difference := difference_alone(settings, num_samples=config.generator.n_samples_per_prompt):
             yield ConfigError(
                 f"{what}, a group's advantages or weights depend on the other groups of the batch (they differ by "
-                f"{difference:.2g} if the group is alone), but {_KEY}=true starts before all groups have finished. "
-                f"Switch off normalisation over the batch, choose another estimator, e.g. grpo, or set {_KEY}=false"
+                f"{difference:.2g} if the group is alone), but {_KEY}=true computes them before all groups have "
+                "finished. Switch off normalisation over the batch, choose another estimator, e.g. grpo, or set "
+                f"{_KEY}=false"
             )
             return
 

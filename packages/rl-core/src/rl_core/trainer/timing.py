@@ -17,7 +17,7 @@ class PhaseTimes:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the duration of the block to phase `name`. Phases do not nest."""
+        """Adds the duration of the block to phase `name`. Phases must not nest."""
         started = self._clock()
         try:
             yield

@@ -81,12 +81,12 @@ class BatchUpdate:
 
     @property
     def nonfinite_steps(self) -> int:
-        """Number of the policy's last optimizer steps that were skipped in a row."""
+        """Number of optimizer steps of the policy that were skipped in a row; 0 if the last one was not."""
         return self._policy.nonfinite_steps
 
     @property
     def critic_nonfinite_steps(self) -> int:
-        """Number of the critic's last optimizer steps that were skipped in a row; 0 without a critic."""
+        """The same number for the critic; 0 without a critic."""
         return self._critic.nonfinite_steps if self._critic else 0
 
     async def score(self, batch: Batch, *, judges: bool = False) -> Batch:
@@ -94,7 +94,7 @@ class BatchUpdate:
         `values` if it has a value head; the reference's `ref_logprobs`; the critic's `values`. Also adds the policy's
         expert routes if its backend records them.
 
-        Only the policy follows the batch's expert routes; the routers of reference and critic choose the experts.
+        Only the policy follows the batch's expert routes; reference and critic choose experts with their own routers.
 
         Args:
             judges: compute all scores of the policy, even those that training does not need before its first optimizer
@@ -204,6 +204,8 @@ class BatchUpdate:
         first_M = mini_batch_sequences(batch, self._settings.policy.groups_per_mini_batch)[0]
         is_first_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
         is_first_T[batch.token_index(first_M)] = True
+        # The first optimizer step returned log-probs of trained tokens only. Other mini-batches were scored if the loss
+        # reads old log-probs.
         is_known_T = torch.where(is_first_T, batch["loss_mask"], scoring.first_is_own)
         return rollout_agreement(batch, version, among=is_known_T)
 

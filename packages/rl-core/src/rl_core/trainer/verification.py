@@ -142,6 +142,7 @@ class WeightVerification:
             moved_before, moved = moved, float((noisy_T - clean_T).abs().mean())
             is_enough = moved >= _LEAST_EFFECT * _NOISY_LIMIT * self._limit(noisy_T)
             is_saturated = is_enough and moved < _GROWTH * moved_before
+            # `not <` instead of `>=`, so that a NaN ends the loop too.
             if not moved < _WANTED_EFFECT or is_saturated or factor == _LARGEST_FACTOR:
                 break
             factor *= 2
@@ -155,7 +156,8 @@ class WeightVerification:
         return moved
 
     async def after_sync(self, version: int) -> dict[str, float]:
-        """Called after every sync. Probes if a probe is due. Returns the probe's metrics; empty without a probe.
+        """Called after the sync of every version. Probes if a probe is due. Returns the probe's metrics; empty if
+        none was due.
 
         The version decides when a probe is due, so that a resumed run probes at the same steps as an uninterrupted one.
         A probe is also due after the process's first sync, in which newly started engines get their weights.
