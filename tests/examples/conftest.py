@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.parquet
 import pytest
 
 from rl_core.config import Config, from_mapping
-from rl_examples.arithmetic import write_data, write_model
+from rl_examples.arithmetic import problems, write_model, write_rows
 from rl_examples.quickstart import recipe
 
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with data and an untrained model."""
+    """A directory with data and an untrained model. Every run encodes all rows of its data, so there are few."""
     directory = tmp_path_factory.mktemp("arithmetic")
-    write_data(directory / "train.parquet", directory / "held_out.parquet")
-    held_out = pyarrow.parquet.read_table(directory / "held_out.parquet")
-    pyarrow.parquet.write_table(held_out.slice(0, 40), directory / "few.parquet")
+    rows = problems()
+    write_rows(directory / "train.parquet", rows[:400])
+    write_rows(directory / "few.parquet", rows[400:440])
     write_model(directory / "model", seed=0)
     return directory
 

@@ -295,25 +295,27 @@ def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
 
 def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
     """Notes, for each environment that checks rows (`RowChecking`), the first row that it cannot play."""
-    unfit: set[str] = set()
+    played: dict[str, list[DataRow]] = {}
     for row in rows:
         name = config.environment.env_class or row.row.get("env_class")
-        if not isinstance(name, str) or name in unfit:
+        if isinstance(name, str):
+            played.setdefault(name, []).append(row)
+    for name, of_it in played.items():
+        try:
+            environment = plugins.load("rl_core.environments", name)
+        except PluginError:  # noted by the check of the environment's name
             continue
-        with mistakes.gathered():
-            try:
-                environment = plugins.load("rl_core.environments", name)
-            except PluginError:  # noted by the check of the environment's name
-                unfit.add(name)
-                continue
-            if not isinstance(environment, RowChecking):
-                unfit.add(name)
-                continue
-            try:
-                environment.require_row(row.row)
-            except DataError as error:
-                unfit.add(name)
-                raise DataError(f"{row.place}: {error}") from error
+        if isinstance(environment, RowChecking):
+            with mistakes.gathered():
+                _require_playable(environment, of_it)
+
+
+def _require_playable(environment: RowChecking, rows: Sequence[DataRow]) -> None:
+    for row in rows:
+        try:
+            environment.require_row(row.row)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
 
 
 def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:

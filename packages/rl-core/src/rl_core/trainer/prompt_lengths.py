@@ -48,14 +48,16 @@ def fitting_rows(rows: Sequence[DataRow], generator: Generator, config: Config, 
 
 def _short_enough(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
     limits, kept = _limits(config, sampling), []
+    # Checked once, because such a check is slower than encoding a short prompt.
+    measuring = generator if isinstance(generator, ResponseMeasuring) else None
     for row in rows:
         try:
             length = generator.prompt_length(row.row)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
         too_long = next((f"the prompt has {length} tokens; {text}" for limit, text in limits if length > limit), None)
-        if too_long is None:
-            too_long = _long_response(row, generator, config, sampling)
+        if too_long is None and measuring is not None:
+            too_long = _long_response(row, measuring, config, sampling)
         if too_long is None:
             kept.append(row)
         elif config.data.on_long_prompt == "error":
@@ -65,11 +67,8 @@ def _short_enough(rows: Sequence[DataRow], generator: Generator, config: Config,
     return kept
 
 
-def _long_response(row: DataRow, generator: Generator, config: Config, sampling: str) -> str | None:
-    """Describes a stored response that is too long. None if it is short enough, or if the generator does not read
-    stored responses."""
-    if not isinstance(generator, ResponseMeasuring):
-        return None
+def _long_response(row: DataRow, generator: ResponseMeasuring, config: Config, sampling: str) -> str | None:
+    """Describes a stored response that is too long; None if it is short enough."""
     length, key = generator.response_length(row.row), f"{sampling}.max_generate_length"
     limit = value_at(config, key)
     return f"the response has {length} tokens; {key} is {limit}" if length > limit else None
