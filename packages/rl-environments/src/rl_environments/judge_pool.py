@@ -53,7 +53,7 @@ class Verdict:
 
 
 class JudgePool:
-    """Starts processes that compare answers when they are needed, at most `count` at a time."""
+    """Starts processes that compare answers, each when it is needed, and keeps at most `count` of them."""
 
     def __init__(self, count: int) -> None:
         self._count = count
