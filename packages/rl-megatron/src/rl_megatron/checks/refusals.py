@@ -330,7 +330,10 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "fp8": (None, "log-probs would depend on the micro-batches"),
     "fp4": (None, "log-probs would depend on the micro-batches"),
     "test_mode": (False, "it changes what is computed"),
-    "softmax_type": ("vanilla", "models with attention sinks do not run here, and the gradient's norm leaves them out"),
+    "softmax_type": (
+        "vanilla",
+        "models with attention sinks do not run here, and the gradient norm leaves out the sinks",
+    ),
     "num_microbatches_with_partial_activation_checkpoints": (
         None,
         "router replay must know which layers are computed again",
