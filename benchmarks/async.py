@@ -20,7 +20,7 @@ Printed for each depth and bound, and for two scheduling rules of other projects
     wasted    groups that were played but not trained on, as a share of all groups that did not fail
 
 Rows marked as streamed train groups as they finish (`trainer.stream_groups`). There, each part of a batch costs its
-share of the step's scoring and training time, and 0.5 s more for each of the two calls.
+share of the step's scoring and training time, and 0.25 s more for each of the two calls.
 
 The rate rule starts a group while at most (bound + 1) batches are under way, finished or not, and trains groups in the
 order in which they finish, so only the average age keeps to the bound. The rule "drop by age" keeps as many groups

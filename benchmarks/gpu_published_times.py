@@ -11,8 +11,8 @@ a machine with fewer GPUs than a row has, a pure data-parallel row runs with a p
 of four machines needs a Ray cluster and weights that all of them can read: --gpus 32 --model DIRECTORY. Peak memory is
 the memory in use on the fullest GPU of this machine; nvidia-smi is read four times a second.
 
-Run: python benchmarks/gpu_published_times.py [--row qwen2_5_3b:fsdp] [--steps 2] [--samples 5] [--model DIRECTORY] On a
-machine without CUDA: --tiny runs the same code on tiny models, to test it; its times mean nothing.
+Run: python benchmarks/gpu_published_times.py [--row qwen2_5_3b:fsdp] [--steps 2] [--samples 5] [--model DIRECTORY]
+On a machine without CUDA, --tiny runs the same code on tiny models, to test it; its times mean nothing.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def controller_seconds(config: Config, groups: list[FinishedGroup]) -> dict[str,
     ranks, mesh, devices = NoRanks(), Mesh(world_size=1), SharedDevices()
     policy = WorkerGroup(ranks, mesh, (1, 1), devices, Tenant(ranks), share_prefixes=True)
     update = BatchUpdate(update_settings(config), Models(policy=policy), kl_coef=0.0)
-    # The training loop freezes too, so that the garbage collector skips long-lived objects.
+    # As in the training loop, the garbage collector skips all existing objects.
     gc.collect()
     gc.freeze()
     try:

@@ -7,8 +7,8 @@ The model is a Mixture-of-Experts Qwen3 in float32 with 16 experts, 4 of them pe
     bytes    of routes, for each of 16 ranks (tensor 2, pipeline 2, context 2, data 2): what arrives with the rank's
              part of the batch, what moves to its device, and the minimum: its own tokens and its own layers
     load     tokens of the fullest expert divided by the mean of all, in the worst layer, padding included: with padding
-             dealt out to the experts, and with padding left to the router. The sequences have very different lengths in
-             a rectangle, so most of it is padding
+             dealt out to the experts, and with padding left to the router. The batch is one
+             rectangle of sequences of very different lengths, so most of it is padding
 
 Run: python benchmarks/router_replay.py [--tokens 4096] [--rounds 7] [--threads 1]
 """

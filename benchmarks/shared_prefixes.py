@@ -69,11 +69,11 @@ def main() -> None:
     flop_ratio = operations(sizes, share_prefixes=False) / operations(sizes, share_prefixes=True)
     for name in sides:
         print(f"{name:10} {medians[name]:7.2f} processor seconds, at most {peaks[name] / 2**20:6.0f} MiB")
-    print(f"time of the fastest apart over shared      {time_ratio:.2f}")
+    print(f"time: fastest `apart` over `shared`        {time_ratio:.2f}")
     print(
-        f"operations of apart over shared            {flop_ratio:.2f}: {time_ratio / flop_ratio:.2f} of it is reached"
+        f"operations: `apart` over `shared`          {flop_ratio:.2f}: {time_ratio / flop_ratio:.2f} of it is reached"
     )
-    print(f"memory of shared over all apart at once  {peaks['shared'] / whole_peak:.2f}")
+    print(f"memory: `shared` over `apart`, all at once {peaks['shared'] / whole_peak:.2f}")
 
 
 class Side:

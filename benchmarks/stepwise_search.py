@@ -134,7 +134,7 @@ def main() -> None:
     """Prints a row per template."""
     with tempfile.TemporaryDirectory() as directory:
         corpus = write_corpus(Path(directory) / "documents.jsonl")
-        print(f"{'conversation':<34} {'steps merged':>13} {'steps apart':>12}   (tokens, of one sequence each)")
+        print(f"{'conversation':<34} {'steps merged':>13} {'steps apart':>12}   (tokens, over those of one sequence)")
         for says, template, observer in CASES:
             found = measure(template, observer, corpus)
             print(f"{says:<34} {found['merged']:>13.3f} {found['apart']:>12.3f}")

@@ -1,4 +1,4 @@
-"""Steps streamed (`trainer.stream_groups`) and `at once`, with a real vLLM server, compared with a lower bound.
+"""Streamed steps (`trainer.stream_groups`) and steps `at once`, with a real vLLM server, compared with a lower bound.
 
 A 20M-parameter model answers 64 prompts with 8 samples each, of 20 tokens on average and at most 64, with 64 concurrent
 samples. The vLLM server's processes have one core, the trainer another. The first step warms up and is left out.

@@ -3,7 +3,7 @@
 A 20M-parameter Qwen3 in float32, sequences of 64 to 1024 tokens, cross-entropy on the last two thirds of each; forward,
 backward, clipping and fused AdamW. There are two baselines in optimized plain transformers code:
 
-    rectangles   sequences of similar length as right-padded batches, at most 25 % padding
+    rectangles   sequences of similar length as right-padded batches, at most 20 % of the cells padding
     one stream   transformers' own packing: one row, positions that restart, a T×T mask
 
 Both apply the output layer to trained tokens only, as the Worker does.

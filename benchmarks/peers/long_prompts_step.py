@@ -4,8 +4,8 @@ Prompts of 64, 161, 406 and 1,024 tokens, 8 samples of 128 tokens for each, one 
 trainers start from the same model, get the same tokens and generate nothing; times are processor seconds of one thread.
 
 TRL pads every sequence to the longest prompt. It is measured with several micro-batch sizes (gradients accumulated over
-them), and its best time is compared. Our trainer has one limit of 8,192 tokens. Goal: at most 0.6 of TRL's time. The
-norms of the first gradients show that both compute the same.
+them), and its best time is compared. Our trainer's micro-batches have at most 8,192 tokens. Goal: at most 0.6 of TRL's
+time. The norms of the first gradients show that both compute the same.
 """
 
 from __future__ import annotations

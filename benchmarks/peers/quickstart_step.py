@@ -1,6 +1,6 @@
 """A training step on the quick start's batch (64 prompts × 16 samples, two updates), by this project and by TRL.
 
-Both start from the same model and get the same tokens, so nothing is generated. Ours is measured from the sampled
+Both start from the same model and get the same tokens, so nothing is generated. Our step is measured from the sampled
 trajectories on: collating, advantages, scoring if needed, two optimizer steps, and the comparison with the engine's
 log-probs. TRL's GRPOTrainer is measured over its whole training step, around a `rollout_func` that returns these
 tokens. The two alternate. Times are processor seconds of one thread, medians over the rounds. Goal: at most 0.6 of

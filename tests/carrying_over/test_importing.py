@@ -402,7 +402,7 @@ def test_a_value_that_bash_would_split_is_listed(tmp_path: Path):
     text = 'OUT="/data/my dir"\npython main.py --verbose trainer.ckpt_path=$OUT/ckpts trainer.seed=4 > log.txt\n'
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert translation.left == (
-        "dir/ckpts: is not key=value; if it belongs to 'trainer.ckpt_path=/data/my', put that into quotes",
+        "dir/ckpts: is not key=value; if it belongs to 'trainer.ckpt_path=/data/my', put both in one pair of quotes",
     )
 
 

@@ -169,7 +169,7 @@ def test_a_model_of_the_runs_engine_is_asked_by_its_name_and_key(judge: Judge):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "inference_engine"}, "in a run inference_engine"),
+        ({"url": "inference_engine"}, "in a run, inference_engine"),
         ({"url": "localhost:8000"}, "expected the API's address"),
         ({"model": None}, "environment.options.model: got None"),
         ({"timeout_s": 0}, "environment.options.timeout_s: got 0"),

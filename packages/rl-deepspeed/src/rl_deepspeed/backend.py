@@ -88,8 +88,9 @@ def _require_zero(spec: WorkerSpec, section: str, world_size: int) -> None:
         )
     if spec.gradient_checkpointing == "selective" and zero.stage == 3 and spec.optimizer is not None:
         raise ConfigError(
-            f"trainer.gradient_checkpointing=selective: stage 3 gathers parameters inside a layer, which torch cannot "
-            f"tell apart from what it computes again: set {where}.stage=2, or trainer.gradient_checkpointing=true"
+            "trainer.gradient_checkpointing=selective: stage 3 gathers parameters inside a layer, and torch cannot "
+            f"tell these gathers from the operations that it recomputes: set {where}.stage=2, or "
+            "trainer.gradient_checkpointing=true"
         )
     if zero.zero_hpz_partition_size < 1 or world_size % zero.zero_hpz_partition_size:
         raise ConfigError(

@@ -23,7 +23,7 @@ def _limits(given: Mapping[str, Any] | Limits) -> Limits:
         return given
     known = {field.name for field in attrs.fields(Limits)}
     if not isinstance(given, Mapping) or set(given) - known:
-        raise ConfigError(f"limits: got {given!r}; expected some of {', '.join(sorted(known))}")
+        raise ConfigError(f"limits: got {given!r}; expected a mapping with keys among {', '.join(sorted(known))}")
     for name, value in given.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or (name != "wall_s" and int(value) != value):
             raise ConfigError(
@@ -58,8 +58,8 @@ class CodeOptions:
     slots: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
     """Maximum number of programs that this user runs on the machine at a time; None: one per CPU core."""
     wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
-    """Longest wait for a slot in seconds. Keep it below `environment.timeout_s`, so that the error says that the wait
-    for a slot was too long."""
+    """Longest wait for a slot in seconds. Keep it below `environment.timeout_s`; otherwise that timeout expires first,
+    and its error does not name the slot."""
 
 
 class CodeEnvironment:

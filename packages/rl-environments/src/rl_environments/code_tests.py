@@ -15,7 +15,7 @@ from rl_environments.sandbox import Outcome, Test
 
 _EXPECTED = (
     "a list of {'input': text, 'output': text} (stdin and stdout), {'function': name, 'input': [arguments], 'output': "
-    "value}, {'check': code that raises on failure} or such code as text; or {'inputs': [...], 'outputs': [...], "
+    "value}, {'check': code that raises on failure} or only that code, as text; or {'inputs': [...], 'outputs': [...], "
     "'fn_name': name}"
 )
 _NEARLY = {"rel_tol": 1e-6, "abs_tol": 1e-9}
@@ -90,7 +90,7 @@ def _listed(given: Any) -> Sequence[Any]:
         return () if given is None else list(given)
     inputs, outputs, name = given["inputs"], given["outputs"], given.get("fn_name")
     if len(inputs) != len(outputs):
-        raise ValueError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected as many outputs")
+        raise ValueError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one output per input")
     return [{"function": name, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
 
 

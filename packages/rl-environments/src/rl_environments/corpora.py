@@ -89,7 +89,7 @@ def read_documents(path: Path) -> list[dict[str, str]]:
                 f'{path}:{number}: got {line!r:.80}; expected JSON like {{"title": "…", "text": "…"}}'
             ) from None
     if not documents:
-        raise DataError(f"{path} has no documents")
+        raise DataError(f"{path} has no documents; expected JSON lines with `text` and, optionally, `title`")
     return documents
 
 

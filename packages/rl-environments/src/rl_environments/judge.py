@@ -91,7 +91,7 @@ class JudgeEnvironment:
         """See `RowChecking`."""
         require_prompt(row, "judge")
         if not isinstance(row.get("reference"), str | None):
-            raise DataError(f"a row of judge may have `reference`, text; got {row['reference']!r:.80}")
+            raise DataError(f"`reference` in a row of judge must be text or left out; got {row['reference']!r:.80}")
 
     async def reset(self) -> Prompt:
         """See `Environment.reset`."""
@@ -176,8 +176,8 @@ def score_of(reply: str, highest: int) -> float:
 def _checked_url(url: str) -> str:
     if not re.match(r"https?://[^/]", url):
         raise DataError(
-            f"environment.options.url: got {url!r}; expected the API's address, e.g. http://host:8000/v1, or in a run "
-            "inference_engine for its own servers"
+            f"environment.options.url: got {url!r}; expected the API's address, e.g. http://host:8000/v1, or, "
+            "in a run, inference_engine for the run's own servers"
         )
     return url.rstrip("/")
 
@@ -185,5 +185,8 @@ def _checked_url(url: str) -> str:
 def _key(variable: Any) -> str:
     key = os.environ.get(variable) if isinstance(variable, str) else None
     if not key:
-        raise DataError(f"environment.options.key_variable: the environment variable {variable!r} is not set")
+        raise DataError(
+            f"environment.options.key_variable: the environment variable {variable!r} is not set or is "
+            "empty; set it to the judge's API key"
+        )
     return key

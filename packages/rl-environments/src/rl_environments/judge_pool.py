@@ -1,8 +1,8 @@
 """Compares answers in separate processes, which all episodes of this process share, on any event loop.
 
-A process compares one answer after another until an answer exhausts its CPU time or crashes it. All of them end when
-this process ends, even if it is killed: their stdin, a pipe from this process, closes, and on Linux the kernel also
-kills each of them when the thread that started it ends.
+Each of them compares one answer after another, until an answer takes too much CPU time or crashes it. All of them end
+when this process ends, even if it is killed: their stdin, a pipe from this process, closes, and on Linux the kernel
+also kills each of them when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, insta
 from rl_environments.sandbox.inside import frames
 
 _START_S = 300.0
-"""Deadline for a process to start. It must import math-verify, which takes 3 s, or 15 s on a busy machine."""
+"""Deadline for the start of a process, which imports math-verify: 3 s, or 15 s on a busy machine."""
 _LEAST_WALL_S, _WALL_PER_CPU = 60.0, 10.0
 _END_S = 30.0
 _INHERITED = ("PATH", "LANG", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -53,7 +53,7 @@ class Verdict:
 
 
 class JudgePool:
-    """Starts processes that compare answers when they are needed, at most `count` at a time."""
+    """Starts processes that compare answers, each when it is needed, and keeps at most `count` of them."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -112,6 +112,7 @@ class JudgePool:
         except BaseException:
             self._ended(judge)
             raise
+        # Under the lock, so that `close` finds the process in the queue or this thread sees that the pool is closed.
         with self._lock:
             is_kept = not verdict.is_given_up and not self._is_closed
             if is_kept:

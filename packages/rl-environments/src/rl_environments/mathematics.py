@@ -26,8 +26,8 @@ class MathematicsOptions:
     processes: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
     """Number of processes that compare answers, about 150 MB each; None: one per CPU core, at most four."""
     wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
-    """Longest wait for a verdict in seconds. Keep it below `environment.timeout_s`, so that the error says that the
-    wait for a verdict was too long."""
+    """Longest wait for a verdict in seconds. Keep it below `environment.timeout_s`; otherwise that timeout expires
+    first, and its error does not name the verdict."""
 
 
 class MathematicsEnvironment:

@@ -27,14 +27,14 @@ from rl_environments.answers import require_prompt
 from rl_environments.options import own_options
 
 FAULTY_TASKS = {
-    "boxnet": "its check raises an error for answers that are JSON of another type",
-    "coin_flip": "its check raises an error for numbers that are infinite",
+    "boxnet": "its scoring function raises an error for answers that are JSON of another type",
+    "coin_flip": "its scoring function raises an error for numbers that are infinite",
     "composite": "it is a mixture that needs a list of tasks; name one of them",
-    "game_of_life": "its check raises an error for answers that are JSON of another type",
-    "game_of_life_halting": "its check gives every wrong answer the score 1",
+    "game_of_life": "its scoring function raises an error for answers that are JSON of another type",
+    "game_of_life_halting": "its scoring function gives every wrong answer the score 1",
     "list_functions": "it generates another puzzle when it is asked for the same one again",
-    "prime_factorization": "its check raises an error for answers that are not numbers",
-    "propositional_logic": "its check gives a part of the score to meaningless answers",
+    "prime_factorization": "its scoring function raises an error for answers that are not numbers",
+    "propositional_logic": "its scoring function gives a part of the score to meaningless answers",
 }
 """Refused tasks, with the faults that they have in reasoning-gym 0.1.25. tests/environments/test_reasoning_gym.py shows
 each fault, and fails when one is fixed."""

@@ -9,8 +9,8 @@ Row:       `prompt` that explains the tags (text or messages), `answer` (text, o
            `reward_spec.ground_truth` (the same, or Search-R1's `{"target": [...]}`)
 Reward:    1 if the answer is one of the accepted ones, compared as SQuAD does; else 0
 Options:   `corpus` (a .jsonl file of `title` and `text`, or an index folder: `rl_environments.corpora`), `top_k` (3),
-           `max_searches` (4), `observer` (the role of messages with search results: `user`; with `tool`, most chat
-           templates keep the policy's thinking in the prompt of later turns: docs/environments.md)
+           `max_searches` (4), `observer` (`user`; the role of messages with search results. With `tool`, most chat
+           templates keep the policy's thinking in the prompts of later turns; see docs/environments.md)
 Metrics:   `accuracy`, `searches`, `has_answer`
 
 Set `generator.sampling_params.stop=["</search>","</answer>"]` and `generator.max_turns` to one more than

@@ -1,8 +1,8 @@
 """The environment `skyrl_gym`: runs environments of skyrl-gym unchanged. Needs the extra `skyrl-gym`.
 
 Row:       as in SkyRL: `prompt` (messages) and the columns that the environment reads, such as `reward_spec`; the whole
-           row becomes the environment's `extras`. An empty `extra_info` is added if the row has none. The option
-           `max_turns`, if set, is added too and replaces the row's
+           row becomes the environment's `extras`. An empty `extra_info` is added if the row has none. If the option
+           `max_turns` is set, it replaces the row's `max_turns`
 Options:   `env` (the environment's id in skyrl-gym, e.g. `gsm8k_multi_turn`, or `package.module:Class`
            of your own), `config` (its `env_config`: a mapping, passed as an object with attributes), `max_turns`
 Reward:    the environment's reward of each turn

@@ -43,8 +43,8 @@ START_ACCURACY = 0.15
 
 
 class AngleCalls:
-    """Parses calls like `<37*45>`, short enough for a model with a few characters. Other text that begins with `<` is a
-    broken call."""
+    """Parses calls such as `<37*45>`, for which a vocabulary of few characters is enough. Other text that begins with
+    `<` is a broken call."""
 
     name = "angles"
 

@@ -8,7 +8,7 @@ last tokens before the limit, so that a response without an end is worse than a 
 Deliberately omitted: a reference model and a KL term, as in the paper.
 
 Run:      rl train dapo
-Copies:   rl train dapo trainer.algorithm.dynamic_sampling.type=replace     (copies of others in their place)
+Copies:   rl train dapo trainer.algorithm.dynamic_sampling.type=replace     (copies replace dropped problems)
 """
 
 from __future__ import annotations

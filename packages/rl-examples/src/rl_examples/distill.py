@@ -3,8 +3,8 @@
 What it does: makes both models by supervised fine-tuning (`rl_examples.sft`), the teacher until it solves nearly all
 problems, the student until it solves about a tenth. Then the student answers problems, and each sampled token's
 advantage is the teacher's log-prob minus the student's. No reward is used for training; the held-out accuracy shows
-what was learned. Advantages are clipped at three nats, because a confident teacher assigns a mistake a log-prob tens of
-nats lower.
+what was learned. Advantages are clipped at three nats, because a confident teacher's log-prob of a wrong token may be
+tens of nats below the student's.
 Deliberately omitted: a reward in addition to the teacher.
 
 Run:    rl train distill

@@ -1,16 +1,16 @@
 """Direct preference optimisation on two-digit addition: the right sum is preferred to one with a wrong digit.
 
-What it does: creates a pair of answers for each problem, and a start model by a short supervised fine-tuning
+What it does: creates a pair of answers for each problem, and a start model by short supervised fine-tuning
 (`rl_examples.sft`). The start model is both the initial policy and the reference. Then trains by DPO, one optimizer
 step per batch of 64 pairs, without an engine. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is
 the fraction of pairs in which the policy has moved towards the right answer.
-Deliberately omitted: preferences of people, a reward model that scores answers.
+Deliberately omitted: human preferences, a reward model that scores answers.
 
 Run:      rl train dpo
 IPO:      rl train dpo trainer.algorithm.policy_loss_params.dpo_type=ipo
 Rewards:  rl train dpo trainer.algorithm.policy_loss_type=reward_model generator.scored_at_end=true \\
               trainer.algorithm.policy_loss_params={}        (a reward model on the same pairs)
-Control:  rl train dpo data.train_data=[runs/arithmetic/random_pairs.parquet]        (a coin chooses the preferred one)
+Control:  rl train dpo data.train_data=[runs/arithmetic/random_pairs.parquet]        (random preferences)
 """
 
 from __future__ import annotations

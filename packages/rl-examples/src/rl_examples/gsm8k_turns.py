@@ -1,8 +1,8 @@
 """GRPO on word problems in several tries: a small model learns which operation a verb asks for, on two CPU cores.
 
 Asked `Mia has 46 pens and sells 2. How many?`, it answers `#### 44$`. If that is wrong, the environment `gsm8k_turns`
-says so in a sentence, and the model tries again, three times in all; a word is one token. The model is warm-started on
-conversations in which nine in ten first answers use the wrong operation (`#### 48$`) and nine in ten later answers
+says so in a sentence, and the model tries again. It has three tries. Each word is one token. The model is warm-started
+on conversations in which nine in ten first answers use the wrong operation (`#### 48$`) and nine in ten later answers
 repeat that wrong answer. Held-out problems combine name, thing, verb and numbers differently from all training
 problems.
 Deliberately omitted: a reference model and a KL term, worked solutions, a higher reward for the first try.

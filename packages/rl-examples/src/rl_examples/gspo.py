@@ -7,7 +7,7 @@ Deliberately omitted: a reference model and a KL term, as in the paper; a Mixtur
 designed (`trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0` is one).
 
 Run:      rl train gspo
-Tokens:   rl train gspo trainer.algorithm.policy_loss_type=gspo_token      (the gradient by each token's own ratio)
+Tokens:   rl train gspo trainer.algorithm.policy_loss_type=gspo_token      (a ratio per answer, gradients per token)
 """
 
 from __future__ import annotations

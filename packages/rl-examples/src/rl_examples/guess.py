@@ -116,7 +116,7 @@ def prepare(config: Config) -> None:
 
 
 def numbers() -> list[dict[str, Any]]:
-    """Returns one row per number, which are all possible games."""
+    """Returns one row per number; these are all possible games."""
     return [{"prompt": "?", "number": number, "env_class": "guess"} for number in range(10)]
 
 

@@ -1,6 +1,6 @@
 """GRPO with a search engine: a small model learns to look things up, on two CPU cores, in a few minutes.
 
-Asked for a person's number, `kro?`, the model either answers `<answer>417</answer>` directly, or it searches
+Asked for a person's number, `kro?`, the model either answers `<answer>417</answer>` directly, or it searches with
 `<search>kro</search>`, receives `<information>kro 417</information>`, and then answers. A tag such as `<search>` is one
 token. The numbers are in documents that the environment `search` finds by BM25, as for large models. Held-out names
 have documents, but occur in no demonstration or training problem, so their numbers can only be found by searching. The
@@ -106,7 +106,7 @@ def prepare(config: Config) -> None:
         write_model=write_model,
         target_accuracy=START_ACCURACY,
         updates_per_check=25,
-        lr=2e-3,  # with the quick start's 3e-3, one seed in two did not learn to copy within 700 updates
+        lr=2e-3,  # with the default of 3e-3, one seed in two did not learn to copy within 700 updates
     )
 
 

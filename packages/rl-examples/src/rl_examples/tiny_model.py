@@ -68,7 +68,7 @@ def write_tiny_copy(directory: Path, fields: Mapping[str, Any], *, seed: int) ->
 
     tokenizer = _byte_tokenizer()
     small = {name: value for name, value in _SMALL.items() if fields.get(name) is not None}
-    if fields.get("kv_lora_rank"):
+    if fields.get("kv_lora_rank"):  # latent attention has one key and value head per query head
         small["num_key_value_heads"] = _SMALL["num_attention_heads"]
     given = {**fields, **small, "vocab_size": len(tokenizer), **_special_tokens(tokenizer)}
     config = AutoConfig.for_model(given.pop("model_type"), **given)

@@ -1,4 +1,4 @@
-"""Warm-starts a model by a short supervised training, with the same worker and engine as reinforcement learning.
+"""Warm-starts a model by short supervised training, with the same worker and engine as reinforcement learning.
 
 The warm start trains by cross-entropy on rows of prompt and answer until the accuracy on training problems reaches a
 target. It does not use held-out problems, not even for the decision to stop.

@@ -205,6 +205,7 @@ class Fsdp1Shards:
             return
         for handle in self._root._all_handles or []:
             handle.flat_param_to(device, non_blocking=True)
+            # FSDP1 restores the sharded parameter from `_local_shard` after each use.
             handle.flat_param._local_shard = handle.flat_param.data
             if handle.flat_param.grad is not None:
                 handle.flat_param.grad = handle.flat_param.grad.to(device)

@@ -4,8 +4,9 @@ Memory that a rank holds from step to step is counted exactly. Temporary memory 
 estimated at the points of a step where it can peak:
 
 - while the gradient of the output layer is computed;
-- in a decoder layer's backward, when its activations are recomputed, the next layer is gathered and the gradients
-  of the previous layer are reduced: in the second layer or, under hybrid sharding, in the last one;
+- in a decoder layer's backward, while its activations are recomputed, the layer whose backward is next is gathered,
+  and the gradients of the layer before are reduced: in the second layer of backward or, under hybrid sharding, in
+  the last one;
 - while the gradient of the embedding is computed;
 - at the end, when the gradients of parameters outside the layers are summed.
 """

@@ -33,8 +33,8 @@ def bubblewrap_command(
     """Returns the command line that runs `command` as process 1 of the sandbox.
 
     Args:
-        uid: id of the sandbox's user as seen from outside. If this process is root, it must be another user, because
-            limits do not apply to root.
+        uid: id of the sandbox's user as seen from outside. If this process is root, `uid` must not be root's,
+            because limits do not apply to root.
         disk_bytes: size of the sandbox's only writable directory, which is kept in memory.
         readable: paths mounted read-only, besides the system's programs and libraries.
         files: open file descriptors by the path at which the sandbox sees their content.
@@ -57,8 +57,8 @@ def bubblewrap_command(
 
 
 def _as_user(uid: int) -> list[str]:
-    # A program instead of `Popen`'s argument `user`: that argument makes Python fork, which copies the page tables of a
-    # whole trainer.
+    # Runs a program instead of passing `user` to `Popen`: with `user`, Python calls fork instead of vfork, and fork
+    # copies the page tables of a whole trainer.
     return [_found("setpriv"), f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
 
 

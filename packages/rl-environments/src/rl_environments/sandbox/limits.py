@@ -34,8 +34,8 @@ class Limits:
     address_space_bytes: int = attrs.field(default=512 * MEBIBYTE, validator=at_least(64 * MEBIBYTE))
     """Address space of each process; exceeding it raises a MemoryError."""
     memory_bytes: int = attrs.field(default=768 * MEBIBYTE, validator=at_least(32 * MEBIBYTE))
-    """Memory of all processes together, shared pages counted once; exceeding it ends the test. Checked every 20 ms, so
-    a fast allocation may exceed it for a moment."""
+    """Memory of all processes together, shared pages counted once; exceeding it ends the test. Checked every 20 ms or
+    less often, so a fast allocation may exceed it for a moment."""
     processes: int = attrs.field(default=16, validator=at_least(1))
     """Maximum number of processes and threads at a time."""
     file_bytes: int = attrs.field(default=16 * MEBIBYTE, validator=at_least(0))

@@ -140,7 +140,7 @@ async def _first_that_holds(
 def _what_is_missing(mechanism: Mechanism) -> str | None:
     if mechanism == "none":
         return None
-    seccomp_filter()
+    seccomp_filter()  # raises ConfigError on a processor whose system calls the sandbox cannot filter
     if mechanism == "bubblewrap":
         missing = missing_programs()
         return f"not installed: {' and '.join(missing)}" if missing else None
@@ -177,7 +177,7 @@ async def escapes(sandbox: Sandbox) -> tuple[list[str], bool]:
         async with sandbox.opened(_ESCAPES, limits=_LIMITS) as session:
             outcome = await session.run(test)
     if not outcome.is_complete:
-        raise SandboxError(f"a first program failed: {outcome.end}, {outcome.stderr[-300:]!r}")
+        raise SandboxError(f"the program that tries to escape failed: {outcome.end}, {outcome.stderr[-300:]!r}")
     return outcome.value, session.has_disk
 
 
@@ -197,7 +197,7 @@ def _log(sandbox: Sandbox, reasons: dict[str, str]) -> None:
     if sandbox.mechanism == "none":
         logger.warning("programs run WITHOUT a sandbox, as this user, because sandbox=none is set")
         return
-    passed_over = "".join(f"; not by {mechanism}: {reason}" for mechanism, reason in reasons.items())
+    passed_over = "".join(f"; {mechanism} does not work: {reason}" for mechanism, reason in reasons.items())
     disk = "" if sandbox.has_disk else ", without a directory to write in"
     logger.info("programs run in a %s sandbox with %s%s%s", sandbox.mechanism, sandbox.python, disk, passed_over)
 
@@ -206,8 +206,8 @@ def _refusal(kind: Kind, reasons: dict[str, str]) -> str:
     tried = "; ".join(f"{mechanism}: {reason}" for mechanism, reason in reasons.items())
     return (
         f"sandbox: {kind!r} cannot run untrusted programs on this machine ({tried}). Install bubblewrap (`apt-get "
-        "install bubblewrap`, or your distribution's command) where user namespaces are allowed, or run as root where "
-        "the kernel has Landlock (5.13 or later), and a Python 3.8 or later that every user may read (`apt-get install "
+        "install bubblewrap`, or your distribution's command), which needs user namespaces; or run as root on a kernel "
+        "with Landlock (5.13 or later). Either needs a Python 3.8 or later that every user may read (`apt-get install "
         "python3`). "
-        "sandbox=none runs them without a sandbox: code that the policy writes can then do whatever this user can"
+        "sandbox=none runs programs without a sandbox: code that the policy writes can then do whatever this user can"
     )

@@ -94,7 +94,7 @@ class Sandbox:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                # Programs in the sandbox can read the supervisor's environment, so it must not hold secrets.
+                # Programs inherit the supervisor's environment, so it must not hold secrets.
                 env=_ENVIRONMENT,
                 cwd="/",
                 pass_fds=[slot.lock_fd, *fds],
@@ -230,7 +230,7 @@ class Session:
                 head = await self.process.stdout.readexactly(frames.LENGTH.size)
                 return json.loads(await self.process.stdout.readexactly(frames.LENGTH.unpack(head)[0]))
         except TimeoutError as error:
-            raise DeadlineError(f"waited {timeout_s:g} s for {self._who}") from error
+            raise DeadlineError(f"waited {timeout_s:g} s for {self._who} to answer") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise SandboxError(f"{self._who} ended: {await self._last_words()}") from error
 

@@ -111,6 +111,7 @@ def seccomp_filter(machine: str | None = None) -> bytes:
 
 
 def _instructions(architecture: Architecture) -> list[_Instruction]:
+    # ENOSYS makes the C library fall back to older calls, e.g. from clone3 to clone, whose flags a filter can read.
     refused = [_refuse_if(number, _ENOSYS) for number in sorted(architecture.refused.values())]
     return [
         (_LOAD, 0, 0, _ARCHITECTURE),

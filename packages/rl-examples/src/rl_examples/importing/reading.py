@@ -25,7 +25,7 @@ _USED = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _KEY = re.compile(r"^(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w-]+)*)(?:=(.*))?$", re.DOTALL)
 _MAY_SET_KEYS = re.compile(r"python|\.py\b|\s-m\s|\w\.\w+=")
 _NO_VALUE = re.compile(r"^[-$]|^[\d&]*[<>]|.*=", re.DOTALL)
-"""Options, `$@`, redirections and `key=value`: words that are not the rest of a value with a space."""
+"""Matches words that cannot continue a value with a space: options, `$@`, redirections and `key=value`."""
 _OPERATOR = re.compile(r"^[|&;]+$")
 _HYDRA_FILE = re.compile(r"^(?:--config-(?:name|path|dir)|-cn|-cp|-cd)(?:=|$)")
 
@@ -86,7 +86,7 @@ def script(text: str, name: str) -> Read:
         ]
         for arguments in _python_commands(all_words):
             read_here = _arguments_read(arguments, name)
-            # One word may also be an argument of a small helper script.
+            # A command with a single pair may be a small helper script, so it does not replace an earlier command.
             if len(dict(_pairs(arguments))) > 1 or not found.values:
                 found = attrs.evolve(read_here, remarks=(*uncertain, *read_here.remarks))
     return attrs.evolve(found, remarks=(*unread, *found.remarks))
@@ -212,7 +212,7 @@ def _unread_words(arguments: list[str], name: str) -> Iterator[str]:
         elif "=" not in word and word.startswith("$") and unexpanded(word):
             yield f"{_remedy(word, name)}; its keys are missing"
         elif any(_pairs([before])) and not (unexpanded(before) or _NO_VALUE.match(word)):
-            yield f"{word}: is not key=value; if it belongs to {before!r}, put that into quotes"
+            yield f"{word}: is not key=value; if it belongs to {before!r}, put both in one pair of quotes"
 
 
 def _unread_values(pairs: Mapping[str, str], name: str) -> Iterator[str]:

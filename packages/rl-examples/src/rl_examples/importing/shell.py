@@ -68,13 +68,14 @@ def unquoted(text: str) -> str:
 
 
 def words(command: str) -> list[str]:
-    """Splits a command into words with their quotes, and `;` after a word from that word; ends before a comment."""
+    """Splits a command into words, which keep their quotes. A `;` after a word is a word of its own, and a comment ends
+    the command."""
     parts = (part for word in _WORD.findall(command) for part in _TERMINATOR.split(word) if part)
     return list(takewhile(lambda word: not word.startswith("#"), parts))
 
 
 def set_in_branches(commands: Iterable[str]) -> set[str]:
-    """Returns the variables that only some ways through the script set: in a branch, in a loop or after `&&`."""
+    """Returns the variables that only some ways through the script set: in a branch, in a loop or after `[ … ] &&`."""
     names, depth = set(), 0
     for command in commands:
         opens = bool(_OPENS.match(command))

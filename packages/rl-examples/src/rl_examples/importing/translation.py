@@ -49,7 +49,7 @@ _CLIP = "actor_rollout_ref.actor.clip_ratio"
 _OF_A_MODEL = re.compile(r"^megatron_config\.(policy|ref)\.")
 _ENV_CLASS = "environment.env_class"
 _NAMES = {"skyrl": "SkyRL", "verl": "verl"}
-_ADDED = "the script does not set it; this is SkyRL's default, and the default here is another"
+_ADDED = "the script does not set it; this is SkyRL's default, which differs from the default here"
 SKYRL_DEFAULTS: Mapping[str, Any] = {
     "trainer.algorithm.use_kl_loss": True,
     "generator.inference_engine.backend": "vllm",
@@ -68,7 +68,7 @@ def dialect_of(found: Read) -> Dialect:
 def translate(found: Read) -> Translation:
     """Translates the keys of a file. Keys that load here are kept; all others are listed."""
     dialect = dialect_of(found)
-    # SkyRL's separate file for this section has keys such as `megatron_config.policy.…`, with the two parts swapped.
+    # SkyRL's separate Megatron file has keys such as `megatron_config.policy.…`, with section and model swapped.
     values = {_OF_A_MODEL.sub(r"trainer.\1.megatron_config.", key): value for key, value in found.values.items()}
     changed, left = [], []
     if dialect == "verl":

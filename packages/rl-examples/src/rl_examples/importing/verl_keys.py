@@ -172,7 +172,7 @@ for _name, _section in (("actor", "policy"), ("ref", "ref")):
     ):
         KEYS[f"actor_rollout_ref.{_name}.megatron.{_size}"] = Here(f"trainer.{_section}.megatron_config.{_size}")
 
-_LEAVES = "with trainer.placement.colocate_all idle models and engines move to CPU memory"
+_LEAVES = "with trainer.placement.colocate_all, idle models and engines move to CPU memory"
 NO_EFFECT: dict[str, str] = {
     f"{_ACTOR}use_dynamic_bsz": "trainer.max_tokens_per_microbatch above 0 packs by tokens",
     f"{_ROLLOUT}log_prob_use_dynamic_bsz": "trainer.max_tokens_per_microbatch above 0 packs by tokens",
@@ -198,18 +198,18 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.model.use_shm": "a model is read once",
     "data.truncation": "prompts are never cut; data.on_long_prompt decides what happens to long ones",
     "data.trust_remote_code": "no code of a data set is run",
-    "data.val_batch_size": "trainer.eval_batch_size says how many are in flight",
+    "data.val_batch_size": "trainer.eval_batch_size limits the prompts that are evaluated at a time",
     "data.reward_fn_key": "a row's env_class names its environment",
     "data.return_raw_chat": "prompts are always kept as messages",
-    "data.filter_overlong_prompts_workers": "prompts are counted in one process",
+    "data.filter_overlong_prompts_workers": "prompt lengths are computed in one process",
     "reward_model.enable": "environments give rewards, and may ask a model",
     "reward_model.reward_manager": "an environment gives each episode's reward",
     "trainer.critic_warmup": "the critic is trained from the first step, beside the policy",
     "trainer.balance_batch": "sequences are always balanced over ranks",
-    "trainer.device": "the device is what the machine has",
+    "trainer.device": "the machine's hardware determines the device",
     "trainer.log_val_generations": "samples.jsonl has the samples",
     "trainer.default_hdfs_dir": "trainer.ckpt_path may be a remote address",
     "trainer.validation_data_dir": "samples.jsonl has the samples",
     "trainer.rollout_data_dir": "samples.jsonl has the samples",
 }
-"""Keys without effect here, and why: they ask for the default behaviour, or for something that changes no result."""
+"""Keys without effect here, each with the reason."""

@@ -73,7 +73,7 @@ class Setup:
         return Mesh(world_size=self.world_size, **sizes)
 
     def chunks(self, num_layers: int) -> list[LayerRange]:
-        """Returns the layers of each model chunk. Raises ConfigError if the fields do not allow to split the layers."""
+        """Returns the layers of each model chunk. Raises ConfigError if the fields do not fit the number of layers."""
         return pipeline_chunks(
             num_layers,
             self.size("pipeline_model_parallel_size"),
@@ -149,7 +149,7 @@ def nearest_mesh(setup: Setup) -> str:
         default=None,
     )
     if best is None:
-        return f"No mesh of {setup.world_size} ranks with these layer counts works"
+        return f"No mesh of {setup.world_size} ranks fits this model"
     changed = ", ".join(f"{name}={best.size(name)}" for name in names)
     data = best.mesh().data
     counts = "" if all(best.fields.get(n) == setup.fields.get(n) for n in _END_COUNTS) else ", without layer counts"
@@ -330,7 +330,10 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "fp8": (None, "log-probs would depend on the micro-batches"),
     "fp4": (None, "log-probs would depend on the micro-batches"),
     "test_mode": (False, "it changes what is computed"),
-    "softmax_type": ("vanilla", "models with attention sinks do not run here, and the gradient's norm leaves them out"),
+    "softmax_type": (
+        "vanilla",
+        "models with attention sinks do not run here, and the gradient norm leaves out the sinks",
+    ),
     "num_microbatches_with_partial_activation_checkpoints": (
         None,
         "router replay must know which layers are computed again",

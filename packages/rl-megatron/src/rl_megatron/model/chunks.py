@@ -178,7 +178,7 @@ def _model_fields(config: Any) -> dict[str, Any]:
 def _pipeline_fields(place: Place) -> dict[str, Any]:
     fields = {"variable_seq_lengths": place.mesh.pipeline > 1}
     if place.mesh.virtual_pipeline > 1:
-        # With two ranks, batched sends and receives of an interleaved schedule would be matched in the wrong order.
+        # With two stages, batched sends and receives of an interleaved schedule would be matched in the wrong order.
         fields = {"variable_seq_lengths": False, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     if place.device.type == "cpu":
         # gloo sends from the tensor's own memory after the call returns; Megatron would have freed it by then.
@@ -219,7 +219,8 @@ def _require_all_loaded(chunks: list[Any], tasks: list[Any], model: str) -> None
         for name, parameter in chunk.named_parameters():
             if id(parameter) not in loaded | of_head | tied:
                 raise ConfigError(
-                    f"{model} has no weight for Megatron's {name}, which the model's configuration requires"
+                    f"{model} has no weight for Megatron's {name}, which the model's configuration requires; download "
+                    "or save the model again"
                 )
 
 

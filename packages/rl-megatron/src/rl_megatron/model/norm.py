@@ -23,7 +23,8 @@ class RmsNorm(torch.nn.Module):
         super().__init__()
         if config.normalization != "RMSNorm":
             raise ConfigError(
-                f"the model uses {config.normalization}; without Transformer Engine only RMSNorm is supported"
+                f"the model uses {config.normalization}, but without Transformer Engine only RMSNorm is supported; "
+                "install Transformer Engine (docs/install_gpu.md)"
             )
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=torch.cuda.current_device()))

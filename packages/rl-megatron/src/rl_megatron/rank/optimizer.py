@@ -138,7 +138,7 @@ class Optimizer:
         kept = [buffer.grad_data.clone() for buffer in self.buffers]
         model_config = self.chunks[0].config
         updates_bias = model_config.moe_router_enable_expert_bias
-        model_config.moe_router_enable_expert_bias = False
+        model_config.moe_router_enable_expert_bias = False  # `finalize_model_grads` would also update this bias
         try:
             finalize_model_grads(self.chunks, None, force_all_reduce=True)
             yield

@@ -57,7 +57,7 @@ class RouterChoices(RouterReplay):
         self.layer = layer
         """Transformer layer of the whole model, from 0."""
         self.summed_per_group = summed_per_group
-        """Number of a group's best experts whose scores are summed to the group's score."""
+        """Number of a group's best experts whose scores are summed to give the group's score."""
         self.place = 0
         """Index of the router's layer among the rank's M layers with experts."""
         self.in_schedule = False
@@ -128,7 +128,7 @@ class RoutedChunks(Around):
         Args:
             chunks: the model's chunks on this rank, as passed to the schedule; none of their routers may be fused.
             place: this rank's place in the mesh.
-            summed_per_group: number of a group's best experts whose scores are summed to the group's score.
+            summed_per_group: number of a group's best experts whose scores are summed to give the group's score.
         """
         config = chunks[0].config
         self._place = place

@@ -1,4 +1,4 @@
-"""Runs the untrusted program as a script, or as a module: then calls one of its functions, or runs a check in it.
+"""Runs the untrusted program as a script; or runs it as a module, then calls one of its functions or runs a check.
 
 This code shares the process with the program, so the program can lie about its own results, and can deceive a check
 that runs here. Therefore the expected results of scripts and functions never enter this process.

@@ -59,8 +59,8 @@ def main() -> None:
 def _prepare(box: dict[str, Any]) -> None:
     """Makes this process adopt all later orphans, and ends the processes that an earlier supervisor of this slot may
     have left."""
-    # Process 1 receives from its namespace only signals that it handles. Python handles this one by default, so ignore
-    # it.
+    # Process 1 receives from its namespace only signals that it handles. Python handles SIGINT by default, so
+    # ignore it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     confinement.adopt_orphans()
     confinement.hide_memory()
