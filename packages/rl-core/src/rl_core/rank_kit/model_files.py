@@ -116,7 +116,7 @@ def write_tokenizer(model: str, directory: Path) -> None:
 
 
 def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes a critic's head, with the names in `HEAD_FILE`."""
+    """Writes a critic's head to `HEAD_FILE`. `tensors`: the weights under the names listed there."""
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, directory / HEAD_FILE, {"format": "pt"})
 
 
@@ -125,7 +125,7 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
 
     Args:
         directory: the model's directory.
-        expected: the head of the critic that loads the file, with the names in `HEAD_FILE`; only shapes are compared.
+        expected: the head of the critic that loads the file; only names and shapes are compared.
         where: section of the configuration, for messages.
 
     Raises:

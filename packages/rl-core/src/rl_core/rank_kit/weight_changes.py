@@ -29,7 +29,7 @@ class Changes:
     data: Tensor
     """uint8: all distances, then all values."""
     count: int
-    """Number of elements sent, fillers included."""
+    """Number of elements sent, including the unchanged elements that bridge long distances."""
     width: int
     """Bytes per distance: 1 or 2."""
 

@@ -111,8 +111,8 @@ def _shards(
     fake_mode: FakeTensorMode,
     section: str,
 ) -> Shards:
-    """Like `start.start_shards`, for a model without weights. Makes no checks, because there are no values to
-    compare."""
+    """Like `start.start_shards`, for a model without weights. Does not compare scores, because the tensors have no
+    values."""
     scorer = load_scorer(spec, torch.device("meta"))
     if ranks.ulysses is not None:
         num_heads = scorer.model.config.get_text_config().num_attention_heads
