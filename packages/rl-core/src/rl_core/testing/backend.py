@@ -169,7 +169,7 @@ class BackendConformance:
             # Class scope, so that all checks of one variant run in succession.
             metafunc.parametrize("variant", [_marked(v) for v in variants] or [none], scope="class")
         if "resumed" in metafunc.fixturenames:
-            none = pytest.param((), marks=pytest.mark.skip(reason="all variants have the same world size"))
+            none = pytest.param((), marks=pytest.mark.skip(reason="no two world sizes have a checkpoint in common"))
             pairs = [_marked(*pair) for pair in self._resumes()]
             metafunc.parametrize("resumed", pairs or [none])
 
@@ -322,7 +322,7 @@ class BackendConformance:
         for rank, part in enumerate(group.ranks.last_results):
             if group.mesh.returns_results(rank):
                 weight = part["loss"][1]
-                assert weight == 1.0, f"loss of rank {rank} has weight {weight}; expected 1, however it is split"
+                assert weight == 1.0, f"loss of rank {rank} has weight {weight}; expected 1, however the batch is split"
         assert all(weight >= 0 for _, weight in metrics.values())
         expected = backward(case.reference, case.batch, LOSS)
         self.require_same_loss(case, "loss", metrics["loss"][0], expected)
@@ -450,10 +450,10 @@ class BackendConformance:
         assert difference <= limit, f"weights after these steps differ by {difference:.1e}, allowed {limit:g}"
 
     def test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch(self, case: Case) -> None:
-        """The loss weights are multiplied by 64, and the step scales the gradient by 1/64, because with
-        `trainer.stream_groups` only the step divides. Between the parts, the worker scores, exports and saves, which
-        must not change the pending gradients. The state saved in the middle of the second step must equal the state
-        after the first step."""
+        """As with `trainer.stream_groups`, the loss weights are not divided, and the step divides the gradient instead.
+        Here the weights are multiplied by 64, and the step scales the gradient by 1/64. Between the parts, the worker
+        scores, exports and saves, which must not change the pending gradients. The state saved in the middle of the
+        second step must equal the state after the first step."""
         self._require_version(2)
         group = case.start()
         divisor = 64.0
@@ -519,7 +519,7 @@ class BackendConformance:
         self.check_offloading(case, group, num_steps=3)
 
     def check_offloading(self, case: Case, group: RankGroup, num_steps: int) -> None:
-        """Checks steps with offloading between all phases. The ranks must be at the state of the case's reference."""
+        """Checks steps with offloading between all phases. Ranks and the case's reference must have the same state."""
         for batch in steps_of(case.batch)[:num_steps]:
             group.call(Offloadable.offload, parameters=True, optimizer=True)
             group.call(Offloadable.onload, parameters=True, optimizer=False)

@@ -99,10 +99,9 @@ class Errors:
 def make_batches(reference: ReferenceWorker, *, forced_routes: bool, shared_beginnings: bool = False) -> list[Batch]:
     """Makes the batches for courses, chosen so that the means are stable.
 
-    Old log-probs are the reference's own, and all tokens have the same weight. Otherwise rounding near a clipping bound
-    could switch off the gradient of a token with a large weight, which may be most of the batch's gradient. Forced
-    routes cover every token, because rounding can flip a router's own choice, and one flipped expert can be most of the
-    error.
+    Old and reference log-probs are those of `reference`, and all tokens have the same weight. Otherwise rounding near a
+    clipping bound could switch off one token's gradient, and with it most of the batch's gradient. Forced routes cover
+    every token, because rounding can flip a router's own choice, and one flipped choice can cause most of the error.
     """
     chooses = bool(routers(reference.model)) and not forced_routes
     num_batches = NUM_BATCHES_OF_ROUTERS if chooses else NUM_BATCHES

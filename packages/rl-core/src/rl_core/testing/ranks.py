@@ -234,8 +234,7 @@ class ProcessRanks:
         return Failure(summary=f"its process ended with exit code {self._processes[rank].exitcode}")
 
     def _error_of(self, method: str, failures: dict[int, Failure], silent: Sequence[int]) -> RLError:
-        """Returns one error for all failures. The ranks stay alive only if all raised a user's mistake of the same
-        type."""
+        """Returns one error for all failures. The ranks stay alive only if all raised an RLError of the same type."""
         agreed = {type(failure.user_error) for failure in failures.values()}
         size = len(self._connections)
         if not silent and len(failures) == size and len(agreed) == 1 and failures[0].user_error is not None:
