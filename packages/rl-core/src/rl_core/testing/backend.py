@@ -225,7 +225,9 @@ class BackendConformance:
         assert self.backend.mesh(case.spec.options, case.world_size).world_size == case.world_size
         group = case.start()
         for rank, abilities in enumerate(group.call(SuiteHost.fulfilled)):
-            assert {"Worker", "Inspectable"} <= abilities, f"rank {rank} implements only {sorted(abilities)}"
+            assert {"Worker", "Inspectable"} <= abilities, (
+                f"rank {rank} implements only {sorted(abilities)}; expected Worker and Inspectable"
+            )
         group.close()
 
     def test_a_missing_model_is_a_configuration_error(self, case: Case) -> None:
@@ -259,9 +261,11 @@ class BackendConformance:
         group = case.start()
         scores = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
         expected = expected_scores(case.reference, case.batch)
-        assert set(scores) == {"logprobs", "entropies"}, f"forward returned {sorted(scores)}"
+        assert set(scores) == {"logprobs", "entropies"}, (
+            f"expected logprobs and entropies, forward returned {sorted(scores)}"
+        )
         for name, values_T in scores.items():
-            assert values_T.dtype == torch.float32, f"{name} is {values_T.dtype}"
+            assert values_T.dtype == torch.float32, f"{name} is {values_T.dtype}; expected float32"
             assert bool((values_T[case.batch.offsets[:-1]] == 0).all()), f"{name} of a sequence's first token is not 0"
             quantity = {"logprobs": "log-probs", "entropies": "entropies"}[name]
             self.require_close(case, quantity, {name: values_T}, {name: expected[name]}, self.tolerances.logprob)

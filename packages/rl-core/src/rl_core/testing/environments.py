@@ -173,7 +173,9 @@ class EnvironmentConformance:
     def test_it_runs_where_its_placement_says(self) -> None:
         factory = type(self).factory
         placement = _placement_of(factory)
-        assert placement in get_args(PlacementKind), f"placement is {placement!r}"
+        assert placement in get_args(PlacementKind), (
+            f"got placement {placement!r}; expected one of {get_args(PlacementKind)}"
+        )
         if placement == "process":
             _require_pickles({"factory": factory, "row": dict(self.row), "options": dict(self.options)})
         if placement != "in_process":
