@@ -10,8 +10,8 @@ A plug-in's author writes
 and runs pytest. `rewards` maps a response, which is repeated in every turn, to the total reward of the episode. A tuple
 contains one response per turn, and its last response is repeated.
 
-Checks of optional Protocols (`Tools`, `Placement`, `Snapshotable`) are skipped if the environment does not implement
-them.
+Checks of the optional Protocols `Tools` and `Snapshotable` are skipped if the environment does not implement them. An
+environment without `Placement` is checked as one with the placement `thread`.
 """
 
 from __future__ import annotations
