@@ -80,6 +80,7 @@ def write_weights(
         parts[0][0].rename(directory / "model.safetensors")
         return
     file_of = {}
+    # Files are renamed at the end, because their names contain the number of files.
     for i, (part, names) in enumerate(parts, start=1):
         file = part.rename(directory / f"model-{i:05d}-of-{len(parts):05d}.safetensors")
         file_of.update(dict.fromkeys(names, file.name))

@@ -185,6 +185,7 @@ def _gradient_error(
 def main(job_file: str, result_file: str) -> None:
     """Reads the job, runs `compare`, and writes `{"differences": …}` or `{"error": …}` to `result_file`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # The job is pickled separately, because unpickling it imports modules that are found only with these paths.
     paths, content = pickle.loads(Path(job_file).read_bytes())
     sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
     try:

@@ -151,7 +151,7 @@ class ProcessRanks:
                 target=serve, args=(theirs, backend, spec, info, self._setting), daemon=True, name=f"rank {rank}"
             )
             process.start()
-            theirs.close()
+            theirs.close()  # while this end is open, the death of the process does not close the connection
             self._processes.append(process)
             self._connections.append(ours)
         try:

@@ -65,6 +65,7 @@ class MemoryTracker(TorchDispatchMode):
         total = most = moment = 0
         for index, (_, change) in enumerate(self._changes):
             total += change
+            # After change `start - 1`, the total is the memory that is in use at `start`.
             if index >= start - 1 and total > most:
                 most, moment = total, index
         parts: Counter[str] = Counter()

@@ -125,6 +125,7 @@ def _shards(
 
 def _replace_tensors(scorer: Scorer, fake_mode: FakeTensorMode) -> None:
     """Replaces the scorer's tensors with fake ones on the rank's device; tied tensors share one."""
+    # The tensors are kept alive with their fakes, because a freed tensor's id may be used again.
     fakes: dict[int, tuple[Tensor, Tensor]] = {}
     for module in scorer.modules():
         for tensors in (module._parameters, module._buffers):
