@@ -39,7 +39,7 @@ class BackgroundWriter:
         Raises:
             WorkerError: the previous state is still being written.
             CheckpointError: this state cannot be written, or the previous state could not be written. After `is_done`
-                has reported that the disk was full, this does not report the previous state again.
+                has reported that the disk was full, `start` does not report that state again.
             RuntimeError: another rank was lost while the previous state was being written.
         """
         if not self._found_no_room and not self.is_done():

@@ -141,8 +141,8 @@ class BackendConformance:
     variants: ClassVar[Sequence[Variant]] = VARIANTS
     """World sizes, options and spec fields with which every check runs."""
     resumes: ClassVar[Sequence[tuple[Variant, Variant]] | None] = None
-    """Pairs: the first saves a state, the second loads it. None: all pairs of the first variants of each world size
-    that have the same checkpoint."""
+    """Pairs: the first saves a state, the second loads it. None: every ordered pair of world sizes, with the first
+    variant of each, if both have the same checkpoint."""
     left_out: ClassVar[Mapping[str, str]] = {}
     """Checks that do not apply → why; they are shown as skipped with the reason."""
     preload: ClassVar[Sequence[str]] = ()

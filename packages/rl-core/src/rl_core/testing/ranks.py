@@ -121,7 +121,7 @@ class LocalRank:
         return [*await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)]
 
     async def close(self) -> None:
-        """Closes the worker twice, because a second call must do nothing."""
+        """Closes the worker twice, to check that a second call is harmless."""
         if self._host is not None:
             await self.call(Worker.close)
             await self.call(Worker.close)
@@ -187,7 +187,7 @@ class ProcessRanks:
         return self._exchange(method, arguments)
 
     async def close(self) -> None:
-        """Closes the workers twice, and ends the processes."""
+        """Closes the workers twice, to check that a second call is harmless, and ends the processes."""
         try:
             if self._ended is None:
                 await self.call(Worker.close)

@@ -1,4 +1,4 @@
-"""Describes for attention where the sequences of a packed stream are."""
+"""Describes where the sequences of a packed stream are, as attention needs it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SharedPrefixes:
     before: AttentionBlocks
     """One block per node with children: the queries of the children; the keys of the node and all its ancestors."""
     query_Q: Tensor
-    """int64, the stream's rows whose nodes have ancestors."""
+    """int64, the stream's rows (one per token or padding) whose nodes have ancestors."""
     key_K: Tensor
     """int64, the stream's rows that these queries see; a row appears once in each block that sees it."""
     sequences: PackedSequences
