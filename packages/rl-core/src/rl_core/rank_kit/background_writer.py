@@ -1,4 +1,4 @@
-"""Saving a worker's state while training continues: the part of a `BackgroundSaver` that is independent of formats."""
+"""Saving a worker's state while training continues: the part of a `BackgroundSaver` that suits any format."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class BackgroundWriter:
 
         Raises:
             WorkerError: the previous state is still being written.
-            CheckpointError: this state cannot be written. Or the previous state could not be written, except if
-                `is_done` has already reported that the disk was full.
+            CheckpointError: this state cannot be written, or the previous state could not be written. After `is_done`
+                has reported that the disk was full, `start` does not report that state again.
             RuntimeError: another rank was lost while the previous state was being written.
         """
         if not self._found_no_room and not self.is_done():

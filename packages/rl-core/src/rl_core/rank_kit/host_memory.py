@@ -1,4 +1,4 @@
-"""Host memory in which weights are received."""
+"""Host memory for received weights and for copies of sent weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LEAST_BYTES = 1 << 22
 
 def fresh_memory(num_bytes: int) -> Tensor:
     """Returns new memory, uint8 [num_bytes]. From 4 MiB on, the memory is mapped separately, uses huge pages if they
-    are available, and is unmapped when the tensor is freed. With 4 KiB pages, page faults make receiving three times
-    as expensive as copying."""
+    are available, and is unmapped when the tensor is freed. With 4 KiB pages, page faults make receiving a tensor three
+    times as expensive as copying it."""
     import torch
 
     if num_bytes < _LEAST_BYTES or _HUGE is None:

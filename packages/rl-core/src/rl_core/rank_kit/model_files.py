@@ -80,6 +80,7 @@ def write_weights(
         parts[0][0].rename(directory / "model.safetensors")
         return
     file_of = {}
+    # Files are renamed at the end, because their names contain the number of files.
     for i, (part, names) in enumerate(parts, start=1):
         file = part.rename(directory / f"model-{i:05d}-of-{len(parts):05d}.safetensors")
         file_of.update(dict.fromkeys(names, file.name))
@@ -116,7 +117,7 @@ def write_tokenizer(model: str, directory: Path) -> None:
 
 
 def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes a critic's head, with the names in `HEAD_FILE`."""
+    """Writes a critic's head to `HEAD_FILE`. `tensors`: the weights under the names listed there."""
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, directory / HEAD_FILE, {"format": "pt"})
 
 
@@ -125,7 +126,7 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
 
     Args:
         directory: the model's directory.
-        expected: the head of the critic that loads the file, with the names in `HEAD_FILE`; only shapes are compared.
+        expected: the head of the critic that loads the file; only names and shapes are compared.
         where: section of the configuration, for messages.
 
     Raises:

@@ -147,7 +147,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _basis(backend: ModelProving, spec: WorkerSpec) -> Any:
-    """Everything except the model that the result of a proof depends on."""
+    """Returns everything that the result of a proof depends on, except the model."""
     versions = {name: version_of(name) for name in _LIBRARIES}
     return [versions, _code_digest(Path(__file__).parent), backend.proof_basis(spec)]
 

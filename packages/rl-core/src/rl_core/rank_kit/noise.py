@@ -14,7 +14,7 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 
 
 def element_index(shape: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """int64 of `shape`: row-major indices of a piece's elements in the whole tensor.
+    """Returns the row-major indices of a piece's elements in the whole tensor, int64, with the shape `shape`.
 
     Args:
         shape: shape of the piece.
@@ -49,5 +49,5 @@ def hash_of(index: Tensor, seed: int) -> Tensor:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Logical shift to the right, filled with zeros."""
+    """Logical shift to the right, filled with zeros. torch's `>>` fills with the sign bit."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -1,4 +1,5 @@
-"""Temporary noise on the trained parameters, removed bit for bit, to prove that every tensor reaches the engines.
+"""Temporary noise on the trained parameters, which proves that every tensor reaches the engines. `restore` removes it
+bit for bit.
 
 The noise of an element is computed from the seed, the parameter's name in the whole model, and the element's index in
 the parameter (`noise.py`). The noise therefore does not depend on the mesh: each rank computes the noise of its part,

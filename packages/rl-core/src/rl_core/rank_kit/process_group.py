@@ -17,7 +17,8 @@ T = TypeVar("T")
 JOINS_OPEN_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Environment variables of ranks that meet at an `open_store`."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""The controller's deadline is shorter and kills the ranks. This timeout ends ranks whose controller has died."""
+"""The controller usually stops ranks that hang much earlier (`trainer.worker_silence_s`). This timeout ends ranks whose
+controller has died."""
 
 
 def own_device(rank: RankInfo) -> torch.device:

@@ -30,7 +30,8 @@ from rl_core.rank_kit.reference_models import one_thread, random_model, referenc
 from rl_core.rank_kit.shrunken_models import MANY_TOKENS, shrunken
 
 LOGPROB_LIMIT = 2e-5
-"""Largest allowed difference of a log-prob. Rounding of correct float32 models of this size: at most 5e-6 measured."""
+"""Largest allowed difference of a log-prob. In correct float32 models of this size, rounding causes at most 5e-6
+(measured)."""
 GRADIENT_LIMIT = 1e-3
 """Largest allowed relative gradient difference of each parameter; see `_gradient_error`. Measured: 3e-6."""
 ACCELERATOR_LOGPROB_LIMIT, ACCELERATOR_GRADIENT_LIMIT = 1e-2, 0.2
@@ -41,7 +42,8 @@ difference of 0.39)."""
 _MOST_CHARACTERS = 500
 """Maximum length of a reported error message."""
 _LENGTHS = (MANY_TOKENS, 23, 1500)
-"""Sequence lengths. The last sequence is scored but not trained; at its positions slow rotary frequencies matter."""
+"""Sequence lengths. The last sequence is scored but not trained on; slow rotary frequencies matter only at such large
+positions."""
 
 
 @attrs.frozen(kw_only=True)
@@ -145,9 +147,13 @@ def _batch(vocab_size: int, longest: int) -> Batch:
 
 
 def _scores(worker: Worker, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Returns the log-probs of the whole batch, and the gradients over all but its last sequence as one micro-batch."""
+    """Returns the log-probs of the whole batch, and the gradients of all sequences but the last, which form one
+    micro-batch."""
     if not isinstance(worker, Inspectable):
-        raise ConfigError(f"{type(worker).__name__} does not show its gradients (Inspectable), so it cannot be proved")
+        raise ConfigError(
+            f"proof_worker: got a {type(worker).__name__}, which does not implement Inspectable; expected a worker "
+            "whose gradients can be compared with those of transformers"
+        )
     last = batch.num_sequences - 1
     logprobs_T = worker.forward(batch, [range(last), [last]], temperature=1.0)["logprobs"]
     trained = batch.select(list(range(last)))
@@ -179,6 +185,7 @@ def _gradient_error(
 def main(job_file: str, result_file: str) -> None:
     """Reads the job, runs `compare`, and writes `{"differences": …}` or `{"error": …}` to `result_file`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # The job is pickled separately, because unpickling it imports modules that are found only with these paths.
     paths, content = pickle.loads(Path(job_file).read_bytes())
     sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
     try:

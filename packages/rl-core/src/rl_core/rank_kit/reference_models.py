@@ -67,7 +67,9 @@ def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any
             with torch.device("meta"):
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
             if size > _MOST_PARAMETERS:
-                raise ConfigError(f"{where}: a small copy of the model still has {size:,} parameters")
+                raise ConfigError(
+                    f"{where}: a small copy of the model has {size:,} parameters; expected at most {_MOST_PARAMETERS:,}"
+                )
             # Computes experts one by one, because a grouped product needs sizes that are multiples of 16 bytes.
             plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
             model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **plainly).eval()

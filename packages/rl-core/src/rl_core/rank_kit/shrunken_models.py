@@ -1,7 +1,8 @@
 """Shrinks a model's configuration to few layers, narrow matrices and few experts. Imports no torch.
 
 Everything that determines how a model is computed is kept: the head size, and with it the rotary frequencies; kinds of
-layers; norms and their eps; biases; expert groups and how many are chosen; tied embeddings; divisibility of sizes.
+layers; norms and their eps; biases; the numbers of chosen experts and expert groups; tied embeddings; divisibility of
+sizes.
 Lengths that only long sequences reach (windows, and thresholds of length-dependent rotary frequencies) become shorter
 than `MANY_TOKENS`.
 """
@@ -78,7 +79,7 @@ def shrunken(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduces the number of heads, with the same parity. The kind of grouping and the head size are kept."""
+    """Reduces the number of heads. Its parity, the kind of grouping and the head size are kept."""
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads")
     if groups is None or groups == heads:
@@ -100,15 +101,15 @@ def _few(count: int, most: int) -> int:
 
 
 def _hidden_size(config: Mapping[str, Any], small_heads: int) -> int:
-    """Returns `small_heads` · head size if the model's hidden size is heads · head size and its attention is not
-    latent; else another multiple of `small_heads`. If the model's hidden size is not a multiple of its number of heads,
-    the result is not a multiple of `small_heads` either."""
+    """Returns `small_heads` · head size if the model's hidden size // heads is the head size and its attention is not
+    latent; else `small_heads` · another number. Adds a remainder if the model's hidden size is not a multiple of its
+    number of heads."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     per_head = hidden // heads
     if config.get("kv_lora_rank") or per_head != size:
         per_head = min(per_head, _HIDDEN_PER_HEAD)
-        per_head += 2 * (per_head == size)
+        per_head += 2 * (per_head == size)  # else the two sizes could be mixed up unnoticed
     return small_heads * per_head + min(hidden % heads, small_heads - 1)
 
 
@@ -124,6 +125,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(count, int) or count < 1:
             continue
         if isinstance(groups, int) and isinstance(best, int) and groups > 1 and best > 0 and count >= groups:
+            # Not all groups are chosen, nor all experts of the chosen groups: else a wrong choice could not occur.
             few = min(groups, max(8, best + 1))
             size = min(count // groups, max(3, -(-(chosen or 1) // best) + 1))
             small |= {"n_group": few, name: few * size + min(count % groups, 1)}

@@ -21,7 +21,8 @@ from rl_core.stored_files import FileRecord, changed, is_disk_full, missized, re
 
 STATE_LIST = "state.json"
 _OF_A_RANK = ".checksums"
-"""Suffix of the file that holds the size and checksum of one of a rank's files until `write_state_list` lists it."""
+"""Suffix of a note with the size and checksum of one file, which the rank writes next to the file. `write_state_list`
+reads and deletes the notes."""
 
 
 class FileSystemWriter(filesystem.FileSystemWriter):
@@ -105,7 +106,7 @@ def state_not_written(directory: Path, error: BaseException, how: str = "") -> E
 
 
 def reason_of(error: BaseException) -> str:
-    """The reasons of all ranks in one line. torch's exception, a BaseException, adds every rank's traceback."""
+    """The reasons of all ranks in one line. The text of torch's CheckpointException also has every rank's traceback."""
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())

@@ -2,8 +2,8 @@
 the new values of these elements.
 
 Elements are compared bitwise for every dtype, so the result equals the new tensor bit for bit. Distances use one or two
-bytes, whichever makes the encoding smaller; longer distances are bridged with unchanged elements. With RL learning
-rates, 1 to 2 % of the bfloat16 elements change per step, and a change takes slightly more than 3 bytes.
+bytes, whichever makes the encoding smaller; longer distances are bridged with unchanged elements. At a learning
+rate of 1e-6, 1 to 2 % of the bfloat16 elements change per step, and a change takes slightly more than 3 bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Changes:
     data: Tensor
     """uint8: all distances, then all values."""
     count: int
-    """Number of elements sent, fillers included."""
+    """Number of elements sent, including the unchanged elements that bridge long distances."""
     width: int
     """Bytes per distance: 1 or 2."""
 

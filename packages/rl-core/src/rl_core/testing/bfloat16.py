@@ -86,7 +86,7 @@ class Course:
 
 @attrs.frozen(kw_only=True)
 class Errors:
-    """Differences between a worker's course and the course in float32."""
+    """Differences between a worker's results and those in float32."""
 
     logprobs: float
     """Mean |difference| in nats."""
@@ -97,12 +97,11 @@ class Errors:
 
 
 def make_batches(reference: ReferenceWorker, *, forced_routes: bool, shared_beginnings: bool = False) -> list[Batch]:
-    """Makes the batches for courses, chosen so that the means are stable.
+    """Makes the batches of the comparison, chosen so that the means are stable.
 
-    Old log-probs are the reference's own, and all tokens have the same weight. Otherwise rounding near a clipping bound
-    could switch off the gradient of a token with a large weight, which may be most of the batch's gradient. Forced
-    routes cover every token, because rounding can flip a router's own choice, and one flipped expert can be most of the
-    error.
+    Old and reference log-probs are those of `reference`, and all tokens have the same weight. Otherwise rounding near a
+    clipping bound could switch off one token's gradient, and with it most of the batch's gradient. Forced routes cover
+    every token, because rounding can flip a router's own choice, and one flipped choice can cause most of the error.
     """
     chooses = bool(routers(reference.model)) and not forced_routes
     num_batches = NUM_BATCHES_OF_ROUTERS if chooses else NUM_BATCHES
@@ -130,19 +129,19 @@ def _one_by_one(batch: Batch) -> list[list[int]]:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Baseline:
-    """The courses with which a worker's course is compared."""
+    """The results with which a worker's results are compared."""
 
     batches: Sequence[Batch]
     before: Mapping[str, Tensor]
     """The weights before the optimizer steps."""
     exact: Course
-    """The course in float32."""
+    """The results in float32."""
     plain: Course
-    """The course of plain transformers in bfloat16, with float32 weights."""
+    """The results of plain transformers in bfloat16, with float32 weights."""
 
     @classmethod
     def of(cls, spec: WorkerSpec, batches_of: Callable[[ReferenceWorker], Sequence[Batch]]) -> Baseline:
-        """Runs both courses on the batches that `batches_of` makes with the float32 worker. The checkpoint of
+        """Computes both results on the batches that `batches_of` makes with the float32 worker. The checkpoint of
         `spec.model` must be stored in bfloat16."""
         reference = ReferenceWorker(spec)
         before, batches = weights_of(reference), batches_of(reference)
@@ -153,7 +152,7 @@ class Baseline:
         return cls(batches=batches, before=before, exact=exact, plain=plain)
 
     def errors(self, found: Course) -> tuple[Errors, Errors]:
-        """Returns the errors of `found` and those of the plain course. Weights are compared in the dtype of `found`."""
+        """Returns the errors of `found` and those of `plain`. Weights are compared in the dtype of `found`."""
         rounded = {name: self.plain.weights[name].to(weight.dtype) for name, weight in found.weights.items()}
         plain = attrs.evolve(self.plain, weights=rounded)
         return errors(found, self.exact, self.before), errors(plain, self.exact, self.before)

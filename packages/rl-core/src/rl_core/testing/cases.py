@@ -141,7 +141,7 @@ class Case:
     started: list[RankGroup] = attrs.field(factory=list)
 
     def start(self, spec: WorkerSpec | None = None) -> RankGroup:
-        """Returns ranks with freshly loaded weights and state: kept ranks if they match, else new ones. The ranks end
+        """Returns ranks whose weights and state are as loaded: kept ranks if they match, else new ones. The ranks end
         with the case."""
         spec = spec or self.spec
         group = self.kept.take(spec, self.world_size) or RankGroup(
@@ -225,8 +225,8 @@ def open_case(
 def make_batch(
     reference: ReferenceWorker, *, forced_routes: bool = False, shared_beginnings: bool = False, seed: int = 1
 ) -> Batch:
-    """Makes eight sequences of 1 to 61 tokens, with prompts and observations. One sequence has a single token, and one
-    is not trained on.
+    """Makes eight sequences of 1 to 61 tokens, with prompts and observations. One sequence has a single token, and
+    another has no trained token.
 
     Old log-probs are close to the current ones, so that some ratios are clipped and most are not. Values outside the
     loss mask are large, so that a worker that reads them fails.

@@ -10,8 +10,8 @@ A plug-in's author writes
 and runs pytest. `rewards` maps a response, which is repeated in every turn, to the total reward of the episode. A tuple
 contains one response per turn, and its last response is repeated.
 
-Checks of optional Protocols (`Tools`, `Placement`, `Snapshotable`) are skipped if the environment does not implement
-them.
+Checks of the optional Protocols `Tools` and `Snapshotable` are skipped if the environment does not implement them. An
+environment without `Placement` is checked as one with the placement `thread`.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ class EnvironmentConformance:
     def test_it_runs_where_its_placement_says(self) -> None:
         factory = type(self).factory
         placement = _placement_of(factory)
-        assert placement in get_args(PlacementKind), f"placement is {placement!r}"
+        assert placement in get_args(PlacementKind), (
+            f"got placement {placement!r}; expected one of {get_args(PlacementKind)}"
+        )
         if placement == "process":
             _require_pickles({"factory": factory, "row": dict(self.row), "options": dict(self.options)})
         if placement != "in_process":

@@ -478,7 +478,9 @@ class InferenceClientConformance:
         actual_R = torch.tensor(logprobs, dtype=torch.float64)
         assert actual_R.shape == own_R.shape
         difference = float((actual_R - own_R).abs().max()) if len(own_R) else 0.0
-        assert difference <= self.tolerance, f"log-probs differ from the model's by {difference:.2e}"
+        assert difference <= self.tolerance, (
+            f"log-probs differ from the model's by {difference:.2e}, allowed {self.tolerance:g}"
+        )
 
 
 def make_bench(client: InferenceClient, transport: WeightTransport, path: str, runner: asyncio.Runner) -> Bench:

@@ -2,7 +2,7 @@
 
 If the environment variable RL_PARITY_DIR is set, the conformance suite writes its measurements there.
 `python -m rl_core.testing.parity DIRECTORY` makes the table from the measurements. `make parity` runs the suites of
-this repository and renews its table.
+this repository and writes docs/parity.md.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ QUANTITIES: dict[str, str] = {
     "gradients": "L2 of the difference of all parameters over L2 of the gradient",
     "gradient norm": "relative, worst of three steps",
     "weights": "absolute, any weight, after three AdamW steps of 0.5e-3, 1e-3 and 1e-3",
-    "weights, offloaded": "the same, with weights moved off the device and back around every phase; in rows that run "
-    "only the checks of this table, after one further step of this kind",
+    "weights, offloaded": "the same, with weights moved off the device and back around every phase; if only the "
+    "checks of this table run on a mesh, after one further step with such moves",
     "exported": "absolute, any weight, before training",
     "other routes": "control: change of the reference's log-probs if all routes are shifted by one token or one layer",
     "half the batch": "control: `weights`, for a reference that trains on half of each step's sequences",

@@ -29,7 +29,7 @@ class SuiteHost(RankHost):
     """A `RankHost` that also reports which Protocols its worker implements, and calls any method of the worker."""
 
     def start(self) -> Abilities:
-        """Returns the worker's abilities. It is the first call; the process builds the worker before it."""
+        """Returns the worker's abilities. This is the first call, for which `serve` builds the worker."""
         return self.abilities
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -121,7 +121,7 @@ class LocalRank:
         return [*await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)]
 
     async def close(self) -> None:
-        """Closes the worker twice, because a second call must do nothing."""
+        """Closes the worker twice, to check that a second call is harmless."""
         if self._host is not None:
             await self.call(Worker.close)
             await self.call(Worker.close)
@@ -151,7 +151,7 @@ class ProcessRanks:
                 target=serve, args=(theirs, backend, spec, info, self._setting), daemon=True, name=f"rank {rank}"
             )
             process.start()
-            theirs.close()
+            theirs.close()  # while this end is open, the death of the process does not close the connection
             self._processes.append(process)
             self._connections.append(ours)
         try:
@@ -187,7 +187,7 @@ class ProcessRanks:
         return self._exchange(method, arguments)
 
     async def close(self) -> None:
-        """Closes the workers twice, and ends the processes."""
+        """Closes the workers twice, to check that a second call is harmless, and ends the processes."""
         try:
             if self._ended is None:
                 await self.call(Worker.close)
@@ -234,8 +234,7 @@ class ProcessRanks:
         return Failure(summary=f"its process ended with exit code {self._processes[rank].exitcode}")
 
     def _error_of(self, method: str, failures: dict[int, Failure], silent: Sequence[int]) -> RLError:
-        """Returns one error for all failures. The ranks stay alive only if all raised a user's mistake of the same
-        type."""
+        """Returns one error for all failures. The ranks stay alive only if all raised an RLError of the same type."""
         agreed = {type(failure.user_error) for failure in failures.values()}
         size = len(self._connections)
         if not silent and len(failures) == size and len(agreed) == 1 and failures[0].user_error is not None:

@@ -1,4 +1,4 @@
-"""A weight transport that passes buckets in the memory of one process. It serves tests, and as the shortest example."""
+"""A weight transport that passes buckets in the memory of one process. It is for tests, and is the shortest example."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class MemoryTransport:
         )
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> MemorySender:
+        # A rank must be able to drain its weights even if the sync is closed. Nobody receives these weights.
         closed = Sync(world_size, is_closed=True)
         return MemorySender(SYNCS.get(rendezvous.data["sync"], closed), rank)
 

@@ -26,9 +26,9 @@ class Exchange:
 class ScriptedClient:
     """A `Sampler` without a model.
 
-    A response ends where its script ends, or after the first of `end_tokens` in it. All log-probs differ, up to 2**20
-    tokens. The policy version of a completion is the value of `version` at the time of sampling. Routes depend only on
-    position, token, layer and version.
+    A response ends where its script ends, or after the first of `end_tokens` in it. The log-probs of the
+    first 2**20 tokens all differ. The policy version of a completion is the value of `version` at the time of sampling.
+    Routes depend only on position, token, layer and version.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ class WeightTransportConformance:
         with self._sync([sample_tensors()]) as (ranks, start):
             self._send_all(ranks, 0, start)
             if not self.damage(ranks.rendezvous):
-                pytest.skip("this transport keeps nothing that could be damaged")
+                pytest.skip("`damage` corrupted nothing; override it to check a staged transport")
             with pytest.raises(WeightSyncError):
                 start("an engine's `receive`", _receive, ranks.rendezvous, 0).result()
 

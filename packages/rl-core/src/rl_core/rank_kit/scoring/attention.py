@@ -3,8 +3,8 @@
 All models use the same kernels: on CUDA in half precision, torch's variable-length flash attention; otherwise SDPA over
 rectangles. `shared_attention.py` has the kernels for sequences that share prefixes. A rectangle holds sequences of
 similar length as right-padded rows. Under a causal mask no real token sees padding on its right, so `is_causal` is
-exact and needs no mask tensor. With Ulysses, all ranks first exchange their tokens for heads of whole sequences
-(`ulysses.py`).
+exact and needs no mask tensor; only a sliding window needs one, of its rectangle's width. With Ulysses, all ranks first
+exchange their tokens for heads of whole sequences (`ulysses.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def packed_attention(
         scaling: factor of query · key; None: D ** −0.5.
         sliding_window: number of tokens that each token sees, including itself; None: itself and all before it.
         packed_sequences: where each sequence is in the stream.
-        others: arguments that transformers passes to every attention function; unused.
+        others: further arguments that transformers passes to every attention function. Terms that are not implemented
+            are refused; the rest is unused.
 
     Returns:
         [B, L, heads, D].
@@ -127,7 +128,7 @@ def _rectangle_attention(
     outputs = []
     for (rows, width), *parts in zip(packed.rectangles, *(tensor.split(sizes) for tensor in cells), strict=True):
         query, key, value = (part.unflatten(0, (rows, width)).transpose(1, 2) for part in parts)
-        # Flash attention on the CPU accepts heads that query heads share. With a mask, SDPA computes the full matrix.
+        # The CPU's flash attention supports grouped query heads. With a mask, SDPA computes the full score matrix.
         output = scaled_dot_product_attention(
             query,
             key,

@@ -38,7 +38,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
     """Freezes `model` and puts float32 adapters into its layers. B starts at zero, so the outputs do not change yet.
 
     Args:
-        model: on the CPU; all its parameters become frozen.
+        model: on the CPU or on `meta`; all its parameters become frozen.
         lora: rank above 0.
         path: path of the base model; separately saved adapters refer to it.
         seed: seed of A's initial values; must be the same on every rank.

@@ -65,6 +65,7 @@ class MemoryTracker(TorchDispatchMode):
         total = most = moment = 0
         for index, (_, change) in enumerate(self._changes):
             total += change
+            # After change `start - 1`, the total is the memory that is in use at `start`.
             if index >= start - 1 and total > most:
                 most, moment = total, index
         parts: Counter[str] = Counter()
@@ -125,6 +126,7 @@ class MemoryTracker(TorchDispatchMode):
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     operation = func._overloadpacket
+    # torch's registry lacks the CPU's flash attention, and its formulas ignore that a causal mask halves the work.
     if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         query, key, value = args[:3]
         is_causal = args[4] if len(args) > 4 else kwargs.get("is_causal", False)

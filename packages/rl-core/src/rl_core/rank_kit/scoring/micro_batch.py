@@ -166,7 +166,7 @@ def predicting_states(model: PreTrainedModel, inputs: ModelInput, compute_dtype:
 
 
 def autocast(model: PreTrainedModel, compute_dtype: torch.dtype) -> torch.autocast:
-    """Returns an autocast context to bfloat16; without effect if the compute dtype is another."""
+    """Returns a context that autocasts to bfloat16 if this is the compute dtype, and else has no effect."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=compute_dtype == torch.bfloat16)
 
 

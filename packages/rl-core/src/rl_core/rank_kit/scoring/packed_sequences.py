@@ -1,4 +1,4 @@
-"""Describes for attention where the sequences of a packed stream are."""
+"""Describes where the sequences of a packed stream are, as attention needs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PackedSequences:
     """The sequences of a micro-batch, and the rectangles in which attention is computed."""
 
     offsets: Tensor
-    """int32 [N+1] on the stream's device."""
+    """int32 [N+1], the bounds of the sequences in the stream, on the model's device."""
     max_length: int
     rectangles: tuple[tuple[int, int], ...]
     """(rows, width) of each rectangle; cells are numbered consecutively across all rectangles."""
@@ -67,11 +67,11 @@ class SharedPrefixes:
     before: AttentionBlocks
     """One block per node with children: the queries of the children; the keys of the node and all its ancestors."""
     query_Q: Tensor
-    """int64, the stream's rows whose nodes have ancestors."""
+    """int64, the stream's rows (one per token or padding) whose nodes have ancestors."""
     key_K: Tensor
     """int64, the stream's rows that these queries see; a row appears once in each block that sees it."""
     sequences: PackedSequences
-    """Every sequence in full, including its shared prefix."""
+    """Every sequence in full, including its shared prefix; then the padding, if any, as another sequence."""
     row_T: Tensor
     """int64, the stream's row of each token of `sequences`."""
     token_C: Tensor
@@ -81,6 +81,7 @@ class SharedPrefixes:
     def of(cls, cells: InputCells, device: torch.device) -> SharedPrefixes:
         """Computes the blocks from the cells of a micro-batch."""
         blocks = prefix_blocks(cells.length_M, cells.parent_M)
+        # Padding forms one more sequence, so that `token_C` has a token for every row.
         fillers = np.flatnonzero(cells.index_C < 0)
         row_T = np.concatenate([cells.cell_T[cells.cell_T >= 0], fillers])
         lengths = np.append(cells.given_N, [len(fillers)])

@@ -34,7 +34,8 @@ class ActivationBytes:
     passing: float
     """Gradients that exist in addition to `kept` at the peak of the layer's backward."""
     after_layers: float
-    """The last norm and the scored rows: a float32 copy of the norm's input, its results, their gradient."""
+    """What exists after the last layer: a float32 copy of the last norm's input, the norm's results, the hidden states
+    of the scored tokens, and their gradient."""
     logits: float
 
     @classmethod

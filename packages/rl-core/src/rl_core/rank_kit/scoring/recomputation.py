@@ -60,6 +60,7 @@ def recompute_layers(model: PreTrainedModel, which: Literal[True, "selective"], 
         )
     contexts = partial(create_selective_checkpoint_contexts, _kept) if which == "selective" else noop_context_fn
     for layer in layers:
+        # The random state need not be restored: in evaluation mode, layers use no random numbers.
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )

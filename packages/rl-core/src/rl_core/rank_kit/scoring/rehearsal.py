@@ -111,8 +111,8 @@ def _shards(
     fake_mode: FakeTensorMode,
     section: str,
 ) -> Shards:
-    """Like `start.start_shards`, for a model without weights. Makes no checks, because there are no values to
-    compare."""
+    """Like `start.start_shards`, for a model without weights. Does not compare scores, because the tensors have no
+    values."""
     scorer = load_scorer(spec, torch.device("meta"))
     if ranks.ulysses is not None:
         num_heads = scorer.model.config.get_text_config().num_attention_heads
@@ -125,6 +125,7 @@ def _shards(
 
 def _replace_tensors(scorer: Scorer, fake_mode: FakeTensorMode) -> None:
     """Replaces the scorer's tensors with fake ones on the rank's device; tied tensors share one."""
+    # The tensors are kept alive with their fakes, because a freed tensor's id may be used again.
     fakes: dict[int, tuple[Tensor, Tensor]] = {}
     for module in scorer.modules():
         for tensors in (module._parameters, module._buffers):

@@ -28,7 +28,7 @@ def follow(choices: ExpertChoices, routes: Routes | None) -> None:
 def require_followed_routes(
     model: PreTrainedModel, choices: ExpertChoices, inputs: ModelInput, compute_dtype: torch.dtype, key: str
 ) -> None:
-    """Sends a few tokens to experts that the model would not choose, and checks the inputs of its experts.
+    """Sends a few tokens to random experts, and checks which experts and weights the model uses.
 
     This detects models that choose experts in a way that `ExpertChoices` does not replace, and models that give weight
     0 to experts outside the groups that they choose first.
@@ -60,7 +60,8 @@ def require_followed_routes(
 
 
 def _is_followed(arguments: tuple[Any, ...], sent_CK: Tensor) -> bool:
-    """Whether experts, which are called with hidden states, indices and weights, got the sent indices."""
+    """Whether the experts, which are called with hidden states, indices and weights, got the sent indices and no weight
+    of 0."""
     if len(arguments) != 3 or arguments[1].shape != sent_CK.shape:
         return False
     return torch.equal(arguments[1], sent_CK) and bool((arguments[2] != 0).all())

@@ -94,8 +94,8 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMes
         ranks: the ranks, which read collectively; None for a single rank.
 
     Raises:
-        CheckpointError: a file is missing, truncated or changed, or the saved tensors do not fit this model; `tensors`
-            are unchanged then. Or reading failed after these checks.
+        CheckpointError: a file is missing, truncated or changed, or the saved tensors do not fit this model (`tensors`
+            are then unchanged); or reading failed after these checks.
     """
 
     def check() -> int:

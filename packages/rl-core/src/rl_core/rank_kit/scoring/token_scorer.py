@@ -183,7 +183,7 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
 
 
 def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:
-    """Requires that the scorer's log-probs agree with the model's own logits of each sequence alone.
+    """Requires that the scorer's log-probs agree with those from the model's own logits for each sequence alone.
 
     Besides the faults that `_require_agreement` names, this check detects output layers that compute more than a matrix
     product.
@@ -199,7 +199,8 @@ def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> N
 
 
 def _require_same_states(model: PreTrainedModel, spec: WorkerSpec, compute_dtype: torch.dtype, where: str) -> None:
-    """Requires that the hidden states from which values are computed agree with those of each sequence alone."""
+    """Requires that the hidden states from which values are computed agree with the model's own for each sequence
+    alone."""
 
     def as_trained(inputs: ModelInput) -> Tensor:
         states_SH = predicting_states(model, inputs, compute_dtype)

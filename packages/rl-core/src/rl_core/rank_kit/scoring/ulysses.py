@@ -2,8 +2,8 @@
 
 Every rank of a group holds an equal slice of the tokens and runs all layers on it. Before attention, an all-to-all
 exchanges tokens for heads, so that a rank computes attention over whole sequences for its part of the heads. After
-attention, another all-to-all exchanges back. Log-probs are gathered over the group. Their gradient flows only to a
-rank's own slice, and the parameter gradients of the ranks sum to the whole gradient.
+attention, another all-to-all exchanges heads for tokens. Log-probs are gathered over the group. Their gradient flows
+only to a rank's own slice, and the parameter gradients of the ranks sum to the whole gradient.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class ValueScorer(nn.Module):
         """Values [S] of a micro-batch, float32 (float64 for a float64 model). Ignores the temperature."""
         hidden_SH = predicting_states(self.model, inputs, self.compute_dtype)
         head = self.value_head
-        # Not a view of [S, 1], because a sharding wrapper attaches its backward hook for gathering to this tensor.
+        # Not squeezed from [S, 1]: a sharding wrapper attaches a backward hook to the result, which must not be a view.
         dtype = torch.promote_types(torch.float32, head.weight.dtype)
         return (hidden_SH.to(dtype) @ head.weight[0].to(dtype) + head.bias.to(dtype),)
 

@@ -94,7 +94,7 @@ class ScoringWorker:
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Returns log-probs and entropies of all tokens, or a critic's values, without gradient. If `returns` is not
+        """Returns log-probs and entropies of all tokens, or a critic's values, without gradient; if `returns` is not
         None, only the scores that it names."""
         score_names = self.scorer.score_names
         wanted = score_names if returns is None else returns
