@@ -147,7 +147,7 @@ FORCED = [[0, 0, 0, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0]]
 
 
 def episodes(marks: list[list[int]], *, forced: bool) -> Batch:
-    """Episodes of one group; `marks`: whether each token is forced; without `forced`, these tokens are left out."""
+    """Episodes of one group. `marks` says whether each token is forced; unless `forced`, such tokens are left out."""
     sequences = []
     for number, (is_forced, reward) in enumerate(zip(marks, [1.0, 0.0, 0.5], strict=False)):
         kept = [mark for mark in is_forced if forced or not mark]
@@ -228,7 +228,7 @@ def test_a_truncation_scales_the_advantage_and_a_mask_clears_the_loss():
 
 
 def covariance_choice(batch: Batch) -> list[int]:
-    """Positions of the third of the trained tokens that `kl_cov` would choose."""
+    """Positions of the tokens that `kl_cov` would choose with a share of 0.34."""
     columns = (batch["old_logprobs"], batch["advantages"], batch["loss_mask"])
     return kl_cov_columns(*columns, kl_cov_frac=0.34)["x_cov_top"].nonzero().squeeze(1).tolist()
 

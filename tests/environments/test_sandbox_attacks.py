@@ -445,7 +445,7 @@ async def test_dangerous_system_calls_are_refused(sandbox):
 
 
 async def test_without_a_sandbox_system_calls_are_answered(no_sandbox):
-    """Only those that affect nothing but the program."""
+    """Makes only the calls that affect nothing but the program."""
     assert await answer_of(no_sandbox, _CALLS, ["memfd", "hide"]) == ["memfd", "hide"]
 
 
