@@ -194,7 +194,8 @@ def test_the_start_of_any_run_removes_what_a_killed_one_left(
     left.mkdir(parents=True)
     os.utime(left, (0, 0))
     monkeypatch.setattr(tempfile, "tempdir", str(left.parent))
-    monkeypatch.setattr(Interrupts, "run", lambda self, train: None)  # no training: an engine may remove it too
+    # Skips training, because an engine may remove the folder too.
+    monkeypatch.setattr(Interrupts, "run", lambda self, train: None)
     run_training(small_run(tmp_path / "run"))
     assert not left.exists()
 
