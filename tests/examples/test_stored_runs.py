@@ -246,7 +246,7 @@ def on_small_disk(folder: Path, function: Callable[[], None]) -> int:
         user, group = os.getuid(), os.getgid()
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.unshare(_NEW_USER | _NEW_MOUNTS) != 0:
-            os._exit(77)
+            os._exit(77)  # tells the parent to skip the test
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")

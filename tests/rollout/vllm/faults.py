@@ -256,6 +256,7 @@ class Cluster:
         while not answers.done():
             lacking = asyncio.ensure_future(self.client.needs_weights())
             await asyncio.wait([answers, lacking], return_when=asyncio.FIRST_COMPLETED)
+            # `cancel` returns False if the wait is over: a restarted server lacks weights.
             if not lacking.cancel() and not answers.done():
                 await self._again("files", _LATE_S)
         return await answers
