@@ -271,7 +271,7 @@ async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficien
 
 @pytest.mark.parametrize(("estimator", "params"), [(maxrl_advantages, {}), (pass_at_k_advantages, {"k": 2})])
 async def test_kl_in_the_reward_makes_no_failure_of_a_success(estimator: Any, params: dict[str, Any]):
-    """A KL of 20 nats per token at coefficient 0.1 makes every score negative; the same two samples stay successes."""
+    """A KL of 10 nats per token at coefficient 0.1 makes every score negative; the same two samples stay successes."""
     changes = {"estimator": estimator, "estimator_params": params}
     update = update_with(FakeGroup(logprob=-1.0), FakeGroup(logprob=-11.0), kl_in_reward="k1", **changes)
     batch = await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [3, 3, 3, 3]))
