@@ -48,6 +48,7 @@ def sleeper(marker):
         os._exit(0)
     time.sleep(0.3)
 """
+"""Defines `sleeper`, which leaves an orphan in a session of its own and waits until `marker` is in its command line."""
 
 
 WITHOUT_MOUNTS = "landlock without mounts"

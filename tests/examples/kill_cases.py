@@ -78,8 +78,9 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """With one rank in this process, every pair of bound and depth meets every phase twice. On Ray, each of its kinds
-    of process is struck in each phase, and the controller once. Everything else is drawn at random.
+    """The first strikes are enumerated: with one rank in this process, every pair of bound and depth meets every phase
+    twice; on Ray, each of its kinds of process is struck in each phase, and the controller once. Everything else is
+    drawn at random.
     """
     dice = random.Random(seed)
     (max_staleness, pipeline_depth), victim, first, num_ranks = _enumerated()[seed]
