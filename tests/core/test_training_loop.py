@@ -109,7 +109,7 @@ class ManyEngines(ScriptedEngine):
     def __init__(self, log: EventLog, script: Script) -> None:
         super().__init__(log, script)
         self._idle = IdleTime(virtual_now)
-        self._before_the_run_s = 100.0
+        self._before_the_run_s = 100.0  # idle before the first step: no row may count it
 
     def idle_lap(self) -> dict[str, float]:
         seconds, self._before_the_run_s = self._idle.lap() + self._before_the_run_s, 0.0
