@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MPLBACKEND"] = "agg"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tests never use the network: they create models and data sets that are not on this machine.
+# Tests never use the network; they create the models and data sets that they need.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests share this cache of model proofs instead of writing into the home folder.
 os.environ.setdefault("RL_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "rl"))
@@ -26,8 +26,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 # With this setting Ray listens on loopback only, also on Linux.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
-# A garbage collection in a forked process would write to all objects that the process inherited, and so copy them: a
-# third of the processor time of tests with several ranks.
+# A garbage collection in a forked process would write to all objects that the process inherited, and so copy
+# them, which takes a third of the processor time of tests with several ranks.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # The same examples on every machine and in every run; no deadline, because a shared machine may pause for seconds.
@@ -66,8 +66,8 @@ def forked_proofs() -> Iterator[None]:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:
     """Uses the lanes for `--dist=loadscope`.
 
-    `--dist=loadgroup` does not work: it appends the group to a test's id, which xdist 3.8 cannot change under pytest
-    9.2. Then, without any message, every process started all servers.
+    `--dist=loadgroup` does not work: it needs to append the group to each test's id, which xdist 3.8 cannot do under
+    pytest 9.2. It then ignores the groups without a message, and every process starts all servers.
     """
     return Lanes(config, log) if config.getoption("dist") == "loadscope" else None
 

@@ -22,8 +22,8 @@ from rl_core.testing.ranks import RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
 
 LOGPROB_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-6, 1e-5
-"""Rounding in float32, because sums are added in another order. Log-probs: absolute. Gradients: relative L2 over all
-parameters. Loss: relative, but absolute below 1, where it is a small difference of large parts."""
+"""These allow for float32 rounding: sums are added in another order. Log-probs: absolute. Gradients: relative L2 over
+all parameters. Loss: relative, but absolute below 1, where it is a small difference of large parts."""
 ADAPTER_TOLERANCE = 2e-5
 """Absolute, after three AdamW steps with lr=1e-3. AdamW normalises gradients, so rounding of tiny gradients shows."""
 ATTENTION_ADAPTERS = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))

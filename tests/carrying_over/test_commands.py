@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(texts: tuple[str, ...], folder: Path, model: str) -> list[str]:
-    """The command's words as a shell would split them, with two training steps: eight rows do not fill a batch."""
+    """The command's words as a shell would split them. Adds a limit of two steps, because eight rows fill no batch."""
     text = " ".join(texts).replace("$DATA", shlex.quote(str(folder)))
     return [*shlex.split(text.replace("$MODEL", str(folder / model))), "trainer.max_training_steps=2"]
 

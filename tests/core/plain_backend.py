@@ -134,7 +134,7 @@ class ProvingBackend(PlainBackend):
 
 
 class TakesAnotherEps(PlainWorker):
-    """Doubles the epsilon of each layer's `k_norm`. The usual values, 1e-5 and 1e-6, differ more."""
+    """Doubles the epsilon of each layer's `k_norm`. The usual values, 1e-5 and 1e-6, differ by a factor of 10."""
 
     def __init__(self, spec, rank):
         super().__init__(spec, rank)

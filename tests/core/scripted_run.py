@@ -86,7 +86,7 @@ class Script:
     send_s: float = 2.0
     save_s: float = 3.0
     errors: Mapping[str, BaseException] = attrs.field(factory=dict)
-    """Event → the error that the part recording it raises."""
+    """Event → the error that is raised as soon as the event is recorded."""
     answers: Mapping[int, Control] = attrs.field(factory=dict)
     """Step → the `Control` that a callback returns at its end."""
     settings: Mapping[str, Any] = attrs.field(factory=dict)

@@ -91,8 +91,8 @@ def test_opo_gives_a_group_without_tokens_nothing():
 
 
 def test_reinforce_plus_plus_baseline_standardises_over_tokens_and_leaves_a_group_of_one_out():
-    # Centred 1.5, −1.5, −1.5, 1.5 with 1, 3, 2, 1 tokens: mean −4.5/7, mean square 2.25. The last row is not part of
-    # it.
+    # Centred 1.5, −1.5, −1.5, 1.5 with 1, 3, 2, 1 tokens: mean −4.5/7, mean square 2.25. The last row, a
+    # group of one, is left out.
     mean = -4.5 / 7
     deviation = math.sqrt(2.25 - mean**2 + 1e-8)
     expected = torch.tensor([(c - mean) / deviation for c in (1.5, -1.5, -1.5, 1.5)] + [0.0])
@@ -113,7 +113,7 @@ def test_reinforce_plus_plus_discounts_then_standardises():
 
 
 def test_gae_worked_by_hand():
-    # Token 1 is an observation: time runs 0, 2, 3. Errors: 0 + .5·2 − 1 = 0; 0 + .5·4 − 2 = 0; 1 − 4 = −3.
+    # Token 1 is an observation, so time skips it: 0, 2, 3. Errors: 0 + .5·2 − 1 = 0; 0 + .5·4 − 2 = 0; 1 − 4 = −3.
     rewards_T = torch.tensor([0.0, 0.0, 0.0, 1.0, 5.0])
     values_T = torch.tensor([1.0, 99.0, 2.0, 4.0, 3.0])
     mask_T = torch.tensor([True, False, True, True, True])

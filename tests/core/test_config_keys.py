@@ -46,7 +46,7 @@ DOCUMENTED = [
     "trainer.resume_mode=null",
     "trainer.logger=wandb",
 ]
-"""As written in the documentation that users of other trainers start from."""
+"""Overrides as the documentation of other trainers writes them."""
 
 
 @pytest.mark.parametrize("override", DOCUMENTED)

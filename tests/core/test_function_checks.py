@@ -178,7 +178,7 @@ def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
 def test_a_losss_own_default_wins_over_a_general_key_that_nobody_gave(
     functions: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
 ):
-    """Also if the given value is 0.2, the default of other losses, and after the file was written and read again."""
+    """A given value counts even if it equals 0.2, the default of other losses. A written and reloaded file agrees."""
     keys = {f"trainer.algorithm.{name}": value for name, value in given.items()}
     config = from_mapping(functions | {"trainer.algorithm.policy_loss_type": "gspo"} | keys)
     assert loss_params(config) == expected

@@ -137,8 +137,8 @@ def test_more_failures_than_allowed_stop_the_run_with_a_checkpoint_and_are_all_w
 
 
 def test_failures_that_a_run_accepted_do_not_stop_the_run_that_resumes_it(tmp_path: Path):
-    """Three of four samples of group 1 fail. They were within the limit together with the samples of group 0, which
-    step 1 accounts for, so the checkpoint of step 1 holds group 1 without them."""
+    """Three of four samples of group 1 fail, which is within the limit if the samples of group 0 count too. Step 1
+    trains on group 0, so its checkpoint holds only group 1, whose failures alone exceed the limit."""
 
     def play(group: int) -> Play:
         return Play(seconds=10.0 + group, rewards=(1.0, None, None, None) if group == 1 else (0.0, 1.0, 0.0, 1.0))

@@ -40,7 +40,7 @@ def test_a_later_second_signal_cancels_and_the_clean_up_is_whole():
         try:
             with interrupts.stops(lambda: events.append("stop")):
                 press()
-                time.sleep(1.05)
+                time.sleep(1.05)  # within 1 s, a second signal counts as a bounce
                 press()
                 await asyncio.sleep(60)
         finally:

@@ -50,7 +50,7 @@ def test_k1_and_k3_have_the_kl_as_expectation(estimator):
     [("k1+", True), ("k3+", True), ("abs+", True), ("k2", True), ("k3_unbiased", True), ("k1", False), ("k3", False)],
 )
 def test_only_the_straight_through_forms_k2_and_the_unbiased_form_have_the_gradient_of_the_kl(estimator, is_right):
-    """The sampled gradient E[∇ estimate] against the exact gradient of the KL with respect to the logits."""
+    """Compares the expected gradient E[∇ estimate] with the exact gradient of the KL with respect to the logits."""
     logits_V = LOGITS_V.clone().requires_grad_()
     logprobs_V = logits_V.log_softmax(0)
     (exact_V,) = torch.autograd.grad(
@@ -66,7 +66,7 @@ def test_only_the_straight_through_forms_k2_and_the_unbiased_form_have_the_gradi
 
 @pytest.mark.parametrize(("estimator", "is_right"), [("k3_unbiased", True), ("k3", False), ("k3+", False)])
 def test_on_samples_of_an_older_policy_only_the_unbiased_form_has_value_and_gradient_of_the_kl(estimator, is_right):
-    """Expectations under the old policy, token by token of the vocabulary, against the exact KL and its gradient."""
+    """Compares expectations under the old policy, summed over the vocabulary, with the exact KL and its gradient."""
     old_logprobs_V = torch.tensor([0.9, -0.2, -0.4, 0.5], dtype=torch.float64).log_softmax(0)
     logits_V = LOGITS_V.clone().requires_grad_()
     logprobs_V = logits_V.log_softmax(0)

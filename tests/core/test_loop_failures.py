@@ -300,7 +300,7 @@ def test_a_model_that_found_no_room_is_written_by_the_next_step(tmp_path: Path, 
 @pytest.mark.parametrize("event", ["end 3", "export model"])
 @STALENESS
 def test_trained_weights_are_saved_where_the_last_export_fails(tmp_path: Path, max_staleness: int, event: str):
-    """Also in a run that saves no checkpoints."""
+    """Otherwise, the run saves no checkpoints."""
     settings = {"ckpt_interval": -1, "model_path": tmp_path / "model"}
     script = Script(max_staleness=max_staleness, settings=settings, errors={event: OSError("the disk is gone")})
     run = ScriptedRun(tmp_path, script)

@@ -105,8 +105,8 @@ def test_groups_that_wait_to_be_trained_on_are_in_the_checkpoint_and_not_played_
 
 
 def test_a_failed_sample_of_a_group_that_waits_is_counted_once_where_an_error_ends_the_run(tmp_path: Path):
-    """The run that ends writes the sample immediately, under a step that it never reaches; its checkpoint has it
-    too."""
+    """The run that ends writes the sample immediately, under a step that it never reaches; its checkpoint
+    has the sample too."""
     rewards = {2: (0.25, None)}
 
     def play(group: int) -> Play:

@@ -77,7 +77,7 @@ async def test_the_engines_own_limit_counts_where_it_is_smaller_and_a_model_that
 
 
 async def test_the_context_of_a_model_in_the_hubs_cache_is_read_there(tmp_path, monkeypatch):
-    """Also for a model that is downloaded after the first look-up; a run looks before it counts the prompts' tokens."""
+    """A look-up before the model's download finds nothing; a later look-up must find the downloaded configuration."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     keys = {"trainer.max_prompt_length": 50, "data.on_long_prompt": "drop"}
     key = f"{TRAINING}.max_generate_length"

@@ -23,7 +23,7 @@ def config_of(run_dir: Path, **trainer: object) -> Config:
 
 
 async def write_run(run_dir: Path, *, rows: range, checkpoints: list[int]) -> None:
-    """Writes what a run leaves that logged `rows` and saved `checkpoints`."""
+    """Writes the files of a run that logged `rows` and saved `checkpoints`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / MARK).touch()
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -159,7 +159,7 @@ async def test_nothing_is_moved_or_written_in_a_directory_that_is_no_run(tmp_pat
     assert {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()} == set(names)
     assert all((other / name).read_text() == FOREIGN[name] for name in names)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
-    # As the error message tells the user.
+    # The error message tells the user to create this file.
     (other / MARK).touch()
     open_run_directory(config_of(other, resume_mode=mode))
 
@@ -276,7 +276,7 @@ async def test_the_first_configuration_stays_and_others_are_numbered(tmp_path: P
     ]
     assert newest_config(run_dir).name == "config.resumed-2.yaml"
     assert load(str(newest_config(run_dir))).config == resumed[-1]
-    # As printed after a run that was resumed from a path.
+    # The overrides that an interrupted run prints if it was resumed from a path.
     overrides = ["trainer.resume_mode=latest", "trainer.resume_path=null"]
     again = load(str(run_dir / "config.resumed-1.yaml"), overrides).config
     assert again == attrs.evolve(first, trainer=attrs.evolve(first.trainer, resume_mode="latest"))

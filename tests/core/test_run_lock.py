@@ -69,7 +69,7 @@ def config_of(run_dir: Path | str, **trainer: Path | str) -> Config:
 
 
 def ready(settings: dict[str, str], *, children: str = "") -> subprocess.Popen[str]:
-    """A process that has imported everything and waits for the signal to take the directories."""
+    """A process that has imported everything and waits for a line of input before it takes the directories."""
     command = [sys.executable, "-c", HOLDS, json.dumps(settings), children]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert said(process) == "ready"
@@ -224,7 +224,7 @@ def test_of_many_that_start_at_once_one_has_the_directories_and_all_others_name_
 def test_directories_of_two_runs_do_not_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, str], key: str
 ):
-    """Whichever run starts first."""
+    """Starts the two runs in both orders, where the second one can see the lock of the first."""
     monkeypatch.chdir(tmp_path)
     for directory in ("a", "b", "disk"):
         (tmp_path / directory).mkdir()
@@ -236,6 +236,7 @@ def test_directories_of_two_runs_do_not_overlap(
         with pytest.raises(ConfigError, match=rf"^{key}: .* is in use: process {first.pid} on "):
             held_directories(config_of(**other)).__enter__()
         assert tree(tmp_path) == before
+    # A run looks for locks directly inside its directories, not deeper.
     if other["run_dir"] != "a/deep/within":
         with holding(settings_of(**other)) as (first, _):
             before = tree(tmp_path)

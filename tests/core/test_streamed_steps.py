@@ -101,7 +101,7 @@ def test_however_long_things_take_each_group_is_trained_on_once_within_the_bound
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_stop_at_any_moment_loses_no_group(tmp_path_factory: pytest.TempPathFactory, max_staleness: int):
-    """Also during a step, whose first groups were trained on in vain: the resumed run trains on them again."""
+    """If the stop cuts off a step, its first groups were trained on in vain: the resumed run trains on them again."""
     script = attrs.evolve(STREAMED, max_staleness=max_staleness)
     steps_done, given_up = [], 0
     while steps_done.count(script.steps) < 2:
@@ -190,7 +190,7 @@ def test_failed_samples_and_dropped_groups_are_counted_once(tmp_path: Path):
 def could_be_trained(
     outstanding: list[int], *, next_step: int, places: int, groups_per_step: int, max_staleness: int
 ) -> bool:
-    """Assigns the start versions to steps, oldest first: whether each one's step comes before it expires."""
+    """Assigns groups with these start versions to steps, oldest first. True if no group expires before its step."""
     return all(
         next_step + max(0, index - places + groups_per_step) // groups_per_step <= version + max_staleness
         for index, version in enumerate(sorted(outstanding))
@@ -200,8 +200,8 @@ def could_be_trained(
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_a_part_is_the_most_that_leaves_every_other_group_its_place(data: st.DataObject):
-    """Compared with the definition: tries each prefix of the finished groups, oldest first, and assigns the other
-    groups."""
+    """Compares the buffer's choice with the definition, which tries each number of finished groups, oldest first, and
+    assigns all other groups to steps."""
     size, bound = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     step = data.draw(st.integers(bound, bound + 2))
     versions = data.draw(st.lists(st.integers(step - bound, step), max_size=3 * size))

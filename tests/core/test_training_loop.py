@@ -62,8 +62,8 @@ def test_a_slow_group_is_overtaken_by_others_until_it_would_be_too_old(tmp_path:
 
 
 def test_one_step_ahead_under_a_wide_bound_a_slow_group_is_overtaken_and_others_are_young(tmp_path: Path):
-    """Group 1 takes 60 s, a step 8 s. With depth 1 under bound 4, steps 2 to 5 overtake it, and the fifth step after
-    its start waits for it. All other groups are trained on at most one version after their start."""
+    """Group 1 takes 60 s, a step 8 s. With depth 1 under bound 4, steps 1 to 4 overtake it, and step 5 waits for
+    it. All other groups are trained on at most one version after their start."""
 
     def play(group: int) -> Play:
         return Play(seconds=60.0 if group == 1 else 4.0)
@@ -109,7 +109,7 @@ class ManyEngines(ScriptedEngine):
     def __init__(self, log: EventLog, script: Script) -> None:
         super().__init__(log, script)
         self._idle = IdleTime(virtual_now)
-        self._before_the_run_s = 100.0
+        self._before_the_run_s = 100.0  # idle before the first step: no row may count it
 
     def idle_lap(self) -> dict[str, float]:
         seconds, self._before_the_run_s = self._idle.lap() + self._before_the_run_s, 0.0

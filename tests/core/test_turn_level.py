@@ -85,7 +85,8 @@ def test_it_is_the_slow_definition_also_where_each_turn_is_a_sequence(step_wise,
     batch = batch_of(episodes, groups, step_wise=step_wise)
     made = with_advantages(batch, turn_level_advantages, {"gamma": gamma, "grpo_norm_by_std": norm})
     actual = made["advantages"][batch["sampled"]].tolist()
-    # Rewards are float32; a deviation of 0 is divided by 1e-6, which turns a rounding of 1e-7 into 0.1.
+    # float32 rounding. Returns are exact, because rewards are whole numbers. Otherwise, if all returns of a group were
+    # equal, a rounding of 1e-7 divided by 1e-6 would give 0.1.
     assert actual == pytest.approx(slow_advantages(episodes, groups, gamma=gamma, norm=norm), rel=1e-4, abs=1e-4)
 
 

@@ -147,7 +147,7 @@ FORCED = [[0, 0, 0, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0]]
 
 
 def episodes(marks: list[list[int]], *, forced: bool) -> Batch:
-    """Episodes of one group; `marks`: whether each token is forced; without `forced`, these tokens are left out."""
+    """Episodes of one group. `marks` says whether each token is forced; unless `forced`, such tokens are left out."""
     sequences = []
     for number, (is_forced, reward) in enumerate(zip(marks, [1.0, 0.0, 0.5], strict=False)):
         kept = [mark for mark in is_forced if forced or not mark]
@@ -228,7 +228,7 @@ def test_a_truncation_scales_the_advantage_and_a_mask_clears_the_loss():
 
 
 def covariance_choice(batch: Batch) -> list[int]:
-    """Positions of the third of the trained tokens that `kl_cov` would choose."""
+    """Positions of the tokens that `kl_cov` would choose with a share of 0.34."""
     columns = (batch["old_logprobs"], batch["advantages"], batch["loss_mask"])
     return kl_cov_columns(*columns, kl_cov_frac=0.34)["x_cov_top"].nonzero().squeeze(1).tolist()
 
@@ -271,7 +271,7 @@ async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficien
 
 @pytest.mark.parametrize(("estimator", "params"), [(maxrl_advantages, {}), (pass_at_k_advantages, {"k": 2})])
 async def test_kl_in_the_reward_makes_no_failure_of_a_success(estimator: Any, params: dict[str, Any]):
-    """A KL of 20 nats per token at coefficient 0.1 makes every score negative; the same two samples stay successes."""
+    """A KL of 10 nats per token at coefficient 0.1 makes every score negative; the same two samples stay successes."""
     changes = {"estimator": estimator, "estimator_params": params}
     update = update_with(FakeGroup(logprob=-1.0), FakeGroup(logprob=-11.0), kl_in_reward="k1", **changes)
     batch = await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [3, 3, 3, 3]))

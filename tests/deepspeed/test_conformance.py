@@ -1,4 +1,4 @@
-"""Runs the suite that every training backend must pass on DeepSpeed: all ZeRO stages, offloading, Ulysses, routes."""
+"""DeepSpeed passes the suite that every backend must pass: all ZeRO stages, offloading, Ulysses, routes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def further(variant: Variant, **changes: Any) -> Variant:
 
 
 def whole(variant: Variant) -> Variant:
-    """A variant with every check. Only `make parity` runs it, because DeepSpeed takes seconds to start."""
+    """A variant with every check. Only `make parity` runs it, because each start of DeepSpeed takes seconds."""
     return attrs.evolve(variant, marks=("parity",))
 
 

@@ -46,7 +46,7 @@ class ReadsCallsEverywhere:
 
 
 class Echo(ToolEnvironment):
-    """Its tools repeat the policy's text, so any text may come between two turns."""
+    """One of its tools repeats the policy's text, so any text may come between two turns."""
 
     call_format: ClassVar[CallFormat | None] = ReadsCallsEverywhere()
 

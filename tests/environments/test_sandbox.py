@@ -231,7 +231,7 @@ print(asyncio.run(escapes(sandbox)))
 
 
 def test_bubblewrap_is_started_from_where_it_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By its full path: programs in the sandbox get a shorter PATH than the process that looks for bubblewrap."""
+    """The command has its full path, because it runs with a shorter PATH than the process that looks for it."""
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)

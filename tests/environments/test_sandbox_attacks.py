@@ -48,6 +48,7 @@ def sleeper(marker):
         os._exit(0)
     time.sleep(0.3)
 """
+"""Defines `sleeper`, which leaves an orphan in a session of its own and waits until `marker` is in its command line."""
 
 
 WITHOUT_MOUNTS = "landlock without mounts"
@@ -445,7 +446,7 @@ async def test_dangerous_system_calls_are_refused(sandbox):
 
 
 async def test_without_a_sandbox_system_calls_are_answered(no_sandbox):
-    """Only those that affect nothing but the program."""
+    """Makes only the calls that affect nothing but the program."""
     assert await answer_of(no_sandbox, _CALLS, ["memfd", "hide"]) == ["memfd", "hide"]
 
 

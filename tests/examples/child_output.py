@@ -1,4 +1,4 @@
-"""Writes what a forked child prints to a file."""
+"""Redirects the standard error and the log messages of a forked child to a file."""
 
 from __future__ import annotations
 

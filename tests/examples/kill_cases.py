@@ -48,7 +48,8 @@ VISITS = {
     "export": 3,
     "last_export": 1,
 }
-"""How often an uninterrupted run begins each phase; `checkpoint` if every second step is saved."""
+"""How often an uninterrupted run begins each phase. The number for `checkpoint` holds if the run saves every second
+step."""
 STOPPED, ENDED_WITH_ERROR = 130, 3
 MOST_LOGGED = 30 << 20
 RAY_STARTS = 3
@@ -77,8 +78,9 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """With one rank in this process, every bound meets every phase twice. On Ray, each kind of process is struck in
-    each phase. Everything else is drawn at random.
+    """The first strikes are enumerated: with one rank in this process, every pair of bound and depth meets every phase
+    twice; on Ray, each of its kinds of process is struck in each phase, and the controller once. Everything else is
+    drawn at random.
     """
     dice = random.Random(seed)
     (max_staleness, pipeline_depth), victim, first, num_ranks = _enumerated()[seed]

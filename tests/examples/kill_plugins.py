@@ -183,6 +183,7 @@ class NotingGenerator:
             "start_version": request.start_version,
             "samples": [_noted(trajectory) for trajectory in trajectories],
         }
+        # A single write per line: a kill leaves the whole line or nothing of it.
         descriptor = os.open(_armed.ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(descriptor, (json.dumps(entry) + "\n").encode())
         os.close(descriptor)

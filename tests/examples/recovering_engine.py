@@ -1,6 +1,4 @@
-"""The local engine behind a client that loses it once; from then on it serves nothing until it gets the same weights
-again.
-"""
+"""A client that loses its local engine once, and then answers no request until it gets the same weights again."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def overrides(rng: random.Random) -> dict[str, Any]:
 
 
 def is_of_one_process(config: Config) -> bool:
-    """Several ranks, Megatron and vLLM start processes of their own; such configurations get a dry run only."""
+    """Whether the run fits into this process: one rank on FSDP, without vLLM. Others get a dry run only."""
     trainer = config.trainer
     return (
         trainer.strategy == "fsdp"

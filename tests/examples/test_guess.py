@@ -124,6 +124,7 @@ async def two_guesses(start: Path, *, max_tokens: int) -> Batch:
         return tokenizer("5$" if client.version == 7 else "2$")["input_ids"]
 
     class Lenient(GuessEnvironment):
+        # Plays on after a response that `max_tokens` cut off, so that the trajectory has both turns.
         async def step(self, action: Action) -> StepResult:
             return await super().step(attrs.evolve(action, stop_reason="stop"))
 

@@ -97,8 +97,8 @@ def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("third", ["pipeline_model_parallel_size", "context_parallel_size"])
 def test_other_readings_of_dp4_tp2_ep8_fit_too(third: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """4 × 2 are only 8 of 32 ranks. The recipe makes 4 the number of expert copies; a third parallel size of 4 fits as
-    well.
+    """DP4·TP2 accounts for 4 × 2 = 8 of the 32 ranks only. The recipe reads 4 as the number of copies of the experts.
+    Four data-parallel ranks with a third parallel size of 4 fit as well.
     """
     monkeypatch.chdir(tmp_path)
     result = run("plan", "qwen3_30b_a3b", "--gpu-memory", "80", f"trainer.policy.megatron_config.{third}=4")

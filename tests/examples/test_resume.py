@@ -87,7 +87,7 @@ class PressTwiceAtStep3(Callback):
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if step == 3:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1.05)
+            time.sleep(1.05)  # within 1 s, a second signal counts as the bounce of a key
             os.kill(os.getpid(), signal.SIGINT)
 
 

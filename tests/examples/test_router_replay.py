@@ -39,8 +39,8 @@ def test_a_mixture_of_experts_is_trained_along_the_routes_of_its_engine(
     )
     assert run_training(config).steps == 3
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    # Both sides compute in float32 with the same experts, so only rounding differs. The weights of step 3 were synced
-    # twice.
+    # Both sides compute in float32 with the same experts, so only rounding differs. Step 3 samples with
+    # weights that were synced after two steps.
     assert [row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:]] == [True] * 3
     # Each sequence has routes for all of its tokens except the last, which was never an input.
     assert len(known) >= 3 * 2

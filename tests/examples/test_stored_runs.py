@@ -194,7 +194,8 @@ def test_the_start_of_any_run_removes_what_a_killed_one_left(
     left.mkdir(parents=True)
     os.utime(left, (0, 0))
     monkeypatch.setattr(tempfile, "tempdir", str(left.parent))
-    monkeypatch.setattr(Interrupts, "run", lambda self, train: None)  # no training: an engine may remove it too
+    # Skips training, because an engine may remove the folder too.
+    monkeypatch.setattr(Interrupts, "run", lambda self, train: None)
     run_training(small_run(tmp_path / "run"))
     assert not left.exists()
 
@@ -245,7 +246,7 @@ def on_small_disk(folder: Path, function: Callable[[], None]) -> int:
         user, group = os.getuid(), os.getgid()
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.unshare(_NEW_USER | _NEW_MOUNTS) != 0:
-            os._exit(77)
+            os._exit(77)  # tells the parent to skip the test
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")

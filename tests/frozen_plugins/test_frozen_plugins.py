@@ -36,12 +36,12 @@ end 2
 
 
 def files_of(package: Path) -> list[Path]:
-    """What is kept of a package, without what Python leaves beside it."""
+    """The Python and TOML files of a package; files that Python or an installer adds do not count."""
     return sorted(path for path in package.rglob("*") if path.suffix in (".py", ".toml"))
 
 
 def digest(package: Path) -> str:
-    """Of the names and contents of its files."""
+    """SHA-256 of the names and contents of a package's files."""
     state = hashlib.sha256()
     for path in files_of(package):
         state.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
@@ -132,5 +132,5 @@ def test_they_train_together_named_as_a_user_names_them(environment: dict[str, s
     events = (tmp_path / "run" / "events.txt").read_text()
     assert events == EVENTS
     assert "step 2: reward" in (tmp_path / "run" / "metrics.txt").read_text()
-    # What the engine sampled with is what the worker trained: the transport brought its weights after every step.
+    # The engine samples with the trained weights, so the transport brought them after every step.
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)

@@ -1,8 +1,8 @@
 """FSDP2 and FSDP1 pass the suite that every backend must pass, in every sharding mode.
 
-Each sharding mode runs all checks once. Single ranks, replicas, and combinations with gradient checkpointing, padding
-and tied embeddings run only the checks behind `docs/parity.md`. `make test` runs one combination of each kind, `make
-parity` all of them.
+All checks run with parameters sharded over two ranks, and for FSDP2 also with Ulysses and with routed experts. All
+other variants run only the checks behind `docs/parity.md`. `make test` leaves out the variants made by `further`; `make
+parity` runs all variants.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from rl_fsdp import FsdpOptions, fsdp, fsdp1
 from tests.fsdp.conftest import spec_of
 
 UNTIED = {"tie_word_embeddings": False}
-"""For most tests: the gradients of tied embeddings are added in another order, and the larger tolerance that this needs
-(`Tolerances.tied_weight`) would hide errors."""
+"""Most tests use this. Gradients of tied embeddings are added in another order, which needs a larger tolerance
+(`Tolerances.tied_weight`) that would hide errors."""
 UNPACKED = {"use_sample_packing": False}
 RECOMPUTED = {"gradient_checkpointing": True}
 PRELOAD = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")

@@ -377,7 +377,7 @@ CASES = (
             starts_below=0.3,
             overrides=overrides,
             at_least=0.7,
-            # With the full weights, one thread took 20 minutes.
+            # Training all weights took 20 minutes on one thread.
             rl_seconds=7200.0,
             max_logprob_diff=1e-3,
         )

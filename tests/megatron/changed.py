@@ -84,7 +84,7 @@ def leave_out_loading_of_torch_adam() -> None:
 
 
 def leave_out_gradient_kernel_check() -> None:
-    """Leaves on the fused gradient kernel that Bridge enables for DeepSeek even where it is not installed."""
+    """Does not disable the fused gradient kernel, which Bridge enables for DeepSeek even if the kernel is missing."""
     from rl_megatron.model import chunks as model
 
     fields = model._provider_fields

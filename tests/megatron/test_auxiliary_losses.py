@@ -66,7 +66,7 @@ def test_its_gradient_is_that_of_the_formula(case: Case):
     assert expected[name].norm() > 1e-4
     for name, gradient in expected.items():
         found = balanced[name] - plain[name]
-        # The difference of two float32 gradients with values up to 10.
+        # The rounding of a difference of two float32 gradients with values up to 10.
         torch.testing.assert_close(found, gradient, rtol=1e-3, atol=2e-5, msg=name)
 
 

@@ -287,7 +287,7 @@ def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, 
     monkeypatch.setattr(model_proof, "_compare_in_process", counted)
 
     def start():
-        model_proof._proved_here.clear()  # another process
+        model_proof._proved_here.clear()  # as in another process
         assert require_proof(megatron, model) is None
         return len(compared)
 
@@ -317,7 +317,7 @@ def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_n
         return usage.ru_utime + usage.ru_stime
 
     def seconds_of_a_start() -> float:
-        model_proof._proved_here.clear()  # another process
+        model_proof._proved_here.clear()  # as in another process
         before = processor_seconds()
         assert require_proof(megatron, spec_of(str(tmp_path))) is None
         return processor_seconds() - before

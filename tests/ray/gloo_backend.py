@@ -55,8 +55,8 @@ class GlooOptions:
     rank: int = 0
     """The rank that fails; -1 for all ranks."""
     fault: str = ""
-    """kill (SIGKILL), stop (SIGSTOP), raise, hang, exit, system_exit, cancelled, or compute (10 s in which no Python
-    thread can answer)."""
+    """kill (SIGKILL), stop (SIGSTOP), raise, user (raises CheckpointError), hang, exit, system_exit, cancelled, or
+    compute (10 s in which no Python thread can answer)."""
     children: str = ""
     """Each rank starts a child process `sleep` with this argument, by which tests find it. Empty: none."""
     delay_s: float = 0.0

@@ -461,7 +461,7 @@ async def test_a_placement_that_cannot_be_done_is_refused_before_anything_starts
     _, spec = generator_spec(from_mapping({"environment.env_class": name, "trainer.policy.model.path": "model"}))
     with pytest.raises(ConfigError, match=rf"environment\.env_class: {message}"):
         plugin.validate(spec)
-    # An environment that only a row names is checked when the row is played, and then ends the run.
+    # If only a row names the environment, the placement is checked when the row is played, and the error ends the run.
     with pytest.raises(ConfigError, match=f"rows:1: {message}"):
         await play(environment)
 

@@ -4,8 +4,8 @@ dependencies.
 `make test` installs with uv, `make soak` with plain pip, which takes minutes because it unpacks torch each time. `make
 release` runs these tests with the folder that is to be published (RL_DIST). The workspace's overrides and editable
 installs do not apply in these environments. Other packages come from the index, or from where pip is told to look
-(PIP_FIND_LINKS). A package is added to an environment with another one only if it requires that one itself, so the
-environment has no package that it does not declare.
+(PIP_FIND_LINKS). rl-core and rl-rollout are checked alone before other packages join them. A package that joins
+an environment could use a distribution that only an earlier one declares; `test_layering.py` finds this.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
 
     environment.install("rl-fsdp", "rl-deepspeed", "rl-megatron")
     environment.import_all("rl_fsdp", "rl_deepspeed")
-    # rl-megatron's workers need the extra `bridge`, which pip has to install in a separate call: README.md.
+    # rl-megatron's workers need the extra `bridge`, which pip has to install in a separate call (README.md).
     environment.run("python", "-c", "import rl_megatron.backend, rl_megatron.options, rl_megatron.checks.refusals")
     assert not environment.distributions() & {"rl-rollout", "rl-examples"}
     listed = environment.run("rl", "plugins")

@@ -39,8 +39,8 @@ TIMEOUT_S = 300.0
 """The deadline of a request. On two free cores a server starts in a minute."""
 _UPDATE_S = TIMEOUT_S / 2
 _TRANSPORT_S = TIMEOUT_S / 3
-"""As by default, the transport's deadline ends before the engine's: a participant that waits in vain for another
-reports it before its own engine is given up.
+"""The transport's deadline ends before the engine's, as by default: a participant that waits in vain for another one
+reports that one before its own engine is given up.
 """
 HUNG_AFTER_S = 20.0
 _LATE_S = 30.0
@@ -106,8 +106,9 @@ def faults_of_shard(shard: int) -> list[Fault]:
     """Twenty faults. With each transport, each phase of a sync is hit once, one byte is flipped, and the sender stops
     once.
 
-    The kind of fault changes with the phase, the transport and the shard, so that two consecutive shards kill a server
-    in every phase with every transport. Servers, cores and workers are killed equally often, and frozen equally often.
+    The kind of fault changes with the phase, the transport and the shard, so that two consecutive shards kill a process
+    in every phase with every transport. In each shard, the numbers of killed servers, cores and workers differ by at
+    most one, and so do the numbers of frozen ones.
     """
     dice = random.Random(shard)
     whats: Sequence[What] = ("kill", "freeze", "kill", "pause")
@@ -255,6 +256,7 @@ class Cluster:
         while not answers.done():
             lacking = asyncio.ensure_future(self.client.needs_weights())
             await asyncio.wait([answers, lacking], return_when=asyncio.FIRST_COMPLETED)
+            # `cancel` returns False if the wait is over: a restarted server lacks weights.
             if not lacking.cancel() and not answers.done():
                 await self._again("files", _LATE_S)
         return await answers

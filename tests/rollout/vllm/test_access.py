@@ -237,7 +237,7 @@ def test_every_installed_transport_says_its_receiver():
 
 
 async def test_the_transport_of_the_run_that_started_a_server_needs_no_entry_point(dense_server: RunningServer):
-    """Nor does it need an attribute that names its receiver, which older transports lack."""
+    """The transport also lacks the attribute that names its receiver, as older transports do."""
     assert receiver_of(other) == "tests.rollout.vllm.other_transport:OtherReceiver"
     client = await connect(dense_server)
     model = AutoModelForCausalLM.from_pretrained(dense_server.model_path)

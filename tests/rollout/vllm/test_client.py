@@ -150,8 +150,8 @@ async def test_prompts_that_take_several_steps_keep_their_seeds(client: RemoteIn
 
 
 async def test_routed_experts_are_the_routers_own_choices(moe_client: RemoteInferenceClient, moe_server: RunningServer):
-    """For new prompts, for turns that continue an earlier one (prefix cache), for a repeated request, and across a
-    pause.
+    """Checks new prompts, turns that continue an earlier one (prefix cache), a repeated request, and requests that a
+    pause interrupts.
     """
     router = _Router(moe_server.model_path)
     dice = random.Random(0)

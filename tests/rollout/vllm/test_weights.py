@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TRANSPORTS = ["files", "shared_memory", "broadcast"]
 _versions = itertools.count(100, 100)
-"""Version numbers for all tests that share a server; none is used twice."""
+"""Version numbers for the tests of this module, which share servers; none is used twice."""
 
 
 def trained(client: Any, policy: Any, transport: Any) -> Trainer:
