@@ -12,7 +12,7 @@ import attrs
 import pytest
 import torch
 
-from rl_core.errors import ConfigError
+from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import Backend, LoraConfig, LossSpec, ModelConfig, OptimizerConfig, Worker, WorkerSpec
 from rl_core.testing.backend import Variant, open_case
 from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Case
@@ -57,6 +57,22 @@ def test_a_state_of_fsdp1_is_read_by_fsdp2(case: Case):
     assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
     expected, actual = (weights_after(group, case) for group in (first, second))
     assert max((actual[name] - weight).abs().max().item() for name, weight in expected.items()) <= 1e-5
+
+
+def test_an_index_of_the_right_size_and_other_content_is_a_checkpoint_error_on_all_ranks(case: Case):
+    """Only one rank checks the index's checksum, but all ranks unpickle the index."""
+    group = case.start()
+    group.call(Worker.save_state, case.directory / "state")
+    before = group.weights()
+    index = case.directory / "state" / ".metadata"
+    content = index.read_bytes()
+    index.write_bytes(b"?" * len(content))
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        group.call(Worker.load_state, case.directory / "state")
+    index.write_bytes(content)
+    group.call(Worker.load_state, case.directory / "state")
+    loaded = group.weights()
+    assert all(torch.equal(loaded[name], weight) for name, weight in before.items())
 
 
 def test_bfloat16_scores_are_near_those_of_one_rank(case: Case):

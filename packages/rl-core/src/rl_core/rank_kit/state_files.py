@@ -62,7 +62,7 @@ def require_complete_state(directory: Path) -> int:
         listed = json.loads(path.read_text())
         files = {name: FileRecord.from_json(entry) for name, entry in listed["files"].items()}
         steps_done: int = listed["steps_done"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: missing or incomplete ({error}); resume from an earlier checkpoint") from error
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     own = {name: files[name] for name in sorted(files)[rank::num_ranks]}

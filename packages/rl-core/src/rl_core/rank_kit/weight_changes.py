@@ -79,7 +79,8 @@ def apply_changes(tensor: Tensor, changes: Changes) -> None:
     steps = np.frombuffer(data[:middle].tobytes(), _WORDS[changes.width])
     positions = np.cumsum(steps, dtype=np.int64) - 1
     if changes.count and not 0 <= positions[0] <= positions[-1] < len(words):
-        raise WeightSyncError(f"got a change at element {positions[-1]}; expected below {len(words)}")
+        outside = positions[0] if positions[0] < 0 else positions[-1]
+        raise WeightSyncError(f"got a change at element {outside}; expected 0 to {len(words) - 1}")
     words[positions] = np.frombuffer(data[middle:].tobytes(), words.dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -57,8 +58,9 @@ def require_same_structure(scorer: nn.Module) -> None:
         return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
 
     def compare() -> None:
-        differing = [f"{a} and {b}" for a, b in zip(loaded, describe(), strict=False) if a != b]
-        if differing or len(loaded) != len(describe()):
+        pairs = zip_longest(loaded, describe(), fillvalue="nothing")
+        differing = [f"{a} and {b}" for a, b in pairs if a != b]
+        if differing:
             raise ConfigError(
                 f"the loaded model differs from the one that its configuration describes: {'; '.join(differing[:3])}"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +46,6 @@ def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: i
     """
     _expect_one_rank()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         metadata = save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
     except (OSError, CheckpointException) as error:
         raise state_not_written(directory, error) from error
@@ -98,12 +98,9 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMes
             are then unchanged); or reading failed after these checks.
     """
 
-    def check() -> int:
-        steps_done = require_complete_state(directory)
-        _require_same_tensors(directory, tensors)
-        return steps_done
-
-    steps_done = check() if ranks is None else agree(check)
+    # In two rounds: each rank checks some of the files, and then every rank unpickles the index.
+    steps_done = agree(partial(require_complete_state, directory))
+    agree(partial(_require_same_tensors, directory, tensors))
     try:
         _expect_one_rank()
         load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=ranks is None)
