@@ -123,7 +123,7 @@ def _summary_value(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value if isinstance(value, str) else json.dumps(value)
     if name.endswith("_seconds"):
-        return duration(value)
+        return duration(value).replace(" ", "\N{NO-BREAK SPACE}")
     return percent(value) if "accuracy" in name and 0 <= value <= 1 else readable(value)
 
 
