@@ -76,7 +76,7 @@ def lora(**fields: object) -> dict[str, object]:
         (
             "good",
             lora(rank=4, merge_lora=False),
-            "model: with url=inference_engine, .*are 2, but .*max_loras lets only 1 .*set max_loras to at least 2",
+            "model: with url=inference_engine, .*serve 2 adapters, .*max_loras=1 .*set max_loras to at least 2",
         ),
         (None, lora(**ALONE), "model: got None with url=inference_engine; set it to base"),
         ("nowhere", lora(**ALONE), "model: got 'nowhere' .*it has no file adapter_config.json"),

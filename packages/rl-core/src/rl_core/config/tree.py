@@ -207,8 +207,8 @@ class DynamicSamplingConfig:
     3.2)."""
 
     type: Literal["filter", "replace"] | None = None
-    """`filter`: sample until the batch is full of groups whose rewards differ. `replace`: replace all other groups by
-    copies of such groups. None: off."""
+    """`filter`: sample until the batch is full of groups whose rewards differ. `replace`: replace each group of equal
+    rewards by a copy of a group whose rewards differ. None: off."""
     max_sample_batches: int = 30
     """`filter`: stop the run if this many sampled batches do not fill one training batch."""
     min_replace_ratio: float = 0.3
@@ -376,9 +376,9 @@ class TrainerConfig:
     resume_mode: Literal["none", "latest", "from_path"] = "latest"
     """`latest`: continue from the newest complete checkpoint in `ckpt_path`, or start from the beginning if there is
     none. `from_path`: continue from `resume_path`. `none`: start from the beginning. Resuming with other training rows,
-    another order or another seed is an error; other changed keys are listed. Output of later steps moves to
-    `replaced_N` in the run directory. A run that starts from the beginning moves an earlier run's files, and no others,
-    to `<run_dir>.N`."""
+    another order or another seed is an error; other changed keys are listed. Output of steps after the checkpoint moves
+    to `replaced_N` in the run directory. A run that starts from the beginning moves an earlier run's files, and no
+    others, to `<run_dir>.N`."""
     resume_path: str | None = None
     """A checkpoint's directory, for `resume_mode=from_path`."""
     project_name: str = "rl"
@@ -433,9 +433,9 @@ class SamplingConfig:
     max_generate_length: int = 1024
     """Longest response of one turn, in tokens."""
     temperature: float = 1.0
-    """Sampling temperature. 0 takes the most likely token, which is useful only in evaluation."""
+    """Sampling temperature. 0 takes the most likely token; training requires a value above 0."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities sum to this; 1: all."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least this; 1: all."""
     top_k: int = -1
     """Sample from this many most likely tokens; -1: all."""
     min_p: float = 0.0
@@ -469,11 +469,11 @@ class EvalSamplingConfig:
     temperature: float = 0.0
     """Sampling temperature. 0 takes the most likely token."""
     top_p: float = 1.0
-    """As in training; needs a temperature above 0."""
+    """As in training. Without effect at temperature 0."""
     top_k: int = -1
-    """As in training; needs a temperature above 0."""
+    """As in training. Without effect at temperature 0."""
     min_p: float = 0.0
-    """As in training; needs a temperature above 0."""
+    """As in training. Without effect at temperature 0."""
     stop: tuple[str, ...] | None = None
     """A response ends when its text contains one of these strings. None: `generator.sampling_params.stop`."""
 
@@ -497,7 +497,8 @@ class WeightVerificationConfig:
     """Before the first step, add noise to every trained parameter, enough to change the log-probs; sync and compare;
     restore the weights; sync and compare again. A tensor that does not reach an engine stops the run."""
     interval: int = 10
-    """Steps between comparisons. The first sync of a process is always compared. 0: never."""
+    """Steps between comparisons. The first sync of a process is compared too. 0: none, except those of
+    `prove_at_start`."""
     num_tokens: int = 256
     """Number of fixed random tokens to compare log-probs on."""
     limit: float | None = None
