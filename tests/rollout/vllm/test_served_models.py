@@ -115,7 +115,7 @@ def test_adapters_of_several_judges_need_a_place_each(tmp_path: Path):
         other = {"environment.options.other": {"url": "inference_engine", "model": second}}
         check_plugins(asking(str(tmp_path / "one"), tmp_path, **other, **lora(**{**ALONE, "max_loras": max_loras})))
 
-    with pytest.raises(ConfigError, match=r"judge\.model, environment\.options\.other\.model: .*are 3.*at least 3"):
+    with pytest.raises(ConfigError, match=r"judge\.model, environment\.options\.other\.model: .*serve 3 .*at least 3"):
         check(str(tmp_path / "two"), 2)
     check(str(tmp_path / "two"), 3)
     check(str(tmp_path / "one"), 2)

@@ -226,7 +226,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "the environment adds such a penalty to its reward; the recipe dapo does this with soft_overlong_penalty"
     ),
     "trainer.algorithm.zero_variance_filter_tol": Unsupported(
-        "rewards of a group are compared exactly", (0, 0.0, 1e-6)
+        "rewards of a group that differ by at most 1e-6 count as equal", (0, 0.0, 1e-6)
     ),
     "data.dataloader": Unsupported("all prompts are read into memory at the start", is_harmless=True),
     "generator.batched": Unsupported("each prompt is a separate request, and all run concurrently", is_harmless=True),

@@ -210,9 +210,11 @@ class DynamicSamplingConfig:
     """`filter`: sample until the batch is full of groups whose rewards differ. `replace`: replace each group of equal
     rewards by a copy of a group whose rewards differ. None: off."""
     max_sample_batches: int = 30
-    """`filter`: stop the run if this many sampled batches do not fill one training batch."""
+    """`filter`: stop the run after this many times `trainer.train_batch_size` consecutive dropped groups. `replace`:
+    stop the run after this many consecutive batches below `min_replace_ratio`."""
     min_replace_ratio: float = 0.3
-    """`replace`: if a smaller fraction of the groups than this has different rewards, a new batch is sampled."""
+    """`replace`: smallest fraction of groups whose rewards differ. A batch with fewer is discarded, and a new one is
+    sampled."""
 
 
 @attrs.frozen(kw_only=True)
@@ -361,10 +363,12 @@ class TrainerConfig:
     eval_before_train: bool = True
     """Also evaluate the model before training."""
     eval_interval: int = 5
-    """Steps between evaluations. The last step is always evaluated. Below 1: no evaluation."""
+    """Steps between evaluations. The last step is always evaluated. Below 1: no evaluation after the start, unless a
+    callback requests one."""
 
     ckpt_interval: int = 10
-    """Steps between checkpoints. The last step always gets one. Below 1: no checkpoints."""
+    """Steps between checkpoints. The last step always gets one. Below 1: a checkpoint is saved only if the run is
+    stopped or fails, or a callback requests one."""
     max_ckpts_to_keep: int = -1
     """Keep only this many of the newest checkpoints; -1: all. If the disk is too full for a checkpoint, the run
     continues and tries again at every step."""
@@ -403,7 +407,7 @@ class TrainerConfig:
     callbacks: tuple[str, ...] = ()
     """Callbacks, called in this order: installed ones (`rl plugins` lists the names) or `package.module:Class`."""
     num_logged_samples: int = 8
-    """Samples per step written to `samples.jsonl`, in addition to all failed ones."""
+    """Samples of each step and each evaluation that are written to `samples.jsonl`, in addition to all failed ones."""
     max_failure_rate: float = 0.5
     """Stop the run, with a checkpoint, if a larger fraction of the samples of a step or an evaluation fails. 1: no
     limit, but the run still stops if all samples of an evaluation, or of too many consecutive groups, fail."""
@@ -636,7 +640,7 @@ class EnvironmentConfig:
     environments that never block it. None: what the environment declares, else `thread`."""
     num_workers: int | None = None
     """Largest number of episodes that have an environment at the same time. None: with threads, no limit other than
-    `generator.max_concurrency`; with processes, four per CPU core."""
+    `generator.max_concurrency`; with processes, four per CPU core. Without effect on `in_process` environments."""
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------

@@ -400,8 +400,8 @@ def _kept_checkpoints(config: Config) -> Iterator[ConfigError]:
     kept = config.trainer.max_ckpts_to_keep
     if kept != -1 and kept < 1:
         yield ConfigError(
-            f"trainer.max_ckpts_to_keep: got {kept}; expected at least 1, or -1 to keep all. To save none, set "
-            "trainer.ckpt_interval=-1"
+            f"trainer.max_ckpts_to_keep: got {kept}; expected at least 1, or -1 to keep all. To save none at "
+            "intervals, set trainer.ckpt_interval=-1"
         )
 
 
