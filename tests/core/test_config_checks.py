@@ -45,7 +45,7 @@ def test_the_defaults_pass():
     [
         (
             "trainer.train_batch_size=10 trainer.policy_mini_batch_size=4",
-            "4 does not divide .*=10; the nearest that does is 2",
+            "4 does not divide .*=10; the next smaller divisor is 2",
         ),
         ("trainer.train_batch_size=4", "policy_mini_batch_size: 256 prompts are more than trainer.train_batch_size=4"),
         ("trainer.train_batch_size=0", "trainer.train_batch_size: got 0; expected at least 1"),
@@ -79,7 +79,7 @@ def test_the_defaults_pass():
         ),
         (
             "trainer.algorithm.use_kl_loss=true trainer.placement.ref_num_gpus_per_node=2",
-            "colocate_policy_ref=true needs .* the policy has 1 nodes × 1, .* is 1 × 2. Remove both reference keys",
+            "colocate_policy_ref=true needs .* the policy has 1 × 1, .* is 1 × 2. Remove both reference keys",
         ),
         ("trainer.policy.model.lora.merge_lora=false", r"there is no adapter to send; set .*lora\.rank above 0"),
         (
@@ -195,7 +195,7 @@ def test_plug_ins_are_refused_together_and_none_because_of_another(functions: di
 )
 def test_a_run_name_that_is_no_directory_below_runs_is_refused(name: str):
     config = from_mapping({"trainer.run_name": name})
-    with pytest.raises(ConfigError, match=r"trainer\.run_name: got '.*'; .* set a path in trainer\.run_dir"):
+    with pytest.raises(ConfigError, match=r"trainer\.run_name: got '.*'; .* set trainer\.run_dir"):
         check_values(config)
     with pytest.raises(ConfigError, match=r"trainer\.run_name: "):
         check_values(from_mapping({"trainer.run_name": name, "trainer.run_dir": "mine"}))

@@ -211,8 +211,14 @@ def test_the_critic_is_told_its_own_section_and_starts_from_the_policys_model():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trainer.critic_mini_batch_size": 48}, "critic_mini_batch_size: 48 does not divide.*nearest that does is 32"),
-        ({"trainer.placement.critic_num_gpus_per_node": 2}, "colocate_all=true needs as many critic ranks"),
+        (
+            {"trainer.critic_mini_batch_size": 48},
+            "critic_mini_batch_size: 48 does not divide.*next smaller divisor is 32",
+        ),
+        (
+            {"trainer.placement.critic_num_gpus_per_node": 2},
+            "colocate_all=true needs a critic with .* has 1 × 1, .* is 1 × 2",
+        ),
     ],
 )
 def test_a_critic_that_cannot_be_trained_is_refused_before_the_run(change: dict[str, Any], message: str):

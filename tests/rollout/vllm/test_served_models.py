@@ -76,7 +76,7 @@ def lora(**fields: object) -> dict[str, object]:
         (
             "good",
             lora(rank=4, merge_lora=False),
-            "model: with url=inference_engine, .*are 2, but .*max_loras lets only 1 .*set max_loras to at least 2",
+            "model: with url=inference_engine, .*serve 2 adapters, .*max_loras=1 .*set max_loras to at least 2",
         ),
         (None, lora(**ALONE), "model: got None with url=inference_engine; set it to base"),
         ("nowhere", lora(**ALONE), "model: got 'nowhere' .*it has no file adapter_config.json"),
@@ -115,7 +115,7 @@ def test_adapters_of_several_judges_need_a_place_each(tmp_path: Path):
         other = {"environment.options.other": {"url": "inference_engine", "model": second}}
         check_plugins(asking(str(tmp_path / "one"), tmp_path, **other, **lora(**{**ALONE, "max_loras": max_loras})))
 
-    with pytest.raises(ConfigError, match=r"judge\.model, environment\.options\.other\.model: .*are 3.*at least 3"):
+    with pytest.raises(ConfigError, match=r"judge\.model, environment\.options\.other\.model: .*serve 3 .*at least 3"):
         check(str(tmp_path / "two"), 2)
     check(str(tmp_path / "two"), 3)
     check(str(tmp_path / "one"), 2)

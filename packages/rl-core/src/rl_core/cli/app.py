@@ -268,7 +268,7 @@ def _show_config_warnings_plainly() -> None:
     show_others = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if category.__name__ == "ConfigWarning":
+        if category.__name__ == "ConfigWarning":  # by name, so that `rl --help` need not import rl_core.config
             click.echo(f"warning: {message}", err=True)
         else:
             show_others(message, category, *place, **more)

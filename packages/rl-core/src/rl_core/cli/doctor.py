@@ -23,8 +23,8 @@ class Finding:
     """One line of the output."""
 
     state: str
-    """`ok`; `-` for something optional that is absent; `UNTESTED` for versions that were not tested together; `MISSING`
-    for something that training needs."""
+    """`ok`; `-` for something optional that is absent or broken; `UNTESTED` for versions that were not tested together;
+    `MISSING` for something that training needs."""
     subject: str
     detail: str
 

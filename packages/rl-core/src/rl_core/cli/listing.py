@@ -16,8 +16,9 @@ from rl_core.interfaces import Recipe
 
 
 def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
-    """Prints every key with value and source, and derived settings; with `as_yaml`, the configuration as YAML. Raises
-    ConfigError or PluginError if the settings of the loss or of the estimator are invalid."""
+    """Prints every key with value and source, and the derived setting `scoring_pass`; with `as_yaml`, prints the
+    configuration as YAML. Raises ConfigError or PluginError if the settings of the loss or of the estimator are
+    invalid."""
     check_function_params(loaded.config)
     if as_yaml:
         click.echo(configuration.dump_yaml(loaded.config), nl=False)

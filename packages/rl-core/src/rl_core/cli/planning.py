@@ -184,7 +184,7 @@ def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
 
 def _phases_table(found: Sequence[Peak]) -> Table:
     table = Table(title="peak memory of one device and of one machine")
-    for name in ("devices", "phase", "of a device"):
+    for name in ("devices", "phase", "parts of a device's memory"):
         table.add_column(name)
     for name in ("device", "machine"):
         table.add_column(name, justify="right")
@@ -200,7 +200,7 @@ def _engine_line(config: Config, engine: EnginePlan | None, served: Serving | No
         return f"engine: {chosen.backend} does not support planning its memory"
     return (
         f"engine: {chosen.backend}, {chosen.num_engines} × {engine.num_devices} devices; keys and values of "
-        f"{served.tokens:,} tokens fit at once, {served.sequences} sequences of {served.context:,}"
+        f"{served.tokens:,} tokens fit at once: {served.sequences} sequences of {served.context:,}"
     )
 
 

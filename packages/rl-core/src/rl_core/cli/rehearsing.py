@@ -45,7 +45,7 @@ def show_rehearsal(loaded: configuration.Loaded) -> None:
 def _table(rehearsed: RehearsedModel, planned: ModelOnRanks) -> Table:
     from rl_core.trainer.rehearsed_run import planned_phase
 
-    table = Table(title="peak memory of the rank's device in GiB, and 10^12 operations")
+    table = Table(title="peak memory of the rank's device in GiB, and operations in units of 10^12")
     table.add_column("phase")
     for name in (*_PARTS, "total", "operations"):
         table.add_column(name, justify="right")

@@ -223,8 +223,8 @@ def _check_routes(config: Config) -> None:
     for name, model in (("ref", trainer.ref), ("critic", trainer.critic)):
         if follows(model.options(section)):
             raise ConfigError(
-                f"trainer.{name}.{key}: only the policy can follow an engine's routes; the other models compute their "
-                "own. Set this key to false; trainer.policy has it too"
+                f"trainer.{name}.{key}: got true, but only the policy can follow an engine's routes; the other models "
+                f"compute their own. Set this key to false; for the policy, set trainer.policy.{key}"
             )
     if follows(trainer.policy.options(section)) != returned:
         state = "returns routes that the policy does not follow" if returned else "returns no routes to follow"
@@ -312,8 +312,8 @@ def _gather_critic(config: Config, mistakes: Mistakes) -> None:
     policy, critic = placement.policy_shape, placement.critic_shape
     if placement.colocate_all and policy != critic:
         message = (
-            "trainer.placement: colocate_all=true needs as many critic ranks as policy ranks; the policy has "
-            f"{policy[0]} nodes × {policy[1]}, critic_num_nodes × critic_num_gpus_per_node is {critic[0]} × "
+            "trainer.placement: colocate_all=true needs a critic with the policy's nodes × ranks per node; the policy "
+            f"has {policy[0]} × {policy[1]}, but critic_num_nodes × critic_num_gpus_per_node is {critic[0]} × "
             f"{critic[1]}. Remove both critic keys, or set colocate_all=false"
         )
         mistakes.add(ConfigError(message))

@@ -185,8 +185,8 @@ def _resume_path_exists(config: Config) -> None:
 
 
 def _gather_directories(config: Config, mistakes: Mistakes) -> None:
-    """Records remote addresses where a local directory is needed, and every file or permission that prevents creating a
-    directory of the run, once even if it affects several directories."""
+    """Records remote addresses where a local directory is needed. Also records every file or permission that prevents
+    creating a directory of the run, only once even if it affects several directories."""
     for key in ("trainer.run_dir", "trainer.export_path", "trainer.resume_path"):
         if is_remote(value_at(config, key) or ""):
             mistakes.add(

@@ -226,7 +226,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "the environment adds such a penalty to its reward; the recipe dapo does this with soft_overlong_penalty"
     ),
     "trainer.algorithm.zero_variance_filter_tol": Unsupported(
-        "rewards of a group are compared exactly", (0, 0.0, 1e-6)
+        "rewards of a group that differ by at most 1e-6 count as equal", (0, 0.0, 1e-6)
     ),
     "data.dataloader": Unsupported("all prompts are read into memory at the start", is_harmless=True),
     "generator.batched": Unsupported("each prompt is a separate request, and all run concurrently", is_harmless=True),
@@ -242,7 +242,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.chat_template.name_or_path": Unsupported("the model's own chat template is used", (None,)),
     "generator.chat_template.source": Unsupported("the model's own chat template is used", ("name",)),
     "environment.skyrl_gym.max_env_workers": Unsupported(
-        "every episode has its own thread; environment.num_workers limits the number of episodes", is_harmless=True
+        "environment.placement says where environments run; environment.num_workers limits the number of episodes",
+        is_harmless=True,
     ),
     "generator.inference_engine.run_engines_locally": Unsupported("the run starts the engines", (True,)),
     "generator.inference_engine.async_engine": Unsupported("requests are always asynchronous", (True, False)),

@@ -2,8 +2,8 @@
 which names the key.
 
 Fields and type hints of the classes determine what is accepted: bool, int, float (also from an int), str, None,
-Literal, unions, tuples (a single value becomes a tuple of one), mappings and nested classes. Nothing is guessed: `"3"`
-is not an int, and `1` is not a bool.
+Literal, unions, lists and tuples (a single value becomes a list or tuple of one), mappings and nested classes. An int
+may be written with an exponent (`1e8`). No other value is converted: `"3"` is not an int, and `1` is not a bool.
 
 A key with a mistake gets its default, and loading continues. Such a result is used only to find more mistakes.
 """
@@ -48,7 +48,7 @@ LEFT_OUT: Any = object()
 
 
 def load_class(cls: type[_T], node: Any, path: str, plugins: PluginKeys, mistakes: Mistakes) -> _T:
-    """An instance of the attrs class `cls` from a tree of `Given` leaves, or `LEFT_OUT`.
+    """An instance of the attrs class `cls` from a tree of `Given` leaves; `LEFT_OUT` if it cannot be built.
 
     Args:
         path: the key of `node`; empty for the whole configuration.

@@ -1,5 +1,5 @@
-"""Derives the values of keys that are not set. A written file has null for derived values, so that they are derived
-again when the file is loaded."""
+"""Derives the values of keys that are not set. `dump_yaml` writes null for derived values, so that loading the file
+derives them again."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def expanded(config: Config, key: str, text: Any) -> Any:
 def unresolved(config: Config) -> Config:
     """The configuration with None for every value that a rule derives, so that these values follow when another key is
     changed."""
-    for rule in reversed(RULES):
+    for rule in reversed(RULES):  # a rule reads keys of earlier rules, which must still have their values
         without = with_value(config, rule.key, None)
         if rule.value(without) == value_at(config, rule.key):
             config = without

@@ -21,7 +21,7 @@ _PLACE = "environment.options"
 
 
 def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
-    """Path of the options that request a model → the directory of an adapter, or None for the base model.
+    """Key path of each section that requests a model → the directory of an adapter, or None for the base model.
 
     Args:
         options: `environment.options`; a section named after an environment contains the options of this environment.
@@ -72,7 +72,7 @@ def serving_plugin(config: Config) -> ModelServing:
 
 def require_servable_models(config: Config) -> None:
     """Raises ConfigError if the run's engine cannot serve a model that environments request, or if one batch cannot
-    take all of their adapters and the policy's."""
+    use the policy's adapter and all of theirs."""
     asked = asked_models(config.environment.options)
     if not asked:
         return
@@ -87,7 +87,7 @@ def require_servable_models(config: Config) -> None:
     if adapters and max_loras < num_adapters:
         places = ", ".join(f"{place}.model" for place in adapters)
         raise ConfigError(
-            f"{places}: with url={_ENGINE}, the policy's adapter and these are {num_adapters}, but "
-            f"trainer.policy.model.lora.max_loras lets only {max_loras} into one batch, so they would wait for each "
-            f"other's requests; set max_loras to at least {num_adapters}"
+            f"{places}: with url={_ENGINE}, the engines serve {num_adapters} adapters, including the policy's, but "
+            f"trainer.policy.model.lora.max_loras={max_loras} limits how many one batch can use, so requests for one "
+            f"adapter would wait for those of another; set max_loras to at least {num_adapters}"
         )

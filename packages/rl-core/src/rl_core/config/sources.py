@@ -87,7 +87,7 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
     _require_no_path(source)
     if source.endswith((".yaml", ".yml")):
         if tiny:
-            raise ConfigError(f"--tiny: {source} is a file; only a recipe has a tiny variant")
+            raise ConfigError(f"--tiny: {source} is a file; only a recipe has a tiny variant; remove --tiny")
         layers = [file_layer(Path(source), mistakes)]
         return _loaded([*layers, override_layer(overrides, mistakes)], mistakes)
     recipe = _recipe(source)

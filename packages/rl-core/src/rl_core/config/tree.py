@@ -207,12 +207,14 @@ class DynamicSamplingConfig:
     3.2)."""
 
     type: Literal["filter", "replace"] | None = None
-    """`filter`: sample until the batch is full of groups whose rewards differ. `replace`: replace all other groups by
-    copies of such groups. None: off."""
+    """`filter`: sample until the batch is full of groups whose rewards differ. `replace`: replace each group of equal
+    rewards by a copy of a group whose rewards differ. None: off."""
     max_sample_batches: int = 30
-    """`filter`: stop the run if this many sampled batches do not fill one training batch."""
+    """`filter`: stop the run after this many times `trainer.train_batch_size` consecutive dropped groups. `replace`:
+    stop the run after this many consecutive batches below `min_replace_ratio`."""
     min_replace_ratio: float = 0.3
-    """`replace`: if a smaller fraction of the groups than this has different rewards, a new batch is sampled."""
+    """`replace`: smallest fraction of groups whose rewards differ. A batch with fewer is discarded, and a new one is
+    sampled."""
 
 
 @attrs.frozen(kw_only=True)
@@ -361,10 +363,12 @@ class TrainerConfig:
     eval_before_train: bool = True
     """Also evaluate the model before training."""
     eval_interval: int = 5
-    """Steps between evaluations. The last step is always evaluated. Below 1: no evaluation."""
+    """Steps between evaluations. The last step is always evaluated. Below 1: no evaluation after the start, unless a
+    callback requests one."""
 
     ckpt_interval: int = 10
-    """Steps between checkpoints. The last step always gets one. Below 1: no checkpoints."""
+    """Steps between checkpoints. The last step always gets one. Below 1: a checkpoint is saved only if the run is
+    stopped or fails, or a callback requests one."""
     max_ckpts_to_keep: int = -1
     """Keep only this many of the newest checkpoints; -1: all. If the disk is too full for a checkpoint, the run
     continues and tries again at every step."""
@@ -376,9 +380,9 @@ class TrainerConfig:
     resume_mode: Literal["none", "latest", "from_path"] = "latest"
     """`latest`: continue from the newest complete checkpoint in `ckpt_path`, or start from the beginning if there is
     none. `from_path`: continue from `resume_path`. `none`: start from the beginning. Resuming with other training rows,
-    another order or another seed is an error; other changed keys are listed. Output of later steps moves to
-    `replaced_N` in the run directory. A run that starts from the beginning moves an earlier run's files, and no others,
-    to `<run_dir>.N`."""
+    another order or another seed is an error; other changed keys are listed. Output of steps after the checkpoint moves
+    to `replaced_N` in the run directory. A run that starts from the beginning moves an earlier run's files, and no
+    others, to `<run_dir>.N`."""
     resume_path: str | None = None
     """A checkpoint's directory, for `resume_mode=from_path`."""
     project_name: str = "rl"
@@ -403,7 +407,7 @@ class TrainerConfig:
     callbacks: tuple[str, ...] = ()
     """Callbacks, called in this order: installed ones (`rl plugins` lists the names) or `package.module:Class`."""
     num_logged_samples: int = 8
-    """Samples per step written to `samples.jsonl`, in addition to all failed ones."""
+    """Samples of each step and each evaluation that are written to `samples.jsonl`, in addition to all failed ones."""
     max_failure_rate: float = 0.5
     """Stop the run, with a checkpoint, if a larger fraction of the samples of a step or an evaluation fails. 1: no
     limit, but the run still stops if all samples of an evaluation, or of too many consecutive groups, fail."""
@@ -433,9 +437,9 @@ class SamplingConfig:
     max_generate_length: int = 1024
     """Longest response of one turn, in tokens."""
     temperature: float = 1.0
-    """Sampling temperature. 0 takes the most likely token, which is useful only in evaluation."""
+    """Sampling temperature. 0 takes the most likely token; training requires a value above 0."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities sum to this; 1: all."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least this; 1: all."""
     top_k: int = -1
     """Sample from this many most likely tokens; -1: all."""
     min_p: float = 0.0
@@ -469,11 +473,11 @@ class EvalSamplingConfig:
     temperature: float = 0.0
     """Sampling temperature. 0 takes the most likely token."""
     top_p: float = 1.0
-    """As in training; needs a temperature above 0."""
+    """As in training. Without effect at temperature 0."""
     top_k: int = -1
-    """As in training; needs a temperature above 0."""
+    """As in training. Without effect at temperature 0."""
     min_p: float = 0.0
-    """As in training; needs a temperature above 0."""
+    """As in training. Without effect at temperature 0."""
     stop: tuple[str, ...] | None = None
     """A response ends when its text contains one of these strings. None: `generator.sampling_params.stop`."""
 
@@ -497,7 +501,8 @@ class WeightVerificationConfig:
     """Before the first step, add noise to every trained parameter, enough to change the log-probs; sync and compare;
     restore the weights; sync and compare again. A tensor that does not reach an engine stops the run."""
     interval: int = 10
-    """Steps between comparisons. The first sync of a process is always compared. 0: never."""
+    """Steps between comparisons. The first sync of a process is compared too. 0: none, except those of
+    `prove_at_start`."""
     num_tokens: int = 256
     """Number of fixed random tokens to compare log-probs on."""
     limit: float | None = None
@@ -635,7 +640,7 @@ class EnvironmentConfig:
     environments that never block it. None: what the environment declares, else `thread`."""
     num_workers: int | None = None
     """Largest number of episodes that have an environment at the same time. None: with threads, no limit other than
-    `generator.max_concurrency`; with processes, four per CPU core."""
+    `generator.max_concurrency`; with processes, four per CPU core. Without effect on `in_process` environments."""
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------

@@ -81,10 +81,10 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.weight_verification.interval": (0, None),
     "generator.inference_engine.weight_verification.num_tokens": (256, None),
 }
-# key → largest allowed value, which is more than any run can use. A larger value would only exhaust memory, or a step
+# key → largest allowed value. Unless a comment gives another reason, a larger value would exhaust the memory, or a step
 # would never end.
 LARGEST: dict[str, float] = {
-    "trainer.seed": 2**63 - 1,
+    "trainer.seed": 2**63 - 1,  # the largest int64
     "trainer.num_threads": 1024,
     "trainer.train_batch_size": 2**20,
     "trainer.update_epochs_per_batch": 1000,
@@ -94,13 +94,13 @@ LARGEST: dict[str, float] = {
     "generator.n_samples_per_prompt": 2**16,
     "generator.eval_n_samples_per_prompt": 2**16,
     "generator.inference_engine.weight_verification.num_tokens": 2**20,
-    # The noise of `prove_at_start` moves log-probs by 1.5 nats. With a limit above a ninth of this, the comparison
-    # could not detect that noise did not reach an engine.
+    # `prove_at_start` increases its noise until the log-probs change by 1.5 nats, and fails if they change by less than
+    # nine times the limit. With a limit above 1.5 / 9, this could never succeed.
     "generator.inference_engine.weight_verification.limit": 0.16,
 }
 _LARGEST_RATE = 10.0
-"""AdamW moves each weight by about the learning rate. Above this value, a model is noise after one step and NaN after
-three."""
+"""AdamW moves each weight by about the learning rate in every step. With a higher learning rate than this, the weights
+are noise after one step and NaN after three."""
 ABOVE_ZERO = (
     "trainer.policy.optimizer_config.lr",
     "trainer.critic.optimizer_config.lr",
@@ -129,7 +129,7 @@ _PLAYING_READS = (
 )
 """Prefixes of the keys that evaluation and generation without training read."""
 _TRAINING = ("generator.sampling_params.temperature", "generator.inference_engine.weight_")
-"""Prefixes of keys below those of `_PLAYING_READS` whose bounds apply only in training: only training sends and
+"""Exceptions to `_PLAYING_READS`: prefixes of keys whose bounds apply only in training, because only training sends and
 verifies weights, and only training refuses temperature 0."""
 ESTIMATORS_OF_GROUPS = (
     "best_minus_second",
@@ -209,8 +209,8 @@ def gather_run_name(config: Config, mistakes: Mistakes) -> None:
         mistakes.add(
             ConfigError(
                 f"trainer.run_name: got {name!r}; expected a name that is not empty, does not begin with a dot "
-                "and contains neither a slash nor a NUL, e.g. trainer.run_name=first_try; set a path in "
-                "trainer.run_dir"
+                "and contains neither a slash nor a NUL, e.g. trainer.run_name=first_try; to choose the "
+                "directory of the run, set trainer.run_dir"
             )
         )
 
@@ -248,8 +248,8 @@ def _warn_of_temperatures(config: Config) -> None:
 
 
 def _lora(config: Config) -> Iterator[ConfigError]:
-    """Refuses LoRA keys that would have no effect because no adapter is sent separately from the base weights, and a
-    `max_cpu_loras` below `max_loras`."""
+    """Refuses a `max_cpu_loras` below `max_loras`, and LoRA keys that have no effect because no adapter is sent
+    separately from the base weights."""
     policy, critic = config.trainer.policy.model.lora, config.trainer.critic.model.lora
     served = LoraConfig()
     for key in ("merge_lora", "max_loras", "max_cpu_loras"):
@@ -281,14 +281,14 @@ def _placement(config: Config) -> Iterator[ConfigError]:
 
 
 def reference_apart(config: Config) -> Iterator[ConfigError]:
-    """Refuses a reference that shares the policy's devices but has a different number of ranks."""
+    """Refuses a reference that shares the policy's devices but has a different number of nodes or of ranks per node."""
     placement = config.trainer.placement
     policy, reference = placement.policy_shape, placement.ref_shape
     is_on_ranks = config.trainer.ref.inference_backend is None
     if placement.colocate_policy_ref and is_on_ranks and policy != reference:
         yield ConfigError(
-            "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
-            f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
+            "trainer.placement: colocate_policy_ref=true needs a reference with the policy's nodes × ranks per node; "
+            f"the policy has {policy[0]} × {policy[1]}, but ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
             f"{reference[1]}. Remove both reference keys, or set colocate_policy_ref=false"
         )
 
@@ -335,7 +335,7 @@ def undivided_batch(config: Config, key: str) -> Iterator[ConfigError]:
     elif batch % mini:
         fitting = max(size for size in range(1, mini) if batch % size == 0)
         yield ConfigError(
-            f"{key}: {mini} does not divide trainer.train_batch_size={batch}; the nearest that does is {fitting}"
+            f"{key}: {mini} does not divide trainer.train_batch_size={batch}; the next smaller divisor is {fitting}"
         )
 
 
@@ -373,8 +373,8 @@ def _kl(config: Config) -> Iterator[ConfigError]:
     estimator = algorithm.kl_estimator_type
     if algorithm.use_kl_in_reward and estimator.endswith(("+", "_unbiased")):
         yield ConfigError(
-            f"trainer.algorithm.kl_estimator_type: {estimator} changes only the gradient, and the KL in the reward has "
-            f"no gradient; use {estimator.removesuffix('+').removesuffix('_unbiased')}"
+            f"trainer.algorithm.kl_estimator_type: {estimator} can be used only in the loss, because the KL in the "
+            f"reward has no gradient; use {estimator.removesuffix('+').removesuffix('_unbiased')}"
         )
 
 
@@ -400,8 +400,8 @@ def _kept_checkpoints(config: Config) -> Iterator[ConfigError]:
     kept = config.trainer.max_ckpts_to_keep
     if kept != -1 and kept < 1:
         yield ConfigError(
-            f"trainer.max_ckpts_to_keep: got {kept}; expected at least 1, or -1 to keep all. To save none, set "
-            "trainer.ckpt_interval=-1"
+            f"trainer.max_ckpts_to_keep: got {kept}; expected at least 1, or -1 to keep all. To save none at "
+            "intervals, set trainer.ckpt_interval=-1"
         )
 
 
@@ -437,4 +437,4 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _kept_checkpoints: (),
     _reward_functions: (),
 }
-"""Check → the keys that it reads. The check is skipped if one of them already has a mistake."""
+"""Check → keys that must be valid for the check to make sense. It is skipped if one of them already has a mistake."""

@@ -1,5 +1,5 @@
-"""Configures PyYAML for the scalars of YAML 1.2: `1e-6` is a number and `010` is ten; `yes`, `12:30` and dates are
-text."""
+"""Configures PyYAML for the scalars of YAML 1.2, except hexadecimal and octal numbers: `1e-6` is a number and `010` is
+ten; `yes`, `12:30`, `0x10` and dates are text."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Yaml12Dumper(yaml.SafeDumper):
     """Writes YAML that `Yaml12Loader` reads back unchanged: text that looks like a number is quoted."""
 
     def ignore_aliases(self, data: object) -> bool:
+        """Always true: a value that occurs twice is written twice, not as an anchor and an alias."""
         return True
 
 
 for _class in (Yaml12Loader, Yaml12Dumper):
-    _class.yaml_implicit_resolvers = {}  # otherwise PyYAML adds to those of YAML 1.1
+    _class.yaml_implicit_resolvers = {}  # otherwise the resolvers of YAML 1.1 stay active
     for _tag, _pattern, _first in _SCALARS:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 

@@ -160,8 +160,8 @@ class Scoring(Protocol):
         ...
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
-        """Returns name of each engine in service → for each sequence, log p(token t | previous tokens) at temperature
-        1; 0.0 for the first token."""
+        """Returns, by the name of each engine in service, log p(token t | previous tokens) at temperature 1 for every
+        token of every sequence; 0.0 for the first token."""
         ...
 
 
@@ -386,7 +386,7 @@ class InferencePlugin(Protocol):
     def name(self) -> str: ...
 
     def validate(self, spec: EngineSpec) -> None:
-        """Raises ConfigError before any process is started.
+        """Raises ConfigError if the engines cannot run as `spec` says. Called before any process is started.
 
         A missing model is not an error: recipes may create it after this call.
         """

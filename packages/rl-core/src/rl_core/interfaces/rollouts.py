@@ -18,8 +18,8 @@ Row = Mapping[str, Any]
 """One row of a data file: `prompt` (text, or chat messages) and whatever the environment reads."""
 PlacementKind = Literal["in_process", "thread", "process"]
 TrajectoryEnd = Literal["done", "max_turns", "context"]
-"""Why an episode ended: the environment was done, it reached `generator.max_turns`, or the conversation was too long
-for another turn."""
+"""Why an episode ended: the environment was done, the episode had `generator.max_turns` responses, or the conversation
+was too long for another turn."""
 
 
 @attrs.frozen(kw_only=True)
@@ -305,7 +305,7 @@ class GeneratorPlugin(Protocol):
     def name(self) -> str: ...
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Raises ConfigError before any process is started.
+        """Raises ConfigError if the generator cannot run as `spec` says. Called before any process is started.
 
         A missing model is not an error: recipes may create it after this call.
         """

@@ -98,7 +98,7 @@ class Recipe:
     """Values that `--tiny` adds on top of `config`, for a run that takes a minute on two CPU cores."""
     prepare: str | None = None
     """`package.module:function`, called as `function(config)` before a run. The function creates the paths of `makes`
-    that the configuration uses and that do not exist."""
+    that the configuration uses and that are missing or incomplete."""
     needs: str | None = None
     """Explains how to get the data files of `config` that `prepare` does not create. The error about a missing file
     ends with this text."""

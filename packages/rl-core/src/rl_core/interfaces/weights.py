@@ -34,10 +34,10 @@ class WeightBucket:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise ValueError(
                 f"WeightBucket: {len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes; "
-                f"first {self.names[:1]}"
+                f"the first name is {self.names[:1]}"
             )
         if self._data is None and self.parts is None:
-            raise ValueError(f"WeightBucket: got neither `data` nor `parts`; first {self.names[:1]}")
+            raise ValueError(f"WeightBucket: got neither `data` nor `parts`; the first name is {self.names[:1]}")
         if self._data is not None:
             object.__setattr__(self, "parts", None)  # `attrs.evolve` with new data keeps the old parts
 
@@ -49,7 +49,10 @@ class WeightBucket:
 
             parts = self.parts
             if parts is None or len(parts) != len(self.names):
-                raise ValueError(f"WeightBucket of {self.names[:1]}…: its parts were released by `taken`")
+                raise ValueError(
+                    f"WeightBucket of {self.names[:1]}…: has {len(parts or ())} parts, expected {len(self.names)}; "
+                    "read `data` before `taken` releases the parts"
+                )
             pieces = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
             object.__setattr__(self, "_data", torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8))
             object.__setattr__(self, "parts", None)

@@ -56,7 +56,7 @@ class SharedDevices:
             yield
 
     async def clear(self) -> None:
-        """Moves all groups that can move off the devices."""
+        """Moves all groups off the devices, except those that cannot move."""
         async with self._in_use:
             await self._clear_except(None)
 

@@ -1,10 +1,11 @@
 """The controller's handle for the ranks of one model. It plans micro-batches, sends each rank its part of a batch once,
 and collects the results.
 
-All methods that call ranks are awaitable. For each data-parallel rank, the plan has a list of micro-batches, each a
-list of sequences.
-It depends only on lengths and, if the ranks compute shared prefixes once, on which sequences share prefixes. A
-sequence is never split over micro-batches or data-parallel ranks.
+All methods that call ranks are awaitable.
+
+The plan has, for each data-parallel rank, a list of micro-batches, each a list of sequences. The plan depends only on
+lengths and, if the ranks compute shared prefixes once, on which sequences share prefixes. A sequence is never split
+over micro-batches or data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class WorkerGroup:
         if share_devices_of is not None:
             _require_same_shape(spec, shape, share_devices_of._shape)
             devices, beside = share_devices_of._devices, share_devices_of._ranks
-            await devices.clear()
+            await devices.clear()  # the new models are built on these devices
         if world_size == 1 and not backend.needs_own_process():
             ranks: Ranks = await InlineRank.start(
                 backend, spec, timeout_s=timeout_s, start_timeout_s=start_timeout_s or timeout_s
@@ -261,7 +262,8 @@ class WorkerGroup:
         return True
 
     async def load_state(self, directory: Path) -> None:
-        """Restores the state that `save_state` wrote. Raises CheckpointError."""
+        """Restores the state that `save_state` wrote. Raises CheckpointError if files are missing, incomplete or
+        damaged."""
         async with self._on_devices(optimizer=True):
             await self._ranks.call(Worker.load_state, directory)
 
@@ -366,6 +368,7 @@ def _on_stream(batch: Batch, results: Iterable[tuple[Part, Mapping[str, Any]]]) 
                     "entry per token of its batch, in the batch's order"
                 )
             column = columns.setdefault(name, np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype))
+            # A rank without sequences was sent the shortest one; its values are dropped.
             column[positions] = values[: len(positions)]
     return {name: torch.from_numpy(column) for name, column in columns.items()}
 
@@ -374,7 +377,8 @@ def _require_same_shape(spec: WorkerSpec, shape: tuple[int, int], other: tuple[i
     if shape != other:
         raise ConfigError(
             f"{spec.role}: {shape[0]} nodes × {shape[1]} ranks cannot share the devices of {other[0]} × {other[1]}: "
-            "set the same numbers for both in trainer.placement, or set trainer.placement.colocate_policy_ref=false"
+            "set the same numbers for both in trainer.placement, or give each its own devices with "
+            "trainer.placement.colocate_policy_ref=false (for a critic, colocate_all=false)"
         )
 
 

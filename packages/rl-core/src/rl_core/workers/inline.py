@@ -111,7 +111,7 @@ class InlineRank:
         try:
             return await asyncio.wait_for(asyncio.shield(future), self._timeout_s)
         except TimeoutError as error:
-            if future.done() and future.exception() is error:
+            if future.done() and future.exception() is error:  # the function raised it, not the deadline
                 raise WorkerError(f"{self._role} rank 0 failed in {phase}: {type(error).__name__}: {error}") from error
             self._stuck_in = phase
             raise DeadlineError(
@@ -123,7 +123,7 @@ class InlineRank:
             raise WorkerError(f"{self._role} rank 0 failed in {phase}: {type(error).__name__}: {error}") from error
 
     def _answer(self, phase: str, function: Callable[[], Any]) -> Any:
-        """Runs in the rank's thread. Converts a BaseException: the SystemExit of a loss that calls `sys.exit()`, for
-        example, would otherwise end the run as if it had finished."""
+        """Runs in the rank's thread. Raises ForeignCodeError for a BaseException such as the SystemExit of a loss that
+        calls `sys.exit()`, which would otherwise end the run as if it had finished."""
         with code_of(f"{self._role} rank 0 in {phase}"):
             return function()

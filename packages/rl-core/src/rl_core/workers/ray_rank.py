@@ -108,7 +108,7 @@ class RayRank:
         """Builds the worker and returns its abilities."""
         self._name = f"{spec.role} rank {rank.rank}"
         if rank.rank:
-            self._store = None
+            self._store = None  # the group meets at the store of rank 0
 
         def build() -> Abilities:
             os.environ.update(environment)

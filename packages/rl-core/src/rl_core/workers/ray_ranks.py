@@ -99,7 +99,7 @@ class RayRanks:
             start_timeout_s: longest wait for each phase of this start.
             silence_s: ranks that neither answer nor work for this long are dead (see `Heartbeats`).
         """
-        ray_session.enter()
+        ray_session.enter()  # connects to Ray until the new object uses the session itself
         try:
             if beside is None:
                 placement = await Reservation.reserve(spec.role, shape, start_timeout_s)
