@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_EMPTY_PARTS = 100
-"""After this many consecutive aborts without a token, the request fails, because the engine seems never to answer."""
+"""After this many consecutive aborts without a token, the request fails instead of being repeated forever."""
 
 
 async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Completion:

@@ -41,8 +41,8 @@ class NamedAdapters:
         return self._models.lora_requests[name]
 
     async def load(self, name: str, path: str) -> None:
-        """Loads the adapter, or replaces the one of this name, after every data-parallel engine has verified that it
-        can serve it.
+        """Loads an adapter, or replaces the one of this name, after every data-parallel engine has verified that it can
+        serve the new adapter.
 
         Raises:
             GenerationError: nothing has changed, because the name is empty or reserved for the policy or the model, or

@@ -92,7 +92,7 @@ class RemoteInferenceClient:
         return None if self._router is None else self._router.url
 
     def num_weight_receivers(self) -> int:
-        """See `WeightReceivers`. Counts one engine if all servers are down, because an update waits until one is up."""
+        """See `WeightReceivers`. Counts one server if all are down, because an update waits until one is up."""
         return self._pool.facts.num_workers * max(1, len(self._pool.up))
 
     def idle_lap(self) -> Mapping[str, float]:

@@ -75,8 +75,8 @@ class Connection:
             raise GenerationError(message)
         if status == _NO_TOKEN:
             raise GenerationError(
-                f"{self.name} at {self.url} requires its control token: set {CONTROL_FILE_VARIABLE} or "
-                f"{CONTROL_VARIABLE} to the value that the server was started with"
+                f"{self.name} at {self.url} requires its control token: set {CONTROL_FILE_VARIABLE} to a file with the "
+                f"token that the server was started with, or {CONTROL_VARIABLE} to the token itself"
             )
         if status == _NO_ROUTE:
             raise GenerationError(

@@ -29,7 +29,7 @@ class EngineFacts:
     vocab_size: int
     """Size of the vocabulary: token ids are smaller."""
     num_workers: int
-    """Number of processes of one engine that hold weights."""
+    """Number of processes of one server that hold weights."""
 
 
 @attrs.frozen(kw_only=True)
