@@ -67,7 +67,7 @@ def lora(**fields: object) -> dict[str, object]:
             {"generator.inference_engine.backend": "local"},
             "url: got inference_engine, but the engine 'local' serves only the policy",
         ),
-        ("base", {}, "model: got 'base' with url=inference_engine: the servers have no model besides the policy"),
+        ("base", {}, "model: got 'base' with url=inference_engine: the servers hold only the policy"),
         (
             "good",
             lora(rank=4),

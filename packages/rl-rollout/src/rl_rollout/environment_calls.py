@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 class EnvironmentFailure(Exception):
-    """Type and message of what an environment raised. They are texts, because the original may be in another process,
-    and need not be an `Exception`."""
+    """Holds the type and message of what an environment raised. They are texts, because the environment may have raised
+    it in another process, and may have raised any `BaseException`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)
@@ -44,8 +44,8 @@ class EnvironmentFailure(Exception):
 
 async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str) -> T:
     """Calls the environment and returns its answer. Sets no deadline for a call that returns without awaiting anything:
-    a deadline could not end such a call, and setting one for each of an episode's four calls would take a quarter of
-    the episode's time.
+    a deadline could not end such a call. If none of an episode's calls awaits anything, setting four deadlines would
+    take a quarter of its time.
 
     Raises:
         EnvironmentFailure: the environment raised.

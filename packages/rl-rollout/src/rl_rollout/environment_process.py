@@ -116,6 +116,7 @@ async def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 def main() -> None:
     """Serves until the controller ends."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # The environment must not read from the requests or print between the answers.
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
@@ -123,7 +124,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Pickle stores the module name of a class. In `__main__` it would be one that the controller cannot import.
+    # Pickle stores the name of a class's module, and the controller could not find `Answer` in a module `__main__`.
     from rl_rollout import environment_process
 
     environment_process.main()

@@ -18,8 +18,8 @@ from rl_rollout.environment_calls import EnvironmentFailure, caught, next_struct
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 _GRACE_S = 1.0
-"""Seconds that a thread with an abandoned call may take to begin closing the environment; then the thread is abandoned
-too."""
+"""Seconds that a thread with an abandoned call may take to begin closing the environment. A thread that takes longer is
+abandoned too."""
 
 
 class LeftThreads:
@@ -92,7 +92,7 @@ class ThreadedEnvironment:
 
     async def close(self) -> None:
         """Closes the environment and ends the thread. If an abandoned call still blocks the thread, returns after 1 s;
-        the thread then does both when the call returns."""
+        the thread closes the environment and ends as soon as that call returns."""
         has_begun: Future[None] = Future()
         if self._loop.is_closed():
             return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_EMPTY_PARTS = 100
-"""After this many consecutive aborts without a token, the request fails, because the engine seems never to answer."""
+"""After this many consecutive aborts without a token, the request fails instead of being repeated forever."""
 
 
 async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Completion:
@@ -50,7 +50,8 @@ async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: P
 
 
 def _without_start(completion: Completion) -> Completion:
-    """Drops the tokens of an unfinished response, because the grammar of a new request starts at its first token."""
+    """Drops the tokens of an unfinished response, because the engine applies the grammar to a new request's response
+    from its first token."""
     if completion.stop_reason != "abort":
         return completion
     return Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")
@@ -77,6 +78,7 @@ def _joined(request: GenerateRequest, parts: Sequence[Completion], tokenizer: Pr
     tokens = tuple(token for part in parts for token in part.tokens)
     end = _first_stop(tokens, request.params.stop, tokenizer)
     routes = last.routed_experts
+    # The last token has no routes, because the engine never computed it as an input.
     return Completion(
         tokens=tokens[:end],
         logprobs=tuple(logprob for part in parts for logprob in part.logprobs)[:end],

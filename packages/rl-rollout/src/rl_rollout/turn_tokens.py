@@ -95,7 +95,7 @@ class TurnTokens:
         _, tail = self._around_said([_ASKED, _REPLACES_SAID, *observation], add_generation_prompt=True)
         turn = [{"role": "assistant", "content": said}, *observation]
         opened, one_turn = self.codec.render(opening), self.codec.render([*opening, *turn])
-        # A template that adds a space before a response assumes responses that start with a space.
+        # A template that writes a space before a response expects the policy to sample this space.
         blank = " " if one_turn.startswith(f"{opened} {said}") else ""
         expected = opened + 2 * (blank + said + tail)
         return expected.startswith(one_turn) and self.codec.render([*opening, *turn, *turn]) == expected
@@ -104,7 +104,10 @@ class TurnTokens:
         text = self.codec.render(messages, add_generation_prompt=add_generation_prompt)
         head, said, tail = text.partition(_SAID)
         if not said:
-            raise DataError("the chat template does not render assistant messages, so it cannot be used for turns")
+            raise DataError(
+                "the chat template does not render the assistant's text, so it cannot be used for several turns; give "
+                "the model a chat_template.jinja that renders it"
+            )
         return head + said, tail
 
     def _encode_behind(self, head: str, tail: str) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ Load = Callable[[], "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]"]
 
 @attrs.define(eq=False)
 class _Call:
-    """A running request and the callers that wait for its answer. There are several if the request was repeated."""
+    """A running request and the callers that wait for its answer: several callers if the request was repeated."""
 
     request: GenerateRequest
     completions: dict[int, Completion] = attrs.field(factory=dict)

@@ -35,8 +35,8 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
         model_kwargs: further arguments of `from_pretrained`, e.g. `attn_implementation`.
 
     Raises:
-        ConfigError: the model does not exist or cannot be loaded, or its layers keep state other than keys and values
-            (Mamba, linear attention).
+        ConfigError: the model does not exist or cannot be loaded, or it has layers other than full and sliding-window
+            attention, such as Mamba or linear attention.
     """
     try:
         config = AutoConfig.from_pretrained(path)
@@ -89,7 +89,8 @@ def token_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> list[float]
 
 @attrs.frozen(kw_only=True, eq=False)
 class StagedWeights:
-    """A complete weight version that has arrived, in memory besides the version that is served."""
+    """A complete weight version that has arrived but is not served yet. It takes memory in addition to the version that
+    is served."""
 
     version: int
     tensors: Mapping[str, Tensor]

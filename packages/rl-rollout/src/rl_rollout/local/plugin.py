@@ -37,8 +37,8 @@ _COMMON_FIELDS = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embe
 
 @attrs.frozen
 class LocalEnginePlugin:
-    """Implements `InferencePlugin` for the engine in the trainer's process, which uses one device and neither a server
-    nor Ray."""
+    """Implements `InferencePlugin` for the `local` engine, which runs in the trainer's process on one device, without a
+    server and without Ray."""
 
     contract_version: int = 2
     receives_deltas: bool = True

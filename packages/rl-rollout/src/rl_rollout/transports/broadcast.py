@@ -1,11 +1,12 @@
 """Sends weights by broadcast: by NCCL if every participant has its own GPU, else by gloo.
 
 Serves any number of ranks and engines, on any number of hosts. A sync is not staged: engines load buckets as they
-arrive, and no second copy of the weights exists anywhere. Two buckets of a rank are in flight at a time.
+arrive, and no second copy of the weights exists anywhere. A rank sends one bucket while it makes the next.
 
-Every sync has its own store and its own process groups, created when needed and dropped at its end. Groups are not
-reused, because a group that outlives a dead engine, or a layout that outlives a change of the model, could lead to
-wrong weights. A group consists of one sending rank and all receivers; a rank that sends nothing has no group.
+Every sync has its own store and its own process groups, created when needed and dropped at its end. Neither groups nor
+bucket layouts are reused: a group may contain an engine that has died since, and a layout may be older than a change of
+the model, and both could lead to wrong weights. A group consists of one sending rank and all receivers; a rank that
+sends nothing has no group.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class BroadcastTransport:
     timeout_s: float = 600.0
     """Seconds that a rank and an engine wait for each other's next message or bucket."""
     join_timeout_s: float = 30.0
-    """Seconds that a rank with its first bucket waits for all engines to join. Engines are called when the sync begins
-    and join before they do anything else, so an engine that takes longer is dead or hangs."""
+    """Seconds that a rank, before it sends its first bucket, waits for all engines to join. Engines are called when the
+    sync begins and join before they do anything else, so an engine that takes longer is dead or hangs."""
     contract_version: int = 1
     name: str = "broadcast"
     is_staged: bool = False

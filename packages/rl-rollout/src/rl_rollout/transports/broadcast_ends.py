@@ -1,7 +1,7 @@
 """Sends and receives the weights of a sync by broadcast.
 
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's bytes
-produces     (sender) the log and the bytes; (receiver) buckets, whose checksums are compared after the rank's last one
+produces     (sender) the log and the bytes; (receiver) buckets; an error after a rank's last bucket if checksums differ
 waits for    receivers to join (`join_timeout_s` of the rendezvous), the other end of each broadcast (`timeout_s`)
 unblocked by the other side; by `close` of the transport; by a participant that fails and breaks off the sync, or that
              dies, which breaks its connections
@@ -51,7 +51,7 @@ class BroadcastSender:
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Broadcasts each bucket while the next one is made and the previous one's checksums are computed.
+        """Broadcasts each bucket while the next one is made.
 
         Raises:
             WeightSyncError: a receiver expects another version, a receiver or the controller left, or the sync was
@@ -269,8 +269,8 @@ class Group:
     def close(self) -> None:
         """Breaks the connections; a second call does nothing.
 
-        Abandons a broadcast that is still running. NCCL can abort it. Gloo ends it only at its deadline or when the
-        connections of other members break, and cannot be freed before, so a thread waits for that.
+        Abandons a broadcast that is still running. NCCL can abort it. With gloo, it ends only at its deadline or when
+        other members break their connections, and freeing the group blocks until then, so a thread frees it.
         """
         held = [self._group, self._work, self._data]
         is_under_way = self._work is not None
@@ -308,6 +308,7 @@ def _gloo_options(host: str, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
+    # `host` is the controller's address. Only if it is loopback is it also an address of every member.
     is_local = host in ("127.0.0.1", "localhost")
     options._devices = [gloo.create_device(hostname=host) if is_local else gloo.create_default_device()]
     return options

@@ -27,7 +27,7 @@ from rl_rollout.transports.signed_store import SignedStore
 
 _OPENED, _LENGTH, _RECEIVERS, _BROKEN = "opened", "log/length", "receivers", "broken"
 _CONNECT_S, _ATTEMPT_S = 30.0, 3.0
-"""Longest time to connect to a store, and of one attempt."""
+"""Longest time for connecting to a store, and for one attempt to connect."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
 """First and longest polling interval of a wait. Torch's own wait is not used, because it writes two lines to stderr
 whenever it times out."""

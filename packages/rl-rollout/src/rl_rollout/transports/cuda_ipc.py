@@ -1,7 +1,8 @@
-"""Sends weights through GPU memory shared by ranks and engines of one host (CUDA IPC); nothing leaves the devices.
+"""Sends weights through GPU memory shared by ranks and engines of one host (CUDA IPC).
 
-This transport is for colocated training: an engine copies each bucket directly from the rank's memory. A sync is not
-staged: engines load buckets as they arrive. At most two buckets of a rank wait for engines at a time.
+This transport is for colocated training: an engine copies each bucket directly from the rank's GPU memory. Weights are
+copied to host memory only to compute their checksums. A sync is not staged: engines load buckets as they arrive. At
+most two buckets of a rank wait for engines at a time.
 
 vLLM's own IPC transfer uses the same handles, but it needs all names and shapes before the first tensor, needs a client
 of vLLM's server in the training rank, and does not report what arrived. So this transport sends the handles and the
@@ -29,7 +30,8 @@ class CudaIpcTransport:
     timeout_s: float = 600.0
     """Seconds that a rank and an engine wait for each other's next message or bucket."""
     join_timeout_s: float = 30.0
-    """Seconds that a rank with its first bucket waits for all engines to join; see `BroadcastTransport`."""
+    """Seconds that a rank, before it sends its first bucket, waits for all engines to join; see
+    `BroadcastTransport`."""
     contract_version: int = 1
     name: str = "cuda_ipc"
     is_staged: bool = False

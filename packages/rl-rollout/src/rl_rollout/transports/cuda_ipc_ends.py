@@ -2,8 +2,8 @@
 
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's memory
 produces     (sender) the log with a handle per bucket; (receiver) copies on its own GPU, and acknowledgements
-waits for    receivers to join and to copy; the next message (deadline `timeout_s` of the rendezvous)
-unblocked by the other side, or by `close` of the transport
+waits for    receivers to join (`join_timeout_s` of the rendezvous) and to copy; the next message (`timeout_s`)
+unblocked by the other side; by `close` of the transport; by a participant that fails and breaks off the sync
 """
 
 from __future__ import annotations

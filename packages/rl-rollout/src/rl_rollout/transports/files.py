@@ -204,6 +204,7 @@ def _write_bucket(path: Path, bucket: WeightBucket) -> dict[str, TensorRecord]:
     with path.open("wb", buffering=0) as file:
         for _, tensor in unpack_bucket(on_host):
             data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            # Linux writes at most 2 GiB per call.
             while len(data):
                 data = data[file.write(data) :]
     records = bucket_records(on_host)

@@ -22,7 +22,7 @@ _GROUP = "rl_core.weight_transports"
 
 
 def receiver_of(transport: WeightTransport) -> str:
-    """Returns the transport's receiver class as `package.module:Class`, as its rendezvous name it.
+    """Returns the transport's receiver class as `package.module:Class`, as it stands in the transport's rendezvous.
 
     Reads the transport's attribute `receiver`. If there is none, opens a sync, reads the receiver from its rendezvous,
     and closes the sync.
@@ -50,7 +50,7 @@ def installed_receivers() -> frozenset[str]:
         try:
             receiver = getattr(plugins.load(_GROUP, entry.value), "receiver", None)
         except PluginError as error:
-            logger.warning("no server can receive weights by this transport: %s", error)
+            logger.warning("this server cannot receive weights by an installed transport: %s", error)
         else:
             found |= {receiver} - {None}
     return frozenset(found)

@@ -41,13 +41,13 @@ class NamedAdapters:
         return self._models.lora_requests[name]
 
     async def load(self, name: str, path: str) -> None:
-        """Loads the adapter, or replaces the one of this name, after every data-parallel engine has verified that it
-        can serve it.
+        """Loads an adapter, or replaces the one of this name, after every data-parallel engine has verified that it can
+        serve the new adapter.
 
         Raises:
-            GenerationError: the name is empty or reserved for the policy or the model, or an engine cannot serve the
-                adapter: nothing has changed. Or an engine failed while loading the checked adapter: the name has no
-                adapter now. The message says which.
+            GenerationError: nothing has changed, because the name is empty or reserved for the policy or the model, or
+                an engine cannot serve the adapter. Or the name has no adapter now, because an engine failed to load the
+                adapter after the checks. The message says which.
         """
         if name == BASE_MODEL.lora_name:
             raise GenerationError(

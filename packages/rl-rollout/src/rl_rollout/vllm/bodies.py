@@ -69,7 +69,7 @@ class GenerateBody(Body):
 
 
 class ScoreBody(Body):
-    """Sequences of int32 token ids, to be scored with the policy or with the adapter of this name."""
+    """Sequences of int32 token ids to score, and the name of the adapter to score them with; None: the policy."""
 
     sequences: Annotated[list[bytes], Meta(max_length=MAX_SAMPLES)]
     adapter: Name | None

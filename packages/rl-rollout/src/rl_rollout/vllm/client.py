@@ -65,7 +65,7 @@ class RemoteInferenceClient:
             on_failure: called with a server that did not answer or failed a weight update, so that it is checked now.
             on_close: called by `close`; ends the router, the supervisor and the servers.
             served_model_name: the model's name in requests to vLLM's own routes.
-            router: the proxy that gives outside agents access to the pool, which need not listen yet.
+            router: the proxy through which outside agents reach the pool; it need not listen yet.
         """
         self._pool = pool
         self._timeout_s = timeout_s
@@ -92,7 +92,7 @@ class RemoteInferenceClient:
         return None if self._router is None else self._router.url
 
     def num_weight_receivers(self) -> int:
-        """See `WeightReceivers`. Counts one engine if all servers are down, because an update waits until one is up."""
+        """See `WeightReceivers`. Counts one server if all are down, because an update waits until one is up."""
         return self._pool.facts.num_workers * max(1, len(self._pool.up))
 
     def idle_lap(self) -> Mapping[str, float]:

@@ -1,5 +1,5 @@
-"""Calls one server over HTTP, with a deadline for each call. The exceptions tell apart whether the server is gone or
-has refused the request."""
+"""Calls one server over HTTP, with a deadline for each call. The exceptions distinguish a server that is gone from one
+that refused the request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl_rollout.vllm import wire
 from rl_rollout.vllm.tokens import CONTROL_FILE_VARIABLE, CONTROL_VARIABLE
 
 _KEEP_ALIVE_S = 60.0
-"""Seconds until the client closes an idle connection. The server closes it after 75 s, so it never closes a connection
-that the client is about to use."""
+"""Seconds until the client closes an idle connection. The server closes one after 75 s, so the server never closes a
+connection that the client is about to use."""
 CONNECT_S = 10.0
 """Timeout for a server to accept a connection."""
 _REFUSED, _BAD_WEIGHTS, _LOST, _UNAVAILABLE = 400, 409, 502, 503
@@ -75,8 +75,8 @@ class Connection:
             raise GenerationError(message)
         if status == _NO_TOKEN:
             raise GenerationError(
-                f"{self.name} at {self.url} requires its control token: set {CONTROL_FILE_VARIABLE} or "
-                f"{CONTROL_VARIABLE} to the value that the server was started with"
+                f"{self.name} at {self.url} requires its control token: set {CONTROL_FILE_VARIABLE} to a file with the "
+                f"token that the server was started with, or {CONTROL_VARIABLE} to the token itself"
             )
         if status == _NO_ROUTE:
             raise GenerationError(

@@ -54,8 +54,8 @@ _FIXED = {
 }
 """Engine argument that cannot be set → reason."""
 _NOT_ON_CPUS = {
-    "expert_parallel_size": "computes with experts that a rank does not hold, and crashes (tensor parallel ranks split "
-    "each expert)",
+    "expert_parallel_size": "computes with experts that a rank does not hold, and crashes (with 1, ranks split each "
+    "expert instead)",
     "pipeline_parallel_size": "has no buffer for what a stage receives, and stops at the first request",
 }
 """Option that must be 1 on CPUs → reason. Engines with a larger value failed with a segmentation fault in

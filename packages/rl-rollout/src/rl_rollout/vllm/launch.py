@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
-    """Creates a client whose servers are ready and hold the weights of `spec.model_path`.
+    """Creates a client whose servers are ready. Servers that this call starts hold the weights of `spec.model_path`;
+    external servers may hold other weights.
 
     Raises:
         ConfigError: Ray's cluster is too small for the servers, vLLM's CPU build does not support the options, or the

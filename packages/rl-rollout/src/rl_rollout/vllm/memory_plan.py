@@ -17,8 +17,11 @@ _LEFT_ASLEEP_BYTES = 1 << 29
 
 
 def plan_engine(spec: EngineSpec) -> EnginePlan:
-    """Estimates the memory of one engine's device that needs most. Raises ConfigError if the model's sizes are unknown,
-    if the tensor-parallel size does not divide its heads, or for expert parallelism without experts."""
+    """Estimates the memory that each device of an engine needs; if the devices differ, the largest amount.
+
+    Raises ConfigError if the model's sizes are unknown, if the tensor-parallel size does not divide its number of
+    attention heads, or for expert parallelism without experts.
+    """
     options: VLLMOptions = spec.options
     shape = shape_of(spec)
     _require_divisible(options, shape)

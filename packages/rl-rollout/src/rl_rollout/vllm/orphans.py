@@ -22,7 +22,7 @@ on this machine are not affected."""
 
 
 def mark() -> None:
-    """Makes vLLM processes that this process starts from now on end with it."""
+    """From now on, the vLLM processes that this process starts end when this process ends."""
     os.environ[_MARK] = "1"
 
 

@@ -70,7 +70,7 @@ class VLLMPlugin:
         """See `ModelServing`."""
         if not spec.lora.is_sent_alone:
             raise ConfigError(
-                "the servers have no model besides the policy, whose syncs replace all weights; set "
+                "the servers hold only the policy, because every weight sync replaces the whole model; set "
                 "trainer.policy.model.lora.rank above 0 and trainer.policy.model.lora.merge_lora=false, so that they "
                 "keep the base model"
             )

@@ -29,7 +29,7 @@ class EngineFacts:
     vocab_size: int
     """Size of the vocabulary: token ids are smaller."""
     num_workers: int
-    """Number of processes of one engine that hold weights."""
+    """Number of processes of one server that hold weights."""
 
 
 @attrs.frozen(kw_only=True)
@@ -61,6 +61,7 @@ class Member:
     version: int = -1
     """Version of the server's weights, as last reported."""
     is_quarantined: bool = False
+    """Whether the server may hold incomplete weights, and so gets no requests."""
     load: int = 0
     """Number of samples that were requested from the server and not yet answered."""
     idle: IdleTime = attrs.field(factory=IdleTime)
@@ -85,6 +86,7 @@ async def while_up(member: Member) -> AsyncIterator[Connection]:
         raise ServerGone(f"{member} is down: {member.why_down}")
     block = asyncio.timeout(None)
     losing = asyncio.ensure_future(member.lost.wait())
+    # A deadline in the past ends the block at once.
     losing.add_done_callback(lambda _: None if losing.cancelled() else block.reschedule(0.0))
     try:
         async with block:
@@ -127,8 +129,8 @@ class Pool:
         return [member for member in self.up if member.version == self.version and not member.is_quarantined]
 
     def adopt_version(self) -> None:
-        """If all servers hold the same version, makes it the current one; it need not be the first, because external
-        servers may have served another run. Does nothing if their versions differ."""
+        """If all servers hold the same version, makes it the current one. External servers that have served another run
+        may hold any version. Does nothing if the versions differ."""
         versions = {member.version for member in self.up}
         if len(versions) == 1:
             self.version = versions.pop()

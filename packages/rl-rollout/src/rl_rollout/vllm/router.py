@@ -3,7 +3,7 @@
 consumes     HTTP requests under /v1; any other path, however it is written, reaches no server
 produces     the servers' answers: whole or, if an agent requested a stream, event by event as they arrive
 waits for    a server in service, then for its answer, then for the agent to read it; a request's deadline covers the
-             time from its first byte to the answer's last byte
+             time from the end of its headers to the end of the answer
 unblocked by the pool: requests go only to servers that hold the current weights; by an agent that disconnects, which
              also ends its request on the server; by the deadline, which also closes the connection of an agent that
              does not read

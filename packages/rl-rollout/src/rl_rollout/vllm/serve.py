@@ -1,10 +1,10 @@
-"""A vLLM server outside a run, for `generator.inference_engine.external_server_urls`; a signal ends it. Needs no Ray.
+"""Starts a vLLM server outside a run, for `generator.inference_engine.external_server_urls`. Needs no Ray.
 
     RL_CONTROL_TOKEN_FILE=FILE python -m rl_rollout.vllm.serve quickstart trainer.policy.model.path=DIRECTORY
 
 The server is the same as one that a run starts. Model, dtype, weight transport and vLLM's keys come from the
 configuration, whichever engine that configuration chooses. FILE has the control token, which a run must send; the
-server creates FILE if it is missing.
+server creates FILE if it is missing. SIGINT or SIGTERM ends the server.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _leave_working_directory_out() -> None:
     modules."""
     here = next((path for path in sys.path if path in ("", str(Path.cwd()))), None)
     if here is not None and not sys.flags.safe_path:
-        # Not `del sys.path[0]`, because Ray has inserted its own folders before it. Only the first entry is removed,
-        # because PYTHONPATH may name the directory again.
+        # Not `del sys.path[0]`, because Ray has inserted its own folders at the front. Only the first entry for the
+        # working directory is removed, because PYTHONPATH may name it again.
         sys.path.remove(here)
 
 

@@ -284,7 +284,9 @@ class ServedEngine:
                 self._require_asked_abort(request_id)
             return self._completion(output.outputs[0], self._spans[request_id])
         except VLLMClientError as error:
-            hint = "" if params.structured_outputs is None else "; try the tag: xgrammar.Grammar.from_structural_tag"
+            hint = (
+                "" if params.structured_outputs is None else "; try the tag with xgrammar.Grammar.from_structural_tag"
+            )
             raise GenerationError(f"sample {request.sample_id}: vLLM refuses it: {error}{hint}") from error
         finally:
             del self._spans[request_id]

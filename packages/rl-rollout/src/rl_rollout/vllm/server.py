@@ -2,8 +2,8 @@
 
 consumes     HTTP requests; `start` and `stop` from the controller
 produces     answers; log lines in its own file
-waits for    nothing: it serves until `stop`, or until its process is killed
-unblocked by the actor's event loop, which is uvicorn's too
+waits for    the next request or call, until `stop` or until its process is killed
+unblocked by the arrival of either, on one event loop that the actor and uvicorn share
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StartFailure:
 
 
 class VLLMServerActor:
-    """Ray actor that runs one server. `load` may take minutes. The engine's processes are children of its process."""
+    """Ray actor that runs one server. `load` may take minutes. The engine's processes are children of the actor's."""
 
     def __init__(self, log_path: str, shared: SharedGpus | None = None) -> None:
         """
@@ -147,7 +147,7 @@ class HTTPServer:
         _allow_many_connections()
         orphans.mark()
         # vLLM never removes the sockets between its processes, so they get a folder that `stop` removes. If the server
-        # is killed, the next `make_folder` on this machine removes it.
+        # is killed, the next `make_folder` on this machine removes the folder.
         self._sockets = make_folder(None, "sockets")
         has_other_machines = self._settings.engine_args.get("distributed_executor_backend") == "ray"
         if len(self._sockets) <= _MAX_SOCKETS_PATH and not has_other_machines:

@@ -26,8 +26,8 @@ ACCESS_VARIABLE = "RL_SERVER_TOKEN"
 CONTROL_VARIABLE = "RL_CONTROL_TOKEN"
 """Name of the environment variable with the control token that a run sends to servers that it did not start."""
 CONTROL_FILE_VARIABLE = "RL_CONTROL_TOKEN_FILE"
-"""Name of the environment variable with the path of a file that holds the control token; replaces
-`CONTROL_VARIABLE`."""
+"""Name of the environment variable with the path of a file that holds the control token. It is an alternative to
+`CONTROL_VARIABLE`; setting both is an error."""
 ACCESS_FILE = "agents_token"
 """Name of the file in the run directory that holds the token for agents, if the run has a router and ACCESS_VARIABLE is
 not set."""

@@ -2,8 +2,8 @@
 
 vLLM keeps an adapter twice: as received, in the worker's memory (`registered`, at most `max_cpu_loras`), and in the
 buffers that a batch computes with (`active`, `max_loras` slots). The policy's adapter is pinned in memory, because no
-file holds it. A batch that does not use the policy's adapter may give its slot to another adapter; the next batch that
-uses the policy's adapter copies it from memory again.
+file holds it. A batch without requests for the policy's adapter may give the policy's slot to another adapter; the next
+batch that uses the policy's adapter copies it from memory again.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    """torch's name of the dtype, or the file's name if it is a quantized dtype."""
+    """torch's name of the dtype; for a dtype that `_DTYPES` lacks, its name in safetensors."""
 
 
 def stored_tensors(model_config: Any) -> dict[str, StoredTensor]:

@@ -35,6 +35,7 @@ from rl_rollout.vllm.wire import manifest_record
 
 fixes.apply()
 _AGREE_S = 600.0
+"""Longest wait of a worker for the results of the engine's other workers."""
 _IS_INTACT = "rl_is_intact"
 """Attribute of a worker: whether its model is one complete version. Missing before the first update."""
 _STORED = "rl_stored"
