@@ -1,7 +1,7 @@
 """Functions for trajectories that consist of several sequences (steps). The rows may be in any order.
 
 A step-wise batch has N rows (steps) of M trajectories. An outcome reward belongs to a trajectory's last step, so an
-advantage estimator gets only these M rows, and its advantages are copied to all steps:
+advantage estimator gets only the M rows of last steps, and its advantages are copied to all steps:
 
     scores_M = trajectory_scores(scores_N, trajectory_N, is_last_step_N)
     group_M = trajectory_scores(group_N, trajectory_N, is_last_step_N)
