@@ -64,7 +64,7 @@ def _of_object(group: str, contract: type, found: Any, version: int | None) -> s
 
 
 def _of_factory(group: str, call: type, made: type, found: Any, version: int | None) -> str | None:
-    """Why an object is not a callable that creates objects of the contract `made`; None if it is one."""
+    """Why an object is not a callable that creates objects that fulfil the contract `made`; None if it is one."""
     if not callable(found):
         return f"it is {_described(found)}, which cannot be called"
     if inspect.isclass(found) and (inspect.isabstract(found) or vars(found).get("_is_protocol", False)):

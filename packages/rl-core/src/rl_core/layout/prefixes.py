@@ -123,6 +123,7 @@ def families(
     best = _cut(length_N, forest.new_N, most, max_sequences)
     share = forest.num_cells / num_data_ranks
     for part in _PARTS_OF_A_SHARE if num_data_ranks > 1 else ():
+        # 5 % above an equal share is accepted, because each further cut repeats shared tokens.
         if _largest_load(best[1], num_data_ranks) <= 1.05 * share:
             break
         other = _cut(length_N, forest.new_N, min(most, int(part * share)), max_sequences)
