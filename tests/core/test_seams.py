@@ -327,8 +327,8 @@ ENGINE_WITH_OPTIONS = attrs.evolve(
             (1, 1),
             "was written for version 2 of its contract; {} 1. Install a newer rl-core, or change the plug-in",
         ),
-        ("bare", (1, 2), "states no contract_version; {} 1 to 2. Set it to the version that the plug-in was"),
-        ("in_words", (1, 2), "states contract_version = '1', not a whole number; {} 1 to 2. Set it to the version"),
+        ("bare", (1, 2), "states no contract_version; {} 1 to 2. Set contract_version to the version that"),
+        ("in_words", (1, 2), "states contract_version = '1', not a whole number; {} 1 to 2. Set contract_version to"),
     ],
 )
 def test_a_version_that_is_not_accepted_is_one_error_that_says_what_to_change(

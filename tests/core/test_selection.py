@@ -158,5 +158,5 @@ def test_settings_out_of_range_and_shapes_that_do_not_fit_are_errors():
         zero_variance_groups(SCORES, GROUPS, zero_variance_filter_tol=-1.0)
     with pytest.raises(ShapeError, match="row 8 is missing from group_N"):
         zero_variance_groups(SCORES, GROUPS[:8])
-    with pytest.raises(ShapeError, match=r"is_truncated_N: the stream's last sequence has index 4, got shape \(2,\)"):
+    with pytest.raises(ShapeError, match=r"is_truncated_N: .* at least 5 entries, .* index 4; got shape \(2,\)"):
         overlong_mask(torch.ones(5, dtype=torch.bool), torch.arange(5), torch.tensor([True, False]))

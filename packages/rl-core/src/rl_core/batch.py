@@ -1,8 +1,8 @@
 """The token stream: N sequences concatenated into one flat stream of T tokens.
 
 Storage has no padding and no prompt/response split. Entry t of every per-token column belongs to token t:
-`rollout_logprobs[t]` is log p(token t | previous tokens of its sequence), 0.0 at each sequence's first token, which has
-no previous tokens and is never trained on. Columns are declared once, in `columns.FIELDS`; all code that selects,
+`old_logprobs[t]` is log p(token t | previous tokens of its sequence). It is 0.0 at each sequence's first token, which
+has no previous tokens and is never trained on. Columns are declared once, in `columns.FIELDS`; all code that selects,
 concatenates, saves or sends a batch is generic over that table, so a new column needs only a row there.
 """
 
@@ -24,7 +24,8 @@ from rl_core.errors import DataError, ShapeError, nearest
 
 @attrs.frozen(eq=False)
 class Batch:
-    """N sequences in one stream of T tokens. Immutable: every method returns a new batch or a view."""
+    """N sequences in one stream of T tokens. No method changes the batch; a batch that a method returns may be a view
+    of it."""
 
     offsets: Tensor
     """int64 [N+1]. Sequence i is the slice offsets[i]:offsets[i+1] of the stream and has at least one token. offsets[0]
@@ -42,8 +43,9 @@ class Batch:
         number for a per-sequence column. The columns of the batch are those of the first sequence.
 
         Raises:
-            ShapeError: a sequence lacks a column of the first one, a list's length differs from the number of tokens,
-                or an integer is out of the column's range.
+            ShapeError: there are no sequences, a column is unknown, a sequence lacks a column of the first one, a
+                list's length differs from the number of tokens, a per-sequence value is text, or an integer is out of
+                the column's range.
         """
         if not sequences:
             raise ShapeError("Batch.from_sequences: got no sequences")
@@ -138,8 +140,8 @@ class Batch:
         return Batch(offsets - offsets[0], columns)
 
     def token_index(self, sequences: Tensor) -> Tensor:
-        """int64: positions in the stream of all tokens of the given sequences. `sequences` are int64 indices; the
-        positions are in the order of `sequences`."""
+        """Stream positions of all tokens of the given sequences, int64. `sequences` are int64 indices; the positions
+        are in the order of `sequences`."""
         lengths = self.lengths[sequences]
         starts = offsets_of(lengths)[:-1]
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)

@@ -25,14 +25,14 @@ FIELDS: dict[str, Field] = {
     "tokens": Field("T", ("int64",), "prompt, sampled and observation tokens"),
     "sampled": Field("T", ("bool",), "the policy sampled this token"),
     "loss_mask": Field("T", ("bool",), "trained on; a subset of `sampled`"),
-    "rollout_logprobs": Field("T", _FLOAT, "log-prob in the distribution that the engine sampled from, or NaN"),
+    "rollout_logprobs": Field("T", _FLOAT, "log-prob in the engine's distribution; 0 if not sampled, NaN if unknown"),
     "old_logprobs": Field("T", _FLOAT, "log-prob under the policy at the start of the update"),
     "ref_logprobs": Field("T", _FLOAT, "log-prob under the reference model"),
     "values": Field("T", _FLOAT, "the critic's value of the state in which token t is chosen"),
     "old_entropies": Field("T", _FLOAT, "entropy of the policy's distribution of token t at the start of the update"),
     "rewards": Field("T", _FLOAT, "token-level reward; an outcome reward sits on the last sampled token"),
     "environment_rewards": Field("T", _FLOAT, "`rewards` without the KL penalty; present if there is a penalty"),
-    "advantages": Field("T", _FLOAT, "computed by the controller before the batch is split"),
+    "advantages": Field("T", _FLOAT, "advantage of token t, computed by the controller before the batch is split"),
     "correction_weights": Field("T", _FLOAT, "factor by which an off-policy correction scales the token's policy loss"),
     "returns": Field("T", _FLOAT, "the critic's target"),
     "loss_weights": Field("T", _FLOAT, "weight of each token's loss in the sum that is minimised"),
@@ -44,7 +44,7 @@ FIELDS: dict[str, Field] = {
     "greedy_score": Field("N", _FLOAT, "reward of the policy's greedy answer to the prompt, if the estimator reads it"),
     "trajectory_id": Field("N", ("int64",), "equal for the steps of one trajectory"),
     "step_index": Field("N", ("int64",), "position of the sequence among its trajectory's steps"),
-    "is_last_step": Field("N", ("bool",), "exactly one sequence of a trajectory is its last step"),
+    "is_last_step": Field("N", ("bool",), "the sequence is its trajectory's last step; true for exactly one of them"),
 }
 PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "computed by a loss's `prepare`")
 """Describes every column that a loss's `prepare` computes. The names of these columns begin with `x_`."""

@@ -19,8 +19,8 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 def is_data_set(path: str) -> bool:
-    """Whether the path names a data set, optionally with `@split` at the end: a directory, or a name on the hub
-    (`org/name`, `org/name:configuration`) that does not end with the suffix of a data file."""
+    """Whether the path names a data set: a directory, or a name on the hub (`org/name`, `org/name:configuration`) that
+    does not end with the suffix of a data file. The path may end with `@split`."""
     place = _without_split(path)
     if is_found(path) or is_found(place):
         return is_found(place) and Path(place).is_dir()

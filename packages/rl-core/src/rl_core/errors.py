@@ -63,7 +63,7 @@ class CheckpointError(RLError, OSError):
 
 
 class DiskFullError(CheckpointError):
-    """The disk is full. The message says what could not be written, and what was written before."""
+    """The disk is full. The message says what could not be written."""
 
 
 class WorkerError(RLError, RuntimeError):
@@ -71,7 +71,7 @@ class WorkerError(RLError, RuntimeError):
 
 
 class GenerationError(RLError, RuntimeError):
-    """Generation cannot continue: the engine failed, too many samples failed or batches were rejected, or the
+    """Generation cannot continue: the engine failed, too many samples failed, too many batches were rejected, or the
     generator's result cannot be used for training."""
 
 
@@ -94,8 +94,8 @@ class NonFiniteError(RLError, ArithmeticError):
 
 
 def install(requirement: str) -> str:
-    """The command that installs a package, with or without an extra. The packages of this project are on no index, so
-    they are installed from a clone."""
+    """The command that installs a package, with or without an extra. The packages of this project are on no package
+    index, so they are installed from a clone."""
     if requirement.partition("[")[0] not in _OWN_PACKAGES:
         return f"pip install {requirement}"
     return f"pip install './packages/{requirement}' in a clone of this project"

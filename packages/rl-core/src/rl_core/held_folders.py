@@ -1,7 +1,8 @@
 """Creates temporary folders in memory or on disk, and removes them after the process that created them has ended.
 
-A folder's name contains purpose, run and process id, but only for human readers. A process holds a lock on each of its
-folders: flock(2) on a file in the folder, which the kernel releases when the process ends. This also works if
+A folder's name contains its purpose, the run and the process id; run and process id are only for human readers. A
+process holds a lock on each of its folders: flock(2) on a file in the folder, which the kernel releases when the
+process ends. This also works if
 containers share the parent directory but not process ids. Before a process creates a folder, it removes all folders
 that no process holds any more: in the same parent, in the temporary directory, and in memory. So the folders of a
 killed run are removed when the next run creates one, whichever transport that run uses. While a process creates a
@@ -34,7 +35,8 @@ _LOCK_S = 5.0
 """Seconds to wait for the parent's lock. Processes that create folders hold this lock together (shared); a process that
 removes abandoned folders holds it alone, but only briefly."""
 _held: dict[str, int] = {}
-"""Folder of this process → file descriptor of its lock. A forked child closes its copies of the descriptors."""
+"""Folder of this process → file descriptor of its lock. A forked child closes its copies of the descriptors; otherwise
+the lock would last until the child ends too."""
 
 
 def make_folder(parent: str | Path | None, run: str, kind: Literal["weights", "proof"] = "weights") -> str:
@@ -93,6 +95,7 @@ def _is_abandoned(folder: Path) -> bool:
         return _is_unmade(folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The creator writes to the file once it holds the lock. An empty file may belong to a folder being created.
         return os.fstat(descriptor).st_size > 0 or _is_unmade(folder)
     except OSError:
         return False

@@ -138,7 +138,9 @@ def push_model(directory: Path, name: str, *, is_private: bool) -> str:
     if library.get_token() is None:
         raise ConfigError("rl push: you are not logged in to the hub: run hf auth login, or set HF_TOKEN")
     if (reason := obstacle("models", name)) is not None:
-        raise ConfigError(f"rl push: {name}: {reason}. Nothing was sent; run the same command again later")
+        raise ConfigError(
+            f"rl push: {name}: {reason}. Nothing was sent; run the same command again when the hub can be reached"
+        )
     with _refusals(f"rl push: {name}"):
         api = library.HfApi()
         api.create_repo(name, private=is_private, exist_ok=True)

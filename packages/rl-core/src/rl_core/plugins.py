@@ -178,7 +178,7 @@ def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
 def _version_problem(contract: Contract, stated: Any) -> str | None:
     """Says why the stated version is not accepted, and what the user should do; None if the version is accepted."""
     number = f"was written for version {stated} of its contract"
-    remedy = "Set it to the version that the plug-in was written for"
+    remedy = "Set contract_version to the version that the plug-in was written for"
     if stated is None:
         number = "states no contract_version"
     elif type(stated) is not int:

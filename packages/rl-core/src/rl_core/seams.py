@@ -64,7 +64,7 @@ def _of_object(group: str, contract: type, found: Any, version: int | None) -> s
 
 
 def _of_factory(group: str, call: type, made: type, found: Any, version: int | None) -> str | None:
-    """Why an object is not a callable that creates objects of the contract `made`; None if it is one."""
+    """Why an object is not a callable that creates objects that fulfil the contract `made`; None if it is one."""
     if not callable(found):
         return f"it is {_described(found)}, which cannot be called"
     if inspect.isclass(found) and (inspect.isabstract(found) or vars(found).get("_is_protocol", False)):
@@ -316,8 +316,8 @@ def _member_problem(found: Any, name: str, expected: Any, *, with_optional: bool
 
 
 def _class_problem(found: type, expected: Mapping[str, Any], *, with_optional: bool) -> str | None:
-    """Why a class lacks one of these methods, or why one cannot be called as the contract says; None if all can be.
-    Other members are not checked, because `__init__` may set them."""
+    """Says which of these methods a class lacks, or why one of them cannot be called as the contract says. None if all
+    can be called. Other members are not checked, because `__init__` may set them."""
     methods = {name: member for name, member in expected.items() if inspect.isfunction(member)}
     return _lacks(found, methods) or _first(
         _class_method_problem(found, name, method, with_optional=with_optional) for name, method in methods.items()

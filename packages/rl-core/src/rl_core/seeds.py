@@ -1,8 +1,8 @@
 """Seeds for all random numbers of a run, derived from the run's seed and the purpose of the numbers.
 
-A seed depends only on its parts, in every process and on every machine, so a resumed run draws the same numbers as an
-uninterrupted one. Python's `hash` is not used, because for text it differs between processes, and because it collides
-for small numbers.
+A seed depends only on its parts and is the same in every process and on every machine, so a resumed run draws the same
+numbers as an uninterrupted one. Python's `hash` is not used, because for text it differs between processes, and because
+it collides for small numbers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Functions that run coroutines concurrently so that all end before the caller continues, run a function that may never
-return, convert errors of foreign code that would end a task silently, and measure idle time."""
+"""Runs coroutines concurrently until all have ended, runs functions that may never return, converts errors of foreign
+code that would end a task silently, and measures idle time."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class OwnThread(Generic[T]):
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._future: Future[T] = Future()
+        # A future that is marked as running cannot be cancelled. After a cancellation, `set_result` would raise.
         self._future.set_running_or_notify_cancel()
         threading.Thread(target=self._run, args=(function,), daemon=True).start()
 
@@ -90,7 +91,7 @@ def code_of(whose: str) -> Iterator[None]:
 
 def is_foreign(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
     """Whether the code in a task raised this error itself, although it is not an Exception. False for an Exception, and
-    for errors with a cause outside the task: Ctrl-C, or that the task was cancelled or discarded.
+    for an error whose cause is outside the task: Ctrl-C, or code that cancels or discards the task.
 
     Args:
         task: the task in which the error was raised; None: it was raised outside any task.

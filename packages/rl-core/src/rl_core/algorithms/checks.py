@@ -78,7 +78,8 @@ def require_row_per_sequence(sequence_T: Tensor, **tensors: Tensor) -> None:
     for name, values in tensors.items():
         if values.dim() != 1 or values.numel() < needed:
             raise ShapeError(
-                f"{name}: the stream's last sequence has index {needed - 1}, got shape {tuple(values.shape)}"
+                f"{name}: expected one axis with at least {needed} entries, because the stream's last sequence has "
+                f"index {needed - 1}; got shape {tuple(values.shape)}"
             )
 
 

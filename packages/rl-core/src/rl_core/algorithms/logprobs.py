@@ -33,9 +33,8 @@ def chunked_logprobs(
     Logits are stored in one buffer of `chunk_tokens` × V numbers (with entropy, in two of half that length). Inputs of
     lower precision need one more buffer in that precision. Backward recomputes the logits, so that there are four
     matrix products instead of three. Matrix products use the dtype of `hidden_TH`; softmax and sums over chunks use
-    float32 (float64 for float64 inputs). Gradients flow through both results to those of hidden states, weight and bias
-    that require one. A bias of −inf removes a token from the vocabulary: its probability is 0, and 0 · log 0 counts as
-    0.
+    float32 (float64 for float64 inputs). Gradients flow from both results to hidden states, weight and bias. A bias of
+    −inf removes a token from the vocabulary: its probability is 0, and 0 · log 0 counts as 0.
 
     Args:
         hidden_TH: hidden state that predicts each target.
@@ -106,7 +105,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     torch.sub(logits_CV, peak_C[:, None], out=weights_CV).exp_()
                     sum_C = weights_CV.sum(-1)
                     lse_C = sum_C.log().add_(peak_C)
-                    # x − lse is computed before the weighted sum, because subtracting two large sums would cancel.
+                    # Subtract lse before the weighted sum: the difference of two large sums would lose precision.
                     all_logprobs_CV = logits.bounded(logits_CV.sub_(lse_C[:, None]))
                     entropies_T[rows] = all_logprobs_CV.mul_(weights_CV).sum(-1).div_(sum_C).neg_()
                 lse_T[rows] = lse_C

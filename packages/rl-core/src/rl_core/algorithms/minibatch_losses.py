@@ -111,7 +111,8 @@ def kl_cov_loss(
     *,
     ppo_kl_coef: float = 1.0,
 ) -> TokenLoss:
-    """The unclipped surrogate, with a penalty on changing the tokens whose log-prob and advantage covary most.
+    """The unclipped surrogate, with a penalty on changes of the log-probs of tokens whose log-prob and advantage covary
+    most.
 
     loss_t = w_t · (−r_t A_t), plus w_t · ppo_kl_coef · |log r_t| at the selected tokens (`kl_cov_columns`).
     Source: Cui et al. 2025, arXiv 2505.22617, section 4 (KL-Cov), there with the covariance under the current policy;

@@ -99,7 +99,7 @@ class Objective:
 
     @cached_property
     def call_columns(self) -> tuple[str, ...]:
-        """Columns that a call reads, so that they must be sent to workers. Includes the `x_…` columns that `prepare`
+        """Columns that a call reads; they must be sent to workers. Includes the `x_…` columns that `prepare`
         returns."""
         read = [column_of(name) for name in self._required_parameters]
         read += ["correction_weights"] if "correction_weights_T" in self._parameters else []

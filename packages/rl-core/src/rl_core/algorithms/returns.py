@@ -1,8 +1,8 @@
 """Places rewards in the token stream, and computes their sums, discounted per token or per turn.
 
 Only the sampled tokens of a sequence are time steps. Tokens between them (observations of an environment) are not
-actions: they are not discounted and have no reward. `sequence_T` may also be the trajectory's index if the steps of
-each trajectory are consecutive in the stream; sums then continue across steps.
+actions: they have no reward, and the discount does not count them. `sequence_T` may also be the trajectory's index if
+the steps of each trajectory are consecutive in the stream; sums then continue across steps.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
     """Computes the linear recurrence y_t = x_t + d_t · y_{t+1} from the end, with y = 0 after the end.
 
     The input is cut into blocks of 64. All blocks are computed in parallel, each as if y were 0 after it, together with
-    the products of their decays. The recurrence over the blocks' first values is the same problem, 64 times shorter;
-    its results are then added to the blocks. This takes 64 vector steps per level and O(T) work, for one long sequence
-    as well as for many short ones.
+    the products of their decays. The recurrence over the blocks' first values is the same problem, 64 times shorter.
+    Each position of a block then gets the next block's result, multiplied by the decays in between. This takes 64
+    vector steps per level and O(T) work, for one long sequence as well as for many short ones.
 
     Args:
         inputs_T: x, finite.

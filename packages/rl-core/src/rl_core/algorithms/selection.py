@@ -109,9 +109,9 @@ def dynamic_sampling_filter(
 ) -> GroupSelection:
     """Keeps the first `num_groups` informative groups, and reports whether more prompts must be sampled.
 
-    A group is informative if its scores differ. If there are more, those with the highest ids are surplus. If the
-    selection is not complete, call this function again with the informative rows of all earlier rounds and the new
-    rows.
+    A group is informative if its scores differ. If more than `num_groups` are informative, those with the highest ids
+    are surplus. If the selection is not complete, call this function again with the informative rows of all earlier
+    rounds and the new rows.
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 11.
 
     Args:
@@ -185,7 +185,7 @@ def dynamic_sampling_replace(
 
 
 def overlong_mask(loss_mask_T: Tensor, sequence_T: Tensor, is_truncated_N: Tensor) -> MaskSelection:
-    """Clears the loss mask of truncated sequences, because a finished response would have had another reward.
+    """Clears the loss mask of truncated sequences, because the finished response might have had another reward.
 
     Source: Yu et al. 2025 (DAPO, overlong filtering), arXiv 2503.14476, section 3.4.
 

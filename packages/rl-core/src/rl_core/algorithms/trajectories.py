@@ -1,7 +1,7 @@
 """Functions for trajectories that consist of several sequences (steps). The rows may be in any order.
 
 A step-wise batch has N rows (steps) of M trajectories. An outcome reward belongs to a trajectory's last step, so an
-advantage estimator gets only these M rows, and its advantages are copied to all steps:
+advantage estimator gets only the M rows of last steps, and its advantages are copied to all steps:
 
     scores_M = trajectory_scores(scores_N, trajectory_N, is_last_step_N)
     group_M = trajectory_scores(group_N, trajectory_N, is_last_step_N)
@@ -130,8 +130,7 @@ def step_returns(rewards_N: Tensor, trajectory_N: Tensor, step_index_N: Tensor, 
 
 def _in_time(trajectory_N: Tensor, step_index_N: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the row indices sorted by trajectory, then step, and whether the next row in this order has the same
-    trajectory.
-    Raises ShapeError for two rows with the same trajectory and step."""
+    trajectory. Raises ShapeError for two rows with the same trajectory and step."""
     by_step_N = step_index_N.argsort(stable=True)
     order_N = by_step_N[trajectory_N[by_step_N].argsort(stable=True)]
     trajectory_N, step_index_N = trajectory_N[order_N], step_index_N[order_N]

@@ -62,10 +62,11 @@ def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
     """Assigns items like `greedy_partition`, but gives no part more than ⌈N / num_parts⌉ items. If num_parts divides N,
     all parts get the same number of items.
 
-    Bound: the parts' sums differ by at most the largest cost M. Proof: let a part have sum L and room for r more items,
-    and let c be the cost of the next one. An item of cost c leaves L + r·c unchanged, so for any two parts |L − L'| and
-    |(L + r·c) − (L' + r'·c)| stay at most M: both hold initially, c never increases, and the difference is linear in c.
-    Among parts with room, the first holds as for greedy; if L' is full, L + c ≤ L + r·c ≤ L' + M.
+    Bound: the parts' sums differ by at most the largest cost M. Proof: let L be a part's sum, r the number of items
+    that it still has room for, and c the cost of the next item. For any two parts, |L − L'| and |(L + r·c) − (L' +
+    r'·c)| are 0 before the first item, and both stay at most M. The second: adding the item to its part leaves L + r·c
+    unchanged; c never increases, and the difference is linear in c and at most M for c = 0. The first: between parts
+    with room, as for greedy; if the other part is full, L + c ≤ L + r·c ≤ L' + M.
     """
     costs_N = _checked(costs_N, num_parts)
     part_N = np.empty(len(costs_N), np.int64)
@@ -155,7 +156,7 @@ def _checked(costs_N: npt.ArrayLike, num_parts: int) -> FloatArray:
         raise ShapeError(f"costs_N: expected one axis, got shape {costs_N.shape}")
     wrong = np.flatnonzero(~(np.isfinite(costs_N) & (costs_N >= 0)))
     if len(wrong):
-        raise ShapeError(f"costs_N[{wrong[0]}] is {costs_N[wrong[0]]}: costs are finite and not negative")
+        raise ShapeError(f"costs_N[{wrong[0]}] is {costs_N[wrong[0]]}; expected a finite cost of at least 0")
     if num_parts < 1:
         raise ShapeError(f"num_parts is {num_parts}, expected at least 1")
     return costs_N

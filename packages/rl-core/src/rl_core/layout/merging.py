@@ -1,5 +1,6 @@
 """Prefix merging: consecutive steps of a trajectory become one sequence if each step's prompt begins with all tokens of
 the step before it.
+
 Step k+1 of an agent usually begins with the whole text of step k, and training on both would compute that text twice.
 The model is causal: its output at a token depends only on the tokens before it. So one pass over the last step's text
 gives the outputs of all steps. Each token's columns are taken from the first step that contains the token; if the token

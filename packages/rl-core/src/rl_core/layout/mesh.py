@@ -38,7 +38,7 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Parallel sizes of one model; `Mesh(world_size=n)` is pure data parallel.
+    """Parallel sizes of one model; `Mesh(world_size=n)` is pure data parallelism.
 
     Raises:
         ConfigError: a size is below 1; or the product of the dense or of the expert sizes does not divide `world_size`

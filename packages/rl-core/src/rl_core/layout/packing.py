@@ -23,7 +23,7 @@ def plan_micro_batches(
     counts_N: npt.ArrayLike | None = None,
     partition: Partition | None = None,
 ) -> list[list[IntArray]]:
-    """Splits sequences over data-parallel ranks, and each rank's part into micro-batches, using only their lengths.
+    """Splits sequences over data-parallel ranks, and each rank's part into micro-batches, by the sequences' lengths.
 
     First, `partition` gives all ranks sequences of nearly equal total cost. Then each rank's sequences are packed into
     the same number of micro-batches: the smallest multiple of `multiple` for which a packing of all ranks within the
@@ -140,7 +140,7 @@ def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, s
     room = [slots] * num_bins
     heap = [(0, b) for b in range(num_bins)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # Bins without free slots are not in the heap, so the first entry is the emptiest of the others.
+        # The heap holds only bins with free slots. Its first entry has the fewest tokens.
         if not heap or heap[0][0] + lengths[i] > budget or room[heap[0][1]] < counts[i]:
             return None
         tokens, b = heapq.heappop(heap)
@@ -152,8 +152,8 @@ def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, s
 
 
 def _first_fit(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Packs each item, largest first, into the first bin with room for it. This needs at most about 11/9 of the
-    smallest possible number of bins, but the bins are not balanced."""
+    """Packs each item, largest first, into the first bin with room for it. If slots never limit, this needs at most
+    about 11/9 of the smallest possible number of bins. The bins are not balanced."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens, room = [0] * num_bins, [slots] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

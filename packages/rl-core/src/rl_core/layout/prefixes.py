@@ -87,7 +87,7 @@ def prefix_forest(
     np.maximum.at(
         inner_N, index_runs(shared.first_M, shared.count_M), np.repeat(np.arange(len(shared)), shared.count_M)
     )
-    depth_N = np.append(shared.end_M, 0)[inner_N]
+    depth_N = np.append(shared.end_M, 0)[inner_N]  # −1, for a sequence in no node, reads the appended 0
     own = np.flatnonzero(length_N > depth_N)
     nodes = shared.with_one(own, depth_N[own], length_N[own], inner_N[own])
     length_M = nodes.end_M - nodes.start_M
@@ -123,6 +123,7 @@ def families(
     best = _cut(length_N, forest.new_N, most, max_sequences)
     share = forest.num_cells / num_data_ranks
     for part in _PARTS_OF_A_SHARE if num_data_ranks > 1 else ():
+        # 5 % above an equal share is accepted, because each further cut repeats shared tokens.
         if _largest_load(best[1], num_data_ranks) <= 1.05 * share:
             break
         other = _cut(length_N, forest.new_N, min(most, int(part * share)), max_sequences)
@@ -175,7 +176,7 @@ def input_cells(forest: PrefixForest, offsets: npt.ArrayLike, *, total_multiple:
     offsets = np.asarray(offsets, np.int64)
     parents = np.unique(forest.parent_M[forest.parent_M >= 0])
     length_M = forest.length_M - 1
-    length_M[parents] += 1
+    length_M[parents] += 1  # the last token of a node with children predicts their first tokens
     if not length_M.any():
         length_M[0] = 1
     starts = np.cumsum(forest.length_M) - forest.length_M
@@ -295,7 +296,7 @@ class _Nodes:
         """Adds nodes for single sequences, with the tokens that the sequence shares with no other."""
         firsts, starts = np.append(self.first_M, first), np.append(self.start_M, start)
         order = np.lexsort((starts, firsts))
-        number = np.append(np.argsort(order), -1)
+        number = np.append(np.argsort(order), -1)  # so the parent of a root, −1, remains −1
         return _Nodes(
             first_M=firsts[order],
             count_M=np.append(self.count_M, np.ones_like(first))[order],
@@ -333,7 +334,7 @@ def _shared_runs(common: list[int], least_saved: int) -> list[tuple[int, int, in
     """Finds the maximal runs (first, shared, end) of neighbours that share `shared` tokens. Leaves out a run if sharing
     its tokens would save fewer than `least_saved` tokens compared with the next larger run."""
     runs: list[tuple[int, int, int]] = []
-    begun: list[tuple[int, int, int]] = []  # (first, shared, paths so far), each run within the previous one
+    begun: list[tuple[int, int, int]] = []  # (first, shared, paths: sequences, a kept inner run as one), nested
     for i, shared in enumerate([*common, 0]):
         first, paths = i, 1
         while begun and begun[-1][1] > shared:

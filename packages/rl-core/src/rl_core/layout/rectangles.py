@@ -21,7 +21,7 @@ def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tupl
 
     Args:
         lengths_N: tokens of each sequence.
-        alike_N: sequences share a rectangle only if their numbers here are equal; None: all are equal.
+        alike_N: sequences share a rectangle only if their entries in this array are equal. None: no such restriction.
 
     Returns:
         Two arrays, int64 [N]: the number of each sequence's rectangle, in ascending order of the sequences' lengths,

@@ -83,8 +83,8 @@ def _slots_of_stages(slots: int, pipeline: int, num_first: int | None, num_last:
     if rest < 0 or (rest > 0 if middle == 0 else rest % middle):
         raise ConfigError(
             f"pipeline: cannot divide {slots} layers (including embedding and loss if counted) over {pipeline} stages: "
-            f"{len(ends)} stages with set counts take {sum(ends)}, and the remaining {rest} do not divide over "
-            f"{middle} stages. "
+            f"{len(ends)} stages with a set number of layers take {sum(ends)}, and the remaining {rest} cannot be "
+            f"divided evenly over the other {middle}. "
             f"{_counts_that_fit(slots, pipeline, num_first, num_last)}"
         )
     counts = [rest // middle if middle else 0] * pipeline
