@@ -146,6 +146,12 @@ def test_sapo_at_ratio_one_is_half_the_gates_height():
     assert by_hand(algorithms.sapo_loss, tau_pos=1.0, tau_neg=2.0, **arguments) == pytest.approx([-2.0, 1.0])
 
 
+def test_sapos_temperature_has_the_precision_of_the_log_probs():
+    logprobs_T = torch.tensor([-1.0], dtype=torch.float64)
+    loss_T, _ = algorithms.sapo_loss(logprobs_T, logprobs_T, -torch.ones_like(logprobs_T), torch.tensor([True]))
+    assert loss_T.item() == pytest.approx(2.0 / 1.05, rel=1e-14)
+
+
 def test_rollout_is_drops_tokens_outside_the_open_interval():
     arguments = {
         "logprobs_T": [0.0, TWO, 0.1],

@@ -178,7 +178,7 @@ def sapo_loss(
     ratio_T = log_ratio_T.exp()
     with torch.no_grad():
         clean_T = masked(advantages_T, mask_T)
-        tau_T = torch.where(clean_T > 0, tau_pos, tau_neg).to(ratio_T.dtype)
+        tau_T = torch.full_like(ratio_T, tau_neg).masked_fill_(clean_T > 0, tau_pos)
         scale_T = clean_T.mul_(-4.0).div_(tau_T)
     gate_T = torch.sigmoid((ratio_T - 1.0) * tau_T)
     with torch.no_grad():
