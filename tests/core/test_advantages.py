@@ -411,7 +411,8 @@ def test_empty_masks_and_empty_streams_give_zeros():
     ("arguments", "message"),
     [
         ((torch.ones(2), torch.zeros(3, dtype=torch.int64)), "row 2 is missing from scores_N"),
-        ((torch.ones(2), torch.zeros(2)), r"group_N: expected torch.int64, got torch.float32"),
+        ((torch.ones(2), torch.zeros(2)), r"group_N: expected torch.int64, got torch.float32; .* \.long\(\)"),
+        ((torch.ones(2), None), "group_N: expected a tensor, got NoneType; convert"),
         ((torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)), "scores_N: expected floating-point"),
         (
             (torch.ones(2, 1), torch.zeros(2, dtype=torch.int64)),
@@ -422,6 +423,14 @@ def test_empty_masks_and_empty_streams_give_zeros():
 def test_shapes_and_dtypes_that_do_not_fit_are_refused(arguments: tuple[Tensor, Tensor], message: str):
     with pytest.raises(ShapeError, match=message):
         grpo_advantages(*arguments)
+
+
+@pytest.mark.parametrize("score", [math.nan, -math.inf])
+def test_a_score_that_is_not_finite_is_named(score: float):
+    scores_N, group_N = torch.tensor([1.0, score, 0.0]), torch.tensor([4, 4, 5])
+    for function in (grpo_advantages, rloo_advantages, maxrl_advantages, best_minus_second_advantages):
+        with pytest.raises(DataError, match=rf"scores_N\[1\] is {score}; expected a finite number"):
+            function(scores_N, group_N)
 
 
 @pytest.mark.parametrize("ids", [["a", "b"], ("a", "b"), np.array(["a", "b"]), np.array(["a", "b"], dtype=object)])

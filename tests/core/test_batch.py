@@ -190,6 +190,21 @@ def test_a_mask_that_is_no_tensor_is_refused():
         Batch.from_padded(PaddedBatch(attention_mask=mask, columns={"tokens": torch.zeros(1, 2, dtype=torch.int64)}))
 
 
+@pytest.mark.parametrize("given", [[[5, 6]], np.array([[5, 6]])])
+def test_a_column_that_is_no_tensor_is_refused(given):
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(ShapeError, match=r"tokens: expected a tensor, got (list|ndarray); .*torch\.as_tensor"):
+        Batch.from_padded(PaddedBatch(attention_mask=mask, columns={"tokens": given}))
+    with pytest.raises(ShapeError, match=r"advantages: expected a tensor, got (list|ndarray)"):
+        Batch.from_sequences(TWO).with_columns(advantages=given)
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([False, True]), [True, False], [0.0], 1, [[0]]])
+def test_a_mask_does_not_select_sequences(wrong):
+    with pytest.raises(ShapeError, match=r"select: expected indices.*nonzero\(\)"):
+        Batch.from_sequences(TWO).select(wrong)
+
+
 def test_a_column_of_another_shape_than_the_mask_is_refused():
     columns = {"tokens": torch.zeros(1, 3, dtype=torch.int64)}
     with pytest.raises(ShapeError, match=r"tokens: expected \[1, 2\] like the attention mask, got \[1, 3\]"):
@@ -227,6 +242,9 @@ def test_wrong_sequences_are_named():
         Batch.from_sequences([TWO[0], {"tokens": [1], "rewards": [0], "group_id": 1}])
     with pytest.raises(ShapeError, match="sequence 0: sampled has 1 entries for 2 tokens"):
         Batch.from_sequences([{"tokens": [1, 2], "sampled": [True]}])
+    for without in ({"tokens": []}, {"sampled": []}):
+        with pytest.raises(ShapeError, match="sequence 1 has no tokens; leave it out"):
+            Batch.from_sequences([{"tokens": [1]}, without])
 
 
 def test_a_group_id_that_is_text_is_refused():

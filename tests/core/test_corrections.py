@@ -42,6 +42,22 @@ def corrected(**settings: Any) -> tuple[list[float], list[bool], dict[str, tuple
 # --- by hand --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("settings", [{"tis_ratio_type": "token"}, {"sequence_mask_metric": "geometric"}])
+def test_a_token_whose_old_log_prob_is_nan_is_not_dropped_silently(settings: dict[str, Any]):
+    old_T = LOG_RATIOS + ROLLOUT
+    old_T[3] = old_T[5] = NAN  # token 5 is not trained
+    weights_T, mask_T, _ = off_policy_correction(old_T, ROLLOUT, MASK, SEQUENCE, **settings)
+    assert mask_T[3]
+    assert not weights_T[~mask_T].any()
+    if settings.get("tis_ratio_type"):
+        assert weights_T.isnan().tolist() == [False, False, False, True, False, False, False]
+
+
+def test_a_ratio_outside_the_mask_may_be_nan():
+    log_ratios_T = torch.where(MASK, LOG_RATIOS, NAN)
+    assert truncated_ratios(log_ratios_T, MASK, high=2.0)[5] == 0
+
+
 def test_levels_of_ratios_by_hand():
     # Products 8, 1/4, 1 (the token outside the mask does not count); geometric means 2, 1/2, 1.
     products = sequence_log_ratios(LOG_RATIOS, MASK, SEQUENCE).exp()

@@ -206,6 +206,8 @@ def test_a_token_held_twice_or_outside_the_stream_is_named():
         inverse_index([np.array([3])], 3)
     with pytest.raises(ShapeError, match="sequence 2 is not in a batch of 2 sequences"):
         packed_layout([0, 1, 2], [2])
+    with pytest.raises(ShapeError, match=r"sequences: expected indices, got a mask; .*np\.flatnonzero"):
+        packed_layout([0, 1, 2], [False, True])
 
 
 @pytest.mark.parametrize("lengths_or_worse", [[3, 1, 2], [0, 3, 3], [], [[0, 3]]])

@@ -146,6 +146,12 @@ def test_sapo_at_ratio_one_is_half_the_gates_height():
     assert by_hand(algorithms.sapo_loss, tau_pos=1.0, tau_neg=2.0, **arguments) == pytest.approx([-2.0, 1.0])
 
 
+def test_sapos_temperature_has_the_precision_of_the_log_probs():
+    logprobs_T = torch.tensor([-1.0], dtype=torch.float64)
+    loss_T, _ = algorithms.sapo_loss(logprobs_T, logprobs_T, -torch.ones_like(logprobs_T), torch.tensor([True]))
+    assert loss_T.item() == pytest.approx(2.0 / 1.05, rel=1e-14)
+
+
 def test_rollout_is_drops_tokens_outside_the_open_interval():
     arguments = {
         "logprobs_T": [0.0, TWO, 0.1],
@@ -413,7 +419,7 @@ def test_empty_mask_gives_zeros(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_extreme_ratios_stay_finite(case, dtype):
     columns = mini_batch(7, [10, 10], dtype)
     for shift in (50.0, -50.0):
@@ -432,6 +438,17 @@ def test_log_ratios_are_clamped_at_20():
     loss_T, gradient_T = loss_and_gradient("importance_sampling", columns)
     torch.testing.assert_close(loss_T, -columns["advantages_T"] * math.exp(20.0))
     assert not gradient_T.any()
+
+
+def test_ratios_of_bfloat16_log_probs_are_compared_in_float32():
+    # The ratio is exp(2^-9) = 1.00196. The two bfloat16 numbers nearest to it are 1 and 1.0078.
+    old_T = torch.tensor([-0.5], dtype=torch.bfloat16)
+    mask_T, sequence_T = torch.tensor([True]), torch.tensor([0])
+    loss = algorithms.gspo_loss(old_T + 2**-9, old_T, torch.ones(1), mask_T, sequence_T)
+    assert loss.metrics["ratio"].item() == pytest.approx(math.exp(2**-9))
+    assert loss.metrics["clip_fraction"].item()
+    ratio_T = algorithms.ppo_clip_loss(old_T + 2**-9, old_T, torch.ones(1), mask_T).metrics["ratio"]
+    assert ratio_T.item() == pytest.approx(math.exp(2**-9))
 
 
 @pytest.mark.parametrize("function", ["gspo_loss", "gspo_token_loss", "gmpo_loss"])
@@ -507,6 +524,39 @@ def test_lengths_that_differ_are_refused(case):
     columns[current_name(case)] = columns[current_name(case)][:-1]
     with pytest.raises(ShapeError, match="entries"):
         call(case, columns)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_scores_of_the_current_model_may_carry_gradient(case):
+    columns = with_prepared(case, mini_batch(9, [4, 4]))
+    columns[current_name(case)].requires_grad_()
+    call(case, columns)
+    function, _ = loss_of(case)
+    read = set(inspect.signature(function).parameters) & set(columns) - {"mask_T", "sequence_T", current_name(case)}
+    for name in {"old_logprobs_T", "advantages_T", "values_T", "returns_T"} & read:
+        copied_T = columns[name].detach().clone().requires_grad_()
+        refused = {**columns, name: copied_T}
+        if case == "cispo_rollout" and name == "old_logprobs_T":
+            call(case, refused)  # not read
+            continue
+        with pytest.raises(ShapeError, match=rf"{name}: carries a gradient, .* pass {name}\.detach\(\)"):
+            call(case, refused)
+        with torch.no_grad():
+            call(case, refused)
+
+
+def test_the_reference_of_a_kl_estimate_may_not_carry_gradient():
+    logprobs_T, mask_T = torch.tensor([-1.0], requires_grad=True), torch.tensor([True])
+    with pytest.raises(ShapeError, match="ref_logprobs_T: carries a gradient"):
+        algorithms.estimate_kl(logprobs_T, logprobs_T * 2, mask_T)
+
+
+@pytest.mark.parametrize("case", ["gspo", "gspo_token", "gmpo"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_a_sequence_index_of_another_dtype_is_refused(case, dtype):
+    columns = mini_batch(9, [4, 4])
+    with pytest.raises(ShapeError, match=r"sequence_T: expected torch.int64, got .*\.long\(\)"):
+        call(case, {**columns, "sequence_T": columns["sequence_T"].to(dtype)})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rl_core.algorithms.returns import (
     turn_returns,
     turn_rewards,
 )
-from rl_core.errors import ConfigError, ShapeError
+from rl_core.errors import ConfigError, DataError, ShapeError
 from tests.core.token_streams import Stream, streams
 
 # A sequence of two turns with an observation between them, then a sequence that begins with a sampled token.
@@ -30,8 +30,15 @@ def test_an_outcome_sits_on_the_last_sampled_token():
 def test_an_outcome_that_no_sampled_token_can_carry_is_refused():
     mask_T = torch.tensor([True, False])
     assert outcome_rewards(torch.tensor([2.0, 0.0]), mask_T, torch.tensor([0, 1])).tolist() == [2.0, 0.0]
-    with pytest.raises(ShapeError, match="sequence 1 has the score 5, but no sampled token"):
+    with pytest.raises(ShapeError, match=r"sequence 1 has the score 5, but no sampled token.* set the score to 0"):
         outcome_rewards(torch.tensor([2.0, 5.0]), mask_T, torch.tensor([0, 1]))
+    with pytest.raises(DataError, match=r"scores_N\[0\] is nan"):
+        outcome_rewards(torch.tensor([float("nan"), 0.0]), mask_T, torch.tensor([0, 1]))
+
+
+def test_a_single_decay_is_not_broadcast():
+    with pytest.raises(ShapeError, match="row 1 is missing from decay_T"):
+        reverse_scan(torch.ones(4), torch.ones(1))
 
 
 def test_the_discount_counts_sampled_tokens():

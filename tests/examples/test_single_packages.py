@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import statistics
@@ -71,6 +72,36 @@ def test_the_padded_ppo_loss_and_its_gradient_are_those_of_the_formula(shown: di
     torch.testing.assert_close(loss_NW.sum() / given["mask"].sum(), slow)
     assert not loss_NW[~given["mask"]].any()
     assert 0 < float(metrics["clip_fraction"]) < 1
+
+
+def test_the_padded_corrected_gspo_loss_is_that_of_a_loop_over_rows(shown: dict[str, Any]):
+    generator, mask_NW = torch.Generator().manual_seed(1), rectangles(padded_on="right")["mask"]
+    mask_NW[1] = False
+    old, noise, drift = (torch.randn(4, 7, generator=generator, dtype=torch.float64) for _ in range(3))
+    rollout, reference, advantages_N = (
+        old + noise,
+        old + 0.3 * drift,
+        torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=torch.float64),
+    )
+    old[~mask_NW] = reference[~mask_NW] = math.nan
+    rollout[3, 2] = math.nan
+    losses = []
+    logprobs_NW, slow_NW = ((old + 0.01 * noise).requires_grad_() for _ in range(2))
+    loss = shown["corrected_gspo_loss"](logprobs_NW, old, rollout, reference, mask_NW, advantages_N)
+    for row in (0, 2, 3):
+        columns = [t for t in range(7) if mask_NW[row, t] and not rollout[row, t].isnan()]
+        ratio = torch.stack([slow_NW[row, t] - old[row, t] for t in columns]).mean().exp()
+        terms = []
+        for t in columns:
+            advantage = advantages_N[row] * min(float((old[row, t] - rollout[row, t]).exp()), 2.0)
+            further = reference[row, t] - slow_NW[row, t]
+            clipped = torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+            terms.append(0.001 * (further.exp() - 1 - further) - clipped)
+        losses.append(torch.stack(terms).mean())
+    slow = torch.stack(losses).mean()
+    torch.testing.assert_close(loss, slow)
+    gradients = [torch.autograd.grad(loss, logprobs_NW)[0], torch.autograd.grad(slow, slow_NW)[0]]
+    torch.testing.assert_close(gradients[0], gradients[1].nan_to_num())
 
 
 @pytest.mark.parametrize("padded_on", ["left", "right"])

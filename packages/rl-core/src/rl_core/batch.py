@@ -49,6 +49,9 @@ class Batch:
         """
         if not sequences:
             raise ShapeError("Batch.from_sequences: got no sequences")
+        without_tokens = [i for i, sequence in enumerate(sequences) if not len(sequence.get("tokens", ()))]
+        if without_tokens:
+            raise ShapeError(f"Batch.from_sequences: sequence {without_tokens[0]} has no tokens; leave it out")
         lengths = [len(sequence["tokens"]) for sequence in sequences]
         columns = {}
         for name in sequences[0]:
@@ -122,8 +125,14 @@ class Batch:
 
     def select(self, sequences: Sequence[int] | Tensor) -> Batch:
         """A batch of the given sequences (indices in any order, repeats allowed). It is a view if the indices are
-        consecutive and ascending."""
-        index = torch.as_tensor(sequences, dtype=torch.int64)
+        consecutive and ascending. Raises ShapeError for anything but integers, such as a mask."""
+        index = torch.as_tensor(sequences)
+        if index.dim() != 1 or (len(index) and (index.dtype == torch.bool or index.is_floating_point())):
+            raise ShapeError(
+                f"Batch.select: expected indices of sequences, got {index.dtype} {list(index.shape)}; "
+                "convert a mask with mask_N.nonzero()[:, 0]"
+            )
+        index = index.long()
         first, end = (int(index[0]), int(index[0]) + len(index)) if len(index) else (-1, -1)
         if 0 <= first < end <= self.num_sequences and torch.equal(index, torch.arange(first, end)):
             return self._neighbours(first, end)
@@ -210,6 +219,7 @@ class Batch:
         columns = {}
         for name, values in padded.columns.items():
             if field_of(name).axes[0] == "T":
+                _require_tensor(name, values)
                 if values.shape[:2] != mask.shape:
                     raise ShapeError(
                         f"{name}: expected {list(mask.shape)} like the attention mask, got {list(values.shape)}"
@@ -336,7 +346,13 @@ def _laid_end_to_end(name: str, values: Sequence[Any], dtypes: Sequence[torch.dt
     raise ShapeError(f"{name}: {wrong} does not fit into {dtypes[-1]}, the widest dtype of this column")
 
 
+def _require_tensor(name: str, values: object) -> None:
+    if not isinstance(values, Tensor):
+        raise ShapeError(f"{name}: expected a tensor, got {type(values).__name__}; convert it with torch.as_tensor")
+
+
 def _validate(offsets: Tensor, columns: Mapping[str, Tensor]) -> None:
+    _require_tensor("offsets", offsets)
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() < 2:
         raise ShapeError(f"offsets: expected int64 [N+1] with N >= 1, got {offsets.dtype} {tuple(offsets.shape)}")
     if int(offsets[0]) != 0 or bool((offsets.diff() <= 0).any()):
@@ -346,6 +362,7 @@ def _validate(offsets: Tensor, columns: Mapping[str, Tensor]) -> None:
     sizes = {"T": int(offsets[-1]), "N": offsets.numel() - 1}
     for name, values in columns.items():
         field = field_of(name)
+        _require_tensor(name, values)
         if values.dim() != len(field.axes) or values.shape[0] != sizes[field.axes[0]]:
             expected = f"[{field.axes}] with {field.axes[0]} = {sizes[field.axes[0]]}"
             raise ShapeError(f"{name}: expected {expected}, got {tuple(values.shape)}")

@@ -71,6 +71,7 @@ def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
+        DataError: a score is not finite.
     """
     require_groups(scores_N, group_N)
     mean_N, _ = group_mean(scores_N, group_N)
@@ -95,6 +96,7 @@ def rloo_advantages(scores_N: Tensor, group_N: Tensor) -> Tensor:
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
+        DataError: a score is not finite.
     """
     require_groups(scores_N, group_N)
     mean_N, count_N = group_mean(scores_N, group_N)
@@ -118,6 +120,7 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
+        DataError: a score is not finite.
     """
     require_groups(scores_N, group_N)
     _require_lengths(scores_N, lengths_N)
@@ -152,7 +155,7 @@ def maxrl_advantages(scores_N: Tensor, group_N: Tensor, environment_scores_N: Te
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
-        DataError: a score without the penalty is negative, so the mean is not a success rate.
+        DataError: a score is not finite, or a score without the penalty is negative, so the mean is not a success rate.
     """
     outcomes_N, penalty_N = _without_penalty(scores_N, environment_scores_N, group_N)
     if bool((outcomes_N < 0).any()):
@@ -205,6 +208,7 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
+        DataError: a score is not finite.
     """
     require_groups(scores_N, group_N)
     _require_lengths(scores_N, lengths_N)
@@ -239,6 +243,7 @@ def pass_at_k_advantages(
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
+        DataError: a score is not finite.
         ConfigError: `k` is not positive.
     """
     outcomes_N, penalty_N = _without_penalty(scores_N, environment_scores_N, group_N)

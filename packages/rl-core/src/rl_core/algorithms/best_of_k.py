@@ -32,6 +32,7 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
+        DataError: a score is not finite.
         ConfigError: `k` is below 2, so a subset has no second best.
     """
     require_groups(scores_N, group_N)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rl_core.errors import ConfigError, ShapeError
+from rl_core.errors import ConfigError, DataError, ShapeError
 
 
 def require_same_length(**tensors: Tensor) -> None:
@@ -42,7 +42,16 @@ def require_int64(**tensors: Tensor) -> None:
     for name, values in tensors.items():
         _require_tensor(name, values)
         if values.dtype != torch.int64:
-            raise ShapeError(f"{name}: expected torch.int64, got {values.dtype}")
+            raise ShapeError(f"{name}: expected torch.int64, got {values.dtype}; convert whole numbers with .long()")
+
+
+def require_finite(**tensors: Tensor) -> None:
+    """Raises DataError if a tensor holds NaN or an infinity. The message names the first one."""
+    for name, values in tensors.items():
+        wrong = ~values.isfinite()
+        if bool(wrong.any()):
+            i = int(wrong.nonzero()[0])
+            raise DataError(f"{name}[{i}] is {float(values[i])}; expected a finite number")
 
 
 def require_bool(**tensors: Tensor) -> None:
@@ -95,7 +104,7 @@ def _require_tensor(name: str, values: object) -> None:
         return
     if isinstance(values, str):
         raise ShapeError(f"{name}: expected a tensor, got {values!r}; pass settings by name, as setting={values!r}")
-    items = list(values) if isinstance(values, Iterable) else [values]
+    items = list(values) if isinstance(values, Iterable) else []
     is_text = any(isinstance(item, str) for item in items)
     remedy = (
         "replace texts by numbers, the same number for the same text" if is_text else "convert it with torch.as_tensor"

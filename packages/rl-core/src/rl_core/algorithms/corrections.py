@@ -7,8 +7,9 @@ mean.
 
 Truncation keeps a token with a bounded weight. A mask drops a token from the loss and, because loss weights are
 computed from the returned mask, also from the denominator. A token whose engine log-prob is missing (NaN) or not finite
-has no ratio and is dropped too. Ratios are compared and truncated in log space, so a ratio with an upper bound cannot
-overflow. No result carries a gradient.
+has no ratio and is dropped too. If the trainer's own log-prob is NaN, the token is kept with the weight NaN: its loss
+becomes NaN, which shows the fault. Ratios are compared and truncated in log space, so a ratio with an upper bound
+cannot overflow. No result carries a gradient.
 
 There are three kinds of log-ratio, all [T]: the token's (`rollout_log_ratios`), its sequence's (`sequence_log_ratios`)
 and the mean over its sequence (`geometric_log_ratios`). Three functions take any of them: `truncated_ratios`,
@@ -235,7 +236,7 @@ def truncated_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, *, high: float) 
     """
     _require_stream(log_ratios_T, loss_mask_T)
     _, log_high = _log_bounds(None, high)
-    return log_ratios_T.clamp(max=log_high).exp() * loss_mask_T
+    return torch.where(loss_mask_T, log_ratios_T.clamp(max=log_high).exp(), 0.0)
 
 
 def masked_ratios(
@@ -286,7 +287,7 @@ def ratio_mask(
     """
     _require_stream(log_ratios_T, loss_mask_T)
     log_low, log_high = _log_bounds(low, high)
-    return loss_mask_T & (log_ratios_T >= log_low) & (log_ratios_T <= log_high)
+    return loss_mask_T & ~((log_ratios_T < log_low) | (log_ratios_T > log_high))
 
 
 def outlier_sequence_mask(
@@ -334,7 +335,9 @@ def _log_bounds(low: float | None, high: float | None, name: str = "low, high") 
 
 def _require_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
-        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(choices)} or null.{nearest(value, choices)}")
+        raise ConfigError(
+            f"{name}: {value!r} is not one of {', '.join(choices)} or null.{nearest(str(value), choices)}"
+        )
 
 
 def _require_stream(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: Tensor | None = None) -> None:

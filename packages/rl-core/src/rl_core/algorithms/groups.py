@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.checks import require_floating, require_int64, require_same_length
+from rl_core.algorithms.checks import require_finite, require_floating, require_int64, require_same_length
 
 _PART = 1 << 18
 
@@ -62,10 +62,12 @@ def sequence_sum(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 
 def require_groups(scores_N: Tensor, group_N: Tensor) -> None:
-    """Raises ShapeError unless scores are floating-point numbers, ids are int64, and both have the same length."""
+    """Raises ShapeError unless scores are floating-point numbers, ids are int64, and both have the same length; raises
+    DataError if a score is not finite."""
     require_same_length(scores_N=scores_N, group_N=group_N)
     require_floating(scores_N=scores_N)
     require_int64(group_N=group_N)
+    require_finite(scores_N=scores_N)
 
 
 def _sums(values: Tensor, index: Tensor, num_groups: int) -> Tensor:

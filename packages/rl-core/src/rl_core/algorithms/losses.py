@@ -8,7 +8,9 @@ update, and A_t the advantage. Conventions of all losses in this package:
   (`token_loss.LOG_RATIO_LIMIT`) before `exp`. Beyond this limit they have no gradient.
 - Positional parameters are columns of the batch, bound by name (see `objective`). Keyword-only parameters are settings.
   If `trainer.algorithm` has a key for a setting, the key has the same name.
-- A loss raises ShapeError if lengths or dtypes do not fit, and ConfigError if a setting is out of range.
+- Only scores of the current model carry gradient. Log-ratios of 16-bit log-probs are computed in float32.
+- A loss raises ShapeError if lengths or dtypes do not fit or if another column carries gradient, and ConfigError if a
+  setting is out of range.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from rl_core.algorithms.checks import require_between
 from rl_core.algorithms.token_loss import (
     TokenLoss,
     chooses_columns,
+    difference,
     log_ratio,
     masked,
     require_tokens,
@@ -175,7 +178,7 @@ def sapo_loss(
     ratio_T = log_ratio_T.exp()
     with torch.no_grad():
         clean_T = masked(advantages_T, mask_T)
-        tau_T = torch.where(clean_T > 0, tau_pos, tau_neg).to(ratio_T.dtype)
+        tau_T = torch.full_like(ratio_T, tau_neg).masked_fill_(clean_T > 0, tau_pos)
         scale_T = clean_T.mul_(-4.0).div_(tau_T)
     gate_T = torch.sigmoid((ratio_T - 1.0) * tau_T)
     with torch.no_grad():
@@ -234,7 +237,7 @@ def dro_loss(
     """
     require_between(0.0, math.inf, dro_beta=dro_beta)
     require_tokens(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
-    difference_T = masked(logprobs_T - old_logprobs_T, mask_T)
+    difference_T = masked(difference(logprobs_T, old_logprobs_T), mask_T)
     loss_T = 0.5 * dro_beta * difference_T.square() - masked(advantages_T, mask_T) * masked(logprobs_T, mask_T)
     if correction_weights_T is not None:
         require_tokens(mask_T, correction_weights_T=correction_weights_T)

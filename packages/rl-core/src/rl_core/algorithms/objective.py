@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_core.algorithms.checks import require_bool, require_same_length
 from rl_core.algorithms.kl import UNBIASED, estimate_kl, require_kl_estimator
 from rl_core.algorithms.loss_parameters import (
     CURRENT,
@@ -34,7 +35,7 @@ from rl_core.algorithms.loss_parameters import (
     require_loss_parameters,
 )
 from rl_core.algorithms.off_policy_mask import off_policy_sequence_mask
-from rl_core.algorithms.token_loss import Corrections, LossFunction, masked, require_tokens
+from rl_core.algorithms.token_loss import Corrections, LossFunction, masked
 from rl_core.errors import PluginError, RLError, ShapeError
 from rl_core.function_settings import keyword_parameters, require_settings
 
@@ -209,7 +210,8 @@ class Objective:
         read = {**{name: columns[name] for name in columns if name in self._columns_read}, **given}
         if self._takes_own:
             read["old_logprobs"] = given["logprobs"].detach()
-        require_tokens(mask_T, sequence_T=sequence_T, **read)
+        require_bool(mask_T=mask_T)
+        require_same_length(mask_T=mask_T, sequence_T=sequence_T, **read)
         read = _clean(read, mask_T)
         result = self.function(**_bound(self._call_parameters, {**read, "sequence": sequence_T}), **self.params)
         _require_token_loss(self.name, result, mask_T)

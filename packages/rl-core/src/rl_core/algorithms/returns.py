@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_core.algorithms.checks import (
     require_between,
     require_bool,
+    require_finite,
     require_floating,
     require_ordered,
     require_row_per_sequence,
@@ -37,17 +38,20 @@ def outcome_rewards(scores_N: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Ten
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a sequence has a score other than 0 but no sampled token.
+        DataError: a score is not finite.
     """
     require_floating(scores_N=scores_N)
     _require_stream(sequence_T, mask_T=mask_T)
     require_row_per_sequence(sequence_T, scores_N=scores_N)
+    require_finite(scores_N=scores_N)
     sampled_N = torch.zeros(scores_N.numel(), dtype=torch.bool, device=scores_N.device)
     sampled_N[sequence_T[mask_T]] = True
     lost_N = (scores_N != 0) & ~sampled_N
     if bool(lost_N.any()):
         i = int(lost_N.nonzero()[0])
         raise ShapeError(
-            f"sequence {i} has the score {float(scores_N[i]):g}, but no sampled token that can have this reward"
+            f"sequence {i} has the score {float(scores_N[i]):g}, but no sampled token that can have this reward; "
+            "pass the mask of sampled tokens, not of trained ones, or set the score to 0"
         )
     index_T = mask_T.nonzero().squeeze(1)
     last_T = index_T[~continues(sequence_T[index_T])]
@@ -171,7 +175,11 @@ def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
 
     Returns:
         y [T].
+
+    Raises:
+        ShapeError: lengths do not fit.
     """
+    require_same_length(inputs_T=inputs_T, decay_T=decay_T)
     num_tokens = inputs_T.numel()
     num_blocks = -(-num_tokens // _BLOCK)
     sums_KB, products_KB = _in_blocks(inputs_T, num_blocks), _in_blocks(decay_T, num_blocks)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_core.algorithms.checks import require_between
 from rl_core.algorithms.losses import clipped_surrogate, ratio_metrics
-from rl_core.algorithms.token_loss import TokenLoss, log_ratio, masked, require_tokens
+from rl_core.algorithms.token_loss import TokenLoss, at_least_float32, log_ratio, masked, require_tokens
 from rl_core.errors import ConfigError
 
 
@@ -92,7 +92,8 @@ def dppo_loss(
     log_ratio_T = log_ratio(logprobs_T, rollout_logprobs_T, mask_T)
     clean_T = masked(advantages_T, mask_T)
     with torch.no_grad():
-        divergence_T = _DIVERGENCES[dppo_type](masked(logprobs_T, mask_T), masked(rollout_logprobs_T, mask_T))
+        policies = (masked(at_least_float32(values_T), mask_T) for values_T in (logprobs_T, rollout_logprobs_T))
+        divergence_T = _DIVERGENCES[dppo_type](*policies)
         up_T = (clean_T > 0) & (log_ratio_T > 0) & (divergence_T > delta_high)
         down_T = (clean_T < 0) & (log_ratio_T < 0) & (divergence_T > delta_low)
         outside_T = up_T.logical_or_(down_T)

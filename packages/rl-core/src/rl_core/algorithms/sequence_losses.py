@@ -15,7 +15,14 @@ from torch import Tensor
 
 from rl_core.algorithms.checks import require_between
 from rl_core.algorithms.losses import clipped_surrogate, ratio_metrics
-from rl_core.algorithms.token_loss import LOG_RATIO_LIMIT, TokenLoss, masked, mean_over_sequence, require_tokens
+from rl_core.algorithms.token_loss import (
+    LOG_RATIO_LIMIT,
+    TokenLoss,
+    difference,
+    masked,
+    mean_over_sequence,
+    require_tokens,
+)
 
 
 def gspo_loss(
@@ -129,8 +136,9 @@ def _token_log_ratio(
         sequence_T=sequence_T,
     )
     # An infinite log-ratio becomes the largest float: otherwise, later differences would be NaN.
-    largest = torch.finfo(logprobs_T.dtype).max
-    return masked(logprobs_T - old_logprobs_T, mask_T).clamp(-largest, largest)
+    log_ratio_T = masked(difference(logprobs_T, old_logprobs_T), mask_T)
+    largest = torch.finfo(log_ratio_T.dtype).max
+    return log_ratio_T.clamp(-largest, largest)
 
 
 def _clamped_mean(log_ratio_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:

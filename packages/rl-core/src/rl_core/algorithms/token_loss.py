@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.checks import require_bool, require_same_length
+from rl_core.algorithms.checks import require_bool, require_int64, require_same_length
+from rl_core.algorithms.loss_parameters import CURRENT
+from rl_core.errors import ShapeError
 from rl_core.function_settings import keyword_parameters
 
 LOG_RATIO_LIMIT = 20.0
@@ -107,9 +109,13 @@ def pairwise(function: LossFunction) -> LossFunction:
 
 
 def require_tokens(mask_T: Tensor, **tensors_T: Tensor) -> None:
-    """Raises ShapeError unless the mask is bool [T] and all other tensors are [T] too."""
+    """Raises ShapeError unless the mask is bool [T], all other tensors are [T] too, and only scores of the current
+    model carry gradient. A gradient through another column, such as old log-probs, can cancel the policy's."""
     require_bool(mask_T=mask_T)
     require_same_length(mask_T=mask_T, **tensors_T)
+    for name, values_T in tensors_T.items():
+        if values_T.requires_grad and torch.is_grad_enabled() and name.removesuffix("_T") not in CURRENT:
+            raise ShapeError(f"{name}: carries a gradient, expected a constant; pass {name}.detach()")
 
 
 def masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -118,8 +124,19 @@ def masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs_T: Tensor, anchor_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """logprobs − anchor, clamped to ±LOG_RATIO_LIMIT, 0 (without gradient) outside the mask."""
-    return masked(logprobs_T - anchor_logprobs_T, mask_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """logprobs − anchor, clamped to ±LOG_RATIO_LIMIT, 0 (without gradient) outside the mask; at least float32."""
+    return masked(difference(logprobs_T, anchor_logprobs_T), mask_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def difference(logprobs_T: Tensor, anchor_logprobs_T: Tensor) -> Tensor:
+    """logprobs − anchor, at least float32."""
+    return at_least_float32(logprobs_T) - at_least_float32(anchor_logprobs_T)
+
+
+def at_least_float32(logprobs_T: Tensor) -> Tensor:
+    """Converts 16-bit log-probs to float32. In float16 a ratio could overflow. Above 1, the next bfloat16 number is
+    1.0078, so a bfloat16 ratio could not be compared with bounds like GSPO's."""
+    return logprobs_T.to(torch.promote_types(logprobs_T.dtype, torch.float32))
 
 
 def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
@@ -129,7 +146,12 @@ def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> 
         values_T: 0 outside the mask.
         mask_T: bool, the tokens that count.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+
+    Raises:
+        ShapeError: lengths do not fit, or `sequence_T` is not int64.
     """
+    require_same_length(values_T=values_T, mask_T=mask_T, sequence_T=sequence_T)
+    require_int64(sequence_T=sequence_T)
     changes_T = torch.zeros_like(sequence_T)
     torch.ne(sequence_T[1:], sequence_T[:-1], out=changes_T[1:])
     position_T = changes_T.cumsum_(0)

@@ -170,7 +170,10 @@ def index_runs(starts: IntArray, counts: IntArray) -> IntArray:
 
 
 def _starts_and_lengths(offsets: npt.ArrayLike, sequences: npt.ArrayLike) -> tuple[IntArray, IntArray]:
-    offsets, sequences = np.asarray(offsets, np.int64), np.asarray(sequences, np.int64)
+    offsets, sequences = np.asarray(offsets, np.int64), np.asarray(sequences)
+    if sequences.dtype == bool:
+        raise ShapeError("sequences: expected indices, got a mask; convert it with np.flatnonzero")
+    sequences = sequences.astype(np.int64)
     if offsets.ndim != 1 or not len(offsets) or offsets[0] != 0 or (np.diff(offsets) < 1).any():
         raise ShapeError(
             f"offsets: got {_first_few(offsets)}; expected 0, followed by the cumulative sums of the lengths, such as "
