@@ -604,6 +604,7 @@ def _settings(script: Script, directory: Path) -> LoopSettings:
         ckpt_interval=-1,
         max_ckpts_to_keep=-1,
         hf_save_interval=-1,
+        run_dir=directory,
         checkpoint_root=directory / "checkpoints",
         export_root=directory / "exports",
         generation_timeout_s=600.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from rl_core.batch import Batch, PaddedBatch, dtypes_of, field_of, offsets_of
 from rl_core.columns import FIELDS
@@ -276,3 +278,11 @@ def test_what_does_not_fit_together_is_named():
         Batch.concat([])
     with pytest.raises(ShapeError, match="sizes sum to 3, the batch has 2"):
         batch.split([1, 2])
+
+
+def test_arrays_without_offsets_are_refused(tmp_path: Path):
+    with pytest.raises(ShapeError, match="'offsets' is missing among tokens"):
+        Batch.from_arrays({"tokens": np.zeros(3, np.int64)})
+    save_file({"tokens": torch.zeros(3, dtype=torch.int64)}, tmp_path / "batch.safetensors")
+    with pytest.raises(ShapeError, match="'offsets' is missing among tokens"):
+        Batch.load(tmp_path / "batch.safetensors")

@@ -240,3 +240,5 @@ def test_lengths_that_are_no_lengths_are_refused():
         plan_micro_batches([5], num_data_ranks=1, max_tokens=0)
     with pytest.raises(ShapeError, match="for 1 sequences"):
         plan_micro_batches([5], num_data_ranks=1, costs_N=[1, 2])
+    with pytest.raises(ConfigError, match="item 1 has 3 sequences, more than max_sequences=2"):
+        plan_micro_batches([5, 5], num_data_ranks=1, max_sequences=2, counts_N=[2, 3])

@@ -201,7 +201,7 @@ def test_unaligned_segments_are_named():
 
 def test_a_token_held_twice_or_outside_the_stream_is_named():
     with pytest.raises(ShapeError, match="token 1 of the stream occurs 2 times"):
-        inverse_index([np.array([0, 1]), np.array([1, -1])], 3)
+        inverse_index([np.array([0, 1]), np.array([1, -1]), np.array([2, 2, 2])], 3)
     with pytest.raises(ShapeError, match="stream index 3 is outside a stream of 3 tokens"):
         inverse_index([np.array([3])], 3)
     with pytest.raises(ShapeError, match="sequence 2 is not in a batch of 2 sequences"):

@@ -223,6 +223,14 @@ def test_what_a_callback_asks_for_is_done_at_the_end_of_that_step(tmp_path: Path
     assert run.loop.was_stopped
 
 
+def test_callbacks_get_the_directory_of_the_run_wherever_checkpoints_are(tmp_path: Path):
+    run = ScriptedRun(tmp_path, Script(steps=1, settings={"checkpoint_root": tmp_path / "other" / "checkpoints"}))
+    told: list[tuple[object, ...]] = []
+    run.reports.on_run_start = lambda *arguments: told.append(arguments)
+    run.go()
+    assert told == [(tmp_path, 1, 1)]
+
+
 @STALENESS
 def test_the_last_step_evaluates_and_saves_and_leaves_no_group_behind(tmp_path: Path, max_staleness: int):
     script = Script(

@@ -64,6 +64,15 @@ async def test_rewards_are_summed_by_weight_and_reported_by_name():
     assert result.metrics == {"reward_length": 2.0, "reward_right": 1.0, "reward_tokens": 6.0}
 
 
+async def test_functions_of_the_same_name_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+    for name in ("length_2", "length_3"):
+        monkeypatch.setitem(globals(), name, tokens)
+    result = await played({"prompt": "x"}, "length_3", "length", "length", "length_2", "length")
+    values = {"length_3": 6.0, "length": 2.0, "length_2": 2.0, "length_2_2": 6.0, "length_4": 2.0}
+    assert result.metrics == {f"reward_{name}": value for name, value in values.items()}
+    assert result.reward == sum(values.values())
+
+
 async def test_a_chat_prompt_has_completions_of_messages():
     chat = {"prompt": [{"role": "user", "content": "6*7="}]}
     assert (await played(chat, "length")).reward == 2.0

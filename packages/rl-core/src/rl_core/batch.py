@@ -250,7 +250,7 @@ class Batch:
         """Builds a batch from the arrays that `to_arrays` returned; its tensors are views of them. Raises ShapeError if
         the arrays are not a valid batch."""
         tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
-        return cls(tensors.pop("offsets"), tensors)
+        return cls._of_tensors(tensors)
 
     def save(self, path: str | Path) -> None:
         """Writes the batch as one safetensors file."""
@@ -270,6 +270,12 @@ class Batch:
             tensors = load_file(path)
         except SafetensorError as error:
             raise DataError(f"{path}: not a complete batch file ({error}); write it again with Batch.save") from error
+        return cls._of_tensors(tensors)
+
+    @classmethod
+    def _of_tensors(cls, tensors: dict[str, Tensor]) -> Batch:
+        if "offsets" not in tensors:
+            raise ShapeError(f"not a batch: 'offsets' is missing among {', '.join(tensors) or 'no tensors'}")
         return cls(tensors.pop("offsets"), tensors)
 
 

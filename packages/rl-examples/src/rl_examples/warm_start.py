@@ -102,7 +102,8 @@ async def _warm_start(
                         return
         raise RLError(
             f"warm start: got accuracy {accuracy:.2f} after {settings.max_updates} updates, "
-            f"expected {settings.target_accuracy:.2f}"
+            f"expected {settings.target_accuracy:.2f}; try another trainer.seed, or give the recipe more updates "
+            "(WarmStart.max_updates)"
         )
     finally:
         await group.close()

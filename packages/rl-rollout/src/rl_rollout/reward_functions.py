@@ -77,7 +77,8 @@ def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
                 "def reward(completions, **kwargs) that returns a list of numbers"
             )
         name = path.partition(":")[2]
-        functions[name if name not in functions else f"{name}_{len(functions) + 1}"] = function
+        names = (name, *(f"{name}_{number}" for number in range(2, len(functions) + 2)))
+        functions[next(each for each in names if each not in functions)] = function
     return functions
 
 

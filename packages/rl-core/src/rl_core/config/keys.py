@@ -93,7 +93,7 @@ SUCCESSORS = {
     "trainer.algorithm.use_tis": Successor(
         "trainer.algorithm.off_policy_correction.tis_ratio_type",
         {True: "token", False: None},
-        "off_policy_correction.tis_ratio_type decides whether samples are corrected",
+        "off_policy_correction.tis_ratio_type decides whether samples are corrected; to never correct, set it to off",
     ),
     "trainer.algorithm.tis_imp_ratio_cap": Successor(
         "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",

@@ -53,7 +53,8 @@ def plan_micro_batches(
         plan[data_rank][micro_batch]: ascending int64 sequence indices. Equal arguments always give the same plan.
 
     Raises:
-        ConfigError: a single sequence exceeds `max_tokens`, or a limit, `num_data_ranks` or `multiple` is below 1.
+        ConfigError: a single item exceeds `max_tokens` or `max_sequences`, or a limit, `num_data_ranks` or `multiple`
+            is below 1.
         ShapeError: lengths are not positive integers, costs and lengths differ in number, or `sequence_multiple` is
             below 1.
     """
@@ -73,6 +74,11 @@ def plan_micro_batches(
         partition = equal_count_partition if counts_sequences else greedy_partition
     ranks = part_members(partition(costs_N, num_data_ranks), num_data_ranks)
     counts_N = np.ones_like(lengths_N) if counts_N is None else np.asarray(counts_N, np.int64)
+    if max_sequences is not None and (counts_N > max_sequences).any():
+        item = np.argmax(counts_N > max_sequences)
+        raise ConfigError(
+            f"plan_micro_batches: item {item} has {counts_N[item]} sequences, more than max_sequences={max_sequences}"
+        )
     return _pack_ranks(ranks, lengths_N, counts_N, max_tokens, max_sequences, multiple)
 
 

@@ -157,7 +157,8 @@ def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
         raise ShapeError(f"stream index {tokens.max()} is outside a stream of {num_tokens} tokens")
     counts = np.bincount(tokens, minlength=num_tokens)
     if (counts > 1).any():
-        raise ShapeError(f"token {np.argmax(counts > 1)} of the stream occurs {counts.max()} times, expected once")
+        token = np.argmax(counts > 1)
+        raise ShapeError(f"token {token} of the stream occurs {counts[token]} times, expected once")
     inverse = np.full(num_tokens, -1, np.int64)
     inverse[tokens] = places
     return inverse

@@ -95,7 +95,8 @@ class RunReporter:
 
     def close(self) -> None:
         """Closes the files; a second call does nothing."""
-        for tracker in self._trackers:
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
             tracker.close()
         self._samples.close()
 

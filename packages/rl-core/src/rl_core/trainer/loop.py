@@ -64,6 +64,7 @@ class LoopSettings:
     ckpt_interval: int
     max_ckpts_to_keep: int
     hf_save_interval: int
+    run_dir: Path
     checkpoint_root: Path
     export_root: Path
     generation_timeout_s: float
@@ -161,9 +162,7 @@ class TrainingLoop:
         """Trains until the last step or until `stop`. Then saves a checkpoint of the last finished step if checkpoints
         are enabled or the run was stopped, and writes the model if the run was not stopped. After an error, saves a
         checkpoint if the weights are those of a finished step."""
-        self._tell(
-            Callback.on_run_start, self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step
-        )
+        self._tell(Callback.on_run_start, self._settings.run_dir, self.steps_done + 1, self._settings.last_step)
         await self._publish()
         await self._engines.prove()
         async with alongside(self._bring_back_engines()), self._saving_after_errors():

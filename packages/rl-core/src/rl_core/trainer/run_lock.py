@@ -272,7 +272,8 @@ def _in_use(config: Config, key: str, path: Path, holder: Holder | None) -> Conf
     who = f"process {holder.pid} on {holder.host}, started {holder.started}," if holder else "an unknown process"
     other = f"trainer.run_name or {key}" if key == "trainer.run_dir" else key
     is_here = holder is not None and holder.host == socket.gethostname()
-    if_gone = "" if is_here else f"; if that machine is gone for good, remove {path}"
+    gone = "that machine is gone for good" if holder else "no run uses it any more"
+    if_gone = "" if is_here else f"; if {gone}, remove {path}"
     return ConfigError(
         f"{key}: {value_at(config, key)} is in use: {who} writes {_directory_of(path)}. Wait for that run or stop it, "
         f"or choose another {other}{if_gone}"

@@ -128,6 +128,7 @@ def loop_settings(config: Config, total_steps: int, fingerprint: Mapping[str, An
         ckpt_interval=trainer.ckpt_interval,
         max_ckpts_to_keep=trainer.max_ckpts_to_keep,
         hf_save_interval=trainer.hf_save_interval,
+        run_dir=config.run_dir,
         checkpoint_root=config.ckpt_dir,
         export_root=Path(trainer.export_path or ""),
         generation_timeout_s=trainer.generation_timeout_s,

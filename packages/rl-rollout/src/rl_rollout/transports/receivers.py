@@ -45,7 +45,7 @@ def installed_receivers() -> frozenset[str]:
     found, here = set(), Path.cwd().resolve()
     for entry in entry_points(group=_GROUP):
         if entry.dist is None or Path(str(entry.dist.locate_file(""))).resolve() == here:
-            logger.warning("ignoring weight transport %s: it is in the working directory, not installed", entry.value)
+            logger.warning("ignoring weight transport %s: it is not part of an installed distribution", entry.value)
             continue
         try:
             receiver = getattr(plugins.load(_GROUP, entry.value), "receiver", None)
