@@ -57,7 +57,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Path]:
 def uninterrupted(
     references: dict[object, Path], small_run: BuildConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Case], Path]:
-    """Plays a case without strikes, once for all cases with the same numbers; returns the run's directory."""
+    """Plays a case without strikes, once for all cases with the same pipeline depth, dynamic sampling and number of
+    ranks; returns the run's directory."""
 
     def find(case: Case) -> Path:
         key = (case.pipeline_depth, case.dynamic_sampling, case.num_ranks)

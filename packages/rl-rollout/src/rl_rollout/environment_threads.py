@@ -60,8 +60,8 @@ class ThreadedEnvironment:
         self._closed = asyncio.Event()
         self._beginning = threading.Lock()
         self._begun_last: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
-        """The last two scheduled calls. There can be two, because `close` may start while an abandoned call is still
-        running."""
+        """The last two scheduled calls, which `_run` cancels if the loop ends before they start. Two can be waiting to
+        start: an abandoned call, and `close`."""
         self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
         try:
             self._thread.start()

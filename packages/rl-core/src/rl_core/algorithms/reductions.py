@@ -132,8 +132,8 @@ def prompt_mean(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> Sum
 def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_len: int) -> SummedWeights:
     """The mean over sequences of each sequence's token sum divided by a constant: w_t = m_t / (max_seq_len · S).
 
-    S is the number of sequences with a trained token. All tokens have the same weight, which does not depend on the
-    lengths in the batch. The weights sum to (mean trained length) / `max_seq_len`, not to 1.
+    S is the number of sequences with a trained token. All trained tokens have the same weight, which does not depend
+    on the lengths in the batch. The weights sum to (mean trained length) / `max_seq_len`, not to 1.
     Source: Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783, section 3.2.
 
     Args:

@@ -39,12 +39,12 @@ _CORRECTION_SWITCHES = (
     "token_mask_is_threshold_low",
     "token_mask_is_threshold_high",
 )
-"""Keys of `off_policy_correction`, each of which enables a correction unless it is None."""
+"""Parameters of the function `off_policy_correction`, each of which enables a correction unless it is None."""
 
 
 def loss_params(config: Config) -> dict[str, Any]:
     """Parameters of the policy loss, each from `policy_loss_params`, else `trainer.algorithm.<parameter>`, else the
-    function's default.
+    function's default, else `GENERAL_DEFAULTS`.
 
     Raises ConfigError for an unknown parameter or a missing required one; PluginError for an unknown function.
     """
@@ -61,7 +61,8 @@ def advantage_params(config: Config) -> dict[str, Any]:
 def correction_params(config: Config) -> dict[str, Any] | None:
     """Parameters of `rl_core.algorithms.off_policy_correction`; None if every correction is off.
 
-    By default, samples of earlier weights are corrected unless the loss refuses corrections.
+    If the config leaves `tis_ratio_type` None, it is `token` if generation runs ahead of training and the loss does not
+    refuse corrections; otherwise no importance weights are used.
 
     Raises ConfigError for a correction that the policy loss cannot use, even if the user did not set it.
     """
@@ -207,7 +208,8 @@ def function_defaults(config: Config) -> dict[str, tuple[Any, str]]:
 
 
 def unread_params(config: Config) -> list[str]:
-    """Keys below `trainer.algorithm` that are set, but that neither the loss nor the estimator reads."""
+    """Keys among `GENERAL_DEFAULTS` and `value_clip` that are set, but that neither the loss nor the estimator reads.
+    `value_clip` is not reported if the run has a critic, because the critic's loss reads it."""
     taken = {*loss_params(config), *advantage_params(config)}
     algorithm, default = config.trainer.algorithm, AlgorithmConfig().value_clip
     unread = [name for name in GENERAL_DEFAULTS if name not in taken and getattr(algorithm, name) is not None]

@@ -1,4 +1,4 @@
-"""Runs untrusted Python programs in a sandbox, which bubblewrap or Landlock with a separate user provides.
+"""Runs untrusted Python programs in a sandbox: either bubblewrap, or Landlock together with a separate user.
 
 A name is imported from its module when it is first used, because the sandbox's interpreter also imports this package
 and need not have attrs installed.
