@@ -361,6 +361,7 @@ def loop_settings(directory: Path, *, streams: bool) -> LoopSettings:
         ckpt_interval=-1,
         max_ckpts_to_keep=-1,
         hf_save_interval=-1,
+        run_dir=directory,
         checkpoint_root=directory / "checkpoints",
         export_root=directory / "exports",
         generation_timeout_s=1e9,
