@@ -1,5 +1,5 @@
-"""The cases of the kill soak: which process is killed or stopped, and when; and the attempts that play a case, each in
-a process of its own.
+"""The cases of `test_kill_soak.py`: which process of a run is killed or stopped, and when. To play a case, the run is
+attempted once per strike and once without a strike, each time in a new process.
 
 The seed of a case determines its staleness bound and pipeline depth, its dynamic sampling, where the ranks run, and all
 of its strikes.
@@ -69,7 +69,7 @@ class Case:
     dynamic_sampling: DynamicSampling
     num_ranks: int
     overrides: dict[str, object]
-    """Keys that do not change the numbers of a synchronous run."""
+    """Settings that do not change the results of a synchronous run, except for rounding in the engine."""
     strikes: tuple[Strike, ...]
 
     @property
@@ -78,9 +78,9 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """The first strikes are enumerated: with one rank in this process, every pair of bound and depth meets every phase
-    twice; on Ray, each of its kinds of process is struck in each phase, and the controller once. Everything else is
-    drawn at random.
+    """The first strike of each case is enumerated. Without Ray, the controller is struck twice in each phase for every
+    pair of staleness bound and pipeline depth. On Ray, each process of `OF_RAY` is struck once in each phase, and the
+    controller once in total. Everything else is drawn at random.
     """
     dice = random.Random(seed)
     (max_staleness, pipeline_depth), victim, first, num_ranks = _enumerated()[seed]
@@ -137,7 +137,7 @@ class Place:
 
     root: Path
     pid: int = attrs.field(factory=os.getpid)
-    """The process that plays the case."""
+    """The test's process, which starts the attempts."""
 
     @property
     def run_dir(self) -> Path:
@@ -159,7 +159,9 @@ class Place:
 
 
 def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -> None:
-    """Runs in a process of its own: prints into `output` and exits with the exit code of the command line."""
+    """Trains in a process of its own, which prints into `output`. Its exit code is 0, STOPPED, ENDED_WITH_ERROR (for an
+    RLError) or 1 (for any other error).
+    """
     print_into(output)
     os.environ["RAY_TMPDIR"] = str(place.of_ray)
     os.environ["TMPDIR"] = tempfile.tempdir = str(place.temporary)
@@ -189,7 +191,7 @@ def run_attempt(config: Config, strike: Strike | None, place: Place, output: Pat
         said = output.read_text()[-3000:]
         process.kill()
         process.join()
-        raise AssertionError(f"an attempt did not end within 400 s after {strike}: {said}")
+        raise AssertionError(f"an attempt with {strike} did not end within 400 s: {said}")
     return process.exitcode
 
 
@@ -213,12 +215,13 @@ def build(small_run: BuildConfig, case: Case, run_dir: Path) -> Config:
     values = {
         "trainer__max_staleness": case.max_staleness,
         "trainer__pipeline_depth": case.pipeline_depth,
-        # Synchronous runs need no tokens in the rows: they are compared with an uninterrupted run instead.
+        # This also writes the tokens of samples, to compare them with the ledger. A synchronous run is compared with an
+        # uninterrupted run instead.
         "trainer__log_sample_logprobs": case.runs_ahead,
         "trainer__algorithm__dynamic_sampling__type": case.dynamic_sampling,
         "trainer__placement__policy_num_gpus_per_node": case.num_ranks,
         "trainer__max_training_steps": STEPS,
-        # A low learning rate, so that groups have a signal until the end.
+        # A low learning rate, so that rewards still differ within groups in the last step.
         "trainer__policy__optimizer_config__lr": 1e-4,
         "trainer__train_batch_size": GROUPS,
         "trainer__hf_save_interval": 2,
@@ -254,7 +257,7 @@ def newest_state(place: Place) -> RunState | None:
 
 
 def played_groups(place: Place) -> list[int]:
-    """The training groups that all attempts so far have played, in order."""
+    """The ids of the training groups played so far, in order. A group that was played twice is listed twice."""
     lines = place.ledger.read_text().splitlines() if place.ledger.exists() else []
     return [entry["group"] for entry in map(json.loads, lines) if entry["is_training"]]
 
@@ -277,7 +280,7 @@ class PlayedOut:
 def play_out(
     small_run: BuildConfig, case: Case, place: Place, target: Any = attempt, *, first: Any = attempt
 ) -> PlayedOut:
-    """Runs one attempt per strike, and a last one without a strike that must finish. `first` runs the first attempt,
+    """Runs one attempt per strike, then one without a strike, which must finish. `first` runs the first attempt,
     `target` the others. No attempt may play a group that is finished in the checkpoint it resumes from.
     """
     config = build(small_run, case, place.run_dir)

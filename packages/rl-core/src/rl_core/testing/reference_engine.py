@@ -49,7 +49,7 @@ class ReferenceEngine:
         self._timeout_s = timeout_s
         self._version = -1
         self._running: dict[str, _Running] = {}
-        # Input and logits of the latest forward pass, which samples of one token from the same prompt share.
+        # Input and logits of the latest forward pass. If samples of a prompt are one token long, one pass serves all.
         self._last: tuple[list[int], Tensor] | None = None
         self._may_sample = asyncio.Event()
         self._may_sample.set()
@@ -111,8 +111,9 @@ class ReferenceEngine:
         tensors = dict(pair for bucket in buckets for pair in unpack_bucket(bucket))
         parameters = dict(self.model.named_parameters())
         if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in parameters.items()}:
-            wrong = sorted(tensors.keys() ^ parameters.keys())
-            raise WeightSyncError(f"version {version} does not fit the model: {wrong or 'shapes differ'}")
+            unmatched = sorted(tensors.keys() ^ parameters.keys())
+            problem = f"only one of the two has {', '.join(unmatched)}" if unmatched else "shapes differ"
+            raise WeightSyncError(f"version {version} does not fit the model: {problem}")
         self.load(tensors)
         self._version = version
         return Manifest(version=version, tensors={name: tensor_record(tensor) for name, tensor in tensors.items()})
@@ -158,7 +159,8 @@ class ReferenceEngine:
         limit: int = self.model.config.max_position_embeddings
         if not request.prompt_tokens or length > limit:
             raise GenerationError(
-                f"got {len(request.prompt_tokens)} prompt tokens, {length} with the response; the limit is {limit}"
+                f"got {len(request.prompt_tokens)} prompt tokens, {length} with max_tokens; expected at least 1 prompt "
+                f"token, and at most {limit} with max_tokens"
             )
 
     async def _samples(self, running: _Running) -> tuple[Completion, ...]:

@@ -41,11 +41,11 @@ from rl_core.rank_kit.state_files import (
 from rl_megatron.rank.optimizer import Optimizer
 
 _METADATA = {
-    # Store optimizer state in the shape of the parameters, and gather it in CPU memory on the first data-parallel rank.
-    # Megatron's default gathers the float32 parameters and moments of all parameters on every device.
+    # Store optimizer state in the shape of the parameters, and gather it with gloo on the first data-parallel rank.
+    # Without `mem_efficient`, NCCL gathers it through GPU memory, and every data-parallel rank keeps all of it.
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
-    # Dense and expert parameters have separate optimizers; both save state under the parameters' names.
+    # With expert parallelism, experts have an optimizer of their own. Save its state, too, under parameter names.
     "chained_optim_avoid_prefix": True,
     # Each layer has its own name, because layers may differ and may be on other stages when loaded.
     "non_homogeneous_layers": True,
@@ -176,9 +176,9 @@ def _take(model: Any, state: Mapping[str, Any]) -> None:
 
 
 def _take_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Loads moments and main parameters. Everything else in the optimizers' states stays this run's: experts have a
-    separate optimizer only if expert ranks split them, so the runs that write and read a state may have different
-    numbers of optimizers."""
+    """Loads moments and main parameters. Everything else in the optimizers' states keeps this run's values, because the
+    run that wrote the state may have had another number of optimizers: experts have an optimizer of their own only with
+    expert parallelism."""
     optimizers = optimizer.megatron.chained_optimizers
     parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
     for one, part in zip(optimizers, parts, strict=True):

@@ -22,7 +22,7 @@ def trained_pieces(chunks: Sequence[Any]) -> Iterator[Piece]:
     for shard in shards.values():
         for part in _parts(shard):
             assert part.data is not None
-            num_prepended = part.prepend_axis_num  # the first axes number the experts
+            num_prepended = part.prepend_axis_num  # number of leading axes that index experts
             experts, offset = part.global_offset[:num_prepended], part.global_offset[num_prepended:]
             tensor = part.data.detach()
             if is_vocabulary(part.key):
