@@ -130,8 +130,8 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
                 raise
             raise StorageError(
                 f"{error.filename} could not be written ({error.strerror}). Repair the storage, or put the directory "
-                "back if it was moved, and run the same command again: it continues from the newest checkpoint that is "
-                "left"
+                "back if it was moved, and start the run again; with trainer.resume_mode=latest it continues from the "
+                "newest checkpoint left"
             ) from error
 
 
