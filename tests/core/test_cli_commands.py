@@ -11,7 +11,7 @@ import pytest
 
 from rl_core.cli import main
 from rl_core.config import Config, from_mapping, load
-from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError, WorkerError
+from rl_core.errors import CheckpointError, ConfigError, DataError, DiskFullError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.checkpoint import RunState, begin_checkpoint, complete_checkpoint
 from rl_core.trainer.run_directory import MARK, RunSummary
@@ -357,6 +357,8 @@ def test_an_interrupted_run_exits_with_130_and_prints_the_command_that_resumes_i
     assert rl("train", "small", "trainer.run_dir=my run")[::2] == (1, f"error: rank 0\n{going_on}")
     finish_with(monkeypatch, CheckpointError("step_000007: damaged"))
     assert going_on not in rl("train", "small", "trainer.run_dir=my run")[2]
+    finish_with(monkeypatch, DiskFullError("disk full"))
+    assert rl("train", "small", "trainer.run_dir=my run")[::2] == (1, f"error: disk full\n{going_on}")
 
 
 def test_a_key_given_twice_is_one_warning_line(rl: Run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pty
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ def press(number: int = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_stops_and_its_bounce_is_ignored(number: int):
     interrupts, stops = Interrupts(), []
 
@@ -51,6 +52,47 @@ def test_a_later_second_signal_cancels_and_the_clean_up_is_whole():
     with pytest.raises(KeyboardInterrupt):
         interrupts.run(work)
     assert events == ["stop", "closed"]
+
+
+def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discarded():
+    """The child's terminal is closed while it works. Its shell sends a second SIGHUP later than a bounce."""
+    child, terminal = pty.fork()
+    if child == 0:
+        interrupts, stops = Interrupts(), []
+
+        async def work() -> None:
+            with interrupts.stops(lambda: stops.append(1)):
+                os.write(1, b"working")
+                while not stops:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(1.05)
+                press(signal.SIGHUP)
+                await asyncio.sleep(0.01)
+                os.write(1, b"this raises OSError on a closed terminal")
+
+        try:
+            interrupts.run(work)
+            os._exit(len(stops))
+        finally:
+            os._exit(9)
+    while b"working" not in os.read(terminal, 1000):
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    try:
+
+        async def work() -> str:
+            press(signal.SIGHUP)
+            await asyncio.sleep(0.01)
+            return "whole"
+
+        assert Interrupts().run(work) == "whole"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_outside_the_loop_ends_the_work_at_once():
@@ -99,13 +141,14 @@ def test_a_clean_up_that_hangs_can_be_left(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_handlers_are_put_back():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
 
     async def work() -> None:
         assert signal.getsignal(signal.SIGINT) is not before[0]
 
     Interrupts().run(work)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_work_in_another_thread_leaves_the_signals_alone():

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.config import from_mapping
-from rl_core.errors import DataError, PluginError
+from rl_core.errors import DataError, PluginError, StorageError
 from rl_core.interfaces import Tracker, Trajectory, TrajectoryStep
 from rl_core.reports.jsonl import StepLog, read_rows
 from rl_core.reports.run_reporter import RunReporter
@@ -89,6 +89,23 @@ def test_a_broken_line_in_the_middle_is_named_and_the_file_left_alone(tmp_path):
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: not a JSON object"):
         jsonl_tracker(tmp_path, first_step=2)
     assert path.read_text() == '{"step": 0}\nnot json\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("change", ["removed", "moved", "replaced"])
+def test_a_row_is_not_written_to_a_file_that_has_left_its_path(tmp_path: Path, change: str):
+    path = tmp_path / "run" / "metrics.jsonl"
+    log = StepLog(path, first_step=0)
+    log.write([{"step": 0}])
+    path.rename(tmp_path / "moved.jsonl")
+    if change == "removed":
+        (tmp_path / "moved.jsonl").unlink()
+    if change == "replaced":
+        path.touch()
+    with pytest.raises(
+        StorageError, match=r"run/metrics\.jsonl was removed, moved or replaced while .*resume_mode=latest"
+    ):
+        log.write([{"step": 1}])
+    log.close()  # the row is lost; closing the file raises no second error
 
 
 def test_numbers_that_are_not_finite_are_null_so_that_any_json_reader_reads_the_file(tmp_path):

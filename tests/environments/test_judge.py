@@ -8,7 +8,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
@@ -70,8 +72,12 @@ def judge() -> Iterator[Judge]:
 
 
 def step(judge: Judge, text: str = "blue", **options: Any) -> StepResult:
+    return step_at(judge.url, text, **options)
+
+
+def step_at(url: str, /, text: str = "blue", **options: Any) -> StepResult:
     async def play() -> StepResult:
-        environment = JudgeEnvironment(ROW, {"url": judge.url, "model": "m", **options})
+        environment = JudgeEnvironment(ROW, {"url": url, "model": "m", **options})
         assert await environment.reset() == ROW["prompt"]
         result = await environment.step(Action(text=text, tokens=(), stop_reason="stop"))
         await environment.close()
@@ -139,9 +145,50 @@ def test_a_reply_that_a_weight_sync_ended_is_no_grade(judge: Judge):
 def test_a_judge_that_does_not_answer_is_an_error_that_names_it(judge: Judge):
     judge.replies = [judge.hang]
     started = time.monotonic()
-    with pytest.raises(DeadlineError, match=f"the judge at {judge.url} did not answer within 0.5 s"):
+    with pytest.raises(DeadlineError, match=f"the judge at {judge.url} did not answer within 0.5 s .*timeout_s"):
         step(judge, timeout_s=0.5, tries=1)
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("head", ["", "HTTP/1.1 200 OK\r\n\r\n"], ids=["its head", "its body"])
+def test_a_reply_that_trickles_in_does_not_extend_the_deadline(head: str):
+    with trickling(head.encode()) as url:
+        started = time.monotonic()
+        with pytest.raises(DeadlineError, match=f"the judge at {url} did not answer within 0.3 s"):
+            step_at(url, timeout_s=0.3, tries=1)
+        assert time.monotonic() - started < 30
+
+
+def test_an_address_that_does_not_speak_http_is_an_error_that_names_it():
+    message = "cannot be reached: BadStatusLine: 220 mail server"
+    with (
+        trickling(b"220 mail server\r\n") as url,
+        pytest.raises(GenerationError, match=f"the judge at {url} {message}"),
+    ):
+        step_at(url, timeout_s=20, tries=1)
+
+
+@contextmanager
+def trickling(head: bytes) -> Iterator[str]:
+    """The address of a server that sends `head` at once, and then a byte every 0.05 s."""
+    ended = threading.Event()
+
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(head)
+            while not ended.wait(0.05):
+                try:
+                    self.request.sendall(b"x")
+                except OSError:
+                    return
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        ended.set()
+        server.shutdown()
+        thread.join(timeout=60)
 
 
 def test_nobody_at_the_address_is_an_error_that_names_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import logging
 import multiprocessing
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from rl_core.config import Config
-from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError, WeightSyncError
+from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError, StorageError, WeightSyncError
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.stored_files import is_disk_full
 from rl_core.trainer import run as trainer_run
@@ -227,6 +228,15 @@ class FillsAtStep3(Callback):
             fill(self._run_dir / "filler")
 
 
+class RemovesRunAtStep3(Callback):
+    def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
+        self._run_dir = run_dir
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 3:
+            shutil.rmtree(self._run_dir)
+
+
 def fill(path: Path) -> None:
     with path.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 12):
@@ -320,3 +330,30 @@ def test_a_run_whose_disk_stays_full_says_so_and_goes_on_from_its_last_checkpoin
 
     assert on_small_disk(disk, train) == 0
     require_same_run(tmp_path / "disk.left" / "run", finished)
+
+
+def test_a_run_whose_directory_is_removed_says_so_and_saves_its_last_step(small_run: BuildConfig, tmp_path: Path):
+    config = small_run(tmp_path / "run", trainer__callbacks=[f"{__name__}:RemovesRunAtStep3"])
+    with pytest.raises(StorageError, match=r"run/metrics\.jsonl was removed, .*resume_mode=latest"):
+        run_training(config)
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000003"]
+
+
+def test_the_error_of_failing_storage_names_the_file_of_the_run(
+    small_run: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory = tmp_path / "run" / "checkpoints" / "step_000002.partial"
+
+    def fail(self: Interrupts, train: object) -> NoReturn:
+        raise OSError(errno.EROFS, "Read-only file system", failing)
+
+    monkeypatch.setattr(Interrupts, "run", fail)
+    failing = str(directory)
+    with pytest.raises(
+        StorageError, match=r"step_000002\.partial could not be written \(Read-only.*resume_mode=latest"
+    ):
+        run_training(small_run(tmp_path / "run"))
+    failing = str(tmp_path / "elsewhere")  # control: an error about any other file is not about the run's storage
+    with pytest.raises(OSError, match="elsewhere") as raised:
+        run_training(small_run(tmp_path / "run"))
+    assert not isinstance(raised.value, StorageError)

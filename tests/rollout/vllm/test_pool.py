@@ -194,3 +194,14 @@ async def test_the_warning_about_a_lost_server_says_who_starts_it_again(
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == told
     assert said[1].startswith(retried)
+
+
+async def test_an_address_that_accepts_connections_but_never_answers_is_named_with_the_key_that_limits_the_wait():
+    held: list[asyncio.StreamWriter] = []
+    async with await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0) as silent:
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        told = rf"waited 0\.2 s \(generator\.inference_engine\.start_timeout_s\) for the server at {url}: it accepts "
+        with pytest.raises(DeadlineError, match=told):
+            await ExternalServer(url, "token", timeout_s=0.2).start()
+        for writer in held:
+            writer.close()

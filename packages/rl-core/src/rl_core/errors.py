@@ -62,7 +62,11 @@ class CheckpointError(RLError, OSError):
     """A checkpoint that is missing, incomplete or does not belong to this run."""
 
 
-class DiskFullError(CheckpointError):
+class StorageError(CheckpointError):
+    """A file of the run that could not be written. A run can resume from an earlier checkpoint."""
+
+
+class DiskFullError(StorageError):
     """The disk is full. The message says what could not be written."""
 
 

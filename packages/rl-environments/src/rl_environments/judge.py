@@ -25,10 +25,12 @@ import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any
 
 from rl_core.errors import DataError, DeadlineError, GenerationError
 from rl_core.interfaces import Action, Prompt, Row, ServedModel, StepResult
+from rl_core.tasks import OwnThread
 from rl_environments.answers import require_prompt
 from rl_environments.options import own_options, seconds, text, whole_number
 from rl_environments.tools.call_formats import without_thought
@@ -107,7 +109,7 @@ class JudgeEnvironment:
         asked = self._question_to_judge(without_thought(action.text).strip())
         for number in range(1, self._tries + 1):
             try:
-                reward = score_of(await asyncio.to_thread(self._ask, asked), self._highest) / self._highest
+                reward = score_of(await self._reply(asked), self._highest) / self._highest
             except (GenerationError, DeadlineError):
                 if number == self._tries:
                     raise
@@ -132,8 +134,18 @@ class JudgeEnvironment:
         }
         return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), self._instructions)
 
+    async def _reply(self, asked: str) -> str:
+        """Returns the judge's reply, or raises DeadlineError after `timeout_s`. A socket's timeout starts anew with
+        every byte, so it does not limit a reply that trickles in."""
+        try:
+            return await OwnThread(lambda: self._ask(asked)).within(self._timeout_s)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the judge at {self._url} did not answer within {self._timeout_s:g} s (environment.options.timeout_s)"
+            ) from error
+
     def _ask(self, asked: str) -> str:
-        """Returns the judge's reply. Blocks; each wait for the server is limited to `timeout_s`."""
+        """Returns the judge's reply. Blocks."""
         body = json.dumps({**self._body, "messages": [{"role": "user", "content": asked}]}).encode()
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         request = urllib.request.Request(f"{self._url}/chat/completions", body, headers, method="POST")
@@ -144,10 +156,12 @@ class JudgeEnvironment:
             with error:
                 said = error.read(300).decode(errors="replace")
             raise GenerationError(f"the judge at {self._url} answered {error.code} {error.reason}: {said}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
-                raise DeadlineError(f"the judge at {self._url} did not answer within {self._timeout_s:g} s") from error
-            raise GenerationError(f"the judge at {self._url} cannot be reached: {error}") from error
+                raise TimeoutError from error
+            raise GenerationError(
+                f"the judge at {self._url} cannot be reached: {type(error).__name__}: {error}"
+            ) from error
         try:
             choice = json.loads(reply)["choices"][0]
             content, ended_by = choice["message"]["content"], choice.get("finish_reason")

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from rl_core.cli.commands import CommandGroup
-from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError
+from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError, StorageError
 
 RANK_THREAD = "rl-rank-"
 """Prefix of the names of the threads of `rl_core.workers.inline`. The constant is repeated here, because that module
@@ -29,7 +29,7 @@ imports torch."""
 _AS_ASKED = (ConfigError, PluginError, DataError)
 """Errors after which the same command would fail again, because the user must change something."""
 _NOT_RESUMED = (*_AS_ASKED, CheckpointError)
-"""Errors after which a command that resumes would fail too."""
+"""Errors after which a command that resumes would fail too, except `StorageError`."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.
@@ -129,7 +129,8 @@ def train(source: str, overrides: tuple[str, ...], tiny: bool, dry_run: bool) ->
     try:
         return runs.train(loaded, started)
     except RLError as error:
-        if not isinstance(error, _NOT_RESUMED) and runs.has_checkpoint(loaded):
+        can_resume = isinstance(error, StorageError) or not isinstance(error, _NOT_RESUMED)
+        if can_resume and runs.has_checkpoint(loaded):
             click.get_current_context().obj["resume"] = runs.resume_command(loaded)
         raise
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_core.errors import CheckpointError, ConfigError, DiskFullError
+from rl_core.errors import ConfigError, DiskFullError, StorageError
 from rl_core.rank_kit.publishing import pack_on_first
 from rl_core.rank_kit.weight_buckets import draining, unpack_bucket
 from rl_core.stored_files import is_disk_full
@@ -35,7 +35,7 @@ def writing_model(directory: Path) -> Iterator[None]:
     """Context for the code that writes a model's files, on a rank that writes.
 
     Raises:
-        CheckpointError: the storage failed; DiskFullError if the disk was full.
+        StorageError: the storage failed; DiskFullError if the disk was full.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def writing_model(directory: Path) -> Iterator[None]:
         what = f"{directory}: could not be written ({type(error).__name__}: {error})"
         if is_disk_full(error, directory):
             raise DiskFullError(f"disk full: {what}") from error
-        raise CheckpointError(what) from error
+        raise StorageError(what) from error
 
 
 def write_weights(

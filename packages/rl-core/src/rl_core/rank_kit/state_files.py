@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl_core.errors import CheckpointError, DiskFullError
+from rl_core.errors import CheckpointError, DiskFullError, StorageError
 from rl_core.stored_files import FileRecord, changed, is_disk_full, missized, recorded
 
 STATE_LIST = "state.json"
@@ -88,7 +88,7 @@ def listed_files(directory: Path) -> dict[str, FileRecord]:
 
 
 def state_not_written(directory: Path, error: BaseException, how: str = "") -> Exception:
-    """Returns the exception to raise for a failed write: DiskFullError if the disk was full, CheckpointError for other
+    """Returns the exception to raise for a failed write: DiskFullError if the disk was full, StorageError for other
     failures of the storage, RuntimeError for anything else, such as a lost rank.
 
     Args:
@@ -101,7 +101,7 @@ def state_not_written(directory: Path, error: BaseException, how: str = "") -> E
     # On a full disk, torch may only report an unexpected file position.
     if any(is_disk_full(failure, directory) for failure in failures):
         return DiskFullError(f"disk full: {what}")
-    kind = CheckpointError if all(isinstance(failure, OSError) for failure in failures) else RuntimeError
+    kind = StorageError if all(isinstance(failure, OSError) for failure in failures) else RuntimeError
     return kind(what)
 
 

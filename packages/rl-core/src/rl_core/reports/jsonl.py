@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import DataError
+from rl_core.errors import DataError, StorageError
 from rl_core.stored_files import is_disk_full, sync
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,11 @@ class StepLog:
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends rows, each with a `step`. The rows are on disk when this returns, unless the disk is full. Numbers
-        that are not finite are written as null."""
+        that are not finite are written as null.
+
+        Raises:
+            StorageError: the file cannot be written, or is no longer at its path. The rows are lost.
+        """
         lines = [json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
         was_waiting = bool(self._waiting)
         # UTF-8 cannot encode lone surrogates, so they are written as JSON escapes.
@@ -56,7 +60,7 @@ class StepLog:
             logger.warning("disk full: rows of %s are kept in memory until there is room for them", self._path)
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Closes the file; a second call does nothing. Raises StorageError like `write`."""
         if self._file.closed:
             return
         try:
@@ -67,20 +71,26 @@ class StepLog:
             logger.error("disk full: the last %d rows of %s are lost", self._waiting.count(b"\n"), self._path)
 
     def _write_waiting(self) -> None:
-        """Writes all waiting rows or, if the disk is full, none of them."""
-        descriptor = self._file.fileno()
+        """Writes all waiting rows or, if the disk is full, none of them. After a StorageError no row waits any more."""
+        if not self._waiting:
+            return
+        descriptor, waiting, self._waiting = self._file.fileno(), self._waiting, b""
+        if not _is_at(self._path, descriptor):
+            raise StorageError(
+                f"{self._path} was removed, moved or replaced while a run was writing it. Put it back if you moved it, "
+                "and start the run again; with trainer.resume_mode=latest it continues from the newest checkpoint left"
+            )
         num_bytes = os.fstat(descriptor).st_size
         try:
-            rest = memoryview(self._waiting)
+            rest = memoryview(waiting)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
             os.fsync(descriptor)
         except OSError as error:
-            os.ftruncate(descriptor, num_bytes)
             if not is_disk_full(error):
-                raise
-        else:
-            self._waiting = b""
+                raise StorageError(f"{self._path} could not be written ({error}); repair the storage") from error
+            os.ftruncate(descriptor, num_bytes)
+            self._waiting = waiting
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -117,6 +127,13 @@ def _keep_rows(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None
         os.fsync(file.fileno())
     rewritten.replace(path)
     sync(path.parent)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
 
 
 def _finite(value: Any) -> Any:

@@ -1,14 +1,17 @@
-"""Handles SIGINT (Ctrl-C) and SIGTERM: the first signal stops a run at a step boundary, a later one ends it at once."""
+"""Handles SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal): the first signal stops a run at a step boundary, a
+later one ends it at once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from rl_core.tasks import code_of
@@ -20,7 +23,7 @@ CLOSE_S = 5.0
 """Longest time, in seconds, that each engine and model may take to close if the run is ended at once."""
 _BOUNCE_S = 1.0
 """A second signal within this many seconds counts as the same key press."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
@@ -34,6 +37,9 @@ class Interrupts:
     | is not in a `stops` block  | cancels it                                                  |
     | is in a `stops` block      | the first calls `stop`; one at least 1 s later cancels it   |
     | was cancelled or has ended | does nothing, or after 10 s raises KeyboardInterrupt        |
+
+    A shell may send SIGHUP several times when its terminal is closed, so a SIGHUP that is not the first signal does
+    nothing. A process that ignores SIGHUP (`nohup`) continues to ignore it.
     """
 
     def __init__(self) -> None:
@@ -81,8 +87,12 @@ class Interrupts:
         finally:
             self._stop = None
 
-    def _received(self, *_: object) -> None:
+    def _received(self, number: int, _: object) -> None:
         """The signal handler. It may run between any two instructions, so it defers the reaction to the event loop."""
+        if number == signal.SIGHUP:
+            _discard_output_to_closed_terminal()
+            if self._asked_at is not None or self._ended_at is not None:
+                return
         now = time.monotonic()
         if self._loop is None or (self._ended_at is not None and now - self._ended_at > 2 * CLOSE_S):
             raise KeyboardInterrupt
@@ -121,7 +131,7 @@ def _handling(handler: Callable[..., None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    before = {number: signal.signal(number, handler) for number in _handled()}
     try:
         yield
     finally:
@@ -130,12 +140,28 @@ def _handling(handler: Callable[..., None]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
 
+def _handled() -> list[signal.Signals]:
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in _SIGNALS if number != signal.SIGHUP or not ignores_hangup]
+
+
+def _discard_output_to_closed_terminal() -> None:
+    """Sends standard output and standard error to /dev/null if they are a terminal that was closed, because writing
+    to it would raise an error."""
+    for descriptor in (1, 2):
+        with suppress(OSError):  # the descriptor itself may be closed
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)
+
+
 def _wake_by_signals(loop: asyncio.AbstractEventLoop) -> None:
     """Makes every signal wake the waiting event loop. The kernel may deliver a signal to any thread, but the
     Python handler runs only when the main thread next executes."""
     if threading.current_thread() is not threading.main_thread():
         return
-    for number in _SIGNALS:
+    for number in _handled():
         handler = signal.getsignal(number)
         loop.add_signal_handler(number, lambda: None)  # from now on, signal numbers are written to the loop's pipe
         signal.signal(number, handler)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rl_core import remote_files
 from rl_core.config import Config
-from rl_core.errors import CheckpointError, ConfigError, DeadlineError
+from rl_core.errors import ConfigError, DeadlineError, StorageError
 from rl_core.tasks import OwnThread
 from rl_core.trainer.checkpoint import COMPLETE, PARTIAL, complete_checkpoints, is_step_name
 
@@ -63,9 +63,9 @@ class CheckpointCopies:
         logger.warning("%s: checkpoints not copied, the store does not answer; the run continues", self._address)
 
     def require_sent(self) -> None:
-        """Raises CheckpointError if the last copy failed."""
+        """Raises StorageError if the last copy failed."""
         if self._failure is not None:
-            raise CheckpointError(
+            raise StorageError(
                 f"trainer.ckpt_path: {self._address} lacks checkpoints ({self._failure}); the run's directory has them "
                 "all. Copy them there, or resume the run when the store can be reached"
             ) from self._failure

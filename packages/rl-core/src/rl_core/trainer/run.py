@@ -27,7 +27,7 @@ from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.resolving import value_at
 from rl_core.config.served_models import asked_models, serving_plugin, with_served_models
 from rl_core.config.specs import reference_engine_spec
-from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, WorkerError
+from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, StorageError, WorkerError
 from rl_core.held_folders import reclaim_folders
 from rl_core.interfaces import (
     AdapterServing,
@@ -93,9 +93,9 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
     """Makes all checks that are possible before the start (`trainer.preflight`), trains as configured, and returns the
     summary when the run is complete or was stopped.
 
-    In the main thread, once the loop runs, the first SIGINT or SIGTERM stops the run at the next step boundary, with a
-    checkpoint; a second one, or one before the loop, ends the run at once. In a notebook, whose event loop occupies the
-    main thread, use `await asyncio.to_thread(run_training, config)`.
+    In the main thread, once the loop runs, the first SIGINT, SIGTERM or SIGHUP stops the run at the next step boundary,
+    with a checkpoint; a second one (not SIGHUP), or one before the loop, ends the run at once. In a notebook, whose
+    event loop occupies the main thread, use `await asyncio.to_thread(run_training, config)`.
 
     Until this function returns, no other run can use the run's directories (`trainer.run_lock`).
 
@@ -122,9 +122,24 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
         try:
             return interrupts.run(lambda: _train(resolved, begun, interrupts))
         except (OSError, WorkerError) as error:
-            if isinstance(error, DiskFullError) or not is_disk_full(error):
+            if isinstance(error, DiskFullError):
                 raise
-            raise DiskFullError(f"disk full: {error}; {after_making_room(resolved.ckpt_dir)}") from error
+            if is_disk_full(error):
+                raise DiskFullError(f"disk full: {error}; {after_making_room(resolved.ckpt_dir)}") from error
+            if isinstance(error, RLError) or not _is_about_output(error, resolved):
+                raise
+            raise StorageError(
+                f"{error.filename} could not be written ({error.strerror}). Repair the storage, or put the directory "
+                "back if it was moved, and start the run again; with trainer.resume_mode=latest it continues from the "
+                "newest checkpoint left"
+            ) from error
+
+
+def _is_about_output(error: OSError, config: Config) -> bool:
+    """Whether the error names a file in one of the run's directories."""
+    directories = [path.absolute() for path in (config.run_dir, config.ckpt_dir, config.export_dir)]
+    file = Path(str(error.filename)).absolute()
+    return error.filename is not None and any(file.is_relative_to(directory) for directory in directories)
 
 
 def run_evaluation(config: Config | Loaded) -> dict[str, float]:

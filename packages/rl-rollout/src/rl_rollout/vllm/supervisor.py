@@ -195,15 +195,17 @@ class ExternalServer:
         async with open_session(self.control_token) as session:
             while True:
                 try:
-                    health: Any = await Connection(session, self.url, self.url).call(
+                    health: Any = await Connection(session, self.url, "the server").call(
                         "health", timeout_s=max(0.001, deadline - time.monotonic())
                     )
                     return ServerAddress(url=self.url, pid=health["pid"])
-                except ServerGone as error:
+                except (ServerGone, DeadlineError) as error:
                     if time.monotonic() > deadline:
+                        silent = "it accepts connections but does not answer"
                         raise DeadlineError(
                             f"waited {self.timeout_s:g} s (generator.inference_engine.start_timeout_s) for the server "
-                            f"at {self.url}: {error}"
+                            f"at {self.url}: {silent if isinstance(error, DeadlineError) else error}. Is it started "
+                            "(python -m rl_rollout.vllm.serve), and can this machine reach it?"
                         ) from error
                     await asyncio.sleep(_RESTART_PAUSE_S)
 
