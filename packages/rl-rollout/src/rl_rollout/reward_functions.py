@@ -26,6 +26,7 @@ class RewardFunctionsEnvironment:
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._row = row
+        require_functions(options)
         paths = tuple(options.get("reward_functions", ()))
         self._functions = functions_at(paths)
         self._weights = tuple(options.get("reward_weights", ())) or (1.0,) * len(paths)
@@ -124,6 +125,10 @@ def _number(name: str, answer: Any) -> float | None:
 def require_functions(options: Mapping[str, Any]) -> None:
     """Imports all functions, and checks that there are no weights or one weight per function. Raises ConfigError, and
     the errors of `functions_at`."""
+    for key, example in ((KEY, "[my_module:reward]"), (WEIGHTS, "[1.0]")):
+        given = options.get(key.removeprefix("environment."), ())
+        if not isinstance(given, list | tuple):
+            raise ConfigError(f"{key}: got {given!r:.80}; expected a list, such as {example}")
     paths, weights = tuple(options.get("reward_functions", ())), tuple(options.get("reward_weights", ()))
     functions_at(paths)
     if weights and len(weights) != len(paths):
