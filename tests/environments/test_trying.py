@@ -278,7 +278,7 @@ def length(completions: list[str], **_: Any) -> list[float]:
 
 
 def test_reward_functions_are_named_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    keys = [f"environment.reward_functions=[{HERE_MODULE}:length]", "environment.reward_weights=[2]"]
+    keys = [f"environment.reward_functions={HERE_MODULE}:length", "environment.reward_weights=[2]"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n"))
     try_environment.main(["reward_functions", "--row", ROW, *keys], standalone_mode=False)
     assert "done after 1 turn: reward 6" in capsys.readouterr().out
@@ -287,16 +287,20 @@ def test_reward_functions_are_named_as_in_a_run(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (f"functions={HERE_MODULE}:length", r"environment\.reward_functions: got 'tests.*'; expected a list, such as"),
-        (f"functions=[{HERE_MODULE}:length] environment.reward_weights=2", r"reward_weights: got 2; expected a list"),
-        (f"functions=[{HERE_MODULE}:length] environment.reward_weights=[2,1]", "got 2 weights for 1 functions"),
+        (
+            f"options.reward_functions={HERE_MODULE}:length",
+            r"environment\.reward_functions: got 'tests.*'; expected a list",
+        ),
+        (
+            f"reward_functions={HERE_MODULE}:length environment.options.reward_weights=2",
+            r"weights: got 2; expected a list",
+        ),
+        (f"reward_functions={HERE_MODULE}:length environment.reward_weights=[2,1]", "got 2 weights for 1 functions"),
     ],
 )
 def test_wrong_keys_of_reward_functions_are_named(given: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        try_environment.main(
-            ["reward_functions", "--row", ROW, *f"environment.reward_{given}".split()], standalone_mode=False
-        )
+        try_environment.main(["reward_functions", "--row", ROW, *f"environment.{given}".split()], standalone_mode=False)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from rl_core.interfaces import (
 
 _OPTIONS = "environment.options."
 _REWARDS = ("environment.reward_functions", "environment.reward_weights")
-"""Keys that a run passes to the environment `reward_functions` as options."""
+"""Keys that a run passes to the environment `reward_functions` as options. A single value means a list of one."""
 _BLOCKED_S = 1.0
 """Time after its deadline that a call gets to notice its cancellation, before its thread is interrupted."""
 
@@ -84,6 +84,8 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"{key}: {value!r:.80} is not YAML: {error}") from None
+        if key in _REWARDS and not isinstance(options[name], list):
+            options[name] = [options[name]]
     return options
 
 

@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError, DataError, PluginError, nearest
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_core.plugins import import_object
 
+_ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric")
 KEY, WEIGHTS = "environment.reward_functions", "environment.reward_weights"
 
 
@@ -105,6 +106,8 @@ def _wanted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -
 
 def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
     """Describes which names a function's parameters may have instead of `name`."""
+    if name in _ONLY_IN_TRL:
+        return f"only TRL passes it, so give it a default, such as {name}=None"
     columns = ", ".join(key for key in given if key not in ("prompts", "completions", "completion_ids"))
     return f"the row has {columns}.{nearest(name, given)}"
 
