@@ -73,7 +73,7 @@ async def test_the_model_is_shown_the_function_calls_it_and_is_told_its_result()
 
 
 def test_tool_is_written_without_parentheses():
-    with pytest.raises(ConfigError, match="write @tool without parentheses"):
+    with pytest.raises(ConfigError, match=r"^test_tool_environment\.py:\d+: write @tool without parentheses$"):
 
         class Parenthesised(ToolEnvironment):  # pyright: ignore[reportUnusedClass]
             @tool()
@@ -81,7 +81,7 @@ def test_tool_is_written_without_parentheses():
 
 
 def test_a_second_tool_of_the_same_name_is_refused_but_a_subclass_may_replace_one():
-    with pytest.raises(ConfigError, match="two tools have the name 'price', so the first would be lost"):
+    with pytest.raises(ConfigError, match=r"Twice has two tools named 'price', so the first would be lost; rename"):
 
         class Twice(ToolEnvironment):  # pyright: ignore[reportUnusedClass]
             @tool
@@ -114,7 +114,9 @@ def test_a_second_tool_of_the_same_name_is_refused_but_a_subclass_may_replace_on
 
 
 def test_a_static_method_is_no_tool():
-    with pytest.raises(ConfigError, match="@tool got an object of type staticmethod; expected a method, `def name"):
+    with pytest.raises(
+        ConfigError, match=r"\.py:\d+: @tool got an object of type staticmethod; expected a method, `def name"
+    ):
 
         class Below(ToolEnvironment):  # pyright: ignore[reportUnusedClass]
             @tool

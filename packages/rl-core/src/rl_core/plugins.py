@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from rl_core.errors import PluginError, install, nearest, raised_at
+from rl_core.errors import PluginError, RLError, install, nearest, raised_at
 from rl_core.function_settings import require_settings
 from rl_core.interfaces import CONTRACTS, Contract
 from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam
@@ -117,9 +117,9 @@ def _is_receiver(found: Any) -> bool:
 
 
 def _import_problem(error: Exception, module: str) -> str:
-    """The error of an import as text, with the file and line that raised it unless the message has them already or the
-    module does not exist."""
-    place = "" if _is_absent(error, module) or isinstance(error, SyntaxError) else raised_at(error)
+    """The error of an import as text, with the file and line that raised it unless the message has what is needed (an
+    RLError, a SyntaxError) or the module does not exist."""
+    place = "" if _is_absent(error, module) or isinstance(error, RLError | SyntaxError) else raised_at(error)
     return f"{type(error).__name__}: {error} {place}".strip()
 
 

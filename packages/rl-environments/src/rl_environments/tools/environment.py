@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
@@ -42,17 +44,25 @@ ToolChoice = Literal["auto", "required"]
 def tool(function: _Function = _NO_FUNCTION) -> _Function:
     """Marks a method of a `ToolEnvironment`, plain or async, as callable by the policy. The model sees its type hints
     and docstring. Raises ConfigError for what is not a method, and for a second tool of this name in the class."""
-    if function is _NO_FUNCTION:
-        raise ConfigError("write @tool without parentheses")
+    place, names = _caller()
     marked: object = function
+    if function is _NO_FUNCTION:
+        raise ConfigError(f"{place}: write @tool without parentheses")
     if not inspect.isfunction(marked):
-        raise ConfigError(f"@tool got an object of type {type(function).__name__}; {_METHODS}")
-    frame = inspect.currentframe()
-    body = frame.f_back.f_locals if frame and frame.f_back else {}
-    if "__qualname__" in body and hasattr(body.get(marked.__name__), _MARK):  # only a class body has `__qualname__`
-        raise ConfigError(f"two tools have the name {marked.__name__!r}, so the first would be lost; rename one")
+        raise ConfigError(f"{place}: @tool got an object of type {type(function).__name__}; {_METHODS}")
+    if "__qualname__" in names and hasattr(names.get(marked.__name__), _MARK):  # only a class body has `__qualname__`
+        raise ConfigError(
+            f"{place}: {names['__qualname__']} has two tools named {marked.__name__!r}, so the first would be lost; "
+            "rename one"
+        )
     setattr(function, _MARK, True)
     return function
+
+
+def _caller() -> tuple[str, Mapping[str, Any]]:
+    """Returns where the caller of this function's caller stands (`file.py:line`), and its local names."""
+    frame = sys._getframe(2)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", frame.f_locals
 
 
 class ToolEnvironment:
