@@ -261,7 +261,8 @@ def test_a_file_of_ones_own_is_named_with_its_object(
         ("no_such:Riddle", r"No module named 'no_such'; expected an installed module, or no_such\.py in the current "),
         ("riddles.py:Riddle", r"write the module's name without \.py: riddles$"),
         ("riddles:", r"write the object's name after the colon, as in riddles:NAME$"),
-        ("riddles:Ridle", r"riddles \(.*/riddles\.py\) has no 'Ridle'\. Did you mean 'Riddle'\?$"),
+        ("riddles:Ridle", r"riddles has no 'Ridle'\. Did you mean 'Riddle'\?$"),
+        ("riddles:Env", r"riddles has no 'Env'\. It was imported from .*/riddles\.py$"),
     ],
 )
 def test_a_wrong_import_path_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str):

@@ -294,8 +294,8 @@ def import_object(path: str, where: str = "") -> Any:
     if not attribute:
         raise PluginError(f"{where}{path!r}: write the object's name after the colon, as in {module_name}:NAME")
     if not hasattr(module, attribute):
-        file = getattr(module, "__file__", None) or "built into Python"
-        raise PluginError(
-            f"{where}{path!r}: {module_name} ({file}) has no {attribute!r}.{nearest(attribute, dir(module))}"
-        )
+        # The module may be another one of the same name, such as one of the standard library.
+        source = getattr(module, "__file__", None) or "Python itself"
+        remedy = nearest(attribute, dir(module)) or f" It was imported from {source}"
+        raise PluginError(f"{where}{path!r}: {module_name} has no {attribute!r}.{remedy}")
     return getattr(module, attribute)
