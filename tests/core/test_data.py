@@ -129,7 +129,10 @@ def test_the_prompts_column_may_have_another_name(tmp_path: Path):
     file = write_lines(tmp_path / "a.jsonl", {"question": "1+1=", "answer": "2"})
     (row,) = read_rows([file], key="data.train_data", prompt_key="question")
     assert row.row == {"question": "1+1=", "answer": "2", "prompt": "1+1="}
-    with pytest.raises(DataError, match=r"the column 'prompt', got question, answer; set data\.prompt_key"):
+    with pytest.raises(
+        DataError,
+        match=r"the column 'prompt', got question, answer; rename the prompt's column, or set data\.prompt_key",
+    ):
         read_rows([file], key="data.train_data")
 
 

@@ -221,6 +221,16 @@ def test_a_plug_in_of_another_seam_is_refused(seam: str, group: str, name: str):
         plugins.load(seam, f"{IDLE}:{name}", key="some.key")
 
 
+@pytest.mark.parametrize("made", [Any, object, "Any"])
+def test_a_factory_that_does_not_say_what_it_makes_is_taken(made: Any):
+    def factory(row: Any, options: Any) -> Any: ...
+
+    factory.__annotations__["return"] = made
+    assert SEAMS["rl_core.environments"].problem(factory, 1) is None
+    factory.__annotations__["return"] = int
+    assert "the class int has no reset" in str(SEAMS["rl_core.environments"].problem(factory, 1))
+
+
 @pytest.mark.parametrize("path", ["math:pi", "os:getcwd", f"{HERE}:StepsWithoutAction.step", "nowhere:at_all"])
 def test_what_prepares_a_recipe_takes_the_configuration(path: str):
     with pytest.raises(PluginError, match=f"^the recipe's `prepare`: '{re.escape(path)}'"):

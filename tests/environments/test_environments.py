@@ -197,6 +197,13 @@ def test_an_option_that_cannot_be_is_refused_by_name(name: str, options: dict[st
         plugins.load("rl_core.environments", name)({"prompt": ASKED, "answer": "1"}, options)
 
 
+def test_a_missing_file_to_index_is_not_blamed_on_an_option(tmp_path: Path):
+    command = [sys.executable, "-m", "rl_environments.corpora", "/nowhere.jsonl", str(tmp_path / "index")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert ran.stderr == "error: /nowhere.jsonl does not exist; expected a .jsonl file\n"
+
+
 def test_a_corpus_with_a_broken_line_is_refused_by_its_place(tmp_path: Path):
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"title": "y"}\n')
     with pytest.raises(DataError, match=r"broken.jsonl:2: got"):

@@ -15,7 +15,7 @@ import pytest
 from rl_core.errors import DataError
 from rl_core.interfaces import Action
 from rl_core.testing.environments import EnvironmentConformance
-from rl_environments.reasoning_gym import FAULTY_TASKS, ReasoningGymEnvironment, rows_of
+from rl_environments.reasoning_gym import FAULTY_TASKS, ReasoningGymEnvironment, main, rows_of
 
 pytestmark = [
     # cellpylib, which reasoning-gym imports, uses `is` with a literal.
@@ -183,6 +183,13 @@ def test_every_task_that_is_not_refused_is_played_offline(no_network: None):
 def test_more_puzzles_than_a_task_has_are_refused():
     with pytest.raises(DataError, match=r"'acre' has 2000 puzzles per seed, got a count of 2001"):
         rows_of("acre", 2001)
+
+
+@pytest.mark.parametrize("given", ["max_terms=three", "max_terms"])
+def test_a_setting_that_is_not_json_is_named(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["chain_sum", "--count", "1", "--output", str(tmp_path / "rows.parquet"), "--set", given])
+    assert f"--set {given}: expected NAME=JSON, such as max_terms=3" in capsys.readouterr().err
 
 
 def test_an_episode_without_answer_is_scored_zero_and_reported():

@@ -88,6 +88,11 @@ def test_what_has_no_counterpart_here_is_an_error(output: dict[str, Any], messag
         play({**ROW, "output": output}, {**PLAIN, "env": "tests.environments.test_skyrl_gym:Plain"})
 
 
+def test_a_prompt_of_text_is_refused():
+    with pytest.raises(DataError, match=r"prompt: got text, '1\+1='; environments of skyrl-gym start from messages"):
+        SkyrlGymEnvironment({**ROW, "prompt": "1+1="}, {**PLAIN, "env": "tests.environments.test_skyrl_gym:Plain"})
+
+
 def test_a_name_that_skyrl_gym_does_not_know_is_refused():
     with pytest.raises(DataError, match=r"skyrl-gym has no 'gsm8'; it has .*Did you mean 'gsm8k'"):
         SkyrlGymEnvironment(ROW, {"env": "gsm8"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,6 +70,79 @@ async def test_the_model_is_shown_the_function_calls_it_and_is_told_its_result()
     assert '"description": "The price of an article in euros."' in trajectory.prompt_text
     assert [turn.observation for turn in trajectory.turns] == ["1.0", "Error: KeyError: 'pear'", None]
     assert (trajectory.reward, trajectory.metrics) == (1.0, {"accuracy": 1.0, "calls": 2.0, "wrong_calls": 1.0})
+
+
+def test_tool_is_written_without_parentheses():
+    with pytest.raises(ConfigError, match=r"^test_tool_environment\.py:\d+: write @tool without parentheses$"):
+
+        class Parenthesised(ToolEnvironment):  # pyright: ignore[reportUnusedClass]
+            @tool()
+            def price(self, article: str) -> float: ...
+
+
+def test_a_second_tool_of_the_same_name_is_refused_but_a_subclass_may_replace_one():
+    with pytest.raises(ConfigError, match=r"Twice has two tools named 'price', so the first would be lost; rename"):
+
+        class Twice(ToolEnvironment):  # pyright: ignore[reportUnusedClass]
+            @tool
+            def price(self, article: str) -> float:  # pyright: ignore[reportRedeclaration]
+                """A price."""
+                return 1.0
+
+            @tool
+            def price(self, article: int) -> float:  # noqa: F811
+                """Another price."""
+                return 2.0
+
+    class Once(ToolEnvironment):
+        @tool
+        def price(self, article: str) -> float:
+            """A price."""
+            return 1.0
+
+    class Replaced(Once):
+        @tool
+        def price(self, article: str) -> float:
+            """Another price."""
+            return 2.0
+
+        async def judge(self, answer: str) -> float:
+            return 0.0
+
+    (schema,) = asyncio.run(Replaced(ROW, {}).tools())
+    assert schema["function"]["description"] == "Another price."
+
+
+def test_a_static_method_is_no_tool():
+    with pytest.raises(
+        ConfigError, match=r"\.py:\d+: @tool got an object of type staticmethod; expected a method, `def name"
+    ):
+
+        class Below(ToolEnvironment):  # pyright: ignore[reportUnusedClass]
+            @tool
+            @staticmethod
+            def price(article: str) -> float: ...
+
+    class Above(ToolEnvironment):
+        @staticmethod
+        @tool
+        def price(article: str) -> float:
+            """A price."""
+            return 1.0
+
+    with pytest.raises(ConfigError, match="Above: the tool 'price' is a staticmethod; expected a method"):
+        Above(ROW, {})
+
+
+def test_a_tool_may_not_have_the_name_of_an_attribute():
+    class Row(ToolEnvironment):
+        @tool
+        def row(self, number: int) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+            """A row."""
+            return ""
+
+    with pytest.raises(ConfigError, match="the tool 'row' has the name of a member of ToolEnvironment"):
+        Row(ROW, {})
 
 
 def test_an_environment_without_tools_is_refused():

@@ -57,6 +57,10 @@ class Odd:
         print("closed")
 
 
+def no_game(row: Any, options: Any) -> Any:
+    return 3
+
+
 class NotAsync(Odd):
     def step(self, action: Action) -> Any:
         return StepResult(reward=0.0, done=True)
@@ -105,7 +109,7 @@ def test_answers_that_would_fail_in_a_run_fail_here(
 ):
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
     with pytest.raises(DataError, match=re.escape(message)):
-        try_environment.main([ODD, "--row", json.dumps({"answers": answers})], standalone_mode=False)
+        try_environment.main([ODD, "--row", json.dumps({"prompt": "?", "answers": answers})], standalone_mode=False)
 
 
 def test_a_method_that_is_not_async_is_refused_as_a_run_would(monkeypatch: pytest.MonkeyPatch):
@@ -157,11 +161,11 @@ def test_the_end_of_the_input_ends_the_game_and_closes_the_environment(tmp_path:
     played = rl("guess", "--data", str(tmp_path / "rows.jsonl"), "--number", "2", said="5\n")
     assert played.returncode == 0
     assert "ended by you after 1 turn: reward 0 so far" in played.stdout
-    assert "closed" in rl(ODD, "--row", "{}").stdout
+    assert "closed" in rl(ODD, "--row", ROW).stdout
 
 
 def test_ctrl_c_ends_the_game_without_a_traceback():
-    command = [RL, "try", ODD, "--row", "{}"]
+    command = [RL, "try", ODD, "--row", ROW]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -239,12 +243,65 @@ def test_a_module_that_cannot_be_imported_names_its_line(
         try_environment.main(["unsolved:Riddle", "--row", ROW], standalone_mode=False)
 
 
-@pytest.mark.parametrize("given", ["riddles", "riddles.py"])
-def test_a_file_of_ones_own_is_named_with_its_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str):
+@pytest.mark.parametrize(
+    ("given", "meant"), [("riddles", "NAME"), ("riddles.py", "NAME"), ("riddles.Riddle", "Riddle")]
+)
+def test_a_file_of_ones_own_is_named_with_its_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, meant: str
+):
     (tmp_path / "riddles.py").write_text("class Riddle: ...\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PluginError, match=r"\. To use an object in your riddles\.py, write riddles:NAME$"):
+    with pytest.raises(PluginError, match=r"\. To use an object in your riddles\.py, write riddles:" + f"{meant}$"):
         try_environment.main([given, "--row", ROW], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("no_such:Riddle", r"No module named 'no_such'; expected an installed module, or no_such\.py in the current "),
+        ("riddles.py:Riddle", r"write the module's name without \.py: riddles$"),
+        ("riddles:", r"write the object's name after the colon, as in riddles:NAME$"),
+        ("riddles:Ridle", r"riddles has no 'Ridle'\. Did you mean 'Riddle'\?$"),
+        ("riddles:Env", r"riddles has no 'Env'\. It was imported from .*/riddles\.py$"),
+    ],
+)
+def test_a_wrong_import_path_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str):
+    (tmp_path / "riddles.py").write_text("class Riddle: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "riddles", raising=False)
+    with pytest.raises(PluginError, match=message):
+        try_environment.main([given, "--row", ROW], standalone_mode=False)
+    monkeypatch.delitem(sys.modules, "riddles", raising=False)
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_reward_functions_are_named_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    keys = [f"environment.reward_functions={HERE_MODULE}:length", "environment.reward_weights=[2]"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n"))
+    try_environment.main(["reward_functions", "--row", ROW, *keys], standalone_mode=False)
+    assert "done after 1 turn: reward 6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            f"options.reward_functions={HERE_MODULE}:length",
+            r"environment\.reward_functions: got 'tests.*'; expected a list",
+        ),
+        (
+            f"reward_functions={HERE_MODULE}:length environment.options.reward_weights=2",
+            r"weights: got 2; expected a list",
+        ),
+        (f"reward_functions={HERE_MODULE}:length environment.reward_weights=[2,1]", "got 2 weights for 1 functions"),
+    ],
+)
+def test_wrong_keys_of_reward_functions_are_named(given: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        try_environment.main(["reward_functions", "--row", ROW, *f"environment.{given}".split()], standalone_mode=False)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +311,13 @@ def test_a_file_of_ones_own_is_named_with_its_object(tmp_path: Path, monkeypatch
         (["guess", "--row", "{"], DataError, "is not JSON"),
         (["guess", "--row", "[1]"], DataError, "expected a JSON object"),
         (["guess", "--row", '{"prompt": "?", "number": 12}'], DataError, "a number from 0 to 9; got number=12"),
+        (["guess", "--row", '{"number": 3}'], DataError, "--row: expected a row with the column 'prompt', got number"),
+        (["guess", "--row", ROW, "--timeout-s", "inf"], click.BadParameter, "got inf; expected a number of seconds"),
+        (["guess", "--row", ROW, "--timeout-s", "nan"], click.BadParameter, "got nan; expected a number of seconds"),
+        (["guess", "--with", "guess", "--timeout-s", "3"], click.UsageError, "use environment.timeout_s=SECONDS"),
+        (["guess", "--with", "guess", "--number", "3"], click.UsageError, "leave out --number"),
+        ([f"{HERE_MODULE}:no_game", "--row", ROW], DataError, "the factory no_game returned int; expected an object"),
+        (["guess", "--row", ROW, "environment.options.="], ConfigError, "only environment.options.NAME=VALUE"),
         (["guess", "--row", ROW, "trainer.seed=1"], ConfigError, "only environment.options.NAME=VALUE"),
         (["guess", "--row", ROW, "environment.options.x=["], ConfigError, "is not YAML"),
         (
@@ -263,18 +327,26 @@ def test_a_file_of_ones_own_is_named_with_its_object(tmp_path: Path, monkeypatch
         ),
         (["guess", "--with", "guess", "--row", ROW], click.UsageError, "--with plays the recipe's rows"),
         (
-            [ODD, "--row", '{"raises": "init"}'],
+            [ODD, "--row", '{"prompt": "?", "raises": "init"}'],
             RLError,
             "Odd raised ValueError: no such game (test_trying.py:",
         ),
         (
-            [ODD, "--row", '{"raises": "step"}'],
+            [ODD, "--row", '{"prompt": "?", "raises": "step"}'],
             RLError,
             "step raised SystemExit: gone (test_trying.py:",
         ),
-        ([ODD, "--row", '{"raises": "wrong"}'], DataError, "step returned float; expected StepResult"),
-        ([ODD, "--row", '{"raises": "hang"}', "--timeout-s", "0.5"], DeadlineError, "step did not answer within 0.5 s"),
-        ([ODD, "--row", '{"raises": "block"}', "--timeout-s", "0.1"], DeadlineError, "within 0.1 s: it blocks"),
+        ([ODD, "--row", '{"prompt": "?", "raises": "wrong"}'], DataError, "step returned float; expected StepResult"),
+        (
+            [ODD, "--row", '{"prompt": "?", "raises": "hang"}', "--timeout-s", "0.5"],
+            DeadlineError,
+            "step did not answer within 0.5 s",
+        ),
+        (
+            [ODD, "--row", '{"prompt": "?", "raises": "block"}', "--timeout-s", "0.1"],
+            DeadlineError,
+            "within 0.1 s: it blocks",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_named(

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from rl_core.config import Config, load
 from rl_core.errors import RLError
-from rl_core.trainer.preflight import preflight, prepare_playing
+from rl_core.trainer.preflight import preflight, prepare, prepare_playing
 
 BuildConfig = Callable[..., Config]
 
@@ -106,6 +107,9 @@ def test_a_row_of_another_library_is_read_with_its_own_column(tmp_path: Path, mo
     assert load_and_make.config.environment.env_class == "gsm8k"
 
 
+def nothing(config: Config) -> None: ...
+
+
 def test_a_rows_own_environment_is_not_overridden_by_a_recipe_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -118,8 +122,14 @@ def test_a_rows_own_environment_is_not_overridden_by_a_recipe_without_a_word(
     )
     assert "write environment.env_class=null to play each row's own environment, or environment.env_class=gsm8k" in said
     assert not caplog.records
-    preflight(load("gsm8k", [*data, "environment.env_class=gsm8k"], tiny=True))
+    chosen = load("gsm8k", [*data, "environment.env_class=gsm8k"], tiny=True)
+    preflight(chosen)
     assert "8 of 8 rows name another environment" in caplog.text
+    # A run checks the rows again after the recipe has created what is missing, but warns only once.
+    assert chosen.recipe is not None
+    makes_nothing = attrs.evolve(chosen, recipe=attrs.evolve(chosen.recipe, prepare=f"{__name__}:nothing"))
+    refused(lambda: prepare(makes_nothing))
+    assert caplog.text.count("name another environment") == 1
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,10 @@ def needy(completions: list[Any], anser: list[str]) -> list[float]:
     return [1.0]
 
 
+def stateful(completions: list[Any], trainer_state: Any) -> list[float]:
+    return [float(trainer_state.global_step)]
+
+
 async def played(row: dict[str, Any], *names: str, weights: tuple[float, ...] = ()) -> Any:
     options = {"reward_functions": [f"{HERE}:{name}" for name in names], "reward_weights": list(weights)}
     episode = RewardFunctionsEnvironment(row, options)
@@ -88,6 +92,7 @@ async def test_a_function_that_has_nothing_to_say_counts_for_nothing():
     [
         ("wrong", r"returned 1\.0; expected a list of one number"),
         ("endless", "returned nan; expected a finite number"),
+        ("stateful", r"needs 'trainer_state'; only TRL passes it, so give it a default, such as trainer_state=None$"),
         ("needy", r"needs 'anser'; the row has prompt, answer\. Did you mean 'answer'\?"),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from rl_core.errors import PluginError, install, nearest, raised_at
+from rl_core.errors import PluginError, RLError, install, nearest, raised_at
 from rl_core.function_settings import require_settings
 from rl_core.interfaces import CONTRACTS, Contract
 from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam
@@ -117,19 +117,30 @@ def _is_receiver(found: Any) -> bool:
 
 
 def _import_problem(error: Exception, module: str) -> str:
-    """The error of an import as text, with the file and line that raised it unless the message has them already or the
-    module does not exist."""
-    is_absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-    place = "" if is_absent or isinstance(error, SyntaxError) else raised_at(error)
+    """The error of an import as text, with the file and line that raised it unless the message has what is needed (an
+    RLError, a SyntaxError) or the module does not exist."""
+    place = "" if _is_absent(error, module) or isinstance(error, RLError | SyntaxError) else raised_at(error)
     return f"{type(error).__name__}: {error} {place}".strip()
 
 
+def _is_absent(error: Exception, module: str) -> bool:
+    return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+
+
+def _how_to_import(module: str) -> str:
+    """Says how to make a missing module importable."""
+    if module.endswith(".py"):
+        return f"; write the module's name without .py: {module.removesuffix('.py')}"
+    file = f"{module.replace('.', '/')}.py"
+    return f"; expected an installed module, or {file} in the current directory or on PYTHONPATH"
+
+
 def _of_own_file(name: str) -> str:
-    """If `name` is a Python file in the current directory, returns a sentence that explains how to name an object in
-    the file; otherwise an empty string."""
-    module = name.removesuffix(".py")
+    """If `name` is a Python file in the current directory, or an object in one written with a dot, returns a sentence
+    that explains how to name an object in the file; otherwise an empty string."""
+    module, _, attribute = name.removesuffix(".py").partition(".")
     is_file = module.isidentifier() and Path(f"{module}.py").is_file()
-    return f" To use an object in your {module}.py, write {module}:NAME" if is_file else ""
+    return f" To use an object in your {module}.py, write {module}:{attribute or 'NAME'}" if is_file else ""
 
 
 def _entry_point_object(group: str, name: str, where: str) -> Any:
@@ -278,7 +289,13 @@ def import_object(path: str, where: str = "") -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:
         reason = _import_problem(error, module_name)
-        raise PluginError(f"{where}{path!r}: importing {module_name} failed: {reason}") from error
+        remedy = _how_to_import(module_name) if _is_absent(error, module_name) else ""
+        raise PluginError(f"{where}{path!r}: importing {module_name} failed: {reason}{remedy}") from error
+    if not attribute:
+        raise PluginError(f"{where}{path!r}: write the object's name after the colon, as in {module_name}:NAME")
     if not hasattr(module, attribute):
-        raise PluginError(f"{where}{path!r}: {module_name} has no {attribute!r}.{nearest(attribute, dir(module))}")
+        # The module may be another one of the same name, such as one of the standard library.
+        source = getattr(module, "__file__", None) or "Python itself"
+        remedy = nearest(attribute, dir(module)) or f" It was imported from {source}"
+        raise PluginError(f"{where}{path!r}: {module_name} has no {attribute!r}.{remedy}")
     return getattr(module, attribute)

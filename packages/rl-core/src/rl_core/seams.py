@@ -338,7 +338,7 @@ def _product_class(factory: Any) -> type | None:
         return factory
     made = getattr(factory, "__annotations__", {}).get("return")
     made = getattr(factory, "__globals__", {}).get(made) if isinstance(made, str) else made
-    return made if inspect.isclass(made) else None
+    return made if inspect.isclass(made) and made not in (Any, object) else None
 
 
 def _lacks(found: Any, expected: Iterable[str]) -> str | None:

@@ -27,6 +27,7 @@ from rl_core.interfaces import (
     Action,
     StepResult,
     require_awaitable,
+    require_environment,
     require_messages,
     require_observed_messages,
     require_observed_text,
@@ -35,6 +36,8 @@ from rl_core.interfaces import (
 )
 
 _OPTIONS = "environment.options."
+_REWARDS = ("environment.reward_functions", "environment.reward_weights")
+"""Keys that a run passes to the environment `reward_functions` as options. A single value means a list of one."""
 _BLOCKED_S = 1.0
 """Time after its deadline that a call gets to notice its cancellation, before its thread is interrupted."""
 
@@ -48,13 +51,13 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
 
     Raises:
         ConfigError: both or neither of `row` and `data` are given.
-        DataError: the file has too few rows or cannot be read, or `row` is not a JSON object.
+        DataError: the file has too few rows or cannot be read, or `row` is not a JSON object with a prompt.
     """
     if (row is None) == (data is None):
         raise ConfigError("name the row to play: --data FILE --number N, or --row '{\"prompt\": …}'")
-    if data is not None:
-        from rl_core.trainer.data import read_rows
+    from rl_core.trainer.data import checked_row, read_rows
 
+    if data is not None:
         rows = read_rows([data], key="--data")
         if number > len(rows):
             raise DataError(f"--number: got {number}, but {data} has {len(rows)} rows")
@@ -65,22 +68,24 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
         raise DataError(f"--row: {row!r:.80} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f'--row: got {row!r:.80}; expected a JSON object, such as {{"prompt": "2+2="}}')
-    return found
+    return dict(checked_row(found, "--row").row)
 
 
 def options_of(overrides: Sequence[str]) -> dict[str, Any]:
     """Parses arguments such as `environment.options.NAME=VALUE`, with VALUE in YAML, into a mapping from option to
-    value. Raises ConfigError for any other key and for invalid YAML."""
+    value. The keys of reward functions are options too. Raises ConfigError for any other key and for invalid YAML."""
     options: dict[str, Any] = {}
     for word in overrides:
         key, equals, value = word.partition("=")
-        name = key.removeprefix(_OPTIONS)
-        if not equals or not key.startswith(_OPTIONS) or not name:
+        name = key.removeprefix("environment." if key in _REWARDS else _OPTIONS)
+        if not equals or name in ("", key):
             raise ConfigError(f"{word!r}: without --with, only {_OPTIONS}NAME=VALUE is allowed; other keys need --with")
         try:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"{key}: {value!r:.80} is not YAML: {error}") from None
+        if key in _REWARDS and not isinstance(options[name], list):
+            options[name] = [options[name]]
     return options
 
 
@@ -104,7 +109,7 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
             with _interrupted(_name(method), timeout_s):
                 return runner.get_loop().run_until_complete(_answer(method, arguments, timeout_s, is_async=is_async))
 
-        environment = call(factory, row, options, is_async=False)
+        environment = require_environment(call(factory, row, options, is_async=False), factory)
         try:
             prompt = call(environment.reset)
             _show_prompt(prompt, text_is="prompt")
@@ -196,7 +201,8 @@ async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_
     except (Exception, SystemExit) as error:
         if isinstance(error, TimeoutError) and deadline.expired():
             raise DeadlineError(f"the environment's {what} did not answer within {timeout_s:g} s") from error
-        raised = f"{type(error).__name__}: {error} {raised_at(error)}".strip()
+        message = f"{error} {raised_at(error)}".strip()
+        raised = f"{type(error).__name__}: {message}"
         raise EnvironmentRaised(f"the environment's {what} raised {raised}") from error
 
 

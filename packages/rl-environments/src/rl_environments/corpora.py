@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from rl_core.errors import ConfigError, DataError, install
+from rl_core.errors import ConfigError, DataError, RLError, install
 
 _one_at_a_time = threading.Lock()
 
@@ -71,6 +71,8 @@ def _load(path: str) -> Corpus:
         except Exception as error:
             raise DataError(f"{path} cannot be read as an index: {type(error).__name__}: {error}") from error
         return Corpus(retriever, retriever.corpus)
+    if not Path(path).exists():
+        raise DataError(f"environment.options.corpus: {path} does not exist; expected a .jsonl file or an index folder")
     documents = read_documents(Path(path))
     return Corpus(_indexed(documents), documents)
 
@@ -78,7 +80,7 @@ def _load(path: str) -> Corpus:
 def read_documents(path: Path) -> list[dict[str, str]]:
     """Reads JSON lines with `text` and, optionally, `title`. Raises DataError that names the line."""
     if not path.exists():
-        raise DataError(f"environment.options.corpus: {path} does not exist; expected a .jsonl file or an index folder")
+        raise DataError(f"{path} does not exist; expected a .jsonl file")
     documents = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -126,4 +128,7 @@ def _bm25s() -> Any:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: python -m rl_environments.corpora DOCUMENTS.jsonl INDEX_FOLDER")
-    print(write_index(Path(sys.argv[1]), Path(sys.argv[2])), "documents indexed")
+    try:
+        print(write_index(Path(sys.argv[1]), Path(sys.argv[2])), "documents indexed")
+    except RLError as error:
+        sys.exit(f"error: {error}")

@@ -152,6 +152,17 @@ def _is_asked(entry: Mapping[str, Any], prompt: Prompt) -> bool:
     return any(entry["question"] in text for text in said)
 
 
+def _setting(word: str) -> tuple[str, Any]:
+    """Parses `NAME=JSON`."""
+    name, _, value = word.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"--set {word}: expected NAME=JSON, such as max_terms=3 or name='\"text\"' ({error})"
+        ) from None
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes rows of one task as a Parquet file."""
     import pyarrow
@@ -165,9 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="a setting of the task")
     given = parser.parse_args(arguments)
     try:
-        difficulty = {name: json.loads(value) for name, _, value in (each.partition("=") for each in given.set)}
+        difficulty = dict(map(_setting, given.set))
         rows = rows_of(given.task, given.count, seed=given.seed, difficulty=difficulty)
-    except (ConfigError, DataError, json.JSONDecodeError) as error:
+    except (ConfigError, DataError) as error:
         parser.error(str(error))
     given.output.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), given.output)

@@ -31,6 +31,11 @@ class SkyrlGymEnvironment:
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
         options = own_options(options, "skyrl_gym", ["env", "config", "max_turns"])
         self._prompt = row["prompt"]
+        if isinstance(self._prompt, str):
+            raise DataError(
+                f"prompt: got text, {self._prompt!r:.80}; environments of skyrl-gym start from messages, such as "
+                '[{"role": "user", "content": "…"}]'
+            )
         extras: dict[str, Any] = {"extra_info": {}, **row}
         if "max_turns" in options:
             extras["max_turns"] = whole_number(options, "max_turns", 1)

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
+
+_WITHOUT_RECIPE = {
+    "row_text": "use data.val_data=[FILE] instead of --row",
+    "data": "use data.val_data=[FILE] instead of --data",
+    "number": "leave out --number; the first rows are played",
+    "timeout_s": "use environment.timeout_s=SECONDS instead of --timeout-s",
+}
+
+
+def _require_deadline(_: click.Context, __: click.Parameter, seconds: float) -> float:
+    if not seconds <= threading.TIMEOUT_MAX:  # true for NaN too
+        raise click.BadParameter(f"got {seconds:g}; expected a number of seconds, such as 86400")
+    return seconds
 
 
 @click.command("try", short_help="Play an environment by hand, or have a recipe's model play it.")
@@ -14,8 +29,17 @@ import click
 @click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file of rows.")
 @click.option("--number", type=click.IntRange(min=1), default=1, show_default=True, help="Which row of the file.")
 @click.option("--with", "recipe", metavar="RECIPE", help="The recipe's model plays rows of the recipe's data.")
-@click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True)
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=_require_deadline,
+    default=300.0,
+    show_default=True,
+    help="Deadline of each call of the environment.",
+)
+@click.pass_context
 def try_environment(
+    context: click.Context,
     environment: str,
     overrides: tuple[str, ...],
     row_text: str | None,
@@ -30,10 +54,9 @@ def try_environment(
     environment.options.NAME=VALUE sets an option. With --with, KEY.PATH=VALUE changes any key of the recipe.
     """
     if recipe is not None:
-        if row_text is not None or data is not None:
-            raise click.UsageError(
-                "--with plays the recipe's rows: use data.val_data=[FILE] instead of --row or --data"
-            )
+        for name, instead in _WITHOUT_RECIPE.items():
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"--with plays the recipe's rows: {instead}")
         from rl_environments.trying_with_a_model import play_with
 
         return play_with(recipe, environment, overrides)

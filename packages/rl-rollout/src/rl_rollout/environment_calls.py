@@ -17,6 +17,7 @@ from rl_core.interfaces import (
     Row,
     ToolSchema,
     require_awaitable,
+    require_environment,
     require_tools,
 )
 from rl_core.tasks import is_foreign
@@ -113,9 +114,9 @@ async def offered_tools(environment: object) -> Sequence[ToolSchema]:
 
 
 def made(factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]) -> Environment:
-    """Calls the factory for one episode. Raises ConfigError if the environment has `structural_tag`, but the factory
-    lacks it."""
-    environment = factory(row, options)
+    """Calls the factory for one episode. Raises DataError if it returns no environment, and ConfigError if the
+    environment has `structural_tag`, but the factory lacks it."""
+    environment = require_environment(factory(row, options), factory)
     if isinstance(environment, Constraining) and not isinstance(factory, Constraining):
         raise ConfigError(
             f"{type(environment).__name__} has a method `structural_tag`, but its factory "

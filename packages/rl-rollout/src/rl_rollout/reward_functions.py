@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError, DataError, PluginError, nearest
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_core.plugins import import_object
 
+_ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric")
 KEY, WEIGHTS = "environment.reward_functions", "environment.reward_weights"
 
 
@@ -26,6 +27,7 @@ class RewardFunctionsEnvironment:
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._row = row
+        require_functions(options)
         paths = tuple(options.get("reward_functions", ()))
         self._functions = functions_at(paths)
         self._weights = tuple(options.get("reward_weights", ())) or (1.0,) * len(paths)
@@ -105,6 +107,8 @@ def _wanted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -
 
 def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
     """Describes which names a function's parameters may have instead of `name`."""
+    if name in _ONLY_IN_TRL:
+        return f"only TRL passes it, so give it a default, such as {name}=None"
     columns = ", ".join(key for key in given if key not in ("prompts", "completions", "completion_ids"))
     return f"the row has {columns}.{nearest(name, given)}"
 
@@ -125,6 +129,10 @@ def _number(name: str, answer: Any) -> float | None:
 def require_functions(options: Mapping[str, Any]) -> None:
     """Imports all functions, and checks that there are no weights or one weight per function. Raises ConfigError, and
     the errors of `functions_at`."""
+    for key, example in ((KEY, "[my_module:reward]"), (WEIGHTS, "[1.0]")):
+        given = options.get(key.removeprefix("environment."), ())
+        if not isinstance(given, list | tuple):
+            raise ConfigError(f"{key}: got {given!r:.80}; expected a list, such as {example}")
     paths, weights = tuple(options.get("reward_functions", ())), tuple(options.get("reward_weights", ()))
     functions_at(paths)
     if weights and len(weights) != len(paths):

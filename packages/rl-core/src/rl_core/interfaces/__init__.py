@@ -66,6 +66,7 @@ from rl_core.interfaces.messages import (
 from rl_core.interfaces.options import Configurable, above, at_least, between
 from rl_core.interfaces.results import (
     require_awaitable,
+    require_environment,
     require_observed_messages,
     require_observed_text,
     require_step_result,
@@ -161,6 +162,7 @@ __all__ = [
     "require_messages",
     "require_tools",
     "require_awaitable",
+    "require_environment",
     "require_observed_messages",
     "require_observed_text",
     "require_step_result",

@@ -11,7 +11,7 @@ import attrs
 
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Message, require_messages
-from rl_core.interfaces.rollouts import StepResult
+from rl_core.interfaces.rollouts import Environment, StepResult
 
 T = TypeVar("T")
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -25,6 +25,17 @@ def require_awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
             f"`async def {method}`"
         )
     return found
+
+
+def require_environment(made: object, factory: object) -> Environment:
+    """Returns `made`, the return value of an environment's factory. Raises DataError if it is not an environment."""
+    if not isinstance(made, Environment):
+        name = getattr(factory, "__name__", factory)
+        raise DataError(
+            f"the factory {name} returned {type(made).__name__}; expected an object with `reset`, `step` and `close` "
+            "(rl_core.interfaces.Environment)"
+        )
+    return made
 
 
 def require_step_result(result: object) -> StepResult:

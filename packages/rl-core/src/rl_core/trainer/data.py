@@ -67,7 +67,7 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
             )
         count = len(rows)
         try:
-            rows += [_checked(row, f"{path}:{number}", prompt_key) for number, row in _read(path, key)]
+            rows += [checked_row(row, f"{path}:{number}", prompt_key) for number, row in _read(path, key)]
         except OSError as error:
             raise DataError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
         if len(rows) == count:
@@ -155,14 +155,15 @@ def _parse_json(text: str, place: str) -> Any:
         raise DataError(f"{place}: not valid JSON: {error.msg} ({where})") from error
 
 
-def _checked(row: Any, place: str, prompt_key: str) -> DataRow:
+def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
+    """Returns the row with a column `prompt`. Raises DataError, with the place, if it has no usable prompt."""
     if isinstance(row, dict) and prompt_key == "prompt" and "prompt" not in row:
         row = _with_prompt(row, place)
     if not isinstance(row, dict) or prompt_key not in row:
         columns = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise DataError(
             f"{place}: expected a row with the column {prompt_key!r}, got {columns or 'an empty row'}"
-            + ("; set data.prompt_key to read another column" if isinstance(row, dict) and row else "")
+            + ("; rename the prompt's column, or set data.prompt_key in a run" if isinstance(row, dict) and row else "")
         )
     prompt = row[prompt_key]
     if not ((isinstance(prompt, str) and prompt != "") or _is_chat(prompt)):

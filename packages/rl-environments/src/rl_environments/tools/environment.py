@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
@@ -31,15 +33,36 @@ from rl_environments.tools.functions import ToolFunction
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MARK = "_is_tool_of_a_policy"
+_NO_FUNCTION: Any = None
+_METHODS = "expected a method, `def name(self, …)`, without @staticmethod, @classmethod or @property"
+_ATTRIBUTES = ("row", "options", "num_calls", "num_wrong_calls")
+"""Attributes that `ToolEnvironment.__init__` sets."""
 ToolChoice = Literal["auto", "required"]
 """`required`: the next response must be a call; `auto`: the policy decides."""
 
 
-def tool(function: _Function) -> _Function:
+def tool(function: _Function = _NO_FUNCTION) -> _Function:
     """Marks a method of a `ToolEnvironment`, plain or async, as callable by the policy. The model sees its type hints
-    and docstring."""
+    and docstring. Raises ConfigError for what is not a method, and for a second tool of this name in the class."""
+    place, names = _caller()
+    marked: object = function
+    if function is _NO_FUNCTION:
+        raise ConfigError(f"{place}: write @tool without parentheses")
+    if not inspect.isfunction(marked):
+        raise ConfigError(f"{place}: @tool got an object of type {type(function).__name__}; {_METHODS}")
+    if "__qualname__" in names and hasattr(names.get(marked.__name__), _MARK):  # only a class body has `__qualname__`
+        raise ConfigError(
+            f"{place}: {names['__qualname__']} has two tools named {marked.__name__!r}, so the first would be lost; "
+            "rename one"
+        )
     setattr(function, _MARK, True)
     return function
+
+
+def _caller() -> tuple[str, Mapping[str, Any]]:
+    """Returns where the caller of this function's caller stands (`file.py:line`), and its local names."""
+    frame = sys._getframe(2)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", frame.f_locals
 
 
 class ToolEnvironment:
@@ -171,12 +194,16 @@ def _tool_functions(environment: type) -> Mapping[str, ToolFunction]:
     """Returns the tools of an environment class by name, in the order of their definition. The tools of base classes
     come first."""
     names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
-    found = tuple(name for name in names if getattr(inspect.getattr_static(environment, name), _MARK, False))
+    members = {name: inspect.getattr_static(environment, name) for name in names}
+    for name, member in members.items():
+        if isinstance(member, staticmethod | classmethod) and hasattr(member.__func__, _MARK):
+            raise ConfigError(f"{environment.__name__}: the tool {name!r} is a {type(member).__name__}; {_METHODS}")
+    found = tuple(name for name, member in members.items() if getattr(member, _MARK, False))
     if not found:
         raise ConfigError(
             f"{environment.__name__} offers no tool: mark the methods that the policy may call with @tool"
         )
-    taken = [name for name in found if hasattr(ToolEnvironment, name)]
+    taken = [name for name in found if hasattr(ToolEnvironment, name) or name in _ATTRIBUTES]
     if taken:
         raise ConfigError(
             f"{environment.__name__}: the tool {taken[0]!r} has the name of a member of ToolEnvironment; rename it"
