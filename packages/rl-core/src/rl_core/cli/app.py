@@ -47,14 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     with warnings.catch_warnings():
         _show_config_warnings_plainly()
         status = _status(arguments, settings)
-    if status == 130 and any(thread.daemon and thread.name.startswith(RANK_THREAD) for thread in threading.enumerate()):
-        _end_beside_a_busy_rank(status)
+    if (status == 130 and _has_busy_rank()) or _has_lost_ray():
+        _end_without_finalising(status)
     sys.exit(status)
 
 
-def _end_beside_a_busy_rank(status: int) -> NoReturn:
-    """Ends the process without finalising the interpreter. Finalisation would stop a busy thread inside torch's C++
-    code, which aborts the process."""
+def _has_busy_rank() -> bool:
+    return any(thread.daemon and thread.name.startswith(RANK_THREAD) for thread in threading.enumerate())
+
+
+def _has_lost_ray() -> bool:
+    module = sys.modules.get("rl_core.workers.ray_cluster")
+    return module is not None and module.ray_session.lost is not None
+
+
+def _end_without_finalising(status: int) -> NoReturn:
+    """Ends the process without finalising the interpreter. Finalisation would stop a busy thread inside the C++ code of
+    torch or Ray, which aborts the process."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

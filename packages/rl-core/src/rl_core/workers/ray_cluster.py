@@ -8,14 +8,17 @@ that shares another group's devices reserves nothing; it uses the same bundles a
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
+import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
 from rl_core.errors import ConfigError, DeadlineError, WorkerError, install
+from rl_core.workers.ray_watch import RayWatch
 
 if "RAY_ADDRESS" not in os.environ:
     # Ray reads this variable when it is imported. Despite the name, 0 makes Ray listen only on loopback on all systems.
@@ -36,6 +39,10 @@ except ModuleNotFoundError as error:
         f"{install('rl-core[ray]')}"
     ) from error
 
+logger = logging.getLogger(__name__)
+
+_TELL_S = 30.0
+"""Longest wait in seconds for Ray to end ranks, or itself."""
 CPUS = 1 / 16
 """CPU resource of a rank; a machine of two cores takes 32 ranks."""
 
@@ -47,6 +54,13 @@ class RaySession:
     def __init__(self) -> None:
         self._users = 0
         self._is_ours = False
+        self._watch: RayWatch | None = None
+        self._unanswered: str | None = None
+
+    @property
+    def lost(self) -> str | None:
+        """Why Ray can be used no longer: one of its own processes died, or did not answer `tell`; None: it can."""
+        return self._unanswered or (None if self._watch is None else self._watch.lost)
 
     def enter(self) -> None:
         if not ray.is_initialized():
@@ -58,29 +72,46 @@ class RaySession:
         self._users -= 1
         if self._users == 0 and self._is_ours:
             self._is_ours = False
-            ray.shutdown()
+            if self._watch is not None:
+                self._watch.close()
+            self.tell(ray.shutdown)
+            if self.lost is not None:
+                # It would hang at the exit of this process. The processes that Ray started end with this one.
+                atexit.unregister(ray.shutdown)
+
+    def tell(self, call: Callable[[], object]) -> None:
+        """Calls Ray, and waits at most `_TELL_S`: while one of Ray's servers is stopped, its calls never return. Does
+        nothing if Ray is lost, because the call would end this process."""
+        if self.lost is not None:
+            return
+        thread = threading.Thread(target=call, name="rl-core-ray-tell", daemon=True)
+        thread.start()
+        thread.join(_TELL_S)
+        if thread.is_alive():
+            self._unanswered = f"Ray did not answer within {_TELL_S:g} s"
+            logger.warning("%s; the processes that it started on this machine end with this one", self._unanswered)
 
     def _connect(self) -> None:
+        self._unanswered = None
         common: dict[str, Any] = {"namespace": "rl", "log_to_driver": False, "logging_level": logging.WARNING}
         address = os.environ.get("RAY_ADDRESS", "local")
         if address == "local":
-            self._start_locally(common)
+            self._watch = self._start_locally(common)
             return
         try:
-            _init(address, **common)
+            self._watch = _init(address, **common)
         except (ConnectionError, RayError, ValueError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, but no Ray cluster could be joined there ({error}). Start one with "
                 "`ray start --head`, or unset RAY_ADDRESS to use this machine alone"
             ) from error
 
-    def _start_locally(self, common: dict[str, Any]) -> None:
+    def _start_locally(self, common: dict[str, Any]) -> RayWatch:
         """Ray allows its node 30 s to start. This is not configurable and too short on a busy machine, so there
         are two attempts."""
         for is_last_try in (False, True):
             try:
-                _init("local", include_dashboard=False, **common)
-                return
+                return _init("local", include_dashboard=False, **common)
             except Exception as error:
                 if "AF_UNIX path length" in str(error):
                     raise ConfigError(
@@ -95,32 +126,37 @@ class RaySession:
                         "Ray did not start on this machine in two attempts of 30 s. It may be short of CPU time or "
                         "memory; Ray's own logs are in the `logs` folder of its newest session"
                     ) from error
+        raise AssertionError("the last attempt returns or raises")
 
 
-def _init(address: str, **options: Any) -> None:
+def _init(address: str, **options: Any) -> RayWatch:
     """Calls ray.init in a separate thread: in the main thread it would make SIGTERM kill the process without a
-    checkpoint.
+    checkpoint. Returns a watch of the servers that it started or found.
 
     The thread keeps running, because Ray's processes end with the thread that started them.
     """
-    done: Future[None] = Future()
+    done: Future[Any] = Future()
 
     def run() -> None:
+        # Ray's processes inherit the mask. A closed terminal sends SIGHUP to them too, but the run still needs them to
+        # save a checkpoint. They block SIGINT themselves.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
-            ray.init(address, **options)
+            found = ray.init(address, **options).address_info
         except BaseException as error:
             done.set_exception(error)
         else:
-            done.set_result(None)
+            done.set_result(found)
             threading.Event().wait()
 
     log = logging.getLogger("ray._private.worker")
     log.addFilter(_is_not_about_sigterm)
     try:
         threading.Thread(target=run, name="rl-core-ray", daemon=True).start()
-        done.result()
+        found = done.result()
     finally:
         log.removeFilter(_is_not_about_sigterm)
+    return RayWatch(found["raylet_socket_name"], found["gcs_address"], f"{found['session_dir']}/logs")
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:

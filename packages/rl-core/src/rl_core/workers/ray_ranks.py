@@ -21,6 +21,7 @@ from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.process_group import JOINS_OPEN_STORE
 from rl_core.rank_kit.route_layers import with_routes_of
+from rl_core.tasks import OwnThread
 from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 from rl_core.workers.ray_cluster import CPUS, Reservation, ray_session  # sets what Ray reads when it is imported
 
@@ -47,6 +48,8 @@ _PULSE_S, _DOING_S = 2.0, 5.0
 _NO_ANSWER = "did not answer when asked what it was doing"
 _BEAT_S = 10.0
 """Longest pause in seconds before the ranks are asked for their pulses again during a call."""
+_LOST_POLL_S = 0.2
+"""Pause in seconds before the session is asked again whether one of Ray's servers died."""
 _OBSERVER_S = 60.0
 """Seconds for an observer process to start on the node of a rank that does not answer, and to read its pulse."""
 _Reader = tuple[int, tuple[int, ...] | None]
@@ -140,7 +143,15 @@ class RayRanks:
         self._require_alive(method.__name__)
         readers = [(self._mesh.data_rank(rank), layers) for rank, layers in enumerate(self._route_layers)]
         try:
-            sent = await asyncio.to_thread(_put, batch, parts, readers)
+            sent = await OwnThread(lambda: _put(batch, parts, readers)).within(self._silence_s)
+        except TimeoutError as error:
+            reason = (
+                f"{self._role}: Ray's object store did not take the batch for {method.__name__} within "
+                f"{self._silence_s:g} s (trainer.worker_silence_s). Is Ray's node manager (raylet) on this machine "
+                "stopped, or the machine short of memory?"
+            )
+            self._end(reason)
+            raise DeadlineError(reason) from error
         except RayError as error:
             raise WorkerError(
                 f"{self._role}: {batch.num_tokens} tokens do not fit into Ray's object store ({error}): give it "
@@ -210,7 +221,9 @@ class RayRanks:
         if len(answers) == len(refs) and not failures:
             return [answers[rank] for rank in range(len(refs))]
         silent = [rank for rank in range(len(refs)) if rank not in answers]
-        if failures:
+        if ray_session.lost is not None:
+            error = WorkerError(f"{self._role}: {phase} cannot be finished: {ray_session.lost}. All ranks end too")
+        elif failures:
             error = self._error_of(phase, failures, silent)
         elif dead:
             error = await self._no_heartbeat(phase, dead)
@@ -230,20 +243,23 @@ class RayRanks:
         answers: dict[int, Any] = {}
         pending = set(tasks)
         watching = asyncio.create_task(self._dead())
+        losing = asyncio.create_task(_server_lost())
         try:
             while pending:
                 done, _ = await asyncio.wait(
-                    {*pending, watching}, timeout=max(0.0, deadline - clock()), return_when=asyncio.FIRST_COMPLETED
+                    {*pending, watching, losing},
+                    timeout=max(0.0, deadline - clock()),
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 pending -= done
-                if not done or done == {watching}:
-                    return answers, watching.result() if done else {}
-                done.discard(watching)
+                if not done or done <= {watching, losing}:
+                    return answers, watching.result() if watching in done else {}
+                done -= {watching, losing}
                 answers |= {tasks[task]: task.result() for task in done}
                 if not has_failed and any(isinstance(task.result(), Failure) for task in done):
                     has_failed, deadline = True, min(deadline, clock() + _SETTLE_S)
         finally:
-            for task in (*pending, watching):
+            for task in (*pending, watching, losing):
                 task.cancel()
         return answers, {}
 
@@ -337,6 +353,8 @@ class RayRanks:
         return f"{self._role} rank {rank} of {self._mesh.world_size}{address}"
 
     def _require_alive(self, method: str) -> None:
+        if ray_session.lost is not None:
+            self._end(ray_session.lost)
         if self._ended is not None:
             raise WorkerError(f"{self._role}: cannot run {method}, because the ranks have ended: {self._ended}")
 
@@ -345,10 +363,18 @@ class RayRanks:
         if self._ended is not None:
             return
         self._ended = reason
+        ray_session.tell(self._kill)
+        ray_session.leave()
+
+    def _kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
         self.placement.leave()
-        ray_session.leave()
+
+
+async def _server_lost() -> None:
+    while ray_session.lost is None:
+        await asyncio.sleep(_LOST_POLL_S)
 
 
 def _are_user_errors(failures: Mapping[int, Failure]) -> bool:
