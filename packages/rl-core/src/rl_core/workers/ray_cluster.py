@@ -106,7 +106,7 @@ class RaySession:
                 "`ray start --head`, or unset RAY_ADDRESS to use this machine alone"
             ) from error
 
-    def _start_locally(self, common: dict[str, Any]) -> RayWatch:
+    def _start_locally(self, common: dict[str, Any]) -> RayWatch | None:
         """Ray allows its node 30 s to start. This is not configurable and too short on a busy machine, so there
         are two attempts."""
         for is_last_try in (False, True):
@@ -129,7 +129,7 @@ class RaySession:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _init(address: str, **options: Any) -> RayWatch:
+def _init(address: str, **options: Any) -> RayWatch | None:
     """Calls ray.init in a separate thread: in the main thread it would make SIGTERM kill the process without a
     checkpoint. Returns a watch of the servers that it started or found.
 
@@ -142,7 +142,7 @@ def _init(address: str, **options: Any) -> RayWatch:
         # save a checkpoint. They block SIGINT themselves.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
-            found = ray.init(address, **options).address_info
+            found = getattr(ray.init(address, **options), "address_info", None)
         except BaseException as error:
             done.set_exception(error)
         else:
@@ -156,6 +156,8 @@ def _init(address: str, **options: Any) -> RayWatch:
         found = done.result()
     finally:
         log.removeFilter(_is_not_about_sigterm)
+    if found is None:  # a client of a remote cluster (`ray://`), with no server on this machine
+        return None
     return RayWatch(found["raylet_socket_name"], found["gcs_address"], f"{found['session_dir']}/logs")
 
 
