@@ -7,6 +7,7 @@ ranks import them by name.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,7 @@ class CannotBuildIt(PlainWorker):
 
 class Dies(PlainWorker):
     def __init__(self, spec, rank):
+        print("cannot go on", file=sys.stderr, flush=True)
         os._exit(7)
 
 

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pyarrow.parquet
 import pytest
@@ -21,6 +21,7 @@ import torch
 
 from rl_core.config import Config
 from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError, StorageError, WeightSyncError
+from rl_core.interfaces import Action, Row, StepResult
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.stored_files import is_disk_full
 from rl_core.trainer import run as trainer_run
@@ -30,6 +31,7 @@ from rl_core.trainer.interrupts import Interrupts
 from rl_core.trainer.preflight import preflight
 from rl_core.trainer.run import run_training
 from rl_rollout.transports.files import FilesTransport
+from tests.examples.environments import FirstDigit
 from tests.examples.test_resume import require_same_run, train_in_child
 
 BuildConfig = Callable[..., Config]
@@ -237,6 +239,20 @@ class RemovesRunAtStep3(Callback):
             shutil.rmtree(self._run_dir)
 
 
+class RemovesRunAfterStep2(FirstDigit):
+    """Removes the run's directory while step 3 is played."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        super().__init__(row, options)
+        self._run_dir = Path(options["run_dir"])
+
+    async def step(self, action: Action) -> StepResult:
+        metrics = self._run_dir / "metrics.jsonl"
+        if metrics.exists() and '"step": 2,' in metrics.read_text():
+            shutil.rmtree(self._run_dir)
+        return await super().step(action)
+
+
 def fill(path: Path) -> None:
     with path.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 12):
@@ -332,9 +348,18 @@ def test_a_run_whose_disk_stays_full_says_so_and_goes_on_from_its_last_checkpoin
     require_same_run(tmp_path / "disk.left" / "run", finished)
 
 
-def test_a_run_whose_directory_is_removed_says_so_and_saves_its_last_step(small_run: BuildConfig, tmp_path: Path):
-    config = small_run(tmp_path / "run", trainer__callbacks=[f"{__name__}:RemovesRunAtStep3"])
-    with pytest.raises(StorageError, match=r"run/metrics\.jsonl was removed, .*resume_mode=latest"):
+@pytest.mark.parametrize(
+    ("changes", "file"),
+    [
+        ({"trainer__callbacks": [f"{__name__}:RemovesRunAtStep3"]}, "metrics"),
+        ({"environment__env_class": f"{__name__}:RemovesRunAfterStep2"}, "samples"),
+    ],
+)
+def test_a_run_whose_directory_is_removed_says_so_and_saves_its_last_step(
+    changes: dict[str, Any], file: str, small_run: BuildConfig, tmp_path: Path
+):
+    config = small_run(tmp_path / "run", environment__options={"run_dir": str(tmp_path / "run")}, **changes)
+    with pytest.raises(StorageError, match=rf"run/{file}\.jsonl was removed, .*resume_mode=latest"):
         run_training(config)
     assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000003"]
 
@@ -350,10 +375,20 @@ def test_the_error_of_failing_storage_names_the_file_of_the_run(
     monkeypatch.setattr(Interrupts, "run", fail)
     failing = str(directory)
     with pytest.raises(
-        StorageError, match=r"step_000002\.partial could not be written \(Read-only.*resume_mode=latest"
+        StorageError, match=r"step_000002\.partial could not be read or written \(Read-only.*resume_mode=latest"
     ):
         run_training(small_run(tmp_path / "run"))
     failing = str(tmp_path / "elsewhere")  # control: an error about any other file is not about the run's storage
     with pytest.raises(OSError, match="elsewhere") as raised:
         run_training(small_run(tmp_path / "run"))
     assert not isinstance(raised.value, StorageError)
+
+
+class OpensAMissingFile(Callback):
+    def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
+        (run_dir / "notes.json").read_text()
+
+
+def test_a_callback_that_misses_a_file_of_the_run_is_not_failing_storage(small_run: BuildConfig, tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"notes\.json"):
+        run_training(small_run(tmp_path / "run", trainer__callbacks=[f"{__name__}:OpensAMissingFile"]))

@@ -43,7 +43,7 @@ class Batch:
         number for a per-sequence column. The columns of the batch are those of the first sequence.
 
         Raises:
-            ShapeError: there are no sequences, a column is unknown, a sequence lacks a column of the first one, a
+            ShapeError: there are no sequences, a sequence has no tokens, a column is unknown, a sequence lacks a column of the first one, a
                 list's length differs from the number of tokens, a per-sequence value is text, or an integer is out of
                 the column's range.
         """
@@ -51,7 +51,9 @@ class Batch:
             raise ShapeError("Batch.from_sequences: got no sequences")
         without_tokens = [i for i, sequence in enumerate(sequences) if not len(sequence.get("tokens", ()))]
         if without_tokens:
-            raise ShapeError(f"Batch.from_sequences: sequence {without_tokens[0]} has no tokens; leave it out")
+            index = without_tokens[0]
+            what = "no tokens; leave it out" if "tokens" in sequences[index] else "no column 'tokens'"
+            raise ShapeError(f"Batch.from_sequences: sequence {index} has {what}")
         lengths = [len(sequence["tokens"]) for sequence in sequences]
         columns = {}
         for name in sequences[0]:

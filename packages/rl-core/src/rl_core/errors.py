@@ -94,7 +94,8 @@ class ForeignCodeError(RLError, RuntimeError):
 
 
 class NonFiniteError(RLError, ArithmeticError):
-    """Too many consecutive optimizer steps had a loss or gradient that is not finite."""
+    """Too many consecutive optimizer steps had a loss or gradient that is not finite, or rewards cannot be computed,
+    because log-probs are not finite."""
 
 
 def install(requirement: str) -> str:

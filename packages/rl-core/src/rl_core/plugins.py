@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from rl_core.errors import PluginError, RLError, install, nearest, raised_at
+from rl_core.errors import PluginError, install, nearest, raised_at
 from rl_core.function_settings import require_settings
 from rl_core.interfaces import CONTRACTS, Contract
 from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam
@@ -117,9 +117,10 @@ def _is_receiver(found: Any) -> bool:
 
 
 def _import_problem(error: Exception, module: str) -> str:
-    """The error of an import as text, with the file and line that raised it unless the message has what is needed (an
-    RLError, a SyntaxError) or the module does not exist."""
-    place = "" if _is_absent(error, module) or isinstance(error, RLError | SyntaxError) else raised_at(error)
+    """The error of an import as text, with the file and line that raised it unless the message names a file already or
+    the module does not exist."""
+    names_file = isinstance(error, SyntaxError) or ".py:" in str(error)
+    place = "" if names_file or _is_absent(error, module) else raised_at(error)
     return f"{type(error).__name__}: {error} {place}".strip()
 
 
@@ -130,7 +131,8 @@ def _is_absent(error: Exception, module: str) -> bool:
 def _how_to_import(module: str) -> str:
     """Says how to make a missing module importable."""
     if module.endswith(".py"):
-        return f"; write the module's name without .py: {module.removesuffix('.py')}"
+        folder = f", with {Path(module).parent} as current directory or on PYTHONPATH" if "/" in module else ""
+        return f"; write the module's name without .py: {Path(module).stem}{folder}"
     file = f"{module.replace('.', '/')}.py"
     return f"; expected an installed module, or {file} in the current directory or on PYTHONPATH"
 
@@ -295,7 +297,7 @@ def import_object(path: str, where: str = "") -> Any:
         raise PluginError(f"{where}{path!r}: write the object's name after the colon, as in {module_name}:NAME")
     if not hasattr(module, attribute):
         # The module may be another one of the same name, such as one of the standard library.
-        source = getattr(module, "__file__", None) or "Python itself"
+        source = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "Python itself")
         remedy = nearest(attribute, dir(module)) or f" It was imported from {source}"
         raise PluginError(f"{where}{path!r}: {module_name} has no {attribute!r}.{remedy}")
     return getattr(module, attribute)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import attrs
 
@@ -29,13 +29,14 @@ def require_awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
 
 def require_environment(made: object, factory: object) -> Environment:
     """Returns `made`, the return value of an environment's factory. Raises DataError if it is not an environment."""
-    if not isinstance(made, Environment):
+    # Not `isinstance`: from Python 3.12 on, it does not see methods that an object forwards by `__getattr__`.
+    if not all(callable(getattr(made, name, None)) for name in ("reset", "step", "close")):
         name = getattr(factory, "__name__", factory)
         raise DataError(
             f"the factory {name} returned {type(made).__name__}; expected an object with `reset`, `step` and `close` "
             "(rl_core.interfaces.Environment)"
         )
-    return made
+    return cast(Environment, made)
 
 
 def require_step_result(result: object) -> StepResult:

@@ -3,6 +3,7 @@ continues the file."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -87,9 +88,10 @@ class StepLog:
                 rest = rest[os.write(descriptor, rest) :]
             os.fsync(descriptor)
         except OSError as error:
+            with contextlib.suppress(OSError):  # storage that failed may fail again
+                os.ftruncate(descriptor, num_bytes)
             if not is_disk_full(error):
                 raise StorageError(f"{self._path} could not be written ({error}); repair the storage") from error
-            os.ftruncate(descriptor, num_bytes)
             self._waiting = waiting
 
 

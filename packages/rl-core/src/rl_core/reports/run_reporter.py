@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -95,10 +96,10 @@ class RunReporter:
 
     def close(self) -> None:
         """Closes the files; a second call does nothing."""
-        trackers, self._trackers = self._trackers, []
-        for tracker in trackers:
-            tracker.close()
-        self._samples.close()
+        with ExitStack() as closing:
+            closing.callback(self._samples.close)
+            while self._trackers:
+                closing.callback(self._trackers.pop().close)
 
 
 def _evenly_spread(total: int, count: int) -> list[int]:

@@ -25,7 +25,7 @@ from rl_core.algorithms.trajectories import (
     trajectory_scores,
 )
 from rl_core.batch import Batch
-from rl_core.errors import ShapeError
+from rl_core.errors import NonFiniteError, ShapeError
 from rl_core.function_settings import positional_parameters
 from rl_core.interfaces import Metrics
 
@@ -61,9 +61,19 @@ def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any
 
 def with_kl_in_reward(batch: Batch, *, coef: float, estimator: str) -> tuple[Batch, Metrics]:
     """Subtracts coef · KL(policy ‖ reference) of each trained token from its reward (Ziegler et al. 2019, arXiv
-    1909.08593). The environment's rewards are kept as `environment_rewards`."""
+    1909.08593). The environment's rewards are kept as `environment_rewards`.
+
+    Raises:
+        NonFiniteError: the KL of a token is NaN or infinite.
+    """
     mask_T = batch["loss_mask"]
     kl_T = estimate_kl(batch["old_logprobs"], batch["ref_logprobs"], mask_T, estimator=estimator)
+    if not bool(kl_T.isfinite().all()):
+        raise NonFiniteError(
+            "the KL to the reference, which is subtracted from the rewards (trainer.algorithm.use_kl_in_reward), is "
+            "not finite: log-probs of the policy or of the reference are NaN or infinite. Resume with a lower learning "
+            "rate, or from an earlier checkpoint"
+        )
     metrics = {"policy/kl": (float(kl_T.sum()), float(mask_T.sum()))}
     rewards_T = batch["rewards"]
     return batch.with_columns(rewards=rewards_T - coef * kl_T, environment_rewards=rewards_T), metrics

@@ -21,8 +21,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -219,18 +219,19 @@ class TrainingLoop:
         return answers
 
     async def _save_after(self, error: Exception) -> None:
-        """Saves the last finished step before the run ends with an error; warns if saving fails. Samples that failed
-        after that step are written under the number of the next step."""
-        self._reporter.failed_samples(self.steps_done + 1, self._rollouts.failed())
-        if self.steps_done == 0 or not self._training.weights_are_whole:
+        """Saves the last finished step before the run ends with an error. Samples that failed after that step are
+        written under the number of the next step. Each part is tried even if another one fails."""
+        step = self.steps_done
+        with _warned(error, f"the samples that failed after step {step} could not be written"):
+            self._reporter.failed_samples(step + 1, self._rollouts.failed())
+        if step == 0 or not self._training.weights_are_whole:
             return
-        try:
+        with _warned(error, f"the metrics of step {step} could not be written"):
             self._write_row()
+        with _warned(error, f"step {step} could not be saved"):
             await self._checkpoint()
             with self._times.phase("checkpoint"):
                 await self._saver.finish()
-        except Exception as second:
-            logger.warning("step %d could not be saved after %s: %s", self.steps_done, type(error).__name__, second)
 
     async def _train_on(self, groups: list[FinishedGroup]) -> None:
         """Trains on groups taken from the buffer. If they are the step's last ones, finishes the step."""
@@ -432,6 +433,15 @@ class TrainingLoop:
             evaluate=any(answer.evaluate for answer in answers),
             stop=any(answer.stop for answer in answers),
         )
+
+
+@contextmanager
+def _warned(error: Exception, what: str) -> Iterator[None]:
+    """Logs an error of its block as a warning, because `error` ends the run anyway."""
+    try:
+        yield
+    except Exception as second:
+        logger.warning("%s after %s: %s", what, type(error).__name__, second)
 
 
 def _is_due(step: int, interval: int, is_last: bool) -> bool:

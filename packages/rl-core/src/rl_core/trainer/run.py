@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import time
@@ -27,7 +28,7 @@ from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.resolving import value_at
 from rl_core.config.served_models import asked_models, serving_plugin, with_served_models
 from rl_core.config.specs import reference_engine_spec
-from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, StorageError, WorkerError
+from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, StorageError, WorkerError, raised_at
 from rl_core.held_folders import reclaim_folders
 from rl_core.interfaces import (
     AdapterServing,
@@ -88,6 +89,8 @@ from rl_core.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
+_STORAGE_ERRORS = {errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENODEV}
+
 
 def run_training(config: Config | Loaded, *, started: float | None = None) -> RunSummary:
     """Makes all checks that are possible before the start (`trainer.preflight`), trains as configured, and returns the
@@ -126,20 +129,23 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
                 raise
             if is_disk_full(error):
                 raise DiskFullError(f"disk full: {error}; {after_making_room(resolved.ckpt_dir)}") from error
-            if isinstance(error, RLError) or not _is_about_output(error, resolved):
+            if isinstance(error, RLError) or not _is_about_storage(error, resolved):
                 raise
             raise StorageError(
-                f"{error.filename} could not be written ({error.strerror}). Repair the storage, or put the directory "
-                "back if it was moved, and start the run again; with trainer.resume_mode=latest it continues from the "
-                "newest checkpoint left"
+                f"{error.filename} could not be read or written ({error.strerror}). Repair the storage, or put the "
+                "directory back if it was moved, and start the run again; with trainer.resume_mode=latest it continues "
+                f"from the newest checkpoint left {raised_at(error)}".rstrip()
             ) from error
 
 
-def _is_about_output(error: OSError, config: Config) -> bool:
-    """Whether the error names a file in one of the run's directories."""
+def _is_about_storage(error: OSError, config: Config) -> bool:
+    """Whether the error reports failed storage, or a run directory that is gone, and names a file in one of the run's
+    directories. Other errors about such files, such as a callback's, are mistakes in code."""
+    if error.filename is None or not (error.errno in _STORAGE_ERRORS or not config.run_dir.is_dir()):
+        return False
     directories = [path.absolute() for path in (config.run_dir, config.ckpt_dir, config.export_dir)]
     file = Path(str(error.filename)).absolute()
-    return error.filename is not None and any(file.is_relative_to(directory) for directory in directories)
+    return any(file.is_relative_to(directory) for directory in directories)
 
 
 def run_evaluation(config: Config | Loaded) -> dict[str, float]:

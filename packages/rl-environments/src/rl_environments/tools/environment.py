@@ -196,7 +196,8 @@ def _tool_functions(environment: type) -> Mapping[str, ToolFunction]:
     names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
     members = {name: inspect.getattr_static(environment, name) for name in names}
     for name, member in members.items():
-        if isinstance(member, staticmethod | classmethod) and hasattr(member.__func__, _MARK):
+        hidden = member.fget if isinstance(member, property) else getattr(member, "__func__", None)
+        if hasattr(hidden, _MARK):
             raise ConfigError(f"{environment.__name__}: the tool {name!r} is a {type(member).__name__}; {_METHODS}")
     found = tuple(name for name, member in members.items() if getattr(member, _MARK, False))
     if not found:
