@@ -8,11 +8,20 @@ import pty
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from rl_core.trainer import interrupts as module
 from rl_core.trainer.interrupts import Interrupts
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_handled() -> Iterator[None]:
+    """Under `nohup`, the tests inherit that SIGHUP is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def press(number: int = signal.SIGINT) -> None:
@@ -63,8 +72,9 @@ def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discard
         async def work() -> None:
             with interrupts.stops(lambda: stops.append(1)):
                 os.write(1, b"working")
-                while not stops:
-                    await asyncio.sleep(0.01)
+                async with asyncio.timeout(60):
+                    while not stops:
+                        await asyncio.sleep(0.01)
                 await asyncio.sleep(1.05)
                 press(signal.SIGHUP)
                 await asyncio.sleep(0.01)
@@ -82,17 +92,14 @@ def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discard
 
 
 def test_a_hangup_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
-    try:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
 
-        async def work() -> str:
-            press(signal.SIGHUP)
-            await asyncio.sleep(0.01)
-            return "whole"
+    async def work() -> str:
+        press(signal.SIGHUP)
+        await asyncio.sleep(0.01)
+        return "whole"
 
-        assert Interrupts().run(work) == "whole"
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    assert Interrupts().run(work) == "whole"
 
 
 def test_a_signal_outside_the_loop_ends_the_work_at_once():
