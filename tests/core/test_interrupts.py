@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -17,8 +18,9 @@ from rl_core.trainer.interrupts import Interrupts
 
 
 @pytest.fixture(autouse=True)
-def hangups_are_handled() -> Iterator[None]:
-    """Under `nohup`, the tests inherit that SIGHUP is ignored."""
+def hangups_are_handled(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Under `nohup`, the tests inherit that SIGHUP is ignored. `capfd`, because a SIGHUP discards output to a
+    terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -37,6 +39,22 @@ def test_the_first_signal_stops_and_its_bounce_is_ignored(number: int):
             for _ in range(3):
                 press(number)
                 await asyncio.sleep(0.01)
+        return "whole"
+
+    assert interrupts.run(work) == "whole"
+    assert stops == [1]
+
+
+def test_a_second_hangup_does_nothing_although_the_first_is_not_yet_answered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_BOUNCE_S", 0.05)
+    interrupts, stops = Interrupts(), []
+
+    async def work() -> str:
+        with interrupts.stops(lambda: stops.append(1)):
+            press(signal.SIGHUP)
+            time.sleep(0.1)
+            press(signal.SIGHUP)
+            await asyncio.sleep(0.01)
         return "whole"
 
     assert interrupts.run(work) == "whole"
@@ -89,6 +107,32 @@ def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discard
         pass
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_output_to_a_terminal_is_discarded_although_it_is_closed_only_after_the_signal():
+    child, terminal = pty.fork()
+    if child == 0:
+        interrupts, stops = Interrupts(), []
+
+        async def work() -> None:
+            with interrupts.stops(lambda: stops.append(1)):
+                os.write(1, b"before")
+                press(signal.SIGHUP)
+                await asyncio.sleep(0.01)
+                os.write(1, b"after")
+
+        try:
+            interrupts.run(work)
+            os._exit(len(stops))
+        finally:
+            os._exit(9)
+    shown = b""
+    with suppress(OSError):  # the child has ended
+        while piece := os.read(terminal, 1000):
+            shown += piece
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert shown == b"before"
 
 
 def test_a_hangup_that_is_ignored_stays_ignored():
