@@ -4,7 +4,9 @@ saves."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import attrs
 import pytest
 
 from rl_core.errors import ForeignCodeError
-from rl_core.tasks import code_of
+from rl_core.tasks import OwnThread, code_of
 from rl_core.trainer.concurrency import unless_set
 from rl_core.trainer.interrupts import Interrupts
 from tests.core.scripted_run import Play, Script, ScriptedRun
@@ -171,3 +173,21 @@ def test_code_that_leaves_is_named_although_a_tracker_wraps_the_way_out(monkeypa
     told = rf"raised SystemExit\(0\) \(test_foreign_errors\.py:{line}\)"
     with pytest.raises(ForeignCodeError, match=told), code_of("a plug-in"):
         plug_in()
+
+
+async def test_an_error_of_a_thread_that_nobody_waits_for_any_more_is_not_logged(caplog: pytest.LogCaptureFixture):
+    may_fail = threading.Event()
+
+    def fails() -> None:
+        may_fail.wait(60)
+        raise ValueError("late")
+
+    thread = OwnThread(fails)
+    with pytest.raises(TimeoutError):
+        await thread.within(0.01)
+    asyncio.get_running_loop().call_later(0.01, may_fail.set)
+    with pytest.raises(ValueError, match="late"):
+        await thread.within(60)
+    del thread  # asyncio logs an error that was never retrieved when its future is deleted
+    gc.collect()
+    assert caplog.records == []

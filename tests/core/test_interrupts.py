@@ -8,11 +8,22 @@ import pty
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from rl_core.trainer import interrupts as module
 from rl_core.trainer.interrupts import Interrupts
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_handled(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Under `nohup`, the tests inherit that SIGHUP is ignored. `capfd`, because a SIGHUP discards output to a
+    terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def press(number: int = signal.SIGINT) -> None:
@@ -28,6 +39,22 @@ def test_the_first_signal_stops_and_its_bounce_is_ignored(number: int):
             for _ in range(3):
                 press(number)
                 await asyncio.sleep(0.01)
+        return "whole"
+
+    assert interrupts.run(work) == "whole"
+    assert stops == [1]
+
+
+def test_a_second_hangup_does_nothing_although_the_first_is_not_yet_answered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_BOUNCE_S", 0.05)
+    interrupts, stops = Interrupts(), []
+
+    async def work() -> str:
+        with interrupts.stops(lambda: stops.append(1)):
+            press(signal.SIGHUP)
+            time.sleep(0.1)
+            press(signal.SIGHUP)
+            await asyncio.sleep(0.01)
         return "whole"
 
     assert interrupts.run(work) == "whole"
@@ -63,8 +90,9 @@ def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discard
         async def work() -> None:
             with interrupts.stops(lambda: stops.append(1)):
                 os.write(1, b"working")
-                while not stops:
-                    await asyncio.sleep(0.01)
+                async with asyncio.timeout(60):
+                    while not stops:
+                        await asyncio.sleep(0.01)
                 await asyncio.sleep(1.05)
                 press(signal.SIGHUP)
                 await asyncio.sleep(0.01)
@@ -81,18 +109,41 @@ def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discard
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
+def test_output_to_a_terminal_is_discarded_although_it_is_closed_only_after_the_signal():
+    child, terminal = pty.fork()
+    if child == 0:
+        interrupts, stops = Interrupts(), []
+
+        async def work() -> None:
+            with interrupts.stops(lambda: stops.append(1)):
+                os.write(1, b"before")
+                press(signal.SIGHUP)
+                await asyncio.sleep(0.01)
+                os.write(1, b"after")
+
+        try:
+            interrupts.run(work)
+            os._exit(len(stops))
+        finally:
+            os._exit(9)
+    shown = b""
+    with suppress(OSError):  # the child has ended
+        while piece := os.read(terminal, 1000):
+            shown += piece
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert shown == b"before"
+
+
 def test_a_hangup_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
-    try:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
 
-        async def work() -> str:
-            press(signal.SIGHUP)
-            await asyncio.sleep(0.01)
-            return "whole"
+    async def work() -> str:
+        press(signal.SIGHUP)
+        await asyncio.sleep(0.01)
+        return "whole"
 
-        assert Interrupts().run(work) == "whole"
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    assert Interrupts().run(work) == "whole"
 
 
 def test_a_signal_outside_the_loop_ends_the_work_at_once():

@@ -185,10 +185,12 @@ def trickling(head: bytes) -> Iterator[str]:
     with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-        ended.set()
-        server.shutdown()
-        thread.join(timeout=60)
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join(timeout=60)
 
 
 def test_nobody_at_the_address_is_an_error_that_names_it():

@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 
 from rl_core.errors import ConfigError, DataError, DeadlineError, PluginError, RLError
 from rl_core.interfaces import Action, StepResult
+from rl_environments import by_hand
 from rl_environments.trying import try_environment
 from rl_examples.arithmetic import write_rows
 from rl_examples.guess import numbers, write_model
@@ -41,12 +44,14 @@ class Odd:
     async def step(self, action: Action) -> Any:
         if self._row.get("raises") == "step":
             raise SystemExit("gone")
+        if self._row.get("raises") == "silent":
+            raise KeyError
         if self._row.get("raises") == "hang":
             import asyncio
 
             await asyncio.sleep(600)
         if self._row.get("raises") == "block":
-            time.sleep(600)
+            time.sleep(60)
         if self._row.get("raises") == "wrong":
             return 1.0
         if "answers" in self._row:
@@ -296,6 +301,8 @@ def test_reward_functions_are_named_as_in_a_run(monkeypatch: pytest.MonkeyPatch,
             f"reward_functions={HERE_MODULE}:length environment.options.reward_weights=2",
             r"weights: got 2; expected a list",
         ),
+        ("reward_functions=", r"environment\.reward_functions: got None; expected a list"),
+        ("reward_functions=[3]", r"environment\.reward_functions: got \[3\]; expected a list, such as \[my_module"),
         (f"reward_functions={HERE_MODULE}:length environment.reward_weights=[2,1]", "got 2 weights for 1 functions"),
     ],
 )
@@ -336,6 +343,7 @@ def test_wrong_keys_of_reward_functions_are_named(given: str, message: str):
             RLError,
             "step raised SystemExit: gone (test_trying.py:",
         ),
+        ([ODD, "--row", '{"prompt": "?", "raises": "silent"}'], RLError, "step raised KeyError (test_trying.py:"),
         ([ODD, "--row", '{"prompt": "?", "raises": "wrong"}'], DataError, "step returned float; expected StepResult"),
         (
             [ODD, "--row", '{"prompt": "?", "raises": "hang"}', "--timeout-s", "0.5"],
@@ -356,3 +364,43 @@ def test_what_cannot_be_played_is_named(
     with pytest.raises(kind) as raised:
         try_environment.main(arguments, standalone_mode=False)
     assert message in str(getattr(raised.value, "message", raised.value))
+
+
+def test_a_call_that_blocks_is_interrupted_although_the_process_ignores_ctrl_c(monkeypatch: pytest.MonkeyPatch):
+    """A script's background job ignores SIGINT."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    monkeypatch.setattr(by_hand, "_BLOCKED_S", 0.1)
+    arguments = [ODD, "--row", '{"prompt": "?", "raises": "block"}', "--timeout-s", "0.1"]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(DeadlineError, match=r"within 0\.1 s: it blocks"):
+            try_environment.main(arguments, standalone_mode=False)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_longest_deadline_is_accepted(monkeypatch: pytest.MonkeyPatch):
+    """A thread cannot wait longer. pytest reports an error in a thread as a failure of the test."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    arguments = [ODD, "--row", ROW, "--timeout-s", str(int(threading.TIMEOUT_MAX))]
+    assert try_environment.main(arguments, standalone_mode=False) == 0
+
+
+def test_an_interrupt_that_arrives_when_the_call_has_returned_is_not_ctrl_c(monkeypatch: pytest.MonkeyPatch):
+    class Late:
+        """A timer that ends just before it is cancelled."""
+
+        def __init__(self, _: float, interrupt: Callable[[], None]) -> None:
+            self._interrupt = interrupt
+
+        def start(self) -> None: ...
+
+        def cancel(self) -> None:
+            self._interrupt()
+
+        def join(self) -> None: ...
+
+    monkeypatch.setattr(threading, "Timer", Late)
+    with by_hand._interrupted("step", 1.0):
+        pass

@@ -11,9 +11,10 @@ from aiohttp import web
 
 from rl_core.errors import DeadlineError, GenerationError
 from rl_core.tasks import IdleTime
+from rl_rollout.vllm import supervisor as supervisor_module
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
-from rl_rollout.vllm.connection import open_session
+from rl_rollout.vllm.connection import ServerGone, open_session
 from rl_rollout.vllm.pool import Member, Pool, Wanted
 from rl_rollout.vllm.server import ServerAddress
 from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
@@ -196,12 +197,36 @@ async def test_the_warning_about_a_lost_server_says_who_starts_it_again(
     assert said[1].startswith(retried)
 
 
-async def test_an_address_that_accepts_connections_but_never_answers_is_named_with_the_key_that_limits_the_wait():
+@pytest.mark.parametrize(
+    ("connect_s", "reason"), [(10.0, "it did not answer"), (0.1, "it accepts connections but does not answer")]
+)
+async def test_an_address_that_never_answers_is_named_with_the_key_that_limits_the_wait(
+    monkeypatch: pytest.MonkeyPatch, connect_s: float, reason: str
+):
+    """Only an attempt longer than the timeout for connecting shows that the server accepts connections."""
+    monkeypatch.setattr(supervisor_module, "CONNECT_S", connect_s)
     held: list[asyncio.StreamWriter] = []
     async with await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0) as silent:
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-        told = rf"waited 0\.2 s \(generator\.inference_engine\.start_timeout_s\) for the server at {url}: it accepts "
+        told = rf"waited 0\.2 s \(generator\.inference_engine\.start_timeout_s\) for the server at {url}: {reason}\. "
         with pytest.raises(DeadlineError, match=told):
             await ExternalServer(url, "token", timeout_s=0.2).start()
         for writer in held:
             writer.close()
+
+
+async def test_a_server_that_refuses_connections_is_reported_so_although_the_last_attempt_has_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Refusing:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def call(self, method: str, *, timeout_s: float) -> Any:
+            if timeout_s > 0.001:
+                raise ServerGone("connection refused")
+            raise DeadlineError("waited 0.001 s")
+
+    monkeypatch.setattr(supervisor_module, "Connection", Refusing)
+    monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.1)
+    with pytest.raises(DeadlineError, match=r"the server at http://127\.0\.0\.1:1: connection refused\. Is it started"):
+        await ExternalServer("http://127.0.0.1:1", "token", timeout_s=0.05).start()

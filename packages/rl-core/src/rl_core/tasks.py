@@ -63,7 +63,10 @@ class OwnThread(Generic[T]):
         """Returns the function's result or raises its error. Raises TimeoutError if the function has not returned in
         time; it then continues to run."""
         waiting = asyncio.wrap_future(self._future)
-        done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
+        finally:
+            waiting.cancel()  # no effect if done; otherwise asyncio would log an error that the function raises later
         if not done:
             raise TimeoutError
         return waiting.result()

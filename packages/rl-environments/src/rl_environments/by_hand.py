@@ -42,6 +42,10 @@ _BLOCKED_S = 1.0
 """Time after its deadline that a call gets to notice its cancellation, before its thread is interrupted."""
 
 
+class _Blocked(KeyboardInterrupt):
+    """A call of the environment blocks. An `except Exception` in the environment or in asyncio does not catch it."""
+
+
 class EnvironmentRaised(RLError, RuntimeError):
     """The environment raised an exception; in a training run, its sample would fail."""
 
@@ -84,7 +88,7 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"{key}: {value!r:.80} is not YAML: {error}") from None
-        if key in _REWARDS and not isinstance(options[name], list):
+        if key in _REWARDS and not isinstance(options[name], list | None):
             options[name] = [options[name]]
     return options
 
@@ -165,24 +169,36 @@ def _read_response() -> str | None:
 def _interrupted(what: str, timeout_s: float) -> Iterator[None]:
     """Interrupts a call that blocks this thread, which has to be the main thread: then the event loop cannot enforce
     the deadline. Raises DeadlineError."""
-    is_over = threading.Event()
+    is_over, has_returned = threading.Event(), False
 
     def interrupt() -> None:
         is_over.set()
         # A real signal also ends a blocking system call, such as that of `time.sleep`.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    timer = threading.Timer(timeout_s + _BLOCKED_S, interrupt)
+    def received(_: int, __: object) -> None:
+        if not is_over.is_set():
+            if before != signal.SIG_IGN:
+                raise KeyboardInterrupt
+        elif not has_returned:
+            raise _Blocked
+
+    timer = threading.Timer(min(timeout_s + _BLOCKED_S, threading.TIMEOUT_MAX), interrupt)
     timer.daemon = True
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, received)
     timer.start()
     try:
-        yield
-    except KeyboardInterrupt:
-        if not is_over.is_set():
-            raise
+        try:
+            yield
+        finally:
+            has_returned = True
+    except _Blocked:
         raise DeadlineError(f"the environment's {what} did not answer within {timeout_s:g} s: it blocks") from None
     finally:
         timer.cancel()
+        timer.join()  # after this, it sends no signal to the earlier handler
+        signal.signal(signal.SIGINT, before)
 
 
 def _name(method: Callable[..., Any]) -> str:
@@ -201,9 +217,8 @@ async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_
     except (Exception, SystemExit) as error:
         if isinstance(error, TimeoutError) and deadline.expired():
             raise DeadlineError(f"the environment's {what} did not answer within {timeout_s:g} s") from error
-        message = f"{error} {raised_at(error)}".strip()
-        raised = f"{type(error).__name__}: {message}"
-        raise EnvironmentRaised(f"the environment's {what} raised {raised}") from error
+        raised = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise EnvironmentRaised(f"the environment's {what} raised {raised} {raised_at(error)}".rstrip()) from error
 
 
 def _show_prompt(prompt: Any, *, text_is: str) -> None:

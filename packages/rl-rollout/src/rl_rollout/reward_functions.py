@@ -129,9 +129,9 @@ def _number(name: str, answer: Any) -> float | None:
 def require_functions(options: Mapping[str, Any]) -> None:
     """Imports all functions, and checks that there are no weights or one weight per function. Raises ConfigError, and
     the errors of `functions_at`."""
-    for key, example in ((KEY, "[my_module:reward]"), (WEIGHTS, "[1.0]")):
+    for key, kind, example in ((KEY, str, "[my_module:reward]"), (WEIGHTS, int | float, "[1.0]")):
         given = options.get(key.removeprefix("environment."), ())
-        if not isinstance(given, list | tuple):
+        if not isinstance(given, list | tuple) or not all(isinstance(one, kind) for one in given):
             raise ConfigError(f"{key}: got {given!r:.80}; expected a list, such as {example}")
     paths, weights = tuple(options.get("reward_functions", ())), tuple(options.get("reward_weights", ()))
     functions_at(paths)

@@ -39,13 +39,15 @@ class Interrupts:
     | was cancelled or has ended | does nothing, or after 10 s raises KeyboardInterrupt        |
 
     A shell may send SIGHUP several times when its terminal is closed, so a SIGHUP that is not the first signal does
-    nothing. A process that ignores SIGHUP (`nohup`) continues to ignore it.
+    nothing. After a SIGHUP, output to a terminal is discarded. A process that ignores SIGHUP (`nohup`) continues to
+    ignore it.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._stop: Callable[[], None] | None = None
+        self._is_signalled = False
         self._asked_at: float | None = None
         self._ended_at: float | None = None
         self._is_cancelled = False
@@ -90,9 +92,10 @@ class Interrupts:
     def _received(self, number: int, _: object) -> None:
         """The signal handler. It may run between any two instructions, so it defers the reaction to the event loop."""
         if number == signal.SIGHUP:
-            _discard_output_to_closed_terminal()
-            if self._asked_at is not None or self._ended_at is not None:
+            _discard_output_to_terminal()
+            if self._is_signalled or self._ended_at is not None:
                 return
+        self._is_signalled = True  # noted here, because the event loop may be blocked until after the next signal
         now = time.monotonic()
         if self._loop is None or (self._ended_at is not None and now - self._ended_at > 2 * CLOSE_S):
             raise KeyboardInterrupt
@@ -145,12 +148,13 @@ def _handled() -> list[signal.Signals]:
     return [number for number in _SIGNALS if number != signal.SIGHUP or not ignores_hangup]
 
 
-def _discard_output_to_closed_terminal() -> None:
-    """Sends standard output and standard error to /dev/null if they are a terminal that was closed, because writing
-    to it would raise an error."""
+def _discard_output_to_terminal() -> None:
+    """Sends standard output and standard error to /dev/null if they are a terminal, because writing to a closed
+    terminal raises an error. SIGHUP may arrive shortly before the terminal is closed."""
     for descriptor in (1, 2):
         with suppress(OSError):  # the descriptor itself may be closed
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            # `os.isatty` is false for a closed terminal, which is still a character device.
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, descriptor)
                 os.close(null)

@@ -22,7 +22,7 @@ import attrs
 
 from rl_core.errors import DeadlineError, GenerationError, RLError
 from rl_core.tasks import all_of
-from rl_rollout.vllm.connection import Connection, ServerGone, open_session
+from rl_rollout.vllm.connection import CONNECT_S, Connection, ServerGone, open_session
 from rl_rollout.vllm.pool import EngineFacts, Member, Pool, Wanted
 from rl_rollout.vllm.server import ServerAddress
 
@@ -192,20 +192,23 @@ class ExternalServer:
     async def start(self) -> ServerAddress:
         """Waits until the server answers. Raises DeadlineError after `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
+        reason = "it did not answer"
         async with open_session(self.control_token) as session:
             while True:
+                left_s = max(0.001, deadline - time.monotonic())
                 try:
-                    health: Any = await Connection(session, self.url, "the server").call(
-                        "health", timeout_s=max(0.001, deadline - time.monotonic())
-                    )
+                    health: Any = await Connection(session, self.url, "the server").call("health", timeout_s=left_s)
                     return ServerAddress(url=self.url, pid=health["pid"])
                 except (ServerGone, DeadlineError) as error:
+                    if isinstance(error, ServerGone):
+                        reason = str(error)
+                    elif left_s > CONNECT_S:  # a server that does not accept the connection raises ServerGone earlier
+                        reason = "it accepts connections but does not answer"
                     if time.monotonic() > deadline:
-                        silent = "it accepts connections but does not answer"
                         raise DeadlineError(
                             f"waited {self.timeout_s:g} s (generator.inference_engine.start_timeout_s) for the server "
-                            f"at {self.url}: {silent if isinstance(error, DeadlineError) else error}. Is it started "
-                            "(python -m rl_rollout.vllm.serve), and can this machine reach it?"
+                            f"at {self.url}: {reason}. Is it started (python -m rl_rollout.vllm.serve), and can this "
+                            "machine reach it?"
                         ) from error
                     await asyncio.sleep(_RESTART_PAUSE_S)
 
