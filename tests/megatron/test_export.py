@@ -29,7 +29,7 @@ def test_stages_ask_each_other_in_the_first_export_alone(tmp_path, lora):
 
 
 def test_what_was_found_out_serves_for_weights_and_gradients_after_a_step(tmp_path):
-    """Runs in bfloat16, where weights and gradients (float32) have different dtypes."""
+    """Runs in bfloat16, because gradients then have another dtype than weights: float32."""
     variant = Variant(world_size=2, checkpoint=MOE, options=STAGES)
     with open_case(probed, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
         group = case.start(attrs.evolve(case.spec, bf16=True))

@@ -18,12 +18,11 @@ def choose_accelerator() -> None:
 
 
 def keep_plain_gloo() -> None:
-    """Makes all-reduces within one host use gloo on the CPU.
+    """Without a GPU, prevents DeepSpeed from compiling its shared-memory all-reduce, which only inference uses.
 
-    DeepSpeed 0.19.8 compiles a shared-memory all-reduce when ranks join (`deepspeed/comm/torch.py`, `build_shm_op`):
-    that needs a compiler, takes minutes, and a rank that is killed meanwhile leaves a lock that all later ranks wait
-    for. Only inference uses this all-reduce. This function can go when DeepSpeed compiles the all-reduce only on
-    the first call.
+    DeepSpeed 0.19.8 compiles it when ranks join (`deepspeed/comm/torch.py`, `build_shm_op`). This needs a compiler and
+    takes minutes. If a rank is killed meanwhile, it leaves a lock that all later ranks wait for. This function can go
+    when DeepSpeed compiles the all-reduce only on the first call.
     """
     backend: Any = import_module("deepspeed.comm.torch")
 

@@ -38,7 +38,7 @@ class TrackerFactory(Protocol):
             total_steps: number of steps of the whole run.
             first_step: the first step that will be logged: 0 for a new run; for a resumed run the checkpoint's step +
                 1, or the checkpoint's step if the run ended before that step was completely logged. The tracker must
-                drop what an earlier process logged for this step and later ones.
+                drop what an earlier process logged for `first_step` and later steps.
         """
         ...
 
@@ -82,7 +82,7 @@ class Callback:
         """Called when a checkpoint is complete."""
 
     def on_run_end(self, step: int) -> None:
-        """Called after the last step, even if the run was interrupted."""
+        """Called after the last step, also if the run was stopped early; not called if the run fails with an error."""
 
 
 @attrs.frozen(kw_only=True)
@@ -103,5 +103,5 @@ class Recipe:
     """Explains how to get the data files of `config` that `prepare` does not create. The error about a missing file
     ends with this text."""
     makes: tuple[str, ...] = ()
-    """Data files and model directories that `prepare` can create, written as in `config` (`${trainer.seed}`). All other
-    paths must exist."""
+    """Data files and model directories that `prepare` can create. Like values of `config`, they may refer to other
+    keys: `${trainer.seed}`. All other paths must exist."""

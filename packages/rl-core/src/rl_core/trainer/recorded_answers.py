@@ -1,10 +1,10 @@
 """Records the engines' answers while a group is played, so that a resumed run can continue the group.
 
-A resumed run plays a group in progress again. Its generator sends the same requests, because group, sample and turn
-determine prompt, parameters and seed. A request with a recorded answer gets this answer, and no engine receives the
-request. Unfinished responses (stop reason `abort`) are recorded too: the generator continues them in new requests, so
-their tokens keep their log-probs and versions. All other requests go to an engine, for example because an environment
-returned a different observation this time.
+A resumed run starts the groups that were in progress at the checkpoint from their beginning. Its generator sends the
+same requests, because group, sample and turn determine prompt, parameters and seed. A request with a recorded answer
+gets this answer, and no engine receives the request. A request without one goes to an engine: it is new, or differs
+because an environment returned a different observation this time. Unfinished responses (stop reason `abort`) are
+recorded too: the generator continues them in new requests, so their tokens keep their log-probs and versions.
 
 Generators do not have to support this: a context variable, which a group's tasks inherit, identifies the group that
 sends a request.
@@ -100,6 +100,6 @@ class RecordingSampler:
 
 
 def request_key(request: GenerateRequest) -> str:
-    """Identifies what a request asks for, in every process: a digest of everything except its ids."""
+    """A digest of everything in a request except its ids. Equal requests have the same digest in every process."""
     asked = (tuple(map(int, request.prompt_tokens)), request.params, request.seed, request.num_samples)
     return hashlib.blake2b(repr(asked).encode(), digest_size=16).hexdigest()

@@ -61,7 +61,7 @@ class Routing:
 
     def require(self, batch: Batch) -> None:
         """Raises ConfigError if the batch lacks routes and router replay is on, or has routes and replay is off. Raises
-        ShapeError if the routes do not fit the model."""
+        ShapeError if the routes do not fit the model. Accepts a batch in which every route is unknown."""
         require_routes(batch, self._shape, key=self._key)
 
     @contextmanager
