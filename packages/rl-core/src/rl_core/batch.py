@@ -43,9 +43,9 @@ class Batch:
         number for a per-sequence column. The columns of the batch are those of the first sequence.
 
         Raises:
-            ShapeError: there are no sequences, a sequence has no tokens, a column is unknown, a sequence lacks a column of the first one, a
-                list's length differs from the number of tokens, a per-sequence value is text, or an integer is out of
-                the column's range.
+            ShapeError: there are no sequences, a sequence has no tokens, a column is unknown, a sequence lacks a column
+                of the first one, a list's length differs from the number of tokens, a per-sequence value is text, or an
+                integer is out of the column's range.
         """
         if not sequences:
             raise ShapeError("Batch.from_sequences: got no sequences")

@@ -8,8 +8,8 @@ mean.
 Truncation keeps a token with a bounded weight. A mask drops a token from the loss and, because loss weights are
 computed from the returned mask, also from the denominator. A token whose engine log-prob is missing (NaN) or not finite
 has no ratio and is dropped too. If the trainer's own log-prob is NaN, the token is kept, and a truncated weight is
-NaN: the loss becomes NaN, which shows the fault. Ratios are compared and truncated in log space, so a ratio with an upper bound
-cannot overflow. No result carries a gradient.
+NaN: the loss becomes NaN, which shows the fault. Ratios are compared and truncated in log space, so a ratio with an
+upper bound cannot overflow. No result carries a gradient.
 
 There are three kinds of log-ratio, all [T]: the token's (`rollout_log_ratios`), its sequence's (`sequence_log_ratios`)
 and the mean over its sequence (`geometric_log_ratios`). Three functions take any of them: `truncated_ratios`,
