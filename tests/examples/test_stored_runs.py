@@ -247,8 +247,7 @@ class RemovesRunAfterStep2(FirstDigit):
         self._run_dir = Path(options["run_dir"])
 
     async def step(self, action: Action) -> StepResult:
-        metrics = self._run_dir / "metrics.jsonl"
-        if metrics.exists() and '"step": 2,' in metrics.read_text():
+        if (self._run_dir / "checkpoints" / "step_000002").exists():
             shutil.rmtree(self._run_dir)
         return await super().step(action)
 
