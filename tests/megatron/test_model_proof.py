@@ -378,6 +378,7 @@ def test_what_cannot_be_proved_here_is_left_to_the_start(kept, model, monkeypatc
 
 
 def test_a_process_that_dies_is_a_mistake_of_the_configuration(kept, model, monkeypatch):
+    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # as outside these tests
     monkeypatch.setattr(model_proof.sys, "executable", "/bin/false")
     with pytest.raises(
         ConfigError, match=r"trainer\.policy\.model\.path: .* ended with exit code 1.*trainer\.strategy=fsdp"

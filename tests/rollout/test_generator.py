@@ -24,18 +24,24 @@ CHAT_TEMPLATE = (
 
 
 class EchoClient:
-    """Answers `4` and the end of sequence; records all requests, and the largest number in flight at once."""
+    """Answers `4` and the end of sequence; records all requests, and the largest number in flight at once. Answers no
+    request before `meeting` requests were in flight at once.
+    """
 
-    def __init__(self, tokenizer, stop_reason="stop"):
+    def __init__(self, tokenizer, stop_reason="stop", meeting=1):
         self.answer = (*tokenizer("4")["input_ids"], tokenizer.eos_token_id)
         self.stop_reason = stop_reason
         self.requests = []
         self.running = self.most_running = 0
+        self.meeting, self.have_met = meeting, asyncio.Event()
 
     async def generate(self, request):
         self.requests.append(request)
         self.running += 1
         self.most_running = max(self.running, self.most_running)
+        if self.running >= self.meeting:
+            self.have_met.set()
+        await asyncio.wait_for(self.have_met.wait(), 60)
         await asyncio.sleep(0.001)
         self.running -= 1
         return (
@@ -135,7 +141,7 @@ async def test_a_prompt_is_encoded_once_for_its_group(tokenizer):
 
 
 async def test_no_more_episodes_run_than_allowed(tokenizer):
-    client = EchoClient(tokenizer)
+    client = EchoClient(tokenizer, meeting=4)
     generator = generator_of(tokenizer, client, max_concurrency=4)
     await asyncio.gather(*[generator.generate(request_of(num_samples=8)) for _ in range(3)])
     assert client.most_running == 4
