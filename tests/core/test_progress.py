@@ -73,6 +73,20 @@ def test_a_stream_that_cannot_say_everything_still_gets_its_line():
     assert raw.getvalue().startswith(b"Zahlen: 1/1 steps ? gr??e 1.00")
 
 
+def test_the_work_goes_on_if_the_reader_of_its_output_has_ended():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done, stream, clock = 0, os.fdopen(writer, "w"), Clock()
+    with Progress("training", 3, stream=stream, clock=clock) as progress:
+        for step in range(1, 4):
+            clock.now += 5.0
+            progress.update(step)
+            done = step
+    assert done == 3
+    with pytest.raises(BrokenPipeError):  # control: the lines did not fit into a buffer
+        stream.close()
+
+
 def test_a_number_that_was_given_once_stays_on_show():
     stream, clock = io.StringIO(), Clock()
     with Progress("run", 9, stream=stream, clock=clock) as progress:

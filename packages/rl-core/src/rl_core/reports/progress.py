@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import TextIO
 
@@ -121,8 +122,10 @@ class Progress:
         parts = [f"{self._title}: {self._count()}", *map(_number, self._numbers.items()), time_note]
         line = " · ".join(part for part in parts if part)
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-        self._stream.flush()
+        # Ctrl-C also ends the `tee` that reads this output, and the work must go on until its next checkpoint.
+        with suppress(BrokenPipeError):
+            self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
         self._line_time, self._has_news = self._clock(), False
 
     def _display(self) -> Group:
