@@ -1,5 +1,4 @@
-"""PPO's critic: when it and the policy score, what the critic is sent, and that neither waits for the other
-needlessly."""
+"""PPO's critic: its values, its batches and its checkpoints, and when it trains at the same time as the policy."""
 
 from __future__ import annotations
 

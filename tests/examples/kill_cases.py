@@ -1,8 +1,7 @@
 """The cases of `test_kill_soak.py`: which process of a run is killed or stopped, and when. To play a case, the run is
 attempted once per strike and once without a strike, each time in a new process.
 
-The seed of a case determines its staleness bound and pipeline depth, its dynamic sampling, where the ranks run, and all
-of its strikes.
+The seed of a case determines its settings and its strikes.
 """
 
 from __future__ import annotations
@@ -159,8 +158,8 @@ class Place:
 
 
 def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -> None:
-    """Trains in a process of its own, which prints into `output`. Its exit code is 0, STOPPED, ENDED_WITH_ERROR (for an
-    RLError) or 1 (for any other error).
+    """Trains, with what this process prints going into `output`. Ends the process with code 0, STOPPED,
+    ENDED_WITH_ERROR (for an RLError) or 1 (for any other error).
     """
     print_into(output)
     os.environ["RAY_TMPDIR"] = str(place.of_ray)

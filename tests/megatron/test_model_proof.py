@@ -183,7 +183,7 @@ BUILT = {
     "gemma2",
     "mistral",
 }
-"""The models of WRONG that run. The others cannot be built by Megatron or by transformers."""
+"""The models of WRONG that run. Megatron or transformers cannot build the others."""
 REPAIRED = {
     "leave_out_rotary": (
         "yarn, qwen2",

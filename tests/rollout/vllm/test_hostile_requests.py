@@ -118,7 +118,7 @@ async def test_a_websocket_passes_no_check_and_is_refused(dense_server: RunningS
 
 
 async def test_a_body_that_does_not_come_in_time_is_refused():
-    """The server also closes the connection, otherwise `reader.read` would run into its deadline."""
+    """The server also closes the connection; otherwise `reader.read` would run into its deadline."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("the routes saw half a request")

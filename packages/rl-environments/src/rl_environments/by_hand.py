@@ -167,8 +167,8 @@ def _read_response() -> str | None:
 
 @contextlib.contextmanager
 def _interrupted(what: str, timeout_s: float) -> Iterator[None]:
-    """Interrupts a call that blocks this thread, which has to be the main thread: then the event loop cannot enforce
-    the deadline. Raises DeadlineError."""
+    """Raises DeadlineError in a call that blocks this thread, where the event loop cannot enforce the deadline. This
+    thread has to be the main thread."""
     is_over, has_returned = threading.Event(), False
 
     def interrupt() -> None:

@@ -48,7 +48,7 @@ class ServingSettings:
     num_engines: int
     pause_mode: PauseMode
     delta_interval: int | None = None
-    """Every `delta_interval`-th sync sends whole weights, all others send only changes. None: all send whole
+    """Every `delta_interval`-th sync sends whole weights; all others send only changes. None: all send whole
     weights."""
     verification: VerificationSettings
 

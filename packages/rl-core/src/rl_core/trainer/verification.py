@@ -1,10 +1,10 @@
-"""Verifies with log-probs that the engines compute with the trainer's weights, for any backend and any engine.
+"""Verifies with log-probs that the engines compute with the trainer's weights. Needs engines that can score tokens.
 
-Manifests prove that every byte arrived, but not that the engine computes with it. So the trainer and each engine score
-fixed tokens, and the mean difference of their log-probs must stay below a limit. At the start of a run, a proof shows
-that every trained tensor reaches the engines: all trained parameters get noise and are published, so an engine that
-fails to load one of them computes other log-probs. Then the parameters are restored bit for bit and published, and the
-comparison is repeated.
+Manifests prove that every byte arrived, but not that an engine computes with these weights. So the trainer and each
+engine score fixed tokens, and the mean |difference| of their log-probs must not exceed a limit. At the start of a run,
+a proof shows that every trained tensor reaches the engines: all trained parameters get noise and are published, so an
+engine that fails to load one of them computes other log-probs. Then the parameters are restored bit for bit and
+published, and the comparison is repeated.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Measured on random Qwen3 models: float32 at most 2e-6; bfloat16 0.02 with MoE la
 choice.
 """
 _USUAL_LOGPROB = -5.0
-"""Rounding errors are relative. So the default limit applies to mean log-probs of this value and above, and for lower
-ones grows in proportion. A pretrained model gives random tokens lower log-probs than a random model does: SmolLM2-135M
+"""Rounding errors are relative. So the default limit applies to mean log-probs of at least this value, and grows in
+proportion for lower ones. A pretrained model gives random tokens lower log-probs than a random model does: SmolLM2-135M
 in bfloat16 gives -15.3, and trainer and engine differ by 0.12."""
 LEAST_NOISE = 0.125
 """The first scale of noise that is tried. The scale is doubled until the log-probs change enough."""

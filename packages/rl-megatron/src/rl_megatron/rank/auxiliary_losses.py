@@ -1,5 +1,5 @@
-"""Weights the auxiliary losses of a mixture of experts (load balancing, z-loss) relative to the policy loss, and
-reports them.
+"""Gives the auxiliary losses of a mixture of experts (load balancing, z-loss) their weight relative to the policy loss,
+and reports them.
 
 An auxiliary loss is a statistic of a micro-batch, so it depends on how a mini-batch is split into micro-batches.
 Megatron multiplies the loss of each micro-batch by its number of tokens and expects a later division by all tokens.
