@@ -58,7 +58,7 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
         DataError: the file has too few rows or cannot be read, or `row` is not a JSON object with a prompt.
     """
     if (row is None) == (data is None):
-        raise ConfigError("name the row to play: --data FILE --number N, or --row '{\"prompt\": …}'")
+        raise ConfigError("name the row to play with either --data FILE --number N or --row '{\"prompt\": …}'")
     from rl_core.trainer.data import checked_row, read_rows
 
     if data is not None:
@@ -83,7 +83,10 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         name = key.removeprefix("environment." if key in _REWARDS else _OPTIONS)
         if not equals or name in ("", key):
-            raise ConfigError(f"{word!r}: without --with, only {_OPTIONS}NAME=VALUE is allowed; other keys need --with")
+            raise ConfigError(
+                f"{word!r}: without --with, only {_OPTIONS}NAME=VALUE and the keys of reward functions are allowed; other "
+                "keys need --with"
+            )
         try:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
