@@ -56,7 +56,7 @@ PLUGINS = "tests.examples.kill_plugins"
 OF_RAY: tuple[Victim, ...] = ("rank", "raylet", "gcs_server")
 DynamicSampling = Literal["filter", "replace"] | None
 BOUNDS_AND_DEPTHS = ((0, 0), (2, 1), (4, 2), (2, 2))
-"""`max_staleness` and `pipeline_depth`: synchronous, and three ways of generating ahead."""
+"""Pairs of `max_staleness` and `pipeline_depth`: one synchronous, three that generate ahead."""
 
 
 @attrs.frozen(kw_only=True)
@@ -140,7 +140,7 @@ class Place:
 
     @property
     def run_dir(self) -> Path:
-        # Folders under /dev/shm contain this name, which tells them from those of other runs.
+        # Names of folders in /dev/shm contain this name, which distinguishes them from those of other runs.
         return self.root / f"struck_{self.pid}_{self.root.name}"[-40:]
 
     @property
@@ -158,8 +158,8 @@ class Place:
 
 
 def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -> None:
-    """Trains, with what this process prints going into `output`. Ends the process with code 0, STOPPED,
-    ENDED_WITH_ERROR (for an RLError) or 1 (for any other error).
+    """Trains and prints into `output`. Ends this process with code 0, STOPPED, ENDED_WITH_ERROR (for an RLError) or 1
+    (for any other error).
     """
     print_into(output)
     os.environ["RAY_TMPDIR"] = str(place.of_ray)
@@ -181,7 +181,7 @@ def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -
 
 
 def run_attempt(config: Config, strike: Strike | None, place: Place, output: Path, target: Any = attempt) -> int:
-    """The exit code of one attempt; if negative, the number of the signal that ended it."""
+    """The exit code of one attempt: minus the signal's number if a signal ended it."""
     place.temporary.mkdir(exist_ok=True)
     process = multiprocessing.get_context("fork").Process(target=target, args=(config, strike, place, output))
     process.start()

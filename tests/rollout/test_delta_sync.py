@@ -31,7 +31,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experts_path(tmp_path_factory):
-    """A model of which transformers packs a layer's experts into two tensors, while a sync sends each expert's own."""
+    """A model whose experts transformers packs into two tensors per layer, while a sync sends tensors per expert."""
     sizes = {"num_experts": 4, "hidden_size": 256, "moe_intermediate_size": 128}
     return write_model(tmp_path_factory.mktemp("experts") / "model", **sizes)
 

@@ -84,8 +84,8 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
         name = key.removeprefix("environment." if key in _REWARDS else _OPTIONS)
         if not equals or name in ("", key):
             raise ConfigError(
-                f"{word!r}: without --with, only {_OPTIONS}NAME=VALUE and the keys of reward functions are allowed; other "
-                "keys need --with"
+                f"{word!r}: without --with, only {_OPTIONS}NAME=VALUE and the keys of reward functions are allowed; "
+                "other keys need --with"
             )
         try:
             options[name] = yaml.safe_load(value)

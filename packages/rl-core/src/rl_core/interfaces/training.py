@@ -369,7 +369,7 @@ class RouteReader(Protocol):
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """A worker whose accumulated gradients can be read. Only the conformance suite uses it."""
+    """A worker whose accumulated gradients can be read. Only the conformance suite and the model proof read them."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Full (unsharded) float32 gradients under Hugging Face names, on the CPU; a tied weight appears once."""

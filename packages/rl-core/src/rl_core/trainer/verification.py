@@ -45,8 +45,9 @@ dense and MoE, need noise of scale 1 for this. A single stale tensor then change
 are the norms of queries and keys); with half the noise, by 0.01. SmolLM2-135M needs 1/8: with scale 1 its output would
 be only noise, and two correct bfloat16 implementations would differ by 3.7."""
 _GROWTH = 1.25
-"""Doubling stops when it increases the effect by less than this factor. Norms bound the effect (adapters of a tiny
-model: 0.12, 0.25, 0.48, 0.57, 0.59 nats), and more noise would hide a missing tensor."""
+"""Once the effect is large enough (`_LEAST_EFFECT`), doubling stops when it increases the effect by less than this
+factor. Norms bound the effect (adapters of a tiny model: 0.12, 0.25, 0.48, 0.57, 0.59 nats), and more noise would hide
+a missing tensor."""
 _NOISY_LIMIT = 3.0
 """Multiple of the limit that is allowed while the model has noise: in bfloat16, rounding alone changes its log-probs by
 0.12. So bfloat16 may hide the weakest tensors of a deep model; float32 hides none."""

@@ -76,7 +76,7 @@ def translate(found: Read) -> Translation:
     else:
         values, changed = _skyrl_gym(values)
     values, more, refused = _loadable(values)
-    # A YAML file may be a part of a configuration.
+    # A YAML file may be only a part of a configuration, so nothing is added to it.
     is_whole = dialect == "skyrl" and found.module is not None
     defaults = {key: value for key, value in SKYRL_DEFAULTS.items() if is_whole and key not in values}
     return Translation(

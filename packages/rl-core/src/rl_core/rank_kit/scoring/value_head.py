@@ -24,7 +24,7 @@ class ValueScorer(nn.Module):
 
     score_names = ("values",)
     choices = None
-    """A critic follows no routes: they are the policy's."""
+    """A critic always chooses its own experts, because recorded routes are the policy's."""
 
     def __init__(self, model: PreTrainedModel, *, compute_dtype: torch.dtype):
         super().__init__()
