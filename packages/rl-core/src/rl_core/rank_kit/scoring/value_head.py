@@ -18,8 +18,8 @@ from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
 class ValueScorer(nn.Module):
     """Predicts for each token the value of the state before the token, from the hidden state that predicts the token.
 
-    The head is initialised with zeros. The first advantages therefore equal the returns, the first gradient of the base
-    model is zero, and initialisation is not random.
+    A new head is zero. The first advantages therefore equal the returns, the first gradient of the base model is zero,
+    and initialisation is not random.
     """
 
     score_names = ("values",)
