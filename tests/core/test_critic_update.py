@@ -66,7 +66,7 @@ class FakeGroup:
 
 
 def make_batch() -> Batch:
-    """Two prompts with two samples each: one prompt token and two sampled ones, the last of which has the reward."""
+    """Two prompts with two samples each. A sample has a prompt token and two sampled ones; the last has the reward."""
     return Batch.from_sequences(
         [
             {

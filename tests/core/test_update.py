@@ -34,7 +34,7 @@ from rl_core.workers import MicroBatchLimits
 
 
 def make_batch(rewards: list[float], groups: list[int]) -> Batch:
-    """One sequence per reward: one prompt token and two sampled ones."""
+    """One sequence per reward, with one prompt token and two sampled ones."""
     return Batch.from_sequences(
         [
             {

@@ -338,7 +338,7 @@ def require_nothing_left(place: Place, before: set[int]) -> None:
 
 
 def _require_logs_alone(of_ray: Path) -> None:
-    """Ray may leave its logs, which this removes, but no socket that accepts connections and nothing large."""
+    """Requires that Ray left no socket that accepts connections and nothing large. Removes the logs that it left."""
     files = [path for path in of_ray.rglob("*") if not path.is_symlink() and not path.is_dir()]
     listening = [str(path) for path in files if path.is_socket() and _is_answered(path)]
     assert not listening, f"Ray still listens at {listening}"

@@ -55,7 +55,7 @@ _PACKAGES = {
 
 
 _FITTED: dict[tuple[str, str], tuple[Any, Any]] = {}
-"""Cache: (group, name) → (plug-in, result of `fitted` for it). Environments are loaded for every row."""
+"""(group, name) → (plug-in, result of `fitted` for it). A cache, because environments are loaded for every row."""
 
 
 @attrs.frozen(kw_only=True)

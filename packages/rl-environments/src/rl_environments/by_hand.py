@@ -39,7 +39,7 @@ _OPTIONS = "environment.options."
 _REWARDS = ("environment.reward_functions", "environment.reward_weights")
 """Keys that a run passes to the environment `reward_functions` as options. A single value means a list of one."""
 _BLOCKED_S = 1.0
-"""Time after its deadline that a call gets to notice its cancellation, before its thread is interrupted."""
+"""After its deadline, a call has this many seconds to react to its cancellation before its thread is interrupted."""
 
 
 class _Blocked(KeyboardInterrupt):

@@ -28,7 +28,7 @@ class SharedDevices:
     others is offloaded first.
 
     A group whose workers cannot offload stays on the devices and does not wait. On machines without accelerators
-    nothing moves, but groups still take turns, because they would compete for the same cores.
+    nothing moves, but groups still take turns, because they would otherwise compete for the same cores.
     """
 
     def __init__(self) -> None:
