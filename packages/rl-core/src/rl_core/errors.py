@@ -46,7 +46,7 @@ class ConfigErrors(ConfigError):
 
 
 class DataError(RLError, ValueError):
-    """A data file or row that cannot be used; the message names the file and the row."""
+    """Data that cannot be used, such as a file, a row or a reward. The message says which."""
 
 
 class ShapeError(RLError, ValueError):
