@@ -11,8 +11,8 @@ from rl_core.errors import ConfigError
 
 
 def push_run(run: Path, name: str, *, is_private: bool) -> None:
-    """Uploads a run's final model, or a model directory, and prints the address. Raises ConfigError if there is no
-    model, `name` is malformed, the user is not logged in, the hub cannot be reached, or the upload fails."""
+    """Uploads a run's final model, or a model directory, and prints its address on the hub. Raises ConfigError if there
+    is no model, `name` is malformed, the user is not logged in, the hub cannot be reached, or the upload fails."""
     if name.count("/") != 1 or not all(name.split("/")):
         raise ConfigError(f"rl push: got {name!r}; expected a name such as me/my-model")
     address = hub.push_model(model_of(run), name, is_private=is_private)

@@ -80,8 +80,7 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
     Raises:
         ConfigError: an unknown key, a wrong type, an unreadable file, no tiny variant.
         PluginError: no such recipe, or the selected training backend is not installed.
-        ConfigErrors: several of these. If there is any error, mistakes in single keys are reported too: values out of
-            bounds and plug-ins that are not installed.
+        ConfigErrors: several of these. Values out of bounds and plug-ins that are not installed are then reported too.
     """
     mistakes = Mistakes()
     _require_no_path(source)

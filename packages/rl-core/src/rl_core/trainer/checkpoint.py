@@ -1,10 +1,10 @@
 """Writes checkpoints atomically, and checks them before they are read.
 
-A checkpoint is written into `step_N.partial`. Then its files are listed in `complete.json` with sizes and checksums and
-flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial` directory, which is
-ignored, or a complete checkpoint. This module checks sizes and checksums. Files that a worker lists itself
-(`rank_kit.state_files`) are an exception: this module checks only their sizes, because the worker's ranks check the
-contents when they read them.
+A checkpoint is written into `step_N.partial`. Then `complete.json` is written, which lists all files with sizes and
+checksums, all files are flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial`
+directory, which is ignored, or a complete checkpoint. This module checks sizes and checksums. Files that a worker lists
+itself (`rank_kit.state_files`) are an exception: this module checks only their sizes, because the worker's ranks check
+the contents when they read them.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError(f"expected an object, found {type(content).__name__}")
+            raise ValueError(f"expected an object, got {type(content).__name__}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): this checkpoint is damaged. {_EARLIER}") from error
     return content

@@ -146,7 +146,7 @@ def _lock_files_in(directory: Path) -> list[Path]:
 def _require_free(config: Config, key: str, path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # usually, there is no file; one without read permission protects a directory of another user
+    except OSError:  # usually the file does not exist; without read permission, the directory is another user's
         return
     try:
         has_lock = _lock(config, key, path, descriptor, fcntl.LOCK_SH)
