@@ -6,7 +6,7 @@ The two variants alternate within one run.
 
     rank      route bytes that the ranks receive, divided by those of their own tokens and layers. Above 1 even with a
               stage's own layers: tensor ranks split the tokens of their routers, but receive the same part
-    node      route bytes that the nodes receive, divided by those of the layers on the node
+    node      route bytes that the nodes receive, divided by those of their own layers
     dispatch  the whole call: batch and routes are put into the object store and copied to the second node
     check     processor time in which a rank checks its routes, mean over ranks
 

@@ -1,4 +1,4 @@
-"""Plays 200 episodes of several turns at once, while the engine is paused, aborts requests and gets new weights.
+"""Plays 200 episodes at once, while the engine is paused, aborts requests and gets new weights.
 
 Used for the local engine and for a server. Each episode must end as exactly one trajectory or one recorded failure, and
 every sampled token must have the version and the log-prob of the weights that sampled it.

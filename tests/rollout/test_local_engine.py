@@ -1,4 +1,4 @@
-"""What only the local engine must do: padding, KV cache, rows, weight updates, failures, and refusing some models."""
+"""Tests of the local engine alone: padding, KV cache, rows, weight updates, failures, and models that it refuses."""
 
 from __future__ import annotations
 

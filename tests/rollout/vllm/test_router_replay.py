@@ -44,7 +44,7 @@ ROUTED = ("routed_experts", "routed")
 
 @attrs.frozen(kw_only=True)
 class Differences:
-    """|engine − trainer| in nats over all sampled tokens."""
+    """|engine − trainer| log-probs, in nats, over all sampled tokens."""
 
     mean: float
     largest: float

@@ -26,7 +26,7 @@ def model_of(run: Path) -> Path:
         if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
             return directory
     saved = sorted(path for path in (run / "model").glob("step_*") if (path / "config.json").is_file())
-    remedy = f"to upload the model of a step: rl push {saved[-1]} NAME" if saved else "a run writes it when it ends"
+    remedy = f"to upload the model of a step: rl push {saved[-1]} NAME" if saved else "a run writes it at its end"
     raise ConfigError(
         f"rl push: {run} has no model (config.json and *.safetensors, there or in {run / 'model'}); {remedy}. If "
         "trainer.export_path was set, use that directory"

@@ -25,7 +25,7 @@ EXAMPLE_CALL: Mapping[str, Any] = {
     "id": "call00001",
     "function": {"name": "look_up", "arguments": {"word": "example"}},
 }
-"""A call that the chat template renders, which shows the format of calls (`Action.example_call`)."""
+"""A call that the chat template renders to show the format of calls (`Action.example_call`)."""
 
 
 def require_messages(messages: object, what: str) -> Sequence[Message]:

@@ -28,7 +28,7 @@ COMPLETE = "complete.json"
 _RUN, _FINGERPRINT = "run.json", "fingerprint.json"
 _NAME = re.compile(r"step_(\d+)")
 PARTIAL = ".partial"
-"""Suffix of the name of a directory that is still being written."""
+"""Suffix of the name of a directory that is being written or removed."""
 _EARLIER = "Resume from an earlier one: trainer.resume_mode=from_path trainer.resume_path=…"
 
 
@@ -158,7 +158,7 @@ def after_making_room(root: Path) -> str:
 
 
 def list_unfinished(root: Path) -> list[Path]:
-    """Partial directories of runs that ended while saving, oldest first."""
+    """Directories that an interrupted save or removal left, oldest first."""
     return sorted(root.glob(f"step_*{PARTIAL}"))
 
 

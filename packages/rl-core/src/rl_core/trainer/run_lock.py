@@ -139,7 +139,7 @@ def _require_unused(config: Config, directories: Mapping[Path, str], own: Mappin
 def _lock_files_in(directory: Path) -> list[Path]:
     try:
         return [path for path in directory.iterdir() if path.name.endswith(_SUFFIX)]
-    except OSError:  # missing, or its holder is just moving it away and has a lock next to it
+    except OSError:  # the directory is missing, or the run that holds the lock next to it is moving it away
         return []
 
 

@@ -2,7 +2,7 @@
 
 Megatron names CUDA in many places (devices of new tensors, streams, random states, tensor types). Here the functions of
 `torch.cuda` that Megatron calls are replaced, and a mode rewrites CUDA devices in this thread's tensor calls. Gathers
-and reduce-scatters of unequal parts, which gloo lacks, are replaced too. Everything else is Megatron's own code.
+and reduce-scatters of unequal parts, which gloo lacks, are replaced too. The model and its parallelism are Megatron's.
 
 This changes torch for the whole process, so it is done only in a rank's own process (`needs_own_process`).
 """

@@ -25,7 +25,7 @@ class MicroBatch:
     with the same context rank hold the same part."""
 
     batch: Batch | None
-    """The micro-batch's sequences; None if there are none, and it runs only because other ranks wait for this rank."""
+    """The micro-batch's sequences. None: it is empty, and runs only because other ranks wait for this rank."""
     sequences: tuple[int, ...]
     """Indices of these sequences in the rank's batch."""
     tokens_BS: Tensor
