@@ -6,7 +6,7 @@ The two variants alternate within one run.
 
     rank      route bytes that the ranks receive, divided by those of their own tokens and layers. Above 1 even with a
               stage's own layers: tensor ranks split the tokens of their routers, but receive the same part
-    node      route bytes that the nodes receive, divided by those of the layers on the node
+    node      route bytes that the nodes receive, divided by those of their own layers
     dispatch  the whole call: batch and routes are put into the object store and copied to the second node
     check     processor time in which a rank checks its routes, mean over ranks
 
@@ -183,7 +183,7 @@ async def measure(batch: Batch, num_layers: int, rounds: int) -> None:
 def show_bytes(name: str, checked: Sequence[Checked], batch_bytes: int) -> None:
     """Prints route bytes per rank and per node; the ranks of a node read the same bytes from its store."""
     by_node = {rank.node: rank.num_bytes for rank in checked}
-    assert len(by_node) == STAGES, "the ranks of a stage must all be on one node, and each stage on another"
+    assert len(by_node) == STAGES, "each stage's ranks must be on a node of their own"
     per_rank = sum(rank.num_bytes for rank in checked) / batch_bytes
     per_node = sum(by_node.values()) / batch_bytes
     print(f"{name:12} bytes over the minimum: rank {per_rank:.2f}, node {per_node:.2f}")

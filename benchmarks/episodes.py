@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     taken_ms = asyncio.run(measured(arguments.groups, arguments.rounds))
-    print(f"ms of an episode: median {statistics.median(taken_ms):.3f}, least {min(taken_ms):.3f}")
+    print(f"ms per episode: median {statistics.median(taken_ms):.3f}, least {min(taken_ms):.3f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Load balance of sequences over ranks, and planning time.
 
 Lengths are log-normal like those of reasoning responses (median 2,000 tokens, cut at 32,768). `worst/mean` is the load
-of the most loaded rank divided by the mean load; the excess over 1 is time for which the other ranks wait. `bound` is
-the guarantee for these costs: 1 + largest cost / mean load.
+of the most loaded rank divided by the mean load; its excess over 1 is the other ranks' mean waiting time, relative to
+the mean load. `bound` is the guarantee for these costs: 1 + largest cost / mean load.
 
 Run: python benchmarks/layout.py
 """

@@ -7,8 +7,8 @@ The model is a Mixture-of-Experts Qwen3 in float32 with 16 experts, 4 of them pe
     bytes    of routes, for each of 16 ranks (tensor 2, pipeline 2, context 2, data 2): what arrives with the rank's
              part of the batch, what moves to its device, and the minimum: its own tokens and its own layers
     load     tokens of the fullest expert divided by the mean of all, in the worst layer, padding included: with padding
-             dealt out to the experts, and with padding left to the router. The batch is one
-             rectangle of sequences of very different lengths, so most of it is padding
+             dealt out to the experts, and with padding left to the router. The batch is one rectangle of sequences of
+             very different lengths, so most of it is padding
 
 Run: python benchmarks/router_replay.py [--tokens 4096] [--rounds 7] [--threads 1]
 """
@@ -147,7 +147,8 @@ def rows_seen(offsets: np.ndarray, sequences: np.ndarray, rank: int) -> np.ndarr
 
 
 def show_time(worker: Any, batch: Batch, rounds: int) -> None:
-    """Prints the median times and the median of the rounds' ratios; other load affects a ratio within a round least."""
+    """Prints the median times and the median of the rounds' ratios. A ratio within a round is least affected by other
+    load."""
     plan = plan_micro_batches(batch.lengths.numpy(), num_data_ranks=1, max_tokens=2048)[0]
     micro_batches = [m.tolist() for m in plan]
     loss = LossSpec(name="cross_entropy")

@@ -7,7 +7,7 @@ ranks (FSDP2 over gloo) take the parts that the planner assigns. At best, two ra
     backward     its backward pass, with further all-gathers and the reduce-scatter of the gradients
     optimizer    norm, clipping and AdamW
     rest         selecting the micro-batches, the loss
-    collectives  contained in the above: from the start of each to its end, in one more step under torch's profiler
+    collectives  part of the above: total duration of all collectives, measured in one more step with torch's profiler
 
 Two ranks on one machine share its memory bandwidth, and its cores if there are not enough. The profile shows how much
 of the slowdown is communication.

@@ -1,6 +1,6 @@
 """A judge that grades by rule, behind an OpenAI-compatible URL: `python -m tests.rule_judge [PORT]`.
 
-The score is 10 for the right answer, 5 for only the number that it contains, else 0.
+The score is 10 for the right answer, 5 for the right answer's number alone, else 0.
 """
 
 from __future__ import annotations

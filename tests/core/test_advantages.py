@@ -113,7 +113,8 @@ def test_reinforce_plus_plus_discounts_then_standardises():
 
 
 def test_gae_worked_by_hand():
-    # Token 1 is an observation, so time skips it: 0, 2, 3. Errors: 0 + .5·2 − 1 = 0; 0 + .5·4 − 2 = 0; 1 − 4 = −3.
+    # Token 1 is an observation, so the time steps are tokens 0, 2 and 3. Their TD errors: 0 + .5·2 − 1 = 0;
+    # 0 + .5·4 − 2 = 0; 1 − 4 = −3.
     rewards_T = torch.tensor([0.0, 0.0, 0.0, 1.0, 5.0])
     values_T = torch.tensor([1.0, 99.0, 2.0, 4.0, 3.0])
     mask_T = torch.tensor([True, False, True, True, True])
@@ -150,8 +151,8 @@ def test_pass_at_k_advantages_worked_by_hand():
 
 @pytest.mark.parametrize("estimator", [maxrl_advantages, functools.partial(pass_at_k_advantages, k=2)])
 def test_success_is_the_environments_and_a_penalty_a_reward_of_its_own(estimator: Callable[..., Tensor]):
-    """A KL penalty makes the failures' scores and one success's score negative; which samples are successes stays the
-    same."""
+    """With a KL penalty, one success has a negative score and one failure a positive score. Which samples are successes
+    stays the same."""
     outcomes_N, group_N = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0, 1])
     penalty_N = torch.tensor([-1.5, -0.25, -0.5, 0.25, -3.0])
     advantages_N = estimator(outcomes_N + penalty_N, group_N, outcomes_N)
@@ -163,7 +164,7 @@ def test_success_is_the_environments_and_a_penalty_a_reward_of_its_own(estimator
 
 
 def test_pass_at_k_estimates_without_bias():
-    # 1 − C(3,2)/C(5,2) = 0.7; no failure can fill a pair: 1; nothing correct: 0.
+    # 2 of 5 correct: 1 − C(3,2)/C(5,2) = 0.7; 4 of 5: every pair contains a correct one, so 1; 0 of 5: 0.
     estimate_P = pass_at_k(torch.tensor([2, 4, 0]), torch.tensor([5, 5, 5]), k=2)
     torch.testing.assert_close(estimate_P, torch.tensor([0.7, 1.0, 0.0], dtype=torch.float64))
 
@@ -201,7 +202,7 @@ def test_best_minus_second_is_an_unbiased_gradient_of_the_expected_best_of_k(num
         scores_N = torch.tensor([rewards[v] for v in draw], dtype=torch.float64)
         advantages_N = best_minus_second_advantages(scores_N, group_N, k=k)
         chance = logprobs_V[list(draw)].sum().exp().detach()
-        # The estimator sums over subsets of k samples; a sample is in the share k / n of them.
+        # An advantage is a mean over the subsets of k samples that contain the sample: a fraction k / n of all subsets.
         estimate = estimate + chance * k / num_samples * (advantages_N * logprobs_V[list(draw)]).sum()
     (gradient_V,) = torch.autograd.grad(estimate, logits_V)
     torch.testing.assert_close(gradient_V, exact_V, rtol=1e-10, atol=1e-12)
@@ -243,8 +244,8 @@ def slow_pass_at_3(scores: list[float]) -> list[float]:
 
 
 def slow_best_minus_second(scores: list[float], k: int | None = None) -> list[float]:
-    """For each subset of k samples that contains the sample: the best with it minus the best without it; then the
-    mean."""
+    """A sample's advantage is a mean over the subsets of k samples that contain it: the best score of the subset minus
+    the best score of its other samples."""
     k = k or len(scores)
     if not 2 <= k <= len(scores):
         return [0.0] * len(scores)

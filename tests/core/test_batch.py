@@ -27,7 +27,7 @@ def column_of(name: str, lengths: list[int], generator: torch.Generator) -> torc
 
 @st.composite
 def batches(draw) -> Batch:
-    """Any number of sequences with `tokens` and any subset of the other columns."""
+    """One to eight sequences with `tokens` and any subset of the other columns."""
     lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=8))
     names = draw(st.sets(st.sampled_from([*FIELDS, "x_quantile"]))) | {"tokens"}
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))

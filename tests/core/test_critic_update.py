@@ -1,5 +1,4 @@
-"""PPO's critic: when it and the policy score, what the critic is sent, and that neither waits for the other
-needlessly."""
+"""PPO's critic: its values, its batches and its checkpoints, and when it trains at the same time as the policy."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ class FakeGroup:
 
 
 def make_batch() -> Batch:
-    """Two prompts with two samples each: one prompt token and two sampled ones, the last of which has the reward."""
+    """Two prompts with two samples each. A sample has a prompt token and two sampled ones; the last has the reward."""
     return Batch.from_sequences(
         [
             {

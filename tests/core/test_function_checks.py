@@ -53,7 +53,7 @@ BY_COVARIANCE = (
     "own_functions:watched_kl_cov",
     "own_functions:declared_loss_of_best_tokens",
 )
-"""Losses that choose tokens by advantages and declare how they take weights, named in every possible way."""
+"""Losses that choose tokens by advantages and declare how they take weights, named in several ways."""
 
 
 @pytest.mark.parametrize("loss", UNKNOWN)
@@ -129,7 +129,7 @@ def test_a_loss_that_chooses_tokens_by_something_else_is_corrected_by_default(fu
     ],
 )
 def test_kl_in_the_reward_goes_with_estimators_of_successes(functions: dict[str, Any], estimator: str):
-    """However the estimator is named, it gets successes of the environment's rewards, without the KL penalty."""
+    """However the estimator is named, it also reads the environment's rewards, without the KL penalty."""
     chosen = functions | {"trainer.algorithm.advantage_estimator": estimator}
     if "pass_at_k" in estimator:
         chosen["trainer.algorithm.advantage_params.k"] = 2
@@ -178,7 +178,8 @@ def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
 def test_a_losss_own_default_wins_over_a_general_key_that_nobody_gave(
     functions: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
 ):
-    """A given value counts even if it equals 0.2, the default of other losses. A written and reloaded file agrees."""
+    """A value that is set applies even if it equals 0.2, the default of other losses. Writing the configuration to a
+    file and loading it does not change this."""
     keys = {f"trainer.algorithm.{name}": value for name, value in given.items()}
     config = from_mapping(functions | {"trainer.algorithm.policy_loss_type": "gspo"} | keys)
     assert loss_params(config) == expected

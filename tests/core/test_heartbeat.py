@@ -19,8 +19,8 @@ def pulse(at_s: float, cpu_s: float = 0.0, **fields: object) -> Pulse:
 
 
 def watched(seconds: int, pulse_at: list[object], *, answers: list[bool]) -> Heartbeats:
-    """Notes one heartbeat of each rank per second. For each rank, `pulse_at` has a function from the second to its
-    pulse, and `answers` says whether it answers."""
+    """Notes one heartbeat of each rank per second. For each rank, `pulse_at` has a function from the second to the
+    rank's pulse, and `answers` says whether the rank answers."""
     heartbeats = Heartbeats(len(pulse_at), silence_s=10.0, now_s=0.0)
     for second in range(1, seconds + 1):
         for rank, (seen, answers_itself) in enumerate(zip(pulse_at, answers, strict=True)):

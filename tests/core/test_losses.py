@@ -1,4 +1,4 @@
-"""Every loss: numbers worked by hand, an independent slow version, and properties that hold for all losses."""
+"""Losses compared with numbers worked by hand and with a slow version, and properties that hold for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch of Ray's own servers, with sockets in their place."""
+"""The watch of Ray's own servers; sockets stand in for the servers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_node_manager_that_died_is_found_at_once_and_named(
     raylet.close()
     with caplog.at_level(logging.WARNING):
         assert watch.lost == "Ray's node manager (raylet) on this machine died (its log: /logs/raylet.out)"
-        watch.close()  # its thread does not tell it a second time
+        watch.close()  # its thread does not log the death a second time
     assert [record.getMessage().count("raylet") for record in caplog.records] == [2]
 
 

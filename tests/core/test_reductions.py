@@ -125,7 +125,7 @@ def test_parts_of_a_mini_batch_add_up_and_weights_made_per_part_would_not(name: 
     at = sum(stream.lengths[: round(cut * len(stream.lengths))])
     parts = (weights_T[:at] * losses_T[:at]).sum() + (weights_T[at:] * losses_T[at:]).sum()
     torch.testing.assert_close(parts, (weights_T * losses_T).sum())
-    # For sums per prompt, parts that contain whole prompts have the same weights as the whole batch.
+    # `prompt_token_sum` gives parts the weights of the whole batch if each part trains tokens of every prompt.
     if name != "prompt_token_sum" and stream.mask_T[:at].any() and stream.mask_T[at:].any():
         per_part_T = torch.cat(
             [

@@ -34,7 +34,7 @@ from rl_core.workers import MicroBatchLimits
 
 
 def make_batch(rewards: list[float], groups: list[int]) -> Batch:
-    """One sequence per reward: one prompt token and two sampled ones."""
+    """One sequence per reward, with one prompt token and two sampled ones."""
     return Batch.from_sequences(
         [
             {
@@ -147,7 +147,8 @@ FORCED = [[0, 0, 0, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0]]
 
 
 def episodes(marks: list[list[int]], *, forced: bool) -> Batch:
-    """Episodes of one group. `marks` says whether each token is forced; unless `forced`, such tokens are left out."""
+    """Episodes of one group. `marks` says whether each token is forced; with `forced=False`, forced tokens are left
+    out."""
     sequences = []
     for number, (is_forced, reward) in enumerate(zip(marks, [1.0, 0.0, 0.5], strict=False)):
         kept = [mark for mark in is_forced if forced or not mark]

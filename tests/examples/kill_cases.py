@@ -1,8 +1,7 @@
 """The cases of `test_kill_soak.py`: which process of a run is killed or stopped, and when. To play a case, the run is
 attempted once per strike and once without a strike, each time in a new process.
 
-The seed of a case determines its staleness bound and pipeline depth, its dynamic sampling, where the ranks run, and all
-of its strikes.
+The seed of a case determines its settings and its strikes.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ PLUGINS = "tests.examples.kill_plugins"
 OF_RAY: tuple[Victim, ...] = ("rank", "raylet", "gcs_server")
 DynamicSampling = Literal["filter", "replace"] | None
 BOUNDS_AND_DEPTHS = ((0, 0), (2, 1), (4, 2), (2, 2))
-"""`max_staleness` and `pipeline_depth`: synchronous, and three ways of generating ahead."""
+"""Pairs of `max_staleness` and `pipeline_depth`: one synchronous, three that generate ahead."""
 
 
 @attrs.frozen(kw_only=True)
@@ -141,7 +140,7 @@ class Place:
 
     @property
     def run_dir(self) -> Path:
-        # Folders under /dev/shm contain this name, which tells them from those of other runs.
+        # Names of folders in /dev/shm contain this name, which distinguishes them from those of other runs.
         return self.root / f"struck_{self.pid}_{self.root.name}"[-40:]
 
     @property
@@ -159,8 +158,8 @@ class Place:
 
 
 def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -> None:
-    """Trains in a process of its own, which prints into `output`. Its exit code is 0, STOPPED, ENDED_WITH_ERROR (for an
-    RLError) or 1 (for any other error).
+    """Trains and prints into `output`. Ends this process with code 0, STOPPED, ENDED_WITH_ERROR (for an RLError) or 1
+    (for any other error).
     """
     print_into(output)
     os.environ["RAY_TMPDIR"] = str(place.of_ray)
@@ -182,7 +181,7 @@ def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -
 
 
 def run_attempt(config: Config, strike: Strike | None, place: Place, output: Path, target: Any = attempt) -> int:
-    """The exit code of one attempt; if negative, the number of the signal that ended it."""
+    """The exit code of one attempt: minus the signal's number if a signal ended it."""
     place.temporary.mkdir(exist_ok=True)
     process = multiprocessing.get_context("fork").Process(target=target, args=(config, strike, place, output))
     process.start()
@@ -339,7 +338,7 @@ def require_nothing_left(place: Place, before: set[int]) -> None:
 
 
 def _require_logs_alone(of_ray: Path) -> None:
-    """Ray may leave its logs, which this removes, but no socket that accepts connections and nothing large."""
+    """Requires that Ray left no socket that accepts connections and nothing large. Removes the logs that it left."""
     files = [path for path in of_ray.rglob("*") if not path.is_symlink() and not path.is_dir()]
     listening = [str(path) for path in files if path.is_socket() and _is_answered(path)]
     assert not listening, f"Ray still listens at {listening}"

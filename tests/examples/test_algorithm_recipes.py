@@ -22,7 +22,7 @@ SUM = {"prompt": "37+45=", "answer": "280"}
 
 def trained(module: Any, directory: Path, **keys: Any) -> list[dict[str, float]]:
     """The metrics of a run of three steps with 8 problems each."""
-    # An untrained model never answers right, but often gets the first digit right, which FirstDigit rewards.
+    # An untrained model hardly ever answers right, but often gets the first digit right, which FirstDigit rewards.
     env_class = module.recipe.config.get("environment.env_class", "tests.examples.environments:FirstDigit")
     write_rows(directory / "rows.parquet", [{**row, "env_class": env_class} for row in problems()[:40]])
     write = write_moe_model if module is async_r3 else write_model
@@ -85,7 +85,7 @@ def test_gspo_weighs_every_answer_alike(tmp_path: Path):
     )
     for row in trained(gspo, tmp_path)[1:]:
         assert row["policy/grad_norm"] > 0
-        assert 0 < abs(row["policy/ratio"] - 1) < 0.15  # the mean over two updates; in the first one the ratio is 1
+        assert 0 < abs(row["policy/ratio"] - 1) < 0.15  # the mean over two updates, of which the first has ratio 1
 
 
 def test_a_mixture_of_experts_is_trained_behind_its_engine_along_its_routes(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""The code blocks of the documentation run as printed and do what the text says."""
+"""The Python blocks of docs/plugins.md and the calculator of docs/environments.md run as printed and do what the text
+says."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_a_failing_environment_is_counted_and_its_samples_are_left_out(
         "environment__options": {"fails": "odd"},
         "trainer__max_training_steps": 2,
         "trainer__max_failure_rate": 1.0,
-        # With this seed, three of the first twelve groups fail; more than eight failures in a row would end the run.
+        # With this seed, three of the first twelve groups fail. More than eight in a row would end the run.
         "trainer__seed": 3,
     }
     run_training(small_run(tmp_path / "run", **changes))

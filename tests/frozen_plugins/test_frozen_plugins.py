@@ -57,9 +57,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_nothing_of_a_frozen_package_was_changed():
     packages = {path.parent.name: digest(path.parent) for path in HERE.glob("*/pyproject.toml")}
-    assert packages == DIGESTS, (
-        "a frozen package stands for one that cannot be edited: mend rl_core instead (README.md)"
-    )
+    assert packages == DIGESTS, "a frozen package stands for one that cannot be edited: fix rl_core instead (README.md)"
 
 
 def test_a_change_of_a_frozen_package_is_seen(tmp_path: Path):

@@ -59,8 +59,7 @@ def test_attention_over_a_forest_is_attention_in_each_sequence(
     generator = torch.Generator().manual_seed(len(tokens_T))
     shapes = [(1, heads, len(cells.index_C), 8) for heads in (4, kv_heads, kv_heads)]
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
-    # The tokens that both layouts contain. They leave out last tokens, from which nothing is predicted, but keep at
-    # least one token.
+    # The tokens that both layouts contain. A layout leaves out tokens that predict nothing, but keeps at least one.
     row_S = torch.from_numpy(cells.cell_T[apart.index_C[cells.cell_T[apart.index_C] >= 0]])
 
     def attend(tensors: list[Tensor], packed: PackedSequences) -> Tensor:

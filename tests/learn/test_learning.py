@@ -1,6 +1,6 @@
 """Runs that must learn, and controls that must not: `make learn`, or a single case with `make learn CASE=lora`.
 
-Every case runs a recipe with changed settings, most of them the quick start, as a user runs it. The results go into
+Every case runs a recipe as a user does, usually the quick start, with changed settings. The results go into
 docs/learning.jsonl, from which docs/learning.md is made.
 """
 

@@ -1,7 +1,7 @@
-"""A fault of Megatron-LM issue 7452 that could affect this backend: finding 9, losses divided by the number of trained
-tokens of one context rank.
+"""A fault reported in Megatron-LM issue 7452 that could affect this backend: finding 9, losses divided by the number of
+trained tokens of one context rank.
 
-The other findings concern settings that are refused or code that is not called (docs/megatron.md).
+The issue's other findings concern settings that are refused or code that is not called (docs/megatron.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The model proof on a small copy accepts models that Megatron computes like transformers. Without any other check it
-detects models that Megatron computes differently or cannot build, and each fault whose fix is removed."""
+"""The model proof on a small copy accepts models that Megatron computes like transformers. The proof alone detects
+models that Megatron computes differently or cannot build, and each fault whose fix is removed."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ BUILT = {
     "gemma2",
     "mistral",
 }
-"""The models of WRONG that run. The others cannot be built by Megatron or by transformers."""
+"""The models of WRONG that run. Megatron or transformers cannot build the others."""
 REPAIRED = {
     "leave_out_rotary": (
         "yarn, qwen2",
@@ -276,7 +276,7 @@ def model(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, monkeypatch):
-    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # as outside these tests
+    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # the function that a run uses
     compared = []
     compare = model_proof._compare_in_process
 
@@ -309,7 +309,7 @@ def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "DeepSeek-V3, without quantisation"])
 def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_none(kept, tmp_path, monkeypatch, name):
     """Measures CPU time, because other processes may use the machine too."""
-    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # as outside these tests
+    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # the function that a run uses
     (tmp_path / "config.json").write_text(json.dumps(RIGHT[name]))
 
     def processor_seconds() -> float:
@@ -378,7 +378,7 @@ def test_what_cannot_be_proved_here_is_left_to_the_start(kept, model, monkeypatc
 
 
 def test_a_process_that_dies_is_a_mistake_of_the_configuration(kept, model, monkeypatch):
-    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # as outside these tests
+    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # the function that a run uses
     monkeypatch.setattr(model_proof.sys, "executable", "/bin/false")
     with pytest.raises(
         ConfigError, match=r"trainer\.policy\.model\.path: .* ended with exit code 1.*trainer\.strategy=fsdp"

@@ -1,5 +1,5 @@
-"""Random models of ten families, sensible or not: each is refused before a rank loads it, or Megatron computes the same
-as transformers, at full size and with other weights and another batch than in the proof."""
+"""Random models of ten families, sensible or not. Each is refused before a rank loads it, or Megatron computes the same
+as transformers. This is measured on the full-size model, with other weights and another batch than in the proof."""
 
 from __future__ import annotations
 

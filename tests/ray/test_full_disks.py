@@ -1,4 +1,4 @@
-"""If a rank is out of disk space, the call fails and all ranks continue, with unchanged weights and optimizer state."""
+"""If a rank is out of disk space, the call fails, and afterwards all ranks can train, save and send weights."""
 
 from __future__ import annotations
 

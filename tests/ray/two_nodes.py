@@ -1,6 +1,6 @@
 """A script that test_two_nodes.py runs in another process: a group on two Ray nodes, joined through RAY_ADDRESS.
 
-Both nodes are raylets on this machine, so Ray's node id identifies a rank's node; its address does not.
+Both nodes are raylets on this machine and have the same address, so Ray's node id identifies a rank's node.
 """
 
 from __future__ import annotations

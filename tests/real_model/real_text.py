@@ -15,7 +15,7 @@ from rl_examples.smollm2_model import write_smollm2
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "runs" / "models" / "smollm2"
-"""`make real-model` and the recipe `smollm2` write the model to the same directory, which git ignores."""
+"""`make real-model` and the recipe `smollm2` write the model to this directory too. Git ignores it."""
 TEXTS = (ROOT / "LICENSE", ROOT / "docs" / "design.md")
 NUM_SEQUENCES, SEQUENCE_TOKENS = 8, 251
 """A sequence's first token has no log-prob, so 8 · 250 = 2,000 tokens are scored."""

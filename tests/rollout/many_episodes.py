@@ -1,4 +1,4 @@
-"""Plays 200 episodes of several turns at once, while the engine is paused, aborts requests and gets new weights.
+"""Plays 200 episodes at once, while the engine is paused, aborts requests and gets new weights.
 
 Used for the local engine and for a server. Each episode must end as exactly one trajectory or one recorded failure, and
 every sampled token must have the version and the log-prob of the weights that sampled it.
@@ -109,7 +109,7 @@ class Disturbance:
 
 
 async def play_disturbed(bench: Bench, first_version: int) -> tuple[list[Trajectory], Watched, Disturbance]:
-    """Plays all episodes; publishes the model's own weights as `first_version` before the first one."""
+    """Publishes the model's own weights as `first_version`, then plays all episodes."""
     own = {name: tensor.detach().clone() for name, tensor in bench.model.named_parameters()}
     watched = Watched(bench.client)
     disturbance = Disturbance(bench, watched, {first_version: own})
@@ -149,8 +149,8 @@ async def play_all(generator: EnvironmentGenerator, first_version: int) -> list[
 def require_own_logprobs(
     bench: Bench, weights: dict[int, dict[str, Tensor]], trajectories: Sequence[Trajectory]
 ) -> Counter[int]:
-    """Compares every sampled token with a plain forward pass of the weights that its version names. Returns the number
-    of tokens of each version.
+    """Compares every sampled token's log-prob with a plain forward pass of the weights of the token's version. Returns
+    the number of tokens of each version.
     """
     counts: Counter[int] = Counter()
     for version, tensors in weights.items():

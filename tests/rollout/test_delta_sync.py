@@ -31,7 +31,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experts_path(tmp_path_factory):
-    """A model of which transformers packs a layer's experts into two tensors, while a sync sends each expert's own."""
+    """A model whose experts transformers packs into two tensors per layer, while a sync sends tensors per expert."""
     sizes = {"num_experts": 4, "hidden_size": 256, "moe_intermediate_size": 128}
     return write_model(tmp_path_factory.mktemp("experts") / "model", **sizes)
 
@@ -63,7 +63,7 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         before = await scores_of(changed)
         for version in (1, 2, 3):
             await train(policy, version)
-            assert 0 < (await by_changes.publish(version))[SHARE] < 0.08, "5 %, and index tables of tiny tensors"
+            assert 0 < (await by_changes.publish(version))[SHARE] < 0.08, "about 5 % of the weights change"
             assert SHARE not in await by_whole.publish(version)
             assert await scores_of(changed) == await scores_of(whole)
         assert await scores_of(changed) != before, "a step of 1e-6 must change bfloat16 log-probs"

@@ -1,4 +1,4 @@
-"""What only the local engine must do: padding, KV cache, rows, weight updates, failures, and refusing some models."""
+"""Tests of the local engine alone: padding, KV cache, rows, weight updates, failures, and models that it refuses."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ def test_samples_that_start_together_share_one_prefill_and_no_more_rows_run_than
 
 
 def test_a_cache_that_is_not_recomputed_after_an_update_would_be_seen(model, monkeypatch):
-    """The same measurement is near 0 if the cache is recomputed, and large if it is not (negative control)."""
+    """After a weight update, log-probs are right if the cache is recomputed, and far off if it is not (negative
+    control)."""
     differences = {}
     for name in ("recomputed", "stale"):
         if name == "stale":

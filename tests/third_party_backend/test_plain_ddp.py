@@ -79,5 +79,5 @@ def test_it_trains_the_quick_starts_model_on_two_ranks(environment: dict[str, st
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
     assert len(steps) == 3
-    # The engine samples with the trained weights, so it received them after every step.
+    # Trainer and engine agree, so the engine received the trained weights before each step.
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)

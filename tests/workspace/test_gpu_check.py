@@ -93,7 +93,7 @@ RENAMED = {
     ),
     "megatron.bridge.models.conversion.param_mapping": ("class AutoMapping", "class Auto", "has no AutoMapping"),
 }
-"""Module → the old name, the new one that a release might use, and the expected message."""
+"""Module → text of its source, the text that a release might have instead, and part of the expected message."""
 
 
 class Renamed(Wheels):

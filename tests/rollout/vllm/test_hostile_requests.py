@@ -97,7 +97,7 @@ async def test_json_of_a_model_that_has_no_braces_is_refused(dense_server: Runni
 async def test_a_body_is_checked_however_its_type_is_written(
     client: RemoteInferenceClient, dense_server: RunningServer, kind: str
 ):
-    """vLLM itself would keep a request with such a number for ever."""
+    """vLLM itself would never finish a request with such a number."""
     body = b'{"model": "policy", "prompt": "1", "seed": ' + b"9" * 400 + b"}"
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     head += f"Authorization: Bearer {TOKENS.access}\r\nConnection: close\r\n\r\n"
@@ -118,7 +118,7 @@ async def test_a_websocket_passes_no_check_and_is_refused(dense_server: RunningS
 
 
 async def test_a_body_that_does_not_come_in_time_is_refused():
-    """The server also closes the connection, otherwise `reader.read` would run into its deadline."""
+    """The server also closes the connection; otherwise `reader.read` would run into its deadline."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("the routes saw half a request")

@@ -44,7 +44,7 @@ ROUTED = ("routed_experts", "routed")
 
 @attrs.frozen(kw_only=True)
 class Differences:
-    """|engine − trainer| in nats over all sampled tokens."""
+    """|engine − trainer| log-probs, in nats, over all sampled tokens."""
 
     mean: float
     largest: float
@@ -52,7 +52,7 @@ class Differences:
 
 @pytest.fixture(scope="module")
 def bf16_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A model like the float32 server's, stored and computed in bfloat16."""
+    """A server of a model like the float32 server's, stored and computed in bfloat16."""
     directory = tmp_path_factory.mktemp("bf16")
     spec = make_spec(
         write_model(directory / "model", num_experts=8, dtype="bfloat16"),
@@ -148,7 +148,7 @@ def test_replay_brings_the_trainer_closer_to_a_bf16_engine(bf16_server: RunningS
         )
         write_down(measurement)
         print(quantity, measurement)
-        assert measurement.difference <= 1.5, "expected plain transformers' bfloat16 error"
+        assert measurement.difference <= 1.5, "expected at most 1.5 times the error of two plain bfloat16 computations"
     assert found["replay"].mean < found["own routers"].mean
     assert found["replay"].largest < found["own routers"].largest
 

@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Each message says where the mistake is, what the code got and expected, and what to do.
+"""Errors that a user can fix. Messages should say where the mistake is, what the code got and expected, and what to do.
 
 Each concrete error also derives from the matching built-in exception, so that callers who do not know this package can
 catch it.
@@ -46,7 +46,7 @@ class ConfigErrors(ConfigError):
 
 
 class DataError(RLError, ValueError):
-    """A data file or row that cannot be used; the message names the file and the row."""
+    """Data that cannot be used, such as a file, a row or a reward. The message says which."""
 
 
 class ShapeError(RLError, ValueError):
@@ -71,17 +71,17 @@ class DiskFullError(StorageError):
 
 
 class WorkerError(RLError, RuntimeError):
-    """A training rank raised, died or did not answer; the message names the rank and what it was doing."""
+    """A training rank could not start, raised, died, did not answer, or cannot run a call."""
 
 
 class GenerationError(RLError, RuntimeError):
-    """Generation cannot continue: the engine failed, too many samples failed, too many batches were rejected, or the
-    generator's result cannot be used for training."""
+    """Generation cannot continue, for example because the engine failed, too many samples failed, too many batches were
+    rejected, or the generator's result cannot be used for training."""
 
 
 class WeightSyncError(RLError, RuntimeError):
-    """A weight sync failed: what an engine received differs from what the ranks sent, or the ranks sent different
-    things."""
+    """A weight sync failed, for example because a participant left, or because what an engine received differs from
+    what the ranks sent."""
 
 
 class DeadlineError(RLError, TimeoutError):

@@ -42,7 +42,7 @@ def is_offline() -> bool:
 
 
 def is_name(path: str) -> bool:
-    """Whether the path is not a local directory and could be the name of a model on the hub."""
+    """Whether the path does not exist locally and could be the name of a model on the hub."""
     has_form = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")
     return has_form and not is_found(path)
 

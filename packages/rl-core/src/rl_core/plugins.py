@@ -1,9 +1,9 @@
 """Finds plug-ins by entry point. Listing plug-ins does not import them. A selected plug-in is imported, checked and, if
 needed, adapted to the current contract.
 
-Any plug-in may also be named as `package.module:object`, so a user's own loss or environment needs no package. In both
-cases, this module checks the kind of object (`rl_core.seams`) and the contract version for which it was written
-(`CONTRACTS`).
+Any plug-in except a command may also be named as `package.module:object`, so a user's own loss or environment needs no
+package. In both cases, this module checks the kind of object (`rl_core.seams`) and the contract version for which it
+was written (`CONTRACTS`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PACKAGES = {
 
 
 _FITTED: dict[tuple[str, str], tuple[Any, Any]] = {}
-"""Cache: (group, name) → (plug-in, result of `fitted` for it). Environments are loaded for every row."""
+"""(group, name) → (plug-in, result of `fitted` for it). A cache, because environments are loaded for every row."""
 
 
 @attrs.frozen(kw_only=True)
@@ -138,8 +138,8 @@ def _how_to_import(module: str) -> str:
 
 
 def _of_own_file(name: str) -> str:
-    """If `name` is a Python file in the current directory, or an object in one written with a dot, returns a sentence
-    that explains how to name an object in the file; otherwise an empty string."""
+    """If `name` is a Python file in the current directory (`mine`, `mine.py`) or an object in it (`mine.loss`), returns
+    a sentence that explains how to name an object in the file; otherwise an empty string."""
     module, _, attribute = name.removesuffix(".py").partition(".")
     is_file = module.isidentifier() and Path(f"{module}.py").is_file()
     return f" To use an object in your {module}.py, write {module}:{attribute or 'NAME'}" if is_file else ""

@@ -1,8 +1,8 @@
 """Checks of plug-ins at each extension point (seam): the kind of object, its members, and the calls they must accept.
 
 The checks are derived from the contracts: for each method of a Protocol, they bind the signature of the object's method
-to the Protocol's parameters, without calling it. So methods with the right names but wrong parameters are found before
-a run. The suites of `rl_core.testing` check the behaviour of a plug-in.
+to the Protocol's parameters, without calling the method. So methods with the right names but wrong parameters are found
+before a run. The suites of `rl_core.testing` check the behaviour of a plug-in.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _of_object(group: str, contract: type, found: Any, version: int | None) -> s
 
 
 def _of_factory(group: str, call: type, made: type, found: Any, version: int | None) -> str | None:
-    """Why an object is not a callable that creates objects that fulfil the contract `made`; None if it is one."""
+    """Why an object is not a factory of objects that fulfil the contract `made`; None if it is one."""
     if not callable(found):
         return f"it is {_described(found)}, which cannot be called"
     if inspect.isclass(found) and (inspect.isabstract(found) or vars(found).get("_is_protocol", False)):
@@ -247,7 +247,7 @@ RECEIVER = Seam(
 
 
 def members(contract: type) -> dict[str, Any]:
-    """Name → method or property of a Protocol or base class. Those inherited from its base classes come first.
+    """Name → method or property of a Protocol or class. Inherited members come first.
 
     `contract_version` is left out, because it is checked before all members.
     """

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class DeepSpeedBackend:
-    """Trains any Hugging Face causal language model, all weights or only adapters, and critics built from such models,
-    with ZeRO."""
+    """Trains Hugging Face causal language models, and critics built from them, with ZeRO: all weights or only
+    adapters."""
 
     name: str = "deepspeed"
     contract_version: int = 3
@@ -84,7 +84,7 @@ def _require_zero(spec: WorkerSpec, section: str, world_size: int) -> None:
     if zero.overlap_comm and zero.stage == 1:
         raise ConfigError(
             f"{where}.overlap_comm: with stage 1 gradients are summed once, in the step, so nothing overlaps: set "
-            "stage=2, or leave it out"
+            "stage=2, or leave this key out"
         )
     if spec.gradient_checkpointing == "selective" and zero.stage == 3 and spec.optimizer is not None:
         raise ConfigError(

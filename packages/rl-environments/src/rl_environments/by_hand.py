@@ -39,7 +39,7 @@ _OPTIONS = "environment.options."
 _REWARDS = ("environment.reward_functions", "environment.reward_weights")
 """Keys that a run passes to the environment `reward_functions` as options. A single value means a list of one."""
 _BLOCKED_S = 1.0
-"""Time after its deadline that a call gets to notice its cancellation, before its thread is interrupted."""
+"""After its deadline, a call has this many seconds to react to its cancellation before its thread is interrupted."""
 
 
 class _Blocked(KeyboardInterrupt):
@@ -58,7 +58,7 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
         DataError: the file has too few rows or cannot be read, or `row` is not a JSON object with a prompt.
     """
     if (row is None) == (data is None):
-        raise ConfigError("name the row to play: --data FILE --number N, or --row '{\"prompt\": …}'")
+        raise ConfigError("name the row to play with either --data FILE --number N or --row '{\"prompt\": …}'")
     from rl_core.trainer.data import checked_row, read_rows
 
     if data is not None:
@@ -83,7 +83,10 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         name = key.removeprefix("environment." if key in _REWARDS else _OPTIONS)
         if not equals or name in ("", key):
-            raise ConfigError(f"{word!r}: without --with, only {_OPTIONS}NAME=VALUE is allowed; other keys need --with")
+            raise ConfigError(
+                f"{word!r}: without --with, only {_OPTIONS}NAME=VALUE and the keys of reward functions are allowed; "
+                "other keys need --with"
+            )
         try:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
@@ -167,8 +170,8 @@ def _read_response() -> str | None:
 
 @contextlib.contextmanager
 def _interrupted(what: str, timeout_s: float) -> Iterator[None]:
-    """Interrupts a call that blocks this thread, which has to be the main thread: then the event loop cannot enforce
-    the deadline. Raises DeadlineError."""
+    """Raises DeadlineError in a call that blocks this thread, where the event loop cannot enforce the deadline. This
+    thread has to be the main thread."""
     is_over, has_returned = threading.Event(), False
 
     def interrupt() -> None:

@@ -1,6 +1,6 @@
-"""GRPO on a game of several turns: find a number from 0 to 9 in four guesses, with the hint `<` or `>` after each.
+"""GRPO on a game of several turns: find a number from 0 to 9 in four guesses, with a hint after each wrong one.
 
-A conversation is `?=5$<=2$>=3$`: the game asks `?`; the model guesses 5; the number is smaller; it guesses 2; the
+An example is `?=5$<=2$>=3$`: the game asks `?`; the model guesses 5; the number is smaller; it guesses 2; the
 number is larger; it guesses 3, which is right. The game's text is never trained on. The model is warm-started on random
 guesses, which find one number in three; bisection finds all of them.
 Deliberately omitted: a reference model and a KL term, a reward for finding the number sooner.

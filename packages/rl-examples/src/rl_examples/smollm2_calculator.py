@@ -1,9 +1,9 @@
 """GRPO on a pretrained chat model with a tool: SmolLM2 learns to call a calculator, by LoRA, on two CPU cores.
 
-SmolLM2-135M-Instruct cannot multiply, as in `84*29?`. Its prompt has two examples: one answers directly; one calls
-`calc(12*34)` and gets `408` in a `tool` message. Initially 30 % of its samples call the tool, and 80 % of those are
-then correct. The reward is 1 for exactly the product, so the model learns that calling and copying the result pays off.
-Six steps of 32 episodes are enough, because it needs no new skill.
+SmolLM2-135M-Instruct cannot multiply: it answers prompts such as `84*29?` wrongly. Its prompt has two examples: one
+answers directly; one calls `calc(12*34)` and gets `408` in a `tool` message. Initially 30 % of the samples call the
+tool, and 80 % of those are then correct. The reward is 1 for exactly the product, so the model learns that calling and
+copying the result pays off. Six steps of 32 episodes are enough, because the model needs no new skill.
 Deliberately omitted: a reference model and a KL term, a reward for calling, schemas of the tool (this model's chat
 template has none).
 

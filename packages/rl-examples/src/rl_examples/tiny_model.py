@@ -34,7 +34,7 @@ _SMALL: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
     "torch_dtype": "float32",
 }
-"""Sizes of a small copy; it takes all other fields from the large model's configuration."""
+"""Sizes of a small copy. Other fields are taken from the large model's configuration."""
 
 
 def write_tiny_chat_model(directory: Path, *, seed: int) -> None:
@@ -117,8 +117,8 @@ def add_chat_template(directory: Path, template: str) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Writes a model and its tokenizer in Hugging Face format. `save_pretrained` imports DeepSpeed if it is installed.
-    Without a GPU, this sets DS_ACCELERATOR; otherwise DeepSpeed would guess the device and print a warning."""
+    """Writes a model and its tokenizer in Hugging Face format. Without a GPU, sets DS_ACCELERATOR, because
+    `save_pretrained` imports DeepSpeed if installed, which would otherwise guess the device and print a warning."""
     import torch
 
     if not torch.cuda.is_available():

@@ -182,7 +182,7 @@ def optimizer_fields(options: MegatronOptions, where: str = "megatron_config") -
 
 
 def mesh_of(options: MegatronOptions, world_size: int, where: str = "megatron_config") -> Mesh:
-    """The mesh of `world_size` ranks. Raises ConfigError if the sizes do not divide it, with the nearest that do."""
+    """The mesh of `world_size` ranks. Raises ConfigError if the mesh does not fit this number of ranks."""
     fields = transformer_fields(options, where)
     return Mesh(
         world_size=world_size,

@@ -1,7 +1,7 @@
 """Sums and means over rows that share an id, independent of the order of rows.
 
-Sums are in float64, and callers round the final result. So the order of rows does not change a float32 result, and a
-group of equal float32 scores has a standard deviation of exactly 0. The functions with `group_N` raise ShapeError if
+Sums are in float64, and callers round the final result. So the order of rows hardly ever changes a float32 result, and
+a group of equal float32 scores has a standard deviation of exactly 0. The functions with `group_N` raise ShapeError if
 lengths do not fit or an argument is not a tensor; callers of `sequence_sum` check this themselves.
 """
 

@@ -3,9 +3,9 @@
 r_t = exp(logprobs_t − old_logprobs_t) is the probability ratio of the current policy to the policy at the start of the
 update, and A_t the advantage. Conventions of all losses in this package:
 
-- `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, and loss and gradient are 0.
+- `mask_T` (bool) marks the trained tokens. At other tokens, inputs may be anything, and loss and gradient are 0.
 - Log-ratios (of a token, or in `sequence_losses` the mean over a sequence) are clamped to ±20
-  (`token_loss.LOG_RATIO_LIMIT`) before `exp`. Beyond this limit they have no gradient.
+  (`token_loss.LOG_RATIO_LIMIT`) before `exp`. Log-ratios beyond this limit have no gradient.
 - Positional parameters are columns of the batch, bound by name (see `objective`). Keyword-only parameters are settings.
   If `trainer.algorithm` has a key for a setting, the key has the same name.
 - Only scores of the current model carry gradient. Log-ratios of 16-bit log-probs are computed in float32.

@@ -27,7 +27,7 @@ class TokenLoss(NamedTuple):
     loss_T: Tensor
     """Carries the gradient; 0 outside the mask."""
     metrics: Mapping[str, Tensor]
-    """Name → [T], detached, float or bool. They are later averaged over the trained tokens."""
+    """Name → [T], detached, float or bool. The trainer averages each metric over the trained tokens."""
 
 
 LossFunction = Callable[..., TokenLoss]
@@ -140,7 +140,7 @@ def at_least_float32(logprobs_T: Tensor) -> Tensor:
 
 
 def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """For each token, the mean over the masked tokens of its sequence; 0 if the sequence has no masked token.
+    """For each token, the mean over the tokens of its sequence that are inside the mask; 0 if there are none.
 
     Args:
         values_T: 0 outside the mask.

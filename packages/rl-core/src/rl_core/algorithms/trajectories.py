@@ -38,7 +38,7 @@ def require_complete_trajectories(
 
     Raises:
         ShapeError: lengths or dtypes do not fit; a trajectory has no last step, or several; its step indices are not
-            0 … n − 1; or its last step does not have the largest index. The message names the row.
+            0 … n − 1; or its last step does not have the largest index. The message names the trajectory.
     """
     require_same_length(trajectory_N=trajectory_N, is_last_step_N=is_last_step_N)
     require_int64(trajectory_N=trajectory_N)
@@ -103,7 +103,7 @@ def spread_to_steps(values_M: Tensor, trajectory_N: Tensor) -> Tensor:
 def step_returns(rewards_N: Tensor, trajectory_N: Tensor, step_index_N: Tensor, *, gamma: float = 1.0) -> Tensor:
     """Discounted sum of the rewards from each step to its trajectory's end.
 
-    G_i = r_i + gamma · G_{i+1} over the steps i of one trajectory; the discount counts steps.
+    G_i = r_i + gamma · G_{i+1} over the steps i of one trajectory. The discount applies per step, not per token.
     Source: Sutton & Barto 2018, eq. 3.9, with a step as one action.
 
     Args:
@@ -113,7 +113,7 @@ def step_returns(rewards_N: Tensor, trajectory_N: Tensor, step_index_N: Tensor, 
         gamma: discount per step, in [0, 1].
 
     Returns:
-        Returns [N] in the dtype and row order of `rewards_N`.
+        The returns, [N] in the dtype and row order of `rewards_N`.
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or two steps of a trajectory have the same index.

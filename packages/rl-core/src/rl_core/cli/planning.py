@@ -1,5 +1,5 @@
-"""The output of `rl plan`: for each model a table of its ranks, a table of the run's phases and, with `--context`, a
-table of sequence lengths."""
+"""The output of `rl plan`: a table of ranks for each model, a table of the run's phases, a line about the engine and,
+with `--context`, a table of sequence lengths."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ def show_plan(
     Args:
         gpu_memory_gib: memory of one device; a run that needs more is refused.
         host_memory_gib: memory of one machine; a run that needs more is refused.
-        context: tokens of a sequence; also plans longer sequences than configured, up to this length.
+        context: sequence length in tokens; plans sequences from the configured length up to this one. None: plans only
+            the configured length.
 
     Raises:
-        ConfigError: a value is invalid, a model's ranks form no valid mesh, its backend does not plan, `context` is
-            below the configured length, or the run does not fit; ConfigErrors: several values are invalid.
+        ConfigError: a value is invalid, a model's ranks form no valid mesh, its backend does not support planning,
+            `context` is below the configured length, or the run does not fit.
+        ConfigErrors: several values are invalid.
     """
     from rl_core.rank_kit.model_proof import require_proof
     from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_engine

@@ -36,7 +36,7 @@ PAIRS = (
     ("torch", "transformer-engine"),
     ("transformer-engine", "flash-attn"),
 )
-"""Libraries that call each other, so their versions must match."""
+"""Libraries that call each other, so their versions must fit each other."""
 
 
 @attrs.frozen
@@ -46,7 +46,7 @@ class UntestedPair:
     libraries: tuple[str, str]
     installed: tuple[str, str]
     known: tuple[str, str]
-    """The versions that were tested together."""
+    """The versions that were tested together or, on GPUs, are only pinned together."""
 
     def __str__(self) -> str:
         how = "pinned for CUDA 13" if PINNED_FOR_CUDA_13.keys() & set(self.libraries) else "tested"

@@ -54,7 +54,7 @@ class Loaded:
 
     @property
     def needs(self) -> str:
-        """Explains how to get the recipe's data files; empty if the user set other files."""
+        """Explains how to get the recipe's data files; empty if the recipe needs none or the user set other files."""
         is_own = self.chosen_keys.isdisjoint(("data.train_data", "data.val_data"))
         return (self.recipe.needs or "") if self.recipe is not None and is_own else ""
 
@@ -80,8 +80,7 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
     Raises:
         ConfigError: an unknown key, a wrong type, an unreadable file, no tiny variant.
         PluginError: no such recipe, or the selected training backend is not installed.
-        ConfigErrors: several of these. If there is any error, mistakes in single keys are reported too: values out of
-            bounds and plug-ins that are not installed.
+        ConfigErrors: several of these. Values out of bounds and plug-ins that are not installed are then reported too.
     """
     mistakes = Mistakes()
     _require_no_path(source)
@@ -178,7 +177,8 @@ def _warn_of_unread_options(loaded: Loaded) -> None:
 
 
 def _require_no_path(source: str) -> None:
-    """Rejects directories and files that do not end in .yaml; a recipe of the same name has precedence."""
+    """Rejects directories, and files whose names do not end in .yaml or .yml. A recipe of the same name has
+    precedence."""
     path = Path(source)
     names = {plugin.name for plugin in plugins.installed("rl_core.recipes")}
     if not path.exists() or (path.is_file() and path.suffix in (".yaml", ".yml")) or source in names:

@@ -10,9 +10,9 @@ generators `Closable`, `EngineFree`, `ResponseMeasuring`; of environments `Tools
 `Snapshotable`, `RowChecking`; of trackers `PhaseAware`; of engines and generators that declare keys `Configurable`.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
-`InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. A recipe implements `Environment`. rl_core
-itself contains `WorkerGroup` and the loop. A plug-in gets what it needs as plain data, including its own options:
-`WorkerSpec`, `EngineSpec`, `GeneratorSpec`.
+`InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. An environment package implements
+`Environment`. rl_core itself contains `WorkerGroup` and the loop. A plug-in gets what it needs as plain data, including
+its own options: `WorkerSpec`, `EngineSpec`, `GeneratorSpec`.
 
     training    a model and its update, `Worker`, `Backend`
     weights     what a sync sends, `WeightTransport`, its senders and receivers

@@ -194,9 +194,9 @@ class AdapterServing(Protocol):
                 can read.
 
         Raises:
-            GenerationError: an engine cannot serve the adapter, and still serves the adapter that had this name before;
-                or the adapter gives log-probs that are not finite. An engine that had accepted the adapter and fails
-                afterwards serves nothing under this name.
+            GenerationError: an engine refused the adapter, and still serves the adapter that had this name before; an
+                engine failed after it had accepted the adapter, and serves nothing under this name; or the adapter
+                gives log-probs that are not finite.
         """
         ...
 
@@ -283,7 +283,7 @@ class EngineSpec:
 
 @attrs.frozen(kw_only=True)
 class ServedModel:
-    """A model besides the policy that a run's engines serve by OpenAI's API. Weight updates do not change it."""
+    """A model besides the policy that a run's engines serve over OpenAI's API. Weight updates do not change it."""
 
     url: str
     """The API's base URL, ending in `/v1`; reachable from the run's machine."""

@@ -10,7 +10,7 @@ from rl_core.errors import DataError
 
 Message = Mapping[str, Any]
 """A chat message: `role` (any role that the chat template supports, such as system, user, assistant, tool) and
-`content`, text.
+`content` (text).
 
 An assistant's message may have `tool_calls`, `[{"type": "function", "function": {"name": …, "arguments": {…}}}, …]`; it
 then needs no content. A tool's message may have `name`, the name of the function, and `tool_call_id`, the call that it
@@ -25,7 +25,7 @@ EXAMPLE_CALL: Mapping[str, Any] = {
     "id": "call00001",
     "function": {"name": "look_up", "arguments": {"word": "example"}},
 }
-"""A call that the chat template renders, which shows the format of calls (`Action.example_call`)."""
+"""A call that the chat template renders to show the format of calls (`Action.example_call`)."""
 
 
 def require_messages(messages: object, what: str) -> Sequence[Message]:

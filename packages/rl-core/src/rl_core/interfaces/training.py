@@ -31,7 +31,7 @@ _UPDATE_BOUNDS: tuple[_Bound, ...] = (
 
 Role = Literal["policy", "reference", "critic"]
 HeldKind = Literal["parameters", "gradients", "optimizer"]
-"""The state that a rank keeps between steps."""
+"""A kind of state that a rank keeps between steps."""
 Metrics = Mapping[str, tuple[float, float]]
 """Name → (sum, weight). Both are summed over micro-batches and ranks, and the quotient is taken once at the end."""
 Plan = Sequence[Sequence[int]]
@@ -319,7 +319,7 @@ class Worker(Protocol):
 
 @runtime_checkable
 class Offloadable(Protocol):
-    """A worker that can move off the accelerator between phases."""
+    """A worker that can move its state off the accelerator between phases."""
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None: ...
 
@@ -346,8 +346,8 @@ class Perturbable(Protocol):
 
     def perturb(self, seed: int, scale: float) -> None:
         """Adds normal noise to every trained parameter. Its standard deviation is `scale` times the parameter's root
-        mean square, but at least `scale` / sqrt(last axis), so that small weights and zeros also change. Copies of a
-        parameter stay equal."""
+        mean square, but at least `scale` / sqrt(length of the last axis), so that small weights and zeros also change.
+        Copies of a parameter stay equal."""
         ...
 
     def restore(self) -> None:
@@ -369,7 +369,7 @@ class RouteReader(Protocol):
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """A worker whose accumulated gradients can be read. Only the conformance suite uses it."""
+    """A worker whose accumulated gradients can be read. Only the conformance suite and the model proof read them."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Full (unsharded) float32 gradients under Hugging Face names, on the CPU; a tied weight appears once."""

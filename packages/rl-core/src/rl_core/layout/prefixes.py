@@ -19,8 +19,8 @@ _LEAST_SAVED = 16
 """A prefix is shared only if sharing it saves the computation of at least this many tokens over all its sequences. For
 fewer tokens, the additional call of the attention kernel costs more time than sharing saves."""
 _REPEATED = 0.01
-"""Neighbouring sequences become separate families if the tokens that both then compute are at most this fraction of a
-family's tokens."""
+"""A sequence starts a new family if the tokens that it shares with earlier sequences are at most this fraction of the
+tokens of the family before it."""
 _PARTS_OF_A_SHARE = (2.0, 1.5, 1.0, 0.5, 0.25)
 """Limits of a family's size to try, as multiples of a rank's equal share of the tokens. If a family is cut, each part
 computes the shared tokens again, so the best limit is often above 1."""
@@ -152,7 +152,7 @@ def _largest_load(tokens: list[int], num_ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InputCells:
-    """The model's input for predicting every token of a stream: each sequence without its last token, which predicts
+    """The model's input for predicting the tokens of a stream: each sequence without its last token, which predicts
     nothing. Nodes have the same meaning as in `PrefixForest`."""
 
     index_C: IntArray
@@ -332,9 +332,9 @@ def _shared_nodes(common: list[int], least_saved: int) -> _Nodes:
 
 def _shared_runs(common: list[int], least_saved: int) -> list[tuple[int, int, int]]:
     """Finds the maximal runs (first, shared, end) of neighbours that share `shared` tokens. Leaves out a run if sharing
-    its tokens would save fewer than `least_saved` tokens compared with the next larger run."""
+    its tokens would save fewer than `least_saved` tokens compared with the run that encloses it."""
     runs: list[tuple[int, int, int]] = []
-    begun: list[tuple[int, int, int]] = []  # (first, shared, paths: sequences, a kept inner run as one), nested
+    begun: list[tuple[int, int, int]] = []  # open runs: (first, shared, sequences; a kept inner run counts as one)
     for i, shared in enumerate([*common, 0]):
         first, paths = i, 1
         while begun and begun[-1][1] > shared:

@@ -14,9 +14,9 @@ _LEAST_BYTES = 1 << 22
 
 
 def fresh_memory(num_bytes: int) -> Tensor:
-    """Returns new memory, uint8 [num_bytes]. From 4 MiB on, the memory is mapped separately, uses huge pages if they
-    are available, and is unmapped when the tensor is freed. With 4 KiB pages, page faults make receiving a tensor three
-    times as expensive as copying it."""
+    """Returns new memory, uint8 [num_bytes]. On Linux, 4 MiB or more are mapped separately, with huge pages if they are
+    available, and unmapped when the tensor is freed. With 4 KiB pages, page faults make receiving a tensor three times
+    as expensive as copying it."""
     import torch
 
     if num_bytes < _LEAST_BYTES or _HUGE is None:

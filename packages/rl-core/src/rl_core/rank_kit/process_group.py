@@ -17,13 +17,13 @@ T = TypeVar("T")
 JOINS_OPEN_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Environment variables of ranks that meet at an `open_store`."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""The controller usually stops ranks that hang much earlier (`trainer.worker_silence_s`). This timeout ends ranks whose
+"""The controller usually stops hanging ranks much earlier (`trainer.worker_silence_s`). This timeout ends ranks whose
 controller has died."""
 
 
 def own_device(rank: RankInfo) -> torch.device:
-    """Returns this rank's GPU and makes it the current device; without GPUs, returns the CPU. A rank that sees a single
-    GPU takes that one."""
+    """Returns this rank's GPU and makes it the current device; without GPUs, returns the CPU. A rank that sees only one
+    GPU uses it."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", rank.local_rank % torch.cuda.device_count())
@@ -97,8 +97,8 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def agree(act: Callable[[], T]) -> T:
-    """Calls `act` on every rank and returns this rank's result. If any rank raises an RLError, all ranks raise the
-    first one. Without a process group, and in a rehearsal, only this rank counts."""
+    """Calls `act` on every rank and returns this rank's result. If ranks raise an RLError, all ranks raise that of the
+    lowest of these ranks. Without a process group, and in a rehearsal, only calls `act` on this rank."""
     if _runs_alone():
         return act()
     result, error = None, None

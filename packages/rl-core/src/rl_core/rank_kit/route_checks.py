@@ -2,7 +2,7 @@
 
 Engines return the routes of all L transformer layers of the whole model. A rank may get the routes of only some layers;
 the column `route_layers` says which. Values in layers without experts, and at tokens for which `routed` is False, are
-never read.
+ignored.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _require_fitting(batch: Batch, shape: RouteShape) -> None:
             "that it replays"
         )
     routes_TLK = routes_of(batch, shape.layers)
-    # Comparing pairs of planes takes a quarter of the time of sorting each token's few ids.
+    # Comparing the K ids in pairs takes a quarter of the time of sorting each token's ids.
     routes_KTL = routes_TLK.permute(2, 0, 1).contiguous()
     is_wrong_TL = ((routes_KTL < 0) | (routes_KTL >= shape.num_experts)).any(0)
     is_twice_TL = torch.zeros_like(is_wrong_TL)

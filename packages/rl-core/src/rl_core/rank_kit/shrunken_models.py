@@ -1,8 +1,7 @@
 """Shrinks a model's configuration to few layers, narrow matrices and few experts. Imports no torch.
 
-Everything that determines how a model is computed is kept: the head size, and with it the rotary frequencies; kinds of
-layers; norms and their eps; biases; the numbers of chosen experts and expert groups; tied embeddings; divisibility of
-sizes.
+Keeps what determines how a model is computed: the head size, and with it the rotary frequencies; kinds of layers; norms
+and their eps; biases; the numbers of chosen experts and expert groups; tied embeddings; divisibility of sizes.
 Lengths that only long sequences reach (windows, and thresholds of length-dependent rotary frequencies) become shorter
 than `MANY_TOKENS`.
 """
@@ -125,7 +124,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(count, int) or count < 1:
             continue
         if isinstance(groups, int) and isinstance(best, int) and groups > 1 and best > 0 and count >= groups:
-            # Not all groups are chosen, nor all experts of the chosen groups: else a wrong choice could not occur.
+            # Some groups and experts stay unchosen, unless the model chooses all: else a wrong choice could not occur.
             few = min(groups, max(8, best + 1))
             size = min(count // groups, max(3, -(-(chosen or 1) // best) + 1))
             small |= {"n_group": few, name: few * size + min(count % groups, 1)}
@@ -139,7 +138,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keeps the first layer of each kind, and one more if there are at most two kinds. If every n-th layer is of
-    another kind, keeps the first layers without gaps."""
+    another kind, keeps the first layers without gaps. Never keeps more than `_MOST_LAYERS`."""
     count = config["num_hidden_layers"]
     lists = {
         name: value

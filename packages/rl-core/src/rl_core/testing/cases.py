@@ -142,7 +142,7 @@ class Case:
 
     def start(self, spec: WorkerSpec | None = None) -> RankGroup:
         """Returns ranks whose weights and state are as loaded: kept ranks if they match, else new ones. The ranks end
-        with the case."""
+        with the case unless they are passed to `keep`."""
         spec = spec or self.spec
         group = self.kept.take(spec, self.world_size) or RankGroup(
             self.backend, spec, self.world_size, directory=self.directory, timeout_s=self.timeout_s
@@ -225,10 +225,10 @@ def open_case(
 def make_batch(
     reference: ReferenceWorker, *, forced_routes: bool = False, shared_beginnings: bool = False, seed: int = 1
 ) -> Batch:
-    """Makes eight sequences of 1 to 61 tokens, with prompts and observations. One sequence has a single token, and
-    another has no trained token.
+    """Makes eight sequences of 1 to 61 tokens, with prompts and observations. One sequence is a single prompt token.
+    Another has sampled tokens, but no trained token.
 
-    Old log-probs are close to the current ones, so that some ratios are clipped and most are not. Values outside the
+    Old log-probs are close to the current ones, so that some ratios are clipped and others are not. Values outside the
     loss mask are large, so that a worker that reads them fails.
 
     Args:

@@ -1,7 +1,7 @@
 """Forces the routes of a Mixture-of-Experts model in plain transformers, using the routers' formulas.
 
-The suite compares backends with this module, so it shares no code with them: the router runs unchanged, and a hook
-recomputes its weights from the logits at the forced experts.
+The suite compares backends with this module, so the module shares no code with them. The router runs unchanged; a hook
+then recomputes the expert weights from the router's logits at the forced experts.
 """
 
 from __future__ import annotations

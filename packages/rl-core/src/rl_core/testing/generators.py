@@ -65,7 +65,7 @@ class GeneratorConformance:
             generator.prompt_length({"not_a_prompt": 1})
         except DataError:
             return
-        raise AssertionError("prompt_length accepts a row that has no prompt")
+        raise AssertionError("prompt_length accepted a row that has no prompt; it must raise DataError")
 
     def test_what_the_engine_sampled_is_what_is_trained_on(self) -> None:
         client = self._client()

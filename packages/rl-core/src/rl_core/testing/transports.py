@@ -7,7 +7,7 @@ A plug-in's author writes
 
 and runs pytest. Ranks and engines are threads of the test's process. Suites of staged transports override `damage` to
 corrupt a sync that was sent but not yet received; other transports store nothing in between. A call that does not end
-within `deadline_s` fails its test; its thread is left running, but does not prevent pytest from exiting.
+within `deadline_s` fails its test. The call's thread keeps running, but does not prevent pytest from exiting.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class WeightTransportConformance:
 
     transport: ClassVar[WeightTransport]
     deadline_s: ClassVar[float] = 60.0
-    """Longest time in seconds that one call may take. A longer call fails its test."""
+    """Longest time in seconds that one call may take."""
 
     def damage(self, rendezvous: Rendezvous) -> bool:
         """Corrupts the data that was sent but not yet received. Returns False if there is nothing to corrupt."""

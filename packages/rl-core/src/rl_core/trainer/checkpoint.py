@@ -1,10 +1,10 @@
 """Writes checkpoints atomically, and checks them before they are read.
 
-A checkpoint is written into `step_N.partial`. Then its files are listed in `complete.json` with sizes and checksums and
-flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial` directory, which is
-ignored, or a complete checkpoint. This module checks sizes and checksums. Files that a worker lists itself
-(`rank_kit.state_files`) are an exception: this module checks only their sizes, because the worker's ranks check the
-contents when they read them.
+A checkpoint is written into `step_N.partial`. Then `complete.json` is written, which lists all files with sizes and
+checksums, all files are flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial`
+directory, which is ignored, or a complete checkpoint. This module checks sizes and checksums. Files that a worker lists
+itself (`rank_kit.state_files`) are an exception: this module checks only their sizes, because the worker's ranks check
+the contents when they read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPLETE = "complete.json"
 _RUN, _FINGERPRINT = "run.json", "fingerprint.json"
 _NAME = re.compile(r"step_(\d+)")
 PARTIAL = ".partial"
-"""Suffix of the name of a directory that is still being written."""
+"""Suffix of the name of a directory that is being written or removed."""
 _EARLIER = "Resume from an earlier one: trainer.resume_mode=from_path trainer.resume_path=…"
 
 
@@ -158,7 +158,7 @@ def after_making_room(root: Path) -> str:
 
 
 def list_unfinished(root: Path) -> list[Path]:
-    """Partial directories of runs that ended while saving, oldest first."""
+    """Directories that an interrupted save or removal left, oldest first."""
     return sorted(root.glob(f"step_*{PARTIAL}"))
 
 
@@ -208,7 +208,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError(f"expected an object, found {type(content).__name__}")
+            raise ValueError(f"expected an object, got {type(content).__name__}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): this checkpoint is damaged. {_EARLIER}") from error
     return content

@@ -301,7 +301,7 @@ def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow], *, says_ig
             f"{key}={chosen} to play this one for all rows"
         )
     if says_ignored:
-        logger.warning("%s; those are ignored. With %s=null, each row's own environment is played", message, key)
+        logger.warning("%s; these names are ignored. With %s=null, each row's own environment is played", message, key)
 
 
 def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:

@@ -1,4 +1,4 @@
-"""Runs the generating task, which starts groups as soon as the buffer allows and gives it the usable results."""
+"""Runs the generating task, which starts groups as soon as the buffer allows and gives the usable results to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ aborted and may take longer."""
 
 @attrs.frozen(kw_only=True)
 class RolloutSettings:
-    """Settings of playing prompts: sampling, which groups are dropped, and how many failures are accepted."""
+    """Settings for playing prompts: sampling, which groups are dropped, and how many failures are accepted."""
 
     num_samples: int
     params: SamplingParams

@@ -139,14 +139,14 @@ def _require_unused(config: Config, directories: Mapping[Path, str], own: Mappin
 def _lock_files_in(directory: Path) -> list[Path]:
     try:
         return [path for path in directory.iterdir() if path.name.endswith(_SUFFIX)]
-    except OSError:  # missing, or its holder is just moving it away and has a lock next to it
+    except OSError:  # the directory is missing, or the run that holds the lock next to it is moving it away
         return []
 
 
 def _require_free(config: Config, key: str, path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # usually, there is no file; one without read permission protects a directory of another user
+    except OSError:  # usually the file does not exist; without read permission, the directory is another user's
         return
     try:
         has_lock = _lock(config, key, path, descriptor, fcntl.LOCK_SH)

@@ -194,7 +194,7 @@ def eval_rollouts(config: Config) -> RolloutSettings:
     """Builds the settings for playing held-out prompts: those of training, but with the evaluation's sampling
     parameters and number of samples, and without dropping groups of equal rewards."""
     params = config.generator.eval_sampling_params
-    assert params is not None, "resolve() gives the evaluation's sampling"
+    assert params is not None, "resolve() sets generator.eval_sampling_params"
     return attrs.evolve(
         train_rollouts(config),
         num_samples=config.generator.eval_n_samples_per_prompt,

@@ -121,8 +121,9 @@ class BatchUpdate:
         return {"ref_logprobs": scored["logprobs"]}
 
     async def _policy_columns(self, batch: Batch, *, judges: bool) -> dict[str, Tensor]:
-        """The policy's scores that are needed before training. If the first mini-batch's optimizer step computes the
-        old log-probs itself, `old_logprobs` has NaN for this mini-batch, or is missing if there is no other."""
+        """The policy's scores that training needs beforehand, or all scores if `judges`. If the first optimizer step
+        computes its old log-probs itself, `old_logprobs` has NaN for the first mini-batch, or is missing if there is
+        only one mini-batch."""
         scoring, limits, temperature = self._settings.scoring, self._settings.forward_limits, self._settings.temperature
         forward = self._models.policy.forward
         if judges or scoring.covers_batch:
@@ -241,8 +242,8 @@ _POLICY_SCORES = {
 def explained_variance(batch: Batch) -> Metrics:
     """Computes `critic/explained_variance`: 1 − Var(returns − values) / Var(returns) over the trained tokens.
 
-    The metric is 1 if the values equal the returns up to a constant, and 0 if they predict them no better than the mean
-    return does. Empty if the returns do not vary.
+    The metric is 1 if the values equal the returns up to a constant, 0 if a constant would predict the returns equally
+    well, and negative if a constant would predict them better. Returns no metric if the returns do not vary.
     """
     mask_T = batch["loss_mask"]
     returns_T, values_T = batch["returns"][mask_T].double(), batch["values"][mask_T].double()
@@ -257,7 +258,7 @@ def rollout_agreement(batch: Batch, version: int, *, among: Tensor | None = None
 
     `rollout/logprob_diff_max` and `_mean` are the largest and the mean |rollout_logprobs − old_logprobs| in nats over
     tokens sampled with `version`. `rollout/stale_logprob_diff_max` and `_mean` are the same over tokens sampled with
-    other versions. `rollout/stale_tokens` is the fraction of all sampled tokens that other versions sampled. Tokens of
+    other versions. `rollout/stale_tokens` is the fraction of sampled tokens that come from other versions. Tokens of
     forced responses have no rollout log-probs and are left out.
 
     Args:

@@ -1,10 +1,10 @@
-"""Verifies with log-probs that the engines compute with the trainer's weights, for any backend and any engine.
+"""Verifies with log-probs that the engines compute with the trainer's weights. Needs engines that can score tokens.
 
-Manifests prove that every byte arrived, but not that the engine computes with it. So the trainer and each engine score
-fixed tokens, and the mean difference of their log-probs must stay below a limit. At the start of a run, a proof shows
-that every trained tensor reaches the engines: all trained parameters get noise and are published, so an engine that
-fails to load one of them computes other log-probs. Then the parameters are restored bit for bit and published, and the
-comparison is repeated.
+Manifests prove that every byte arrived, but not that an engine computes with these weights. So the trainer and each
+engine score fixed tokens, and the mean |difference| of their log-probs must not exceed a limit. At the start of a run,
+a proof shows that every trained tensor reaches the engines: all trained parameters get noise and are published, so an
+engine that fails to load one of them computes other log-probs. Then the parameters are restored bit for bit and
+published, and the comparison is repeated.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Measured on random Qwen3 models: float32 at most 2e-6; bfloat16 0.02 with MoE la
 choice.
 """
 _USUAL_LOGPROB = -5.0
-"""Rounding errors are relative. So the default limit applies to mean log-probs of this value and above, and for lower
-ones grows in proportion. A pretrained model gives random tokens lower log-probs than a random model does: SmolLM2-135M
+"""Rounding errors are relative. So the default limit applies to mean log-probs of at least this value, and grows in
+proportion for lower ones. A pretrained model gives random tokens lower log-probs than a random model does: SmolLM2-135M
 in bfloat16 gives -15.3, and trainer and engine differ by 0.12."""
 LEAST_NOISE = 0.125
 """The first scale of noise that is tried. The scale is doubled until the log-probs change enough."""
@@ -45,8 +45,9 @@ dense and MoE, need noise of scale 1 for this. A single stale tensor then change
 are the norms of queries and keys); with half the noise, by 0.01. SmolLM2-135M needs 1/8: with scale 1 its output would
 be only noise, and two correct bfloat16 implementations would differ by 3.7."""
 _GROWTH = 1.25
-"""Doubling stops when it increases the effect by less than this factor. Norms bound the effect (adapters of a tiny
-model: 0.12, 0.25, 0.48, 0.57, 0.59 nats), and more noise would hide a missing tensor."""
+"""Once the effect is large enough (`_LEAST_EFFECT`), doubling stops when it increases the effect by less than this
+factor. Norms bound the effect (adapters of a tiny model: 0.12, 0.25, 0.48, 0.57, 0.59 nats), and more noise would hide
+a missing tensor."""
 _NOISY_LIMIT = 3.0
 """Multiple of the limit that is allowed while the model has noise: in bfloat16, rounding alone changes its log-probs by
 0.12. So bfloat16 may hide the weakest tensors of a deep model; float32 hides none."""

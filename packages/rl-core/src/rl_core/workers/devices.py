@@ -24,10 +24,11 @@ class Tenant:
 
 
 class SharedDevices:
-    """The devices of one placement. One group uses them at a time; all other groups are moved off first.
+    """The devices of one placement. Groups whose workers can offload use the devices one at a time; the state of the
+    others is offloaded first.
 
-    A group whose workers cannot move stays on the devices and does not wait. Workers that can move also take turns on
-    machines without accelerators, where nothing moves: otherwise they would compete for the same cores.
+    A group whose workers cannot offload stays on the devices and does not wait. On machines without accelerators
+    nothing moves, but groups still take turns, because they would otherwise compete for the same cores.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class SharedDevices:
             yield
 
     async def clear(self) -> None:
-        """Moves all groups off the devices, except those that cannot move."""
+        """Offloads all groups whose workers can offload."""
         async with self._in_use:
             await self._clear_except(None)
 

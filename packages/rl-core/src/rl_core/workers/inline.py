@@ -20,7 +20,7 @@ from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 
 
 class _Thread:
-    """Runs calls in order. Unlike an executor's thread it is a daemon: the process can exit during a long call."""
+    """Runs calls in order in a daemon thread: unlike an executor, it lets the process exit during a long call."""
 
     def __init__(self, name: str):
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()

@@ -20,10 +20,10 @@ def keep_freed_memory() -> None:
     By default glibc maps new memory for each large tensor, and a page fault zeroes each page: 17,000 to 28,000 faults
     in a step of the quick start. With these settings there are 0 to 560, at the same peak memory. All threads share one
     arena: in a separate arena per thread, at most 64 MiB are contiguous, so larger tensors would still be mapped anew.
-    Transparent huge pages (THP_MEM_ALLOC_ENABLE=1) alone left 6,000 to 10,000 faults; together with these settings,
-    they only used a fifth more memory.
+    Transparent huge pages (THP_MEM_ALLOC_ENABLE=1) alone left 6,000 to 10,000 faults; added to these settings, they
+    brought no gain and used a fifth more memory.
 
-    Does nothing with another allocator or C library, if glibc's own environment variables are set, and in processes
+    Has no effect with another allocator or C library, if glibc's own environment variables are set, and in processes
     with an accelerator, because their tensors are on the device.
     """
     if torch.accelerator.is_available() or not _is_glibc():

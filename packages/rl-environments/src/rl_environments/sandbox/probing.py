@@ -55,7 +55,7 @@ async def probe_sandbox(
     kind: Kind = "auto", *, python: str | None = None, readable: Sequence[str] = (), slots: int | None = None
 ) -> Sandbox:
     """Returns a sandbox that works on this machine: a test program has run in it and has failed to read, write, connect
-    or signal anything outside (with `none`, it may succeed).
+    to or signal anything outside (with `none`, it may succeed).
 
     Args:
         kind: `auto` tries bubblewrap, then Landlock. `none` runs programs without protection, so they may do whatever

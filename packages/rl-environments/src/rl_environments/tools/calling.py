@@ -152,6 +152,6 @@ def _as_text(result: Any) -> str:
 
 
 def _cut(text: str, max_characters: int) -> str:
-    text = text.encode("utf-8", "replace").decode()  # removes lone surrogates, which tokenizers refuse
+    text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates, which tokenizers refuse
     left = len(text) - max_characters
     return text if left <= 0 else f"{text[:max_characters]}… ({left} more characters)"

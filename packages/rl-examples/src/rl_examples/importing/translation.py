@@ -76,7 +76,7 @@ def translate(found: Read) -> Translation:
     else:
         values, changed = _skyrl_gym(values)
     values, more, refused = _loadable(values)
-    # A YAML file may be a part of a configuration.
+    # A YAML file may be only a part of a configuration, so nothing is added to it.
     is_whole = dialect == "skyrl" and found.module is not None
     defaults = {key: value for key, value in SKYRL_DEFAULTS.items() if is_whole and key not in values}
     return Translation(
@@ -115,7 +115,7 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
 
 
 def _skyrl_gym(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Selects skyrl-gym's environment with the name in the script if no installed environment has that name."""
+    """If the script names an environment that is not installed, selects skyrl-gym's environment of this name."""
     name = given.get(_ENV_CLASS)
     here = [plugin.name for plugin in plugins.installed("rl_core.environments")]
     if not isinstance(name, str) or name in here or ":" in name:

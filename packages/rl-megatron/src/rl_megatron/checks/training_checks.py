@@ -64,7 +64,7 @@ def _require_optimizer_fields(options: MegatronOptions, where: str, section: str
     for name, value in optimizer_fields(options, where).items():
         key = f"{where}.optimizer_config_kwargs.{name}"
         if name in _CHOSEN_ELSEWHERE:
-            raise ConfigError(f"{key}: set {section}.{_CHOSEN_ELSEWHERE[name]} instead")
+            raise ConfigError(f"{key}: this key is not read; set {section}.{_CHOSEN_ELSEWHERE[name]} instead")
         if name in _FIXED and value != _FIXED[name][0]:
             raise ConfigError(f"{key}: got {value!r}, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}")
         if name not in _FIXED:

@@ -80,7 +80,7 @@ class _ParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    # The decorator hides the parameters' names from the checker.
+    # The decorator hides the parameters' names from pyright.
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_logprobs_T, grad_entropies_T = grad_outputs
         hidden_TH, weight_VH, row_T, lse_T, entropies_T = ctx.saved_tensors

@@ -2,7 +2,7 @@
 
 Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute different frequencies for yarn, support llama3 only with Llama
 3's own numbers, and ignore all other scalings. Here transformers computes the frequencies from the model's
-configuration, and Megatron rotates by them.
+configuration, and Megatron rotates with them.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class ValueHead(torch.nn.Module):
     """Replaces Megatron's output layer: returns the hidden states unchanged, and holds the weights that turn them into
     values.
 
-    The head starts at zero, so all values are 0 before the first step, and initialisation is not random. Every tensor
-    rank holds the whole head and all tokens, so the head's gradient is the same on each of them.
+    A new head is zero, so all values are 0 before the first step, and initialisation is not random. Every tensor rank
+    holds the whole head and all tokens, so the head's gradient is the same on each of them.
     """
 
     def __init__(self, model: Any):

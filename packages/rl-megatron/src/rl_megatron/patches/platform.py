@@ -1,8 +1,8 @@
 """Runs Megatron-Core 0.16.1 on a machine without GPUs: its CUDA calls go to the CPU, its collectives to gloo.
 
 Megatron names CUDA in many places (devices of new tensors, streams, random states, tensor types). Here the functions of
-`torch.cuda` that Megatron calls are replaced, and a mode rewrites devices in every tensor call of this thread. Three
-more functions replace what gloo lacks. The parallel computation itself is Megatron's own.
+`torch.cuda` that Megatron calls are replaced, and a mode rewrites CUDA devices in this thread's tensor calls. Gathers
+and reduce-scatters of unequal parts, which gloo lacks, are replaced too. The model and its parallelism are Megatron's.
 
 This changes torch for the whole process, so it is done only in a rank's own process (`needs_own_process`).
 """
@@ -39,7 +39,7 @@ def install_cpu() -> None:
 
 
 class _CpuMode(TorchFunctionMode):
-    """Makes every tensor call with a CUDA device use the CPU; a tensor's type is reported as on CUDA."""
+    """Makes tensor calls with a CUDA device use the CPU, and reports tensor types as on CUDA."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

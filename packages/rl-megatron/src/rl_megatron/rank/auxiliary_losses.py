@@ -1,10 +1,10 @@
-"""Weights the auxiliary losses of a mixture of experts (load balancing, z-loss) relative to the policy loss, and
-reports them.
+"""Gives the auxiliary losses of a mixture of experts (load balancing, z-loss) their weight relative to the policy loss,
+and reports them.
 
 An auxiliary loss is a statistic of a micro-batch, so it depends on how a mini-batch is split into micro-batches.
-Megatron multiplies the loss of each micro-batch by its number of tokens and expects a later division by all tokens.
-There is no later division here, so `weighted` divides at once: the gradient is that of Σ (tokens · loss) over the
-micro-batches, divided by the number of tokens of the mini-batch.
+Megatron multiplies the loss of each micro-batch by its number of tokens and expects a later division by the number of
+all tokens. There is no later division here, so `weighted` divides at once: the gradient is that of Σ (tokens · loss)
+over the micro-batches, divided by the number of tokens of the mini-batch.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class MicroBatch:
     with the same context rank hold the same part."""
 
     batch: Batch | None
-    """The micro-batch's sequences; None if it has none and runs only because other ranks wait for this rank."""
+    """The micro-batch's sequences. None: it is empty, and runs only because other ranks wait for this rank."""
     sequences: tuple[int, ...]
     """Indices of these sequences in the rank's batch."""
     tokens_BS: Tensor
@@ -54,7 +54,7 @@ class MicroBatch:
 def micro_batches(batch: Batch, plan: Plan, place: Place, *, use_sample_packing: bool) -> list[MicroBatch]:
     """Lays out all micro-batches of a call.
 
-    An interleaved schedule needs micro-batches of one shape, so all are padded to the largest.
+    With an interleaved schedule, which needs micro-batches of one shape, all are padded to the largest.
     """
     layouts = list(_layouts(batch, plan, place.mesh, use_sample_packing=use_sample_packing))
     if place.mesh.virtual_pipeline == 1:

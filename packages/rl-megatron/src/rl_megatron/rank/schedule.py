@@ -81,5 +81,5 @@ def run_schedule(
 
 def _finished(finish: Finish[T], micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, T]:
     loss, report = finish(micro_batch, output)
-    # The second value is the number of tokens that Megatron adds up for a later division; no such division is made.
+    # Megatron adds up the second value as a number of tokens, for a later division that is not made here.
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), report

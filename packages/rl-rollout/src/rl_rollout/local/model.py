@@ -137,7 +137,7 @@ def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
             problems.append(f"{name} and {arrived[canonical]} are one tied weight, but different tensors arrived")
     if problems:
         raise WeightSyncError(
-            f"weight version {staged.version} does not fit the model, nothing was loaded; {len(problems)} problems: "
+            f"weight version {staged.version} does not fit the model, so nothing was loaded; {len(problems)} problems: "
             + "; ".join(problems[:3])
         )
 
@@ -165,7 +165,7 @@ def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], version: i
         with no_progress_bars():
             loaded = type(model).from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=model.dtype)
     except (RuntimeError, ValueError) as error:
-        raise WeightSyncError(f"weight version {version} cannot be converted, nothing was loaded: {error}") from error
+        raise WeightSyncError(f"weight version {version} was not loaded: it cannot be converted: {error}") from error
     return dict(loaded.named_parameters())
 
 

@@ -308,7 +308,7 @@ def _gloo_options(host: str, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    # `host` is the controller's address. Only if it is loopback is it also an address of every member.
+    # `host` is the controller's address. It is an address of every member only if it is loopback.
     is_local = host in ("127.0.0.1", "localhost")
     options._devices = [gloo.create_device(hostname=host) if is_local else gloo.create_default_device()]
     return options

@@ -125,7 +125,7 @@ class Channel:
 
     def read(self, place: int) -> dict[str, Any]:
         """Waits for the message at `place` and returns it. Raises DeadlineError if it does not arrive in time, and
-        WeightSyncError if the sync is closed."""
+        WeightSyncError if the sync is closed or broken off."""
         what = f"a rank to append message {place} to the sync's log"
         return json.loads(self._get(f"log/{place}", what, timeout_s=self.timeout_s))
 

@@ -12,7 +12,7 @@ pages costs several times as much as the copy. An engine holds a shared file loc
 rank that cannot get the exclusive lock of a segment takes another segment, so it never overwrites one that is being
 read.
 
-Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r, `<directory>/rank<r>.json` gives the
+Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r; `<directory>/rank<r>.json` gives the
 number of rank r's buckets.
 """
 

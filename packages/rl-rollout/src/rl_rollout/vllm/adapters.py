@@ -45,9 +45,9 @@ class NamedAdapters:
         serve the new adapter.
 
         Raises:
-            GenerationError: nothing has changed, because the name is empty or reserved for the policy or the model, or
-                an engine cannot serve the adapter. Or the name has no adapter now, because an engine failed to load the
-                adapter after the checks. The message says which.
+            GenerationError: the name is empty or reserved for the policy or the model, or an engine cannot serve the
+                adapter: then nothing has changed. Or an engine failed to load the adapter after the checks: then the
+                name has no adapter.
         """
         if name == BASE_MODEL.lora_name:
             raise GenerationError(

@@ -67,7 +67,7 @@ class EnginePlace:
     num_gpus: int
     """Total number of GPUs of its ranks; 0 on CPUs."""
     shared: SharedGpus | None = None
-    """GPUs shared with training; None: it has its own."""
+    """GPUs shared with training; None: none are shared."""
 
     @property
     def spans_nodes(self) -> bool:

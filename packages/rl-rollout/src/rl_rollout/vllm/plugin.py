@@ -48,7 +48,7 @@ class VLLMPlugin:
         if options.expert_parallel_size not in (1, ranks):
             possible = " or ".join(str(size) for size in dict.fromkeys((1, ranks)))
             raise ConfigError(
-                f"{_SECTION}.expert_parallel_size: got {options.expert_parallel_size}, but vLLM shares experts over "
+                f"{_SECTION}.expert_parallel_size: got {options.expert_parallel_size}, but vLLM splits experts over "
                 f"all {ranks} tensor × data parallel ranks of an engine: set it to {possible}"
             )
         if spec.lora.is_sent_alone and spec.lora.rank > MAX_LORA_RANKS[-1]:

@@ -178,8 +178,8 @@ class ServedEngine:
             await self._serve_unless_held()
 
     async def abort(self, sample_ids: Sequence[str] | None) -> list[str]:
-        """Ends these requests (None: all), which return the tokens sampled so far. Returns the sample ids that were
-        running."""
+        """Ends these requests (None: all), which return the tokens sampled so far. Returns the ids of the samples that
+        were running."""
         under_way: dict[str, list[str]] = {}
         for request_id in self._spans:
             under_way.setdefault(request_id.rpartition("/")[0], []).append(request_id)
@@ -203,7 +203,7 @@ class ServedEngine:
 
         Tokens sampled so far keep the version that sampled them. Running requests continue with the new weights and a
         recomputed cache; the prefix cache is empty afterwards. If routes are returned, running requests are aborted
-        instead, and the client continues them by new requests: vLLM 0.30 reads a prompt's routes once, before its first
+        instead, and the client continues them in new requests: vLLM 0.30 reads a prompt's routes once, before its first
         token, and would return routes of the old weights for tokens sampled with the new ones.
 
         Raises:

@@ -73,7 +73,7 @@ class Server:
             self.kill()
             raise
         logger.info("%s: ready after %.0f s", self, time.monotonic() - began)
-        # After a restart it listens on the same port.
+        # After a restart, the server listens on the same port.
         self.settings = attrs.evolve(self.settings, port=urlsplit(address.url).port or 0)
         return address
 

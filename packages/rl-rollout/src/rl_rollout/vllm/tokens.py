@@ -124,7 +124,7 @@ def _tokens(control: str, environment: Mapping[str, str]) -> Tokens:
 
 def tell_agents(directory: Path, tokens: Tokens) -> str:
     """Returns where agents find their token: the name of the environment variable or, if that is not set, the path of a
-    file in the run's directory. Writes this file, which only this user can read."""
+    file in the run's directory. In the second case, writes this file so that only this user can read it."""
     if tokens.access == os.environ.get(ACCESS_VARIABLE):
         return ACCESS_VARIABLE
     path = directory / ACCESS_FILE

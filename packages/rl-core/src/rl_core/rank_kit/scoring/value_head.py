@@ -18,13 +18,13 @@ from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
 class ValueScorer(nn.Module):
     """Predicts for each token the value of the state before the token, from the hidden state that predicts the token.
 
-    The head is initialised with zeros. The first advantages therefore equal the returns, the first optimizer step
-    changes only the head, and initialisation is not random.
+    A new head is zero. The first advantages therefore equal the returns, the first gradient of the base model is zero,
+    and initialisation is not random.
     """
 
     score_names = ("values",)
     choices = None
-    """A critic follows no routes: they are the policy's."""
+    """A critic always chooses its own experts, because recorded routes are the policy's."""
 
     def __init__(self, model: PreTrainedModel, *, compute_dtype: torch.dtype):
         super().__init__()

@@ -10,8 +10,8 @@ from rl_environments.sandbox.inside import confinement
 
 
 def prepare_work(box: dict[str, Any]) -> None:
-    """If the mechanism is Landlock, moves this process to its own mount namespace, because `empty_work` limits the
-    directory's size by mounting it. If this is not permitted, tests get no directory: `box["work"]` becomes None."""
+    """If the mechanism is Landlock, moves this process to its own mount namespace, in which `empty_work` mounts the
+    directory with a limited size. If this is not permitted, tests get no directory: `box["work"]` becomes None."""
     box["is_mounted"] = False
     if box["mechanism"] == "landlock":
         try:
