@@ -1,5 +1,4 @@
-"""The suite's ranks: one that fails, dies or hangs ends the call with an error that names it, and ends all
-processes."""
+"""Ranks of the conformance suite: if one fails, dies or hangs, the call raises an error and all processes end."""
 
 from __future__ import annotations
 
