@@ -1,5 +1,5 @@
-"""Fixes for bugs of Megatron-Core 0.16.1. tests/megatron/test_needed.py leaves fixes out and expects the faults; remove
-a fix when its bug is gone."""
+"""Fixes for bugs of Megatron-Core 0.16.1. tests/megatron/test_needed.py leaves out each fix except
+`fix_expert_bias`, and expects the fault. Remove a fix when its bug is gone."""
 
 from __future__ import annotations
 
