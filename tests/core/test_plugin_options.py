@@ -62,7 +62,7 @@ class Options:
     even: int = attrs.field(default=2)
     """An even number."""
     cache: Cache = attrs.field(factory=Cache)
-    """What is kept."""
+    """Settings of the cache."""
     num_prefill: int = 3
     """A name that other trainers know as something else."""
 

@@ -38,7 +38,7 @@ class Supervised:
 
 
 class RowEncoder:
-    """Encodes rows as sequences, by the options of `DatasetGeneratorOptions`."""
+    """Encodes rows as sequences, according to the options of `DatasetGeneratorOptions`."""
 
     def __init__(
         self,

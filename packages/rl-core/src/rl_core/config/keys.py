@@ -242,7 +242,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.chat_template.name_or_path": Unsupported("the model's own chat template is used", (None,)),
     "generator.chat_template.source": Unsupported("the model's own chat template is used", ("name",)),
     "environment.skyrl_gym.max_env_workers": Unsupported(
-        "environment.placement says where environments run; environment.num_workers limits the number of episodes",
+        "environment.placement says where environments run; environment.num_workers limits concurrent episodes",
         is_harmless=True,
     ),
     "generator.inference_engine.run_engines_locally": Unsupported("the run starts the engines", (True,)),

@@ -1,8 +1,8 @@
 """Connects to Ray and reserves a placement group for a group of ranks.
 
 Resources: a node of the group is one bundle of its placement group. A rank reserves `CPUS` of a CPU and, if the cluster
-has GPUs, one GPU. Ranks share cores, so `CPUS` only limits the number of ranks per machine. A group
-that shares another group's devices reserves nothing; it uses the same bundles and GPUs.
+has GPUs, one GPU. Ranks share cores, so `CPUS` only limits the number of ranks per machine. A group that
+shares another group's devices reserves nothing; it uses the same bundles and GPUs.
 """
 
 from __future__ import annotations

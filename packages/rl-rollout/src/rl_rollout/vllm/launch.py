@@ -34,7 +34,7 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
     Raises:
         ConfigError: Ray's cluster is too small for the servers, vLLM's CPU build does not support the options, or the
             control token of external servers is missing.
-        DeadlineError: Ray's cluster stays occupied.
+        DeadlineError: resources of Ray's cluster did not become free in time.
         GenerationError, DeadlineError: a server did not start. If the run started it, the message has its last log
             lines.
     """
