@@ -1,4 +1,4 @@
-"""Ranks of the conformance suite: if one fails, dies or hangs, the call raises an error and all processes end."""
+"""Ranks of the conformance suite that fail, die or hang: what the call raises, and which processes go on."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ FIXED = {
     ),
     "quantization_config": Fixed(
         values=(None,),
-        reason="Megatron-Bridge 0.3.1 loads weights without their scales (log-probs off by 1.3); a copy has no scales",
+        reason="Megatron-Bridge 0.3.1 loads weights without their scales (log-probs off by 1.3); a small copy has no "
+        "scales",
     ),
     "transformers_weights": Fixed(
         values=(None,),
