@@ -1,12 +1,12 @@
 """The controller's time in a step as the batch grows, and its share of a step of a 20M-parameter model.
 
-Each prompt has 16 samples, and half of every sequence is prompt. The controller really does all its work: collating,
+Each prompt has 16 samples, and half of every sequence is prompt. The controller does all its work: collating,
 planning, two optimizer steps, advantages, loss weights, metrics and the rows of `samples.jsonl`. The one rank selects
 its part of the batch and computes nothing. Times are processor seconds of one thread.
 
-A rank's time is measured on a few sequences of the same lengths and extrapolated: seconds of forward and backward per
-sequence, in groups whose prompt is computed once. The printed share assumes one rank on a core as slow as this one;
-more or faster ranks make it larger.
+A rank's time is extrapolated from a forward and backward pass over a few sequences of the same length, in groups whose
+shared prompt is computed once. The printed share assumes one rank on a core as slow as this one; more or faster ranks
+make it larger.
 
 Run: python benchmarks/growth.py [--shape 1000x16 …] [--no-ranks]
 """
@@ -65,7 +65,7 @@ def main() -> None:
     """Prints the controller's seconds by part, for each shape."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", action="append", help="number of sequences x tokens per sequence, such as 1000x16")
-    parser.add_argument("--no-ranks", action="store_true", help="do not measure what a rank would compute")
+    parser.add_argument("--no-ranks", action="store_true", help="do not measure the time of a rank")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()

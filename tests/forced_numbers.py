@@ -1,5 +1,5 @@
-"""Expected numbers of ranks that follow a batch's expert routes: those of plain transformers with the experts forced,
-for full training and for peft's adapters."""
+"""Expected numbers for ranks that follow a batch's expert routes. Plain transformers computes them with the experts
+forced, for full training and for peft's adapters."""
 
 from __future__ import annotations
 

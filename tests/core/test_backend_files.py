@@ -45,8 +45,8 @@ def test_a_state_is_there_when_all_its_files_are(tmp_path):
     with pytest.raises(CheckpointError, match="rank0 is not what was written: its checksum is"):
         require_complete_state(tmp_path)
     (tmp_path / "rank0").write_bytes(b"1234")
-    with pytest.raises(CheckpointError, match="rank0 has 4 bytes, 5 were written"):
+    with pytest.raises(CheckpointError, match="rank0 has 4 bytes; expected 5 bytes"):
         require_complete_state(tmp_path)
     (tmp_path / "rank0").unlink()
-    with pytest.raises(CheckpointError, match="rank0 is missing, 5 were written"):
+    with pytest.raises(CheckpointError, match="rank0 is missing; expected 5 bytes"):
         require_complete_state(tmp_path)

@@ -47,7 +47,7 @@ async def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path: Pat
     weights = path / "policy" / "weights.bin"
     weights.write_bytes(b"x" * 10) if damage == "truncate" else weights.unlink()
     with pytest.raises(
-        CheckpointError, match=r"weights\.bin (has 10 bytes|is missing), 1000 were written.*resume_path"
+        CheckpointError, match=r"weights\.bin (has 10 bytes|is missing); expected 1000 bytes.*resume_path"
     ):
         load_state(path)
 

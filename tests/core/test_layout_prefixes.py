@@ -75,7 +75,7 @@ def test_a_model_is_given_every_token_that_precedes_one_and_sees_those_before_it
 
 
 def seen_cells(length_M: NDArray[np.int64], parent_M: NDArray[np.int64]) -> list[list[int]]:
-    """For each cell, the cells that it attends to: those of its blocks, then its own node up to itself."""
+    """For each cell, the cells that it attends to: those of its block, then its own node up to itself."""
     blocks = prefix_blocks(length_M, parent_M)
     query_ends, key_ends = np.cumsum(blocks.query_length_B), np.cumsum(blocks.key_length_B)
     before: dict[int, list[int]] = {}
@@ -103,8 +103,8 @@ def test_sharing_few_tokens_is_not_worth_it():
 
 
 def test_what_is_saved_counts_a_shared_beginning_once_where_a_longer_one_is_shared_too():
-    """All four share the first token, and each pair a longer prefix. The pairs leave two cells for the first token, so
-    sharing it by all four saves only one more."""
+    """All four share the first token, and each pair a longer prefix. Sharing within the pairs leaves two cells
+    for the first token, so sharing it among all four saves only one more."""
     sequences = [[1, *([group] * 5), answer] for group in (2, 3) for answer in (4, 5)]
     assert forest_of(sequences, least_saved=2).num_cells == 2 * (6 + 2)
     assert forest_of(sequences, least_saved=1).num_cells == 1 + 2 * (5 + 2)
@@ -122,7 +122,7 @@ def test_long_beginnings_are_compared_to_where_they_part(shared: int):
 
 
 def test_groups_that_share_little_are_families_of_their_own():
-    """64 groups of 16 answers of 100 tokens. All prompts share 8 tokens; those of a group share all 200."""
+    """64 groups of 16 answers of 100 tokens. All prompts share 8 tokens; the answers of a group share all 200."""
     sequences = [[*([7] * 8), *([group] * 192), *range(100, 200)] for group in range(64) for _ in range(16)]
     for i, tokens in enumerate(sequences):
         tokens[200] = i

@@ -1,4 +1,4 @@
-"""Noise by position: the published generator, normal numbers, and slices equal to the same slice of the whole."""
+"""Noise by position: hashes are splitmix64, noise is standard normal, and a part has the noise of its place."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ from rl_core.interfaces import Recipe
 
 @attrs.frozen(kw_only=True)
 class Cache:
-    """What is kept."""
+    """What the cache keeps."""
 
     policy: str = "lru"
-    """What goes first."""
+    """Which entry is evicted first."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,13 +56,13 @@ class Options:
     beam_width: int = attrs.field(default=4, validator=at_least(1))
     """Hypotheses that are kept."""
     decay: float = attrs.field(default=0.5, validator=between(0, 1))
-    """Of a hypothesis, per token."""
+    """Factor of a hypothesis's score per token."""
     patience_s: float | None = attrs.field(default=None, validator=above(0))
-    """Longest wait; None: none."""
+    """Longest wait; None: no limit."""
     even: int = attrs.field(default=2)
     """An even number."""
     cache: Cache = attrs.field(factory=Cache)
-    """What is kept."""
+    """Settings of the cache."""
     num_prefill: int = 3
     """A name that other trainers know as something else."""
 
@@ -179,7 +179,7 @@ def create_generator(config, client):
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An engine, another engine with a key named like one of vllm's, and a generator, in separate packages."""
+    """Installs `rl_beam`, with an engine and a generator as entry points, and `rl_old`, with plug-ins of contract 1."""
     site = tmp_path / "site"
     site.mkdir()
     install(

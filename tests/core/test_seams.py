@@ -294,7 +294,7 @@ SECOND, THIRD = "versioned_engines:to_second", "versioned_engines:to_third"
 
 @pytest.fixture(autouse=True)
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Engines of three contract versions, and one that states none, as entry points and by path."""
+    """Engines of three contract versions and engines without a valid version, as entry points and by path."""
     names = ("first", "second", "third", "third_without_options", "in_words", "bare")
     entry_points = {f"inference__{name}": f"versioned_engines:{name}" for name in names}
     install(tmp_path, monkeypatch, "versioned_engines", ENGINES, **entry_points)

@@ -1,4 +1,4 @@
-"""A seed depends only on its purpose, in every process."""
+"""A seed depends only on its parts, in every process."""
 
 from __future__ import annotations
 

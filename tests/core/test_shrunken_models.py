@@ -1,4 +1,4 @@
-"""The small copy of a model's configuration keeps every field that decides how the model is computed."""
+"""The small copy of a model's configuration keeps the fields that decide how the model is computed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The suite's ranks: one that fails, dies or hangs ends the call with an error that names it, and ends all
-processes."""
+"""Ranks of the conformance suite that fail, die or hang: what the call raises, and which processes go on."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def sleeper(marker):
         os._exit(0)
     time.sleep(0.3)
 """
-"""Defines `sleeper`, which leaves an orphan in a session of its own and waits until `marker` is in its command line."""
+"""Defines `sleeper`, which leaves an orphan in a session of its own, and gives it 0.3 s to replace its command line."""
 
 
 WITHOUT_MOUNTS = "landlock without mounts"

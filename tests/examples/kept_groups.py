@@ -19,7 +19,7 @@ from rl_core.trainer.checkpoint import RunState
 
 @attrs.frozen(kw_only=True)
 class Sizes:
-    """The sizes and limits that every step of the run must keep to."""
+    """The sizes and limits that every step of the run must obey."""
 
     steps: int
     groups: int
@@ -33,9 +33,10 @@ class Sizes:
 
 def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
     """Every group that the run started is in the rows of exactly one step, within the staleness bound, or was left out
-    for a reason that its samples confirm; and its rows equal what was played.
+    for a reason that its samples confirm. Its rows equal what was played; with dynamic sampling "replace", the rows of
+    a group without signal equal another group of its step.
 
-    A group may have been played more than once, because an attempt was killed. Only the last time counts; it is
+    A group may have been played more than once, because an attempt was killed. Only the last attempt counts; it is
     compared token for token if the rows have tokens.
     """
     rows = {row["step"]: row for row in read_rows(run_dir / "metrics.jsonl")}
@@ -58,7 +59,7 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
         if sizes.dynamic_sampling == "replace" and group not in informative:
             others = [played[other] for other in informative if step_of.get(other) == step]
             source = next((other for other in others if _told(other, sizes) == samples), None)
-            assert source, f"group {group} is a copy of no other group in its step"
+            assert source, f"group {group}: its rows equal no other group of its step"
         assert samples == _told(source, sizes), f"group {group} is not what was played last"
         assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, (
             f"group {group} breaks the staleness bound in step {step}"
@@ -70,12 +71,12 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
         expected = sum(sample["reward"] is None for sample in played[group]["samples"])
         assert failed[group] == expected, f"group {group}: {failed[group]} failed samples in rows, {expected} failed"
     counted = sum(row["rollout/failed"] for step, row in rows.items() if step)
-    assert counted == sum(failed.values()), f"rows count {counted} failed samples, {sum(failed.values())} are listed"
+    assert counted == sum(failed.values()), f"metrics count {counted} failed samples, rows {sum(failed.values())}"
 
 
 def require_listed_groups_once(run_dir: Path, resumed_from: Sequence[RunState], sizes: Sizes) -> None:
-    """Every group listed by a checkpoint from which the run resumed, finished or to be played again, is trained on in a
-    later step. A group may be left out instead; `require_every_group_once` checks the reason.
+    """No group listed by a checkpoint from which the run resumed, finished or to be played again, was trained on before
+    the checkpoint. The finished ones are trained on later, unless dynamic sampling is "replace".
     """
     step_of = {group: step for group, (step, _) in _in_samples(run_dir, sizes)[0].items()}
     for state in resumed_from:

@@ -1,4 +1,5 @@
-"""Random configurations: the dry run refuses each, or it trains for two steps. None raises another error or hangs."""
+"""Random configurations: the dry run refuses each, or it trains for two steps if one process can run it. None raises
+another error or hangs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ FRACTIONS = (-1.0, 0.0, 1e-9, 0.1, 0.5, 0.99, 1.0, 1.5, 2.0, 100.0, 1e9, float("
 WORDS = ("", "x", "none", "local", "fsdp", "megatron", "grpo", "gae", "rloo", "no_such:thing", "a/b", "..", "null")
 SECONDS = (-1.0, 0.0, 60.0, 1e9)
 UNTOUCHED = ("trainer.run_dir", "trainer.callbacks", "trainer.max_training_steps", "data.train_data", "data.val_data")
-"""Keys that the test itself sets: the run's directory, its end, and what it plays."""
+"""Keys that are never drawn: the run's directory, its end, and its data."""
 NAMES = {
     "trainer.algorithm.policy_loss_type": ("regular", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "cross_entropy"),
     "trainer.algorithm.advantage_estimator": ("grpo", "rloo", "reinforce++", "gae", "maxrl", "pass_at_k", "remax"),
@@ -148,7 +149,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def outcome(folder: Path, start: Path, given: Mapping[str, Any]) -> str:
-    """`refused`; `ran`; `checked` if a dry run is all that the configuration gets; otherwise the error."""
+    """Returns `refused`, `ran`, `checked` (accepted by the dry run, but not run), or the error."""
     folder.mkdir()
     base = {
         "data.train_data": [str(start / "few.parquet")],

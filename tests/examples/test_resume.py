@@ -1,4 +1,4 @@
-"""A killed and resumed run leaves exactly the files that an uninterrupted run leaves."""
+"""A killed and resumed run leaves the same metrics, samples and weights as an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment variables with which the package is found, in addition to all installed packages."""
+    """Environment variables that make the package importable, in addition to all installed packages."""
     return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"), HERE)}
 
 
@@ -45,7 +45,7 @@ def test_it_imports_nothing_but_names_that_documented_modules_promise():
                 module = importlib.import_module(str(node.module))
                 promised = getattr(module, "__all__", None) or [name for name in vars(module) if name[0] != "_"]
                 assert {name.name for name in node.names} <= set(promised), (
-                    f"{file.name}: {node.module} does not export all of these"
+                    f"{file.name} imports a name that {node.module} does not export"
                 )
                 assert str(node.module).count(".") <= 1, f"{file.name}: {node.module} is not a documented module"
 

@@ -1,4 +1,4 @@
-"""`make release` finds the faults of a folder that is to be published."""
+"""`make release` finds faults in a folder that is to be published."""
 
 from __future__ import annotations
 

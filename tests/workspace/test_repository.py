@@ -25,7 +25,7 @@ def text_of(name: str) -> str:
 
 
 def foreign_places(text: str) -> list[str]:
-    """Lines with a path or an index address that makes sense on one machine only."""
+    """Lines with a path that exists on one machine only, or the address of a package index."""
     return [line for line in text.splitlines() if INDEX_HOST.search(line) or MACHINE_PATH.search(line)]
 
 

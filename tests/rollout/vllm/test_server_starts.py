@@ -53,7 +53,7 @@ class Dying:
 def started(
     directory: Path, monkeypatch: pytest.MonkeyPatch, *, start_timeout_s: float = 60.0, **arguments: Any
 ) -> int:
-    """Starts the server, and returns how often it loaded, whether or not it came up."""
+    """Starts the server, and returns how often it loaded."""
     remote: Any = ray.remote
     monkeypatch.setattr(server_group, "_ACTOR", remote(max_restarts=0)(Dying))
     log = directory / "log"

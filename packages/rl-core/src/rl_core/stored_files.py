@@ -49,7 +49,7 @@ class FileRecord:
         return cls(entry, None) if isinstance(entry, int) else cls(int(entry["bytes"]), int(entry["crc32"]))
 
     def as_json(self) -> dict[str, int | None]:
-        """The record as an entry in a list of files; the inverse of `from_json`."""
+        """The record as an entry in a list of files."""
         return {"bytes": self.num_bytes, "crc32": self.crc32}
 
 
@@ -76,7 +76,7 @@ def missized(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
         found = path.stat().st_size if path.is_file() else None
         if found != record.num_bytes:
             has = "is missing" if found is None else f"has {found} bytes"
-            return f"{path} {has}, {record.num_bytes} were written"
+            return f"{path} {has}; expected {record.num_bytes} bytes"
     return None
 
 

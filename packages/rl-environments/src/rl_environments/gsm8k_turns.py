@@ -1,7 +1,7 @@
-"""The environment `gsm8k_turns`: the policy answers a GSM8K question, learns whether the answer is right, and may
-correct it in later turns.
+"""The environment `gsm8k_turns`: the policy answers a GSM8K question, is told whether the answer is right,
+and may correct it in later turns.
 
-Row:       `prompt`, `answer` or `reward_spec.ground_truth`, a number (the rows of `rl_examples.gsm8k_data`)
+Row:       `prompt`, and a number as `answer` or `reward_spec.ground_truth` (as in rows of `rl_examples.gsm8k_data`)
 Reward:    1 for the right number after `####` in the first try, `later_reward` in a later one, else 0
 Options:   `max_tries` (3; `generator.max_turns` must be at least as large), `later_reward` (1.0)
 Metrics:   `accuracy` (right in any try), `first_accuracy`, `tries`

@@ -1,7 +1,7 @@
 """GRPO on GSM8K with GLM-4.7-Flash on two machines of eight 80 GB GPUs: FSDP, colocated.
 
 The recipe uses FSDP, which trains transformers' model code, because Megatron-Bridge 0.3.1 does not convert this model
-(`glm4_moe_lite`: latent attention, 64 experts and a shared one in 46 of 47 layers). transformers does not load the
+(`glm4_moe_lite`: latent attention, 64 experts and a shared expert in 46 of 47 layers). transformers does not load the
 checkpoint's additional layer for multi-token prediction, so that layer is neither trained nor saved.
 Deliberately omitted: a KL term, an auxiliary load-balancing loss.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k

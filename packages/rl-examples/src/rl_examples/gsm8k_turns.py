@@ -103,8 +103,8 @@ def write_model(directory: Path, *, seed: int, said: str = f"{WRONG} {NO_NUMBER}
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Returns one try as a demonstration, after up to two wrong ones. Nine in ten tries use the wrong operation, so
-    later tries repeat the wrong answer."""
+    """Returns one try as a demonstration, after up to two wrong ones. Nine in ten demonstrations use the wrong
+    operation, and so repeat the answer of the wrong tries."""
     wrong = with_wrong_operation(problem["prompt"], problem["answer"])
     turn = f"#### {wrong}$\n\n{WRONG}\n\n"
     said = problem["answer"] if rng.random() < 0.1 else wrong

@@ -34,7 +34,7 @@ START_ACCURACY = 0.15
 _RUN = SmallRun(name="judge")
 
 recipe = Recipe(
-    summary="a small model learns to answer as a judge wants it, on two CPU cores, in minutes; needs a judge's server",
+    summary="a small model learns to answer as a judge wants, on two CPU cores, in minutes; needs a judge server",
     config={
         **_RUN.settings,
         "environment.env_class": "judge",
@@ -51,7 +51,7 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, str]]:
-    """Returns the problems of `gsm8k_turns`, each with a sentence as its right answer; the first ones are held out."""
+    """Returns the problems of `gsm8k_turns` with sentences as right answers. The first NUM_HELD_OUT are held out."""
     return [_problem(row["prompt"], row["answer"]) for row in gsm8k_turns.problems()]
 
 

@@ -48,8 +48,8 @@ START_ACCURACY = 0.2
 
 
 class SecondTry(ArithmeticEnvironment):
-    """The reward is 1 if one of three tries is exactly the row's `answer`, else 0. The episode is lost if a response is
-    not three digits followed by the end token. Metrics: `accuracy` (equal to the reward) and `tries`."""
+    """The reward is 1 if one of three tries is exactly the row's `answer`, else 0. A response that is not three digits
+    followed by the end token ends the episode. Metrics: `accuracy` (equal to the reward) and `tries`."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         super().__init__(row, options)

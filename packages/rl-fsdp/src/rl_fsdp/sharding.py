@@ -45,14 +45,14 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpe
     for unit in (*decoder_layers(scorer), scorer):
         receive(unit, ranks, leave_out=done)
         done.update(unit.modules())
-        # The scorer's own unit is always freed after forward, although a backward needs it again at once. Otherwise it
-        # would stay gathered after scoring, which has no backward.
+        # The scorer's own unit is always freed after the forward pass, although a backward pass needs it again at once.
+        # Otherwise it would stay gathered after scoring, which has no backward pass.
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward or unit is scorer, **settings)
         assert isinstance(unit, FSDPModule)
         # Without forced sums FSDP asks gloo for a pre-multiplied sum (by 1), which gloo does not support.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
-        if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: for experts that only one rank used
+        if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: for experts that only some ranks used
             unit.set_reduce_scatter_unused_params(True)
     return TensorShards(scorer, spec)
 

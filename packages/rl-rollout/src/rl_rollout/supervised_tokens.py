@@ -38,7 +38,7 @@ class Supervised:
 
 
 class RowEncoder:
-    """Encodes rows as sequences, by the options of `DatasetGeneratorOptions`."""
+    """Encodes rows as sequences, according to the options of `DatasetGeneratorOptions`."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class RowEncoder:
         return "" if response.endswith(end) else end
 
     def _conversation(self, row: Row, messages: Sequence[Message], *, num_given: int = 0) -> Supervised:
-        """Encodes a conversation. The messages of trained roles are trained, except among the first `num_given`
-        messages, which are the prompt."""
+        """Encodes a conversation whose first `num_given` messages are the prompt. The later messages of trained roles
+        are trained, or only the last of them if `trained_turns` is "last"."""
         roles = [message["role"] for message in messages]
         turns = [turn for turn in range(num_given, len(roles)) if roles[turn] in self._trained_roles]
         if not turns:

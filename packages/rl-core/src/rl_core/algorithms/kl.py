@@ -2,7 +2,7 @@
 
 Use `estimate_kl`, which carries a gradient, in the loss, and `kl_penalty`, which does not, in the reward.
 
-On samples of the current policy, the value of an estimator is unbiased except for `k2`, `abs`, `k2+` and `abs+`. Its
+On samples of the current policy, the value of an estimator is unbiased except for `k2`, `abs`, `k2+` and `abs+`. The
 gradient is an unbiased estimate of the KL's gradient only for `k2`, for the forms with the suffix `+` (they use the
 gradient of `k2`) and for `k3_unbiased`. On samples of an older policy, only `k3_unbiased` has an unbiased value and
 gradient.
@@ -37,7 +37,7 @@ def estimate_kl(
 
     With d = logprobs − ref_logprobs, clamped to ±LOG_RATIO_LIMIT:
     k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, and abs = |d|, each clamped to ±KL_LIMIT.
-    With the suffix `+`, the value is that of the estimator and the gradient that of d²/2, i.e. d · ∇logprobs.
+    With the suffix `+`, the value is the same as without it, and the gradient is that of d²/2, i.e. d · ∇logprobs.
     k3_unbiased = r · k3 with r = exp(logprobs − old_logprobs). The log-ratio is clamped to ±LOG_RATIO_LIMIT and k3 to
     ±KL_LIMIT, but not their product; r carries gradient.
     Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); their gradients: Tang & Munos 2025, arXiv

@@ -57,10 +57,10 @@ class Objective:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus. 0: no such term."""
     off_policy_sequence_mask: float | None = None
-    """`delta` of `off_policy_mask.off_policy_sequence_mask`, which removes tokens from the loss. None: not applied."""
+    """`delta` of `off_policy_mask.off_policy_sequence_mask`, which masks tokens of the policy loss. None: no mask."""
     old_is_current: bool = False
     """Use the current log-probs, detached, as `old_logprobs`. Correct only while the weights are those of the start of
-    the update. If True, a call does not read the column `old_logprobs`; `prepare` still does."""
+    the update. If True, a call does not read the column `old_logprobs`; `prepare` may still read it."""
 
     def __post_init__(self) -> None:
         require_kl_estimator(self.kl_estimator)

@@ -1,8 +1,8 @@
 """Translates the keys of other trainers, so that users can bring their launch scripts.
 
-A foreign key that has another name here is loaded under that name with a warning, or is an error that says what to
-write instead. A foreign key without a counterpart is an error that gives the reason. If its value changes nothing here
-(`trainer.flash_attn=true`), it is dropped with a warning instead.
+A foreign key that has another name here is loaded under that name (with a warning, except for `ALIASES`), or is an
+error that says what to write instead. A foreign key without a counterpart is an error that gives the reason. If its
+value changes nothing here (`trainer.flash_attn=true`), it is dropped with a warning instead.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ _QAT = "there is no quantisation-aware training"
 _MTP = "there is no multi-token prediction"
 _SIMULATED = "training is not simulated"
 _MEGATRON_FSDP = "for sharded parameters choose trainer.strategy=fsdp"
-_NCCL_BUFFERS = "torch allocates the buffers, and moves them off the device while inference uses it"
+_NCCL_BUFFERS = "torch allocates the buffers, so that they can be moved to the CPU while inference uses the device"
 _ONE_RANK = "how sequences are split over ranks is set in the backend's own section"
 _CHUNKS = "trainer.logprobs_chunk_size limits how many tokens' logits are in memory at a time"
 _LOCAL_ONLY = "no engine of this version supports it"
@@ -172,13 +172,13 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.algorithm.value_head_prefix": Unsupported("a critic's head is called value_head", ("value_head",)),
     "trainer.sequence_parallel_backend": Unsupported(_ONE_RANK, ("ulysses",)),
     "trainer.use_expandable_segments": Unsupported(_ALLOCATOR, is_harmless=True),
-    "trainer.policy.use_torch_compile": Unsupported("the policy is not compiled", (True, False)),
+    "trainer.policy.use_torch_compile": Unsupported("models are not compiled", (True, False)),
     "trainer.policy.record_memory": Unsupported("memory is not recorded", (False,)),
     "trainer.policy.torch_profiler_config": Unsupported(_PROFILER, is_harmless=True),
     "trainer.policy.torch_profiler_config.enable": Unsupported(_PROFILER, (False,)),
     "trainer.policy.model_config_kwargs": Unsupported("the model's own config.json is used unchanged", (None, {})),
     "trainer.policy.language_model_only": Unsupported("only text models are supported", (False, True)),
-    "trainer.policy.inference_only_init": Unsupported("a policy is trained", (False,)),
+    "trainer.policy.inference_only_init": Unsupported("a model has no inference-only initialisation", (False,)),
     "trainer.policy.model.fake_int4_qat": Unsupported(_QAT, is_harmless=True),
     "trainer.policy.model.fake_int4_qat.enabled": Unsupported(_QAT, (False,)),
     "trainer.policy.model.lora.lora_sync_path": Unsupported(
@@ -242,7 +242,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.chat_template.name_or_path": Unsupported("the model's own chat template is used", (None,)),
     "generator.chat_template.source": Unsupported("the model's own chat template is used", ("name",)),
     "environment.skyrl_gym.max_env_workers": Unsupported(
-        "environment.placement says where environments run; environment.num_workers limits the number of episodes",
+        "environment.placement says where environments run; environment.num_workers limits concurrent episodes",
         is_harmless=True,
     ),
     "generator.inference_engine.run_engines_locally": Unsupported("the run starts the engines", (True,)),

@@ -33,7 +33,7 @@ from rl_core.testing.forced_routes import forced_routes
 
 
 class ReferenceWorker:
-    """A worker of a single rank in float32. Supports `ppo_clip` and `cross_entropy` with default settings, KL k3 and
+    """A single-rank worker in float32. Supports `ppo_clip` and `cross_entropy` with default settings, KL k3 and
     the entropy bonus.
 
     If a batch has routes, the model follows them (`rl_core.testing.forced_routes`).
@@ -48,8 +48,7 @@ class ReferenceWorker:
             spec.model.path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         self.computing = self.model
-        """The model that computes scores. A subclass may use another one, in another precision, with copies of the
-        weights."""
+        """The model that computes scores. A subclass may use a copy in another precision."""
         self.steps_done = 0
         self.optimizer = None
         if spec.optimizer is not None:
@@ -110,7 +109,7 @@ class ReferenceWorker:
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
         """Scales the gradients, clips them by their global norm, and takes an AdamW step unless the norm is not finite.
-        The rate rises linearly during warm-up, then stays constant."""
+        Unless `update` sets the learning rate, it rises linearly during warm-up, then stays constant."""
         assert self.optimizer is not None
         assert self.spec.optimizer is not None
         config, update = self.spec.optimizer, update or OptimizerUpdate()

@@ -56,8 +56,9 @@ class FailureAccount:
             )
 
     def restore(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Records samples that ended in an earlier run, and returns those that failed. Does not limit their rate,
-        because the earlier run accepted them, together with samples that this account does not have."""
+        """Records samples that ended, and returns those that failed. Call it for samples of an earlier run: it does
+        not limit the rate of failures, because that run accepted them, together with samples that this account does
+        not have."""
         failed = [trajectory for trajectory in trajectories if trajectory.failure is not None]
         self._num_ended.update(trajectory.group_id for trajectory in trajectories)
         self._failed += failed

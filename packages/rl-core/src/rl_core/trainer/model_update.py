@@ -72,8 +72,8 @@ class ModelUpdate:
         self.nonfinite_steps = nonfinite_steps
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """Takes one optimizer step per mini-batch and epoch. Returns the batch with the scores that the first step
-        returned, and metrics."""
+        """Takes one optimizer step per mini-batch and epoch. Returns the batch with the scores that the first
+        training pass returned, and metrics."""
         settings = self._settings
         parts: list[Metrics] = []
         for epoch in range(settings.epochs):

@@ -1,8 +1,8 @@
 """Connects to Ray and reserves a placement group for a group of ranks.
 
 Resources: a node of the group is one bundle of its placement group. A rank reserves `CPUS` of a CPU and, if the cluster
-has GPUs, one GPU. Ranks share cores, so `CPUS` only limits the number of ranks per machine. A group
-that shares another group's devices reserves nothing; it uses the same bundles and GPUs.
+has GPUs, one GPU. Ranks share cores, so `CPUS` only limits the number of ranks per machine. A group that
+shares another group's devices reserves nothing; it uses the same bundles and GPUs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RaySession:
 
     @property
     def lost(self) -> str | None:
-        """Why Ray can be used no longer: one of its own processes died, or did not answer `tell`; None: it can."""
+        """Why Ray can no longer be used: one of its own processes died, or did not answer `tell`; None: it can."""
         return self._unanswered or (None if self._watch is None else self._watch.lost)
 
     def enter(self) -> None:
@@ -76,7 +76,7 @@ class RaySession:
                 self._watch.close()
             self.tell(ray.shutdown)
             if self.lost is not None:
-                # It would hang at the exit of this process. The processes that Ray started end with this one.
+                # `ray.shutdown` would hang when this process exits. The processes that Ray started end with this one.
                 atexit.unregister(ray.shutdown)
 
     def tell(self, call: Callable[[], object]) -> None:

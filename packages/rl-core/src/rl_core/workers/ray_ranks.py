@@ -2,9 +2,10 @@
 rl_core only these two modules and `ray_cluster.py` use Ray.
 
 A call returns the results by rank or raises one error. It waits until all ranks have answered, a rank has failed, ranks
-are found dead, or the deadline has passed. After an error the ranks are out of step (some may wait in a collective for
-a dead rank), so all of them are killed. There are two exceptions: every rank raised a user's mistake; or, in a call
-that does not change the training state, some ranks raised a user's mistake and all others returned.
+are found dead, one of Ray's servers has died, or the deadline has passed. After an error the ranks are out of step
+(some may wait in a collective for a dead rank), so all of them are killed. There are two exceptions: every rank raised
+a user's mistake; or, in a call that does not change the training state, some ranks raised a user's mistake and all
+others returned.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _SETTLE_S = 3.0
 """Seconds to wait for other answers after a failure: a rank may report a lost peer before Ray reports the peer's
 death."""
 _ONLY_READ: frozenset[Callable[..., Any]] = frozenset({RankHost.publish, Worker.save_state, Worker.save_model})
-"""Calls that do not change the training state. When one raises on a rank, no rank is left in a collective."""
+"""Calls that do not change the training state. The ranks remain usable after a user's mistake in such a call if all of
+them have answered."""
 _PULSE_S, _DOING_S = 2.0, 5.0
 """Seconds that a rank has to send its pulse, and to say what it is doing."""
 _NO_ANSWER = "did not answer when asked what it was doing"
@@ -100,9 +102,9 @@ class RayRanks:
             beside: ranks of the same shape whose devices these ranks share. None: they reserve their own.
             timeout_s: longest wait for each later call.
             start_timeout_s: longest wait for each phase of this start.
-            silence_s: ranks that neither answer nor work for this long are dead (see `Heartbeats`).
+            silence_s: ranks that neither answer nor work for this long count as dead (see `Heartbeats`).
         """
-        ray_session.enter()  # connects to Ray until the new object uses the session itself
+        ray_session.enter()  # keeps Ray connected until the new object has entered the session itself
         try:
             if beside is None:
                 placement = await Reservation.reserve(spec.role, shape, start_timeout_s)
@@ -148,7 +150,7 @@ class RayRanks:
             reason = (
                 f"{self._role}: Ray's object store did not take the batch for {method.__name__} within "
                 f"{self._silence_s:g} s (trainer.worker_silence_s). Is Ray's node manager (raylet) on this machine "
-                "stopped, or the machine short of memory?"
+                "stopped, or is the machine short of memory?"
             )
             self._end(reason)
             raise DeadlineError(reason) from error
@@ -169,7 +171,7 @@ class RayRanks:
         return await self._all(method.__name__, calls)
 
     async def close(self) -> None:
-        """Closes the workers, then ends the actors. Actors that are busy or have failed are killed at once."""
+        """Closes the workers, then ends the actors. If a call is unanswered, the actors are killed at once."""
         if self._ended is not None:
             return
         try:
@@ -222,7 +224,7 @@ class RayRanks:
             return [answers[rank] for rank in range(len(refs))]
         silent = [rank for rank in range(len(refs)) if rank not in answers]
         if ray_session.lost is not None:
-            error = WorkerError(f"{self._role}: {phase} cannot be finished: {ray_session.lost}. All ranks end too")
+            error = WorkerError(f"{self._role}: {phase} cannot be finished: {ray_session.lost}. All ranks were ended")
         elif failures:
             error = self._error_of(phase, failures, silent)
         elif dead:
@@ -235,8 +237,8 @@ class RayRanks:
         raise error
 
     async def _answers(self, refs: Sequence[Awaitable[Any]]) -> tuple[dict[int, Any], Mapping[int, str]]:
-        """Waits until all answers are there, the deadline has passed, a failure is `_SETTLE_S` old, or ranks are found
-        dead. Returns the answers by rank, and the dead ranks."""
+        """Waits until all answers are there, the deadline has passed, a failure is `_SETTLE_S` old, ranks are found
+        dead, or one of Ray's servers has died. Returns the answers by rank, and the dead ranks."""
         tasks = {asyncio.ensure_future(_answer_of(ref)): rank for rank, ref in enumerate(refs)}
         clock = asyncio.get_running_loop().time
         deadline, has_failed = clock() + self._timeout_s, False
@@ -304,9 +306,9 @@ class RayRanks:
         return len(failures) == len(self._actors) and _are_user_errors(failures)
 
     def _error_of(self, phase: str, failures: Mapping[int, Failure], silent: Sequence[int]) -> Exception:
-        """Returns one error for all failures: rank 0's error if all ranks raised a user's mistake. Otherwise a rank
-        that died takes precedence over one that raised, which may only have lost its peer, and an earlier failure over
-        a later one."""
+        """Returns one error for all failures. If all ranks raised a user's mistake, it is rank 0's error. Otherwise it
+        is the error of the first rank that died, or of the first that failed if none died: a rank that raised may only
+        have lost its peer."""
         rank = min(failures, key=lambda rank: not failures[rank].died)
         if self._all_agree(failures):
             rank = 0

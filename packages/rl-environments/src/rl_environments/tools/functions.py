@@ -45,7 +45,7 @@ class ToolFunction:
     name: str
     description: str
     arguments: type[BaseModel]
-    """Model that validates the arguments; the alias of each field is a parameter's name."""
+    """pydantic model that validates the arguments; the alias of each field is a parameter's name."""
     schema: ToolSchema
     """The schema for a chat template."""
 

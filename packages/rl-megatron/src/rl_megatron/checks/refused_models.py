@@ -52,10 +52,12 @@ FIXED = {
     ),
     "quantization_config": Fixed(
         values=(None,),
-        reason="Megatron-Bridge 0.3.1 loads weights without their scales (log-probs off by 1.3); a small copy has none",
+        reason="Megatron-Bridge 0.3.1 loads weights without their scales (log-probs off by 1.3); a small copy has no "
+        "scales",
     ),
     "transformers_weights": Fixed(
-        values=(None,), reason="Megatron-Bridge 0.3.1 reads the usual files, and a small copy has no others"
+        values=(None,),
+        reason="Megatron-Bridge 0.3.1 reads the usual weight files instead; a small copy has only those",
     ),
 }
 """Fields that a check on a small copy does not cover."""

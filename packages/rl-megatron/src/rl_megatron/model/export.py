@@ -78,8 +78,8 @@ class WeightExport:
 
 @contextmanager
 def gradients_as_weights(chunks: Sequence[Any]):
-    """Within the context, stand-ins that hold the main gradients replace the trained parameters, so that code which
-    converts weights converts gradients.
+    """Within the context, stand-ins that hold the main gradients replace the trained parameters, so that
+    `WeightExport` exports gradients.
 
     The parameters themselves are not changed: replacing a parameter's data by data of another dtype gives it a new
     gradient accumulator without Megatron's hooks, and its later gradients would be lost.

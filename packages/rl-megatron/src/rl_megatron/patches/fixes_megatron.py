@@ -1,5 +1,5 @@
-"""Fixes for bugs of Megatron-Core 0.16.1. tests/megatron/test_needed.py leaves fixes out and expects the faults; remove
-a fix when its bug is gone."""
+"""Fixes for bugs of Megatron-Core 0.16.1. tests/megatron/test_needed.py leaves out each fix except
+`fix_expert_bias`, and expects the fault. Remove a fix when its bug is gone."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def fix_expert_bias() -> None:
 
 
 def fix_loading_of_torch_adam() -> None:
-    """Adds the current `step` to states that `DistributedOptimizer` loads. A fully reshardable state has no `step`,
-    which is stored separately, but loading expects it, so torch's AdamW would raise KeyError."""
+    """Adds the current `step` to states that `DistributedOptimizer` loads. A fully reshardable state stores
+    `step` separately, but loading expects it in the state, so torch's AdamW would raise KeyError."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:

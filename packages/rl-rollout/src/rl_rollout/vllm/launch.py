@@ -34,7 +34,7 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
     Raises:
         ConfigError: Ray's cluster is too small for the servers, vLLM's CPU build does not support the options, or the
             control token of external servers is missing.
-        DeadlineError: Ray's cluster stays occupied.
+        DeadlineError: resources of Ray's cluster did not become free in time.
         GenerationError, DeadlineError: a server did not start. If the run started it, the message has its last log
             lines.
     """
@@ -99,7 +99,8 @@ def client_settings(spec: EngineSpec, tokens: Tokens, *, host: str = "127.0.0.1"
 async def supervised_client(
     servers: Sequence[Startable], settings: ClientSettings, *, after: Callable[[], None] = lambda: None
 ) -> RemoteInferenceClient:
-    """Starts the servers and returns a client for them; its `close` ends them and then calls `after`."""
+    """Starts the servers and returns a client for them. Its `close` stops the servers that the run started, then calls
+    `after`."""
     pool = Pool(len(servers))
     supervisor = Supervisor(pool, servers, settings.heartbeat, control_token=settings.tokens.control)
     await supervisor.start()

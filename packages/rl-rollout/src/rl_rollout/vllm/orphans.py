@@ -27,8 +27,8 @@ def mark() -> None:
 
 
 def end_with_parent() -> None:
-    """In a process that was started after `mark`: applies the fixes for shared memory, and ends this process when its
-    parent has ended."""
+    """In a process that was started after `mark`: applies the fixes that vLLM's processes need, and ends this process
+    when its parent has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None and _MARK in os.environ:
         fixes.unlink_message_queues()

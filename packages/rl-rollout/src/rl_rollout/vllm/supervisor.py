@@ -1,11 +1,12 @@
-"""Sends heartbeats to the servers; removes a dead or hung server from the pool, and restarts it.
+"""Sends heartbeats to the servers; removes a dead or hung server from the pool, and restarts it or, if it is external,
+waits for it.
 
 consumes     answers to heartbeats; the client's reports that a server did not answer
 produces     members that join and leave the pool
 waits for    the next heartbeat; a restarted server, up to its start timeout
 unblocked by time, or by `suspect`
 
-A restarted server holds the model's first weights. It is up, but not in service until it has received the pool's
+A restarted server holds the model's initial weights. It is up, but not in service until it has received the pool's
 version: at the trainer's next sync, or earlier if the trainer waits for `needs_weights` and then publishes again.
 """
 
@@ -177,7 +178,7 @@ class Supervisor:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RESTART_PAUSE_S)
             else:
-                logger.warning("%s is back in service after %.0f s", member, time.monotonic() - began)
+                logger.warning("%s is up again after %.0f s", member, time.monotonic() - began)
                 return
 
 

@@ -178,7 +178,8 @@ def _require_fitting(worker: Any, rendezvous: Rendezvous) -> None:
     if adapters.has_adapters(worker) != (rendezvous.adapter is not None):
         comes, takes = ("whole weights", "adapters") if rendezvous.adapter is None else ("an adapter", "whole weights")
         raise WeightSyncError(
-            f"got {comes}, but this engine was started for {takes}; set the same trainer.policy.model.lora.merge_lora"
+            f"got {comes}, but this engine was started for {takes}; set trainer.policy.model.lora.merge_lora to the "
+            "same value in the run and in the server"
         )
 
 
@@ -271,8 +272,9 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
 
 
 def _require_complete(worker: Any, names: AbstractSet[str], adapter: Mapping[str, Any] | None) -> None:
-    """Checks that a version has the same tensors as the previous one: vLLM silently leaves a missing tensor as it was,
-    or unset. An adapter whose configuration differs from the previous one's, as another run may send, is not compared.
+    """Checks that a version has the same tensors as the previous one: vLLM silently keeps the old value of a missing
+    tensor, or leaves it unset. An adapter whose configuration differs from the previous one's, as another run may send,
+    is not compared.
 
     Tensors missing in the first version are not found here; `rl_core.trainer.verification` finds them, because the
     engine's log-probs are then wrong.
