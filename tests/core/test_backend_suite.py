@@ -229,7 +229,7 @@ class LosesItsGradientsWhenLookedAt(PlainWorker):
 
 
 class NeverTrainsOnceLookedAt(PlainWorker):
-    """Freezes its gradients once they were read, as if autograd had lost its accumulators."""
+    """Freezes its gradients once they have been read, as if autograd had lost its accumulators."""
 
     is_deaf = False
 
