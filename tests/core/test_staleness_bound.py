@@ -82,7 +82,7 @@ class OneMoreVersion(RecordedBuffer):
 
 
 class OneVersionLess(RecordedBuffer):
-    """Wrong: generation runs one step less ahead than it may."""
+    """Wrong: generation runs one step less far ahead than it may."""
 
     def _has_room(self) -> bool:
         self._pipeline_depth -= 1

@@ -117,7 +117,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
     rows of metrics and samples, exported models, summary and report.
 
     Does nothing if no later step left checkpoints or rows. Models are not moved if `trainer.export_path` is outside the
-    run directory. If killed midway, some checkpoints may already be moved, but no row is lost.
+    run directory. If killed midway, some files may already be moved, but no row is lost.
     """
     run_dir = config.run_dir
     checkpoints = [path for path in complete_checkpoints(config.ckpt_dir) if step_of(path) > step]

@@ -24,7 +24,7 @@ _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER,
 _X32 = 0x40000000  # x86 calls with 32-bit pointers, which have their own numbers
 _FIRST_UNKNOWN = 463
 """The first call that the table does not know, setxattrat of Linux 6.13. Calls from 424 on have the same number on
-every architecture."""
+both architectures."""
 _AF_UNIX, _PR_SET_DUMPABLE = 1, 4
 _Instruction = tuple[int, int, int, int]
 

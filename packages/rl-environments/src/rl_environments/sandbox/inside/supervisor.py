@@ -33,7 +33,7 @@ _PIECE = 1 << 16
 _CONFINEMENT_FAILED = 70
 _RECORD_FD = 3
 _MOST_FILES = 1 << 20
-"""Above any file descriptor that the supervisor has open; one system call closes them all."""
+"""Above every file descriptor that the supervisor has open, so that one system call can close all of them."""
 
 
 def main() -> None:
