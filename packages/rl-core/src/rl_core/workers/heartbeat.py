@@ -20,7 +20,7 @@ _BUSY = 0.05
 """CPU seconds per second above which a process counts as working. Ray's own threads use less in a waiting rank
 (`tests/ray/test_failures.py`)."""
 _BYTES_PER_S = 100_000
-"""Bytes read and written per second above which a process counts as working. Ray's own messages are fewer."""
+"""Bytes read and written per second above which a process counts as working. Ray's own messages take fewer."""
 _TICKS_PER_S = 100.0
 """Clock ticks per second in /proc/*/stat: 100 on Linux for x86-64 and aarch64."""
 

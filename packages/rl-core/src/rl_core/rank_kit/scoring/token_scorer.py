@@ -103,7 +103,7 @@ def load_scorer(
             compute dtype, and the sharding code keeps a float32 copy.
 
     Raises:
-        ConfigError: the model does not exist, or its code lacks a needed ability.
+        ConfigError: the model does not exist, or this code cannot score or train it.
     """
     path, where, is_trained = spec.model.path, SECTIONS[spec.role], spec.optimizer is not None
     assert path is not None
