@@ -1,4 +1,4 @@
-"""Load-balancing losses add the gradient of their mean over tokens, on every mesh."""
+"""Load-balancing losses add the gradient of their mean over tokens, also with tensor and context parallelism."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class EnvironmentGenerator:
             try:
                 return await self._play(request, index, prompts)
             except (ConfigError, PluginError, HangingThreads) as error:
-                # Such an error affects every sample and is not the model's fault, so the run ends.
+                # Such an error is not the model's fault and may affect other samples too, so the run ends.
                 raise type(error)(f"{request.row_place}: {error}") from error
             except EnvironmentFailure as error:
                 return _failed(request, index, error.kind, str(error))
