@@ -1,7 +1,7 @@
 """Share of a step that the controller takes: all but generation, scoring, training, publishing, evaluation and saving.
 
-Runs some steps of the quick start's GRPO on its untrained model and prints each phase's share. Goal: controller under 3
-%.
+Runs some steps of the quick start's GRPO on its untrained model and prints each phase's share. Goal: under 3 % for the
+controller.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def write_corpus(path: Path) -> Path:
 
 
 def main() -> None:
-    """Prints a row per template."""
+    """Prints one row per case."""
     with tempfile.TemporaryDirectory() as directory:
         corpus = write_corpus(Path(directory) / "documents.jsonl")
         print(f"{'conversation':<34} {'steps merged':>13} {'steps apart':>12}   (tokens, over those of one sequence)")

@@ -50,7 +50,7 @@ def random_script(max_staleness: int, seed: int, *, pipeline_depth: int | None =
 
 
 def require_the_bound(run: ScriptedRun) -> None:
-    """Fails if a group is trained on more than `max_staleness` versions after its start, or not exactly once."""
+    """Fails unless each started group is trained on exactly once, at most `max_staleness` versions after its start."""
     started_at = {int(event.split()[1]): int(event.split()[3]) for event in run.events_of("start")}
     for step, groups in run.taken:
         assert len(groups) == run.script.groups_per_step
@@ -61,8 +61,8 @@ def require_the_bound(run: ScriptedRun) -> None:
 
 
 def require_nothing_is_lost(*runs: ScriptedRun) -> None:
-    """Fails unless the runs, each resumed from the one before, together train every step, and every group exactly
-    once."""
+    """Plays the last run to its end. Fails unless the runs, each resumed from the one before, together train every step
+    and every group exactly once."""
     runs[-1].go()
     assert [step for run in runs for step in run.trained] == list(range(1, runs[0].script.steps + 1))
     groups = Counter(group for run in runs for groups in run.trained.values() for group in groups)

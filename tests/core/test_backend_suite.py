@@ -229,7 +229,7 @@ class LosesItsGradientsWhenLookedAt(PlainWorker):
 
 
 class NeverTrainsOnceLookedAt(PlainWorker):
-    """Freezes its gradients once they were read, as if autograd had lost its accumulators."""
+    """Freezes its gradients once they have been read, as if autograd had lost its accumulators."""
 
     is_deaf = False
 
@@ -512,7 +512,7 @@ def proofs(tmp_path, monkeypatch):
     ],
 )
 def test_the_suite_finds_a_backend_whose_model_is_another(worker_class, complaint, tmp_path, proofs, monkeypatch):
-    if worker_class is plain.Dies:  # as outside these tests, to see the error output of a process that dies
+    if worker_class is plain.Dies:  # a forked proof has no error output
         monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)
     with pytest.raises(ConfigError, match=complaint):
         prove(worker_class, tmp_path)
@@ -520,7 +520,7 @@ def test_the_suite_finds_a_backend_whose_model_is_another(worker_class, complain
 
 @pytest.mark.slow
 def test_the_suite_passes_a_backend_whose_model_is_that_of_transformers(tmp_path, proofs, monkeypatch):
-    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # as outside these tests
+    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # not forked, as in a run
     prove(PlainWorker, tmp_path)
 
 
@@ -538,7 +538,7 @@ def test_every_check_that_compares_numbers_has_a_wrong_worker():
         "test_it_is_a_backend_of_this_contract": "checks types and the mesh, not what a worker computes",
         "test_a_missing_model_is_a_configuration_error": "no number",
         "test_scoring_leaves_no_gradient": "no number",
-        "test_a_reference_model_scores_and_does_not_train": "scores are compared as elsewhere",
+        "test_a_reference_model_scores_and_does_not_train": "its scores are compared by other checks",
         "test_state_saved_at_one_world_size_continues_at_another": "has a test of its own, above",
         PROOF: "has tests of its own, above",
     }

@@ -20,8 +20,8 @@ from tests.core.conftest import Run
 
 
 def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[Config]:
-    """Replaces training, after checks and preparation, with a fake that returns or raises `result`. Returns the list of
-    configurations that the fake receives."""
+    """Replaces training itself, but not the checks and preparation before it, with a fake that returns or raises
+    `result`. Returns the list of configurations that the fake receives."""
     seen: list[Config] = []
 
     async def train(config: Config, *_: object) -> RunSummary:
@@ -35,7 +35,7 @@ def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseExcept
 
 
 def play_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the sampling of `rl eval` and `rl generate`, after checks and preparation, with fakes."""
+    """Replaces sampling in `rl eval` and `rl generate`, but not the checks and preparation before it, with fakes."""
 
     async def evaluate(config: Config) -> dict[str, float]:
         return {"eval/reward": 0.5}

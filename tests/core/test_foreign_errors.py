@@ -1,5 +1,5 @@
 """BaseExceptions raised by a plug-in, a callback or a loss: the run ends with an error that names the source, and
-saves."""
+saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -188,6 +188,6 @@ async def test_an_error_of_a_thread_that_nobody_waits_for_any_more_is_not_logged
     asyncio.get_running_loop().call_later(0.01, may_fail.set)
     with pytest.raises(ValueError, match="late"):
         await thread.within(60)
-    del thread  # asyncio logs an error that was never retrieved when its future is deleted
+    del thread  # when a future is deleted, asyncio logs its error if nobody has retrieved it
     gc.collect()
     assert caplog.records == []

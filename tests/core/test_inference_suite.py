@@ -1,4 +1,4 @@
-"""The inference suite passes the reference engine and fails each faulty one in the named check."""
+"""The inference suite accepts the reference engine. Each faulty engine fails the check listed with it."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from tests.core.scripted_run import RecordedBuffer, Script, ScriptedRun
 
 
 def require_generation_as_far_ahead_as_it_may(run: ScriptedRun) -> None:
-    """Fails unless all groups that a version may start are started when it is published, and no others before the
-    next."""
+    """Fails unless all groups that the depth allows start as soon as a version is published, and no others start before
+    the next version."""
     script = run.script
     started, started_by_version = 0, []
     for event in [*run.events_of("start", "published"), "published end"]:
@@ -82,7 +82,7 @@ class OneMoreVersion(RecordedBuffer):
 
 
 class OneVersionLess(RecordedBuffer):
-    """Wrong: generation runs one step less ahead than it may."""
+    """Wrong: generation runs one step less far ahead than it may."""
 
     def _has_room(self) -> bool:
         self._pipeline_depth -= 1

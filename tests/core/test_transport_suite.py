@@ -1,4 +1,4 @@
-"""The weight-transport suite passes an in-memory transport and fails each faulty one in the named check."""
+"""The weight-transport suite accepts an in-memory transport. Each faulty transport fails the check listed with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that share devices: which group is on them when."""
+"""Groups that share devices take turns on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A critic, adapters, and both: two DeepSpeed ranks against a single FSDP rank, which shards nothing."""
+"""Compares two DeepSpeed ranks with a single FSDP rank, which shards nothing: a critic, adapters, and both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations that are refused before any process starts, and DeepSpeed's configuration. Starts no rank."""
+"""Configurations that are refused before any process starts, and the configuration that DeepSpeed receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend whose rank, in the run's own process, is deep in a long call when Ctrl-C is pressed twice."""
+"""A backend whose rank runs in the run's own process and is in a long call when Ctrl-C is pressed twice."""
 
 from __future__ import annotations
 

@@ -41,9 +41,8 @@ WITHOUT_EMBEDDINGS: dict[str, tuple[str, str | None]] = {
     "moonshotai/Moonlight-16B-A3B": ("15.29", "2.24"),
     "zai-org/GLM-4.7-Flash": ("29", "3"),
 }
-"""The same without the embedding and the output layer. Sources: the cards of Qwen; for Moonlight, table 3 of its report
-(arXiv 2502.16982). The 30B-A3B on the card of GLM-4.7-Flash is exact only to a billion.
-"""
+"""Published billions without the embedding and the output layer. Sources: the cards of Qwen; for Moonlight, table 3 of
+its report (arXiv 2502.16982). The 30B-A3B on the card of GLM-4.7-Flash is exact only to a billion."""
 
 
 def shape_of(name: str) -> ModelShape:

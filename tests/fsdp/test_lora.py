@@ -1,4 +1,4 @@
-"""Adapters against plain peft and transformers, which compute one sequence at a time."""
+"""Compares training with LoRA to plain peft and transformers, which get one sequence at a time."""
 
 from __future__ import annotations
 

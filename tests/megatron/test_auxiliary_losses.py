@@ -1,4 +1,4 @@
-"""Load-balancing losses add the gradient of their mean over tokens, on every mesh."""
+"""Load-balancing losses add the gradient of their mean over tokens, also with tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gradients(group: RankGroup, batch: Any) -> dict[str, Tensor]:
 
 def balancing_loss(case: Case, tokens_T: Tensor) -> Tensor:
     """0.1 · E · Σ_e f_e P_e, summed over layers (Fedus et al. 2021, arXiv 2101.03961, eq. 4). f_e is the share of
-    expert e among the K choices of all tokens."""
+    expert e among the K choices of all tokens, P_e its mean probability."""
     seen: list[Tensor] = []
     modules = list(routers(case.reference.model).values())
     handles = [module.register_forward_hook(lambda _m, _a, out: seen.append(out[0])) for module in modules]
@@ -66,7 +66,7 @@ def test_its_gradient_is_that_of_the_formula(case: Case):
     assert expected[name].norm() > 1e-4
     for name, gradient in expected.items():
         found = balanced[name] - plain[name]
-        # The rounding of a difference of two float32 gradients with values up to 10.
+        # The tolerance covers the rounding of a difference of two float32 gradients with values up to 10.
         torch.testing.assert_close(found, gradient, rtol=1e-3, atol=2e-5, msg=name)
 
 

@@ -1,4 +1,4 @@
-"""Offloaded memory returns with its contents, and every view of it is valid again."""
+"""Offloaded tensors return with their contents, dropped ones with zeros, and every view is valid again."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_coming_back_twice_does_nothing():
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_an_optimizer_that_leaves_takes_no_parameter_along(tmp_path: Path, bf16: bool):
-    """In float32 the optimizer's parameters are views of the model's, which stays in use; in bfloat16 they are copies,
-    which are offloaded."""
+    """In float32 the optimizer's parameters are views of the model's parameters, which stay in use; in bfloat16 they
+    are copies and are offloaded."""
     weights = []
     with open_case(probed, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
         for leaves in (False, True):

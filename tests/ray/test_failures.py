@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 PHASES = ("start", "forward", "backward", "optim_step", "save_state")
 METHOD = {"backward": "forward_backward"}
-"""Phase of the fault → the group's call, where its name differs."""
+"""Phase of a fault → the group's method, where the two names differ."""
 LIMITS = MicroBatchLimits(max_sequences=1)
 
 

@@ -173,7 +173,7 @@ def trained_by(*runs: ScriptedRun) -> dict[tuple[int, int], Trajectory]:
 
 
 def require_continued(started: Sequence[StartedGroup], trained: dict[tuple[int, int], Trajectory]) -> None:
-    """Each sample begins with its stored tokens, log-probs and versions, and keeps its group's start version."""
+    """Fails unless each sample begins with its stored tokens, log-probs and versions, at its group's start version."""
     for group in started:
         for index in range(2):
             trajectory, stored = trained[group.group_id, index], stored_of(group, index)
@@ -182,7 +182,7 @@ def require_continued(started: Sequence[StartedGroup], trained: dict[tuple[int, 
 
 
 def require_sound(run: ScriptedRun) -> None:
-    """Every token has the log-prob of its version, and no version is older than its group's start version."""
+    """Fails unless each token has the log-prob of its version, which is not older than its group's start version."""
     for step, trajectories in run.reports.groups.items():
         for trajectory in trajectories:
             sampled = sampled_of(trajectory)
@@ -289,7 +289,7 @@ def test_a_checkpoint_is_written_even_if_the_engine_aborts_nothing(
     run.go()
     assert run.time_of("save 1") == run.time_of("row 1") + seconds
     stored = [stored_of(group, index) for group in started_in(tmp_path) for index in range(2)]
-    assert {len(one) for one in stored} <= {0, LENGTH - 1}, "only whole responses"
+    assert {len(one) for one in stored} <= {0, LENGTH - 1}, "only whole responses may be stored"
     assert warning in caplog.text
     require_nothing_is_lost(run, run.resumed())
 
@@ -385,7 +385,7 @@ async def test_a_forced_response_is_not_aborted_for_a_checkpoint():
     released.set()
     await asyncio.gather(*running)
     assert not answers.running
-    assert answers.so_far.keys() == {request_key(free), request_key(forced)}, "a finished one is recorded"
+    assert answers.so_far.keys() == {request_key(free), request_key(forced)}, "both finished responses must be recorded"
 
 
 async def test_an_error_names_the_engines_client_and_not_its_recorder():
@@ -411,6 +411,6 @@ async def test_an_answer_is_used_once_and_kept_until_it_is_asked_for():
     assert again != answer
     assert client.num_asked == 1
     await sampler.generate(attrs.evolve(request, seed=4))
-    assert dict(answers.so_far) == {request_key(request): again}, "outside `recording()` nothing must be recorded"
+    assert dict(answers.so_far) == {request_key(request): again}, "nothing may be recorded outside `recording()`"
     waiting = Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")
     assert not GroupAnswers(2, recorded={"request": (waiting,)}).so_far, "an answer without tokens must not be kept"

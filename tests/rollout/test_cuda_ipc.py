@@ -1,4 +1,4 @@
-"""CUDA IPC is refused with a clear error without a GPU; with one it passes the suite between two processes."""
+"""CUDA IPC is refused with a clear error without a GPU; with a GPU it carries weights to two other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the er
 
 @pytest.fixture
 def rendezvous():
-    """A rendezvous that both sides accept: `open`, which would fail here without a GPU, is not called."""
+    """A rendezvous that both sides accept, made without `open`, which needs a GPU."""
     data = open_store("127.0.0.1", num_ranks=1, num_receivers=1, timeout_s=20.0, join_timeout_s=20.0)
     yield Rendezvous(transport="cuda_ipc", receiver="", data=data)
     close_store(data["port"])

@@ -1,6 +1,5 @@
-"""What a sync leaves behind if its process is killed: it is named after run and process, and the next run's first sync
-removes it.
-"""
+"""Folders that a sync leaves behind if its process is killed are named after run and process, and the next sync removes
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def folders_of(rendezvous: Rendezvous) -> list[Path]:
 
 
 def in_killed_process(act: Callable[[], object]) -> int:
-    """Runs `act` in a process that then kills itself with SIGKILL. Returns its id."""
+    """Runs `act` in a process that then kills itself with SIGKILL. Returns the process id."""
 
     def run() -> None:
         act()
@@ -91,8 +90,7 @@ def test_the_files_of_a_run_that_lives_stay(temporary: Path):
 
 def test_a_folder_that_is_being_made_stays_as_long_as_anybody_makes_one(temporary: Path):
     """A young folder without a lock stays while any process is making a folder, because its maker may not have locked
-    it yet. Once it is old, it is removed all the same.
-    """
+    it yet. An old folder without a lock is removed all the same."""
     (temporary / "rl-weights-x-1-young").mkdir()
     (temporary / "rl-weights-x-1-old").mkdir()
     (temporary / "rl-weights-x-1-empty").mkdir()

@@ -1,4 +1,4 @@
-"""Pairwise losses, alone and on ranks of every backend, against a single autograd graph over whole pairs."""
+"""Compares pairwise losses, alone and on ranks of every backend, with a single autograd graph over whole pairs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_value_and_gradient_are_those_of_whole_pairs(num_parts: int, settings: d
     batch = batch.with_columns(**objective.prepare(batch.columns, batch.sequence_index, seed=0))
     logprobs_T = batch["old_logprobs"].clone().requires_grad_()
     found = 0.0
-    for part in range(num_parts):  # the two sequences of most pairs are in different parts
+    for part in range(num_parts):
         rows = torch.arange(part, batch.num_sequences, num_parts)
         micro_batch, tokens = batch.select(rows), batch.token_index(rows)
         loss, _ = objective(micro_batch.columns, sequence_T=micro_batch.sequence_index, logprobs_T=logprobs_T[tokens])
@@ -273,7 +273,7 @@ def arranged(
 def test_ranks_compute_the_gradient_of_whole_pairs(name: str, arranged: Callable[[str], tuple[Case, RankGroup]]):
     on_ranks = LOSSES[name]
     case, group = arranged(on_ranks.role)
-    # Six of the suite's sequences with a trained token. The two of a pair are not adjacent.
+    # Six of the suite's sequences that have a trained token. The two sequences of a pair are not adjacent.
     rows = [n for n in range(case.batch.num_sequences) if _trained(case.batch, n).any()][:6]
     batch = case.batch.select(rows).with_columns(group_id=torch.tensor([5, 6, 7, 5, 6, 7]))
     batch = batch.with_columns(rewards=_rewards(batch, preferred=[0, 1, 2]))
@@ -299,7 +299,7 @@ def _rewards(batch: Batch, *, preferred: Sequence[int]) -> Tensor:
 
 
 def _of_one_graph(on_ranks: OnRanks, case: Case, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """The loss of transformers and autograd, and the gradients of all weights that have one."""
+    """The loss computed with transformers and autograd, and the gradients of all weights that have a gradient."""
     reference = case.new_reference()
     sequences = [batch["tokens"][batch.token_index([n])] for n in range(batch.num_sequences)]
     if on_ranks.role == "policy":
@@ -322,7 +322,7 @@ def _of_one_graph(on_ranks: OnRanks, case: Case, batch: Batch) -> tuple[float, d
 
 
 def _difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Relative L2 over all weights together. Names may omit the prefix `model.`."""
+    """Relative L2 difference over all weights together. Names may omit the prefix `model.`."""
     found, wanted = ({name.removeprefix("model."): w for name, w in each.items()} for each in (found, wanted))
     assert found.keys() == wanted.keys()
     norm = torch.stack([value.norm() for value in wanted.values()]).norm()

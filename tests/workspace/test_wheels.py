@@ -5,7 +5,7 @@ dependencies.
 release` runs these tests with the folder that is to be published (RL_DIST). The workspace's overrides and editable
 installs do not apply in these environments. Other packages come from the index, or from where pip is told to look
 (PIP_FIND_LINKS). rl-core and rl-rollout are checked alone before other packages join them. A package that joins
-an environment could use a distribution that only an earlier one declares; `test_layering.py` finds this.
+an environment could use a distribution that only an earlier package declares; `test_layering.py` finds this.
 """
 
 from __future__ import annotations

@@ -105,9 +105,8 @@ async def test_a_tensor_that_is_left_out_later_is_refused_by_the_engine(dense_se
 
 
 def with_tensors(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[..., Iterator[WeightBucket]]:
-    """Sends one layer's `gate_proj` as `change` makes it. vLLM itself would not refuse any of these, and the checksums
-    match.
-    """
+    """Sends one layer's `gate_proj` as `change` makes it. vLLM itself would refuse no change in `WRONG_TENSORS`, and
+    the checksums match."""
 
     def spoil(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
         tensors = (pair for bucket in buckets for pair in unpack_bucket(bucket))
@@ -160,7 +159,7 @@ async def test_a_rank_that_never_sends_leaves_the_old_version(dense_server):
     await client.close()
 
 
-# --- engines sample until they have it ------------------------------------------------------------------------------
+# --- engines sample while new weights arrive ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", ["files", "shared_memory"])
@@ -210,7 +209,7 @@ async def test_a_prepared_version_of_another_sync_is_not_loaded(dense_server):
     await client.close()
 
 
-# --- changes alone --------------------------------------------------------------------------------------------------
+# --- deltas ---------------------------------------------------------------------------------------------------------
 
 
 def change_a_little(trainer: Trainer, part: str = "") -> None:
@@ -243,7 +242,7 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         before = await client.score([range(1, 20)])
         for version in (trainer.version + 1, trainer.version + 2):
             change_a_little(trainer, part)
-            assert (await changes.publish(version))[share] < 0.3, "mostly the index tables of tiny tensors"
+            assert (await changes.publish(version))[share] < 0.3, "most of this share is index tables"
             after = await client.score([range(1, 20)])
             assert after != before
         await whole.publish(trainer.version + 3)
@@ -289,9 +288,8 @@ async def test_changes_that_break_off_are_healed_by_whole_weights(dense_server, 
 
 
 async def test_agents_requests_at_a_server_that_is_quarantined_end_at_once(dense_server):
-    """They do not wait for a good update. A plain request gets an error, so that the router tries another
-    server; a stream ends with an error event.
-    """
+    """Requests do not wait for a good update. A plain request gets an error, so that the router tries another server;
+    a stream ends with an error event."""
     client = await connect(dense_server)
     fields = {"model": "policy", "prompt": "1+1=", "max_tokens": 450, "ignore_eos": True, "n": 8}
     async with policy_of(dense_server.model_path) as policy, open_session(TOKENS.access) as session:

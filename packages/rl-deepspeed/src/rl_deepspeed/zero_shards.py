@@ -1,4 +1,4 @@
-"""`Shards` of a DeepSpeed engine."""
+"""Implements `Shards` for a DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ZeroShards:
 
     Args:
         scorer: the model; its parameters are also the engine's.
-        engine: DeepSpeed's engine; None for an untrained model that is whole on every rank.
+        engine: DeepSpeed's engine; None for a frozen model that is whole on every rank.
         partitions: how the engine's ZeRO stage partitions the model.
     """
 
@@ -99,7 +99,7 @@ class ZeroShards:
         return adapter_tensors(self.scorer.model, dtype, self._whole)
 
     def head(self) -> dict[str, Tensor]:
-        """Returns the value head in float32, as in a base model's checkpoint, whatever the compute dtype is."""
+        """Returns the value head in float32, whatever the compute dtype is."""
         assert isinstance(self.scorer, ValueScorer)
         named = self.scorer.value_head.named_parameters()
         return {f"value_head.{name}": self._whole([weight], weight.detach).float() for name, weight in named}
@@ -171,7 +171,7 @@ class ZeroShards:
         self._away = away
 
     def _whole(self, parameters: Sequence[nn.Parameter], make: Callable[[], Tensor]) -> Tensor:
-        """See `Making`. Returns a copy, because gathered parameters are freed again."""
+        """See `Making`. If parameters must be gathered, returns a copy, because gathered parameters are freed again."""
         if not any(hasattr(weight, "ds_id") for weight in parameters):
             return make()
         with GatheredParameters(list(parameters)):

@@ -1,5 +1,5 @@
-"""Shared by the recipes that teach a small model in minutes: settings, files, and a start model made from
-demonstrations.
+"""Settings, files and a start model made from demonstrations, shared by the recipes that teach a small model in
+minutes.
 
 Such a recipe has a list of problems, of which the first ones are held out, and a function that makes demonstrations,
 most of them bad. A freshly initialised model of about 150,000 parameters learns from the demonstrations until a few of

@@ -1,7 +1,7 @@
 """Implements the `environment` generator: an engine and an environment play episodes turn by turn.
 
-The engine receives and returns token ids, and the trajectory holds exactly the tokens that it sampled. They are decoded
-to text for the environment, and this text is never encoded again.
+The engine receives and returns token ids, and the trajectory keeps the sampled ids unchanged. The environment receives
+them decoded to text; this text is never encoded again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rl_rollout.resuming import whole_response
 from rl_rollout.turn_tokens import TurnTokens
 
 _MOST_TOOL_SETS = 256
-"""Number of tool sets whose rendered turns are cached, for environments that offer each row its own tools."""
+"""Maximum number of tool sets whose rendered turns are cached; an environment may offer each row its own tools."""
 
 
 @attrs.frozen(kw_only=True)
@@ -66,8 +66,8 @@ class Episodes:
     environment_workers: int | None = None
     """Maximum number of environment threads or processes; None: the default of `EnvironmentPool`."""
     zero_reward_on_non_stop: bool = False
-    """Whether an episode gets reward 0 if its last response did not end by itself, or if it had no tokens left for
-    another turn."""
+    """Whether an episode gets reward 0 if its last response did not end by itself, or if there was no room for another
+    response."""
 
 
 class EnvironmentGenerator:
@@ -108,7 +108,7 @@ class EnvironmentGenerator:
             try:
                 return await self._play(request, index, prompts)
             except (ConfigError, PluginError, HangingThreads) as error:
-                # Such an error affects every sample and is not the model's fault, so the run ends.
+                # Such an error is not the model's fault and may affect other samples too, so the run ends.
                 raise type(error)(f"{request.row_place}: {error}") from error
             except EnvironmentFailure as error:
                 return _failed(request, index, error.kind, str(error))

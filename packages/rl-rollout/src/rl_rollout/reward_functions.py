@@ -106,7 +106,7 @@ def _wanted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -
 
 
 def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
-    """Describes which names a function's parameters may have instead of `name`."""
+    """Returns the end of the error message about the parameter `name`, for which there is no value."""
     if name in _ONLY_IN_TRL:
         return f"only TRL passes it, so give it a default, such as {name}=None"
     columns = ", ".join(key for key in given if key not in ("prompts", "completions", "completion_ids"))

@@ -19,8 +19,8 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
     unless i is its best sample. If k is the group's size, the best sample gets best minus second best, all others 0.
     Weighted with these advantages, the policy gradient is an unbiased estimate of the gradient of the expected best of
     k (max@k; pass@k for scores 0 and 1), up to a constant factor.
-    Source: Tang et al. 2025, arXiv 2503.19595 (inference-time objectives; leave-one-out control variate), with k
-    samples; the mean over k-subsets of more samples: Walder & Karkhanis 2025, arXiv 2505.15201.
+    Sources: Tang et al. 2025, arXiv 2503.19595, for groups of k samples (leave-one-out control variate); Walder &
+    Karkhanis 2025, arXiv 2505.15201, for the mean over the k-subsets of a larger group.
 
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
@@ -53,8 +53,8 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
 
 
 def _second_best_weights(size: int, k: int) -> Tensor:
-    """Returns a matrix. Entry [j, m] is the fraction of those k-subsets that contain the sample of rank j (0: lowest
-    score) in which this sample is the best and the sample of rank m the second best."""
+    """Returns a matrix. Of the k-subsets that contain the sample of rank j (0: lowest score), entry [j, m] is the
+    fraction in which this sample is the best and the sample of rank m the second best."""
     total = math.comb(size - 1, k - 1)
     return torch.tensor(
         [[math.comb(m, k - 2) / total if m < j else 0.0 for m in range(size)] for j in range(size)],

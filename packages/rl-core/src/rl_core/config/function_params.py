@@ -61,8 +61,8 @@ def advantage_params(config: Config) -> dict[str, Any]:
 def correction_params(config: Config) -> dict[str, Any] | None:
     """Parameters of `rl_core.algorithms.off_policy_correction`; None if every correction is off.
 
-    If the config leaves `tis_ratio_type` None, it is `token` if generation runs ahead of training and the loss does not
-    refuse corrections; otherwise no importance weights are used.
+    A `tis_ratio_type` of None means `token` if generation runs ahead of training and the loss does not refuse
+    corrections, else `off`.
 
     Raises ConfigError for a correction that the policy loss cannot use, even if the user did not set it.
     """

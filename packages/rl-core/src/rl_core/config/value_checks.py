@@ -437,4 +437,5 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _kept_checkpoints: (),
     _reward_functions: (),
 }
-"""Check → keys that must be valid for the check to make sense. It is skipped if one of them already has a mistake."""
+"""Check → keys that must be valid for the check to make sense. The check is skipped if one of the keys already has a
+mistake."""

@@ -104,4 +104,4 @@ class Recipe:
     ends with this text."""
     makes: tuple[str, ...] = ()
     """Data files and model directories that `prepare` can create. Like values of `config`, they may refer to other
-    keys: `${trainer.seed}`. All other paths must exist."""
+    keys: `${trainer.seed}`. All other paths that the configuration reads must exist."""

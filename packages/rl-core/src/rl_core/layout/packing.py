@@ -27,8 +27,9 @@ def plan_micro_batches(
 
     First, `partition` gives all ranks sequences of nearly equal total cost. Then each rank's sequences are packed into
     the same number of micro-batches: the smallest multiple of `multiple` for which a packing of all ranks within the
-    limits is found. The micro-batches of a rank have nearly equal numbers of tokens, and are ordered largest first, so
-    that all ranks run micro-batches of similar size at the same time.
+    limits is found. The micro-batches of a rank have nearly equal numbers of tokens, unless the limits allow only an
+    unbalanced packing. They are ordered largest first, so that all ranks run micro-batches of similar size at the same
+    time.
 
     A rank with fewer sequences than micro-batches has empty micro-batches at the end (only empty ones if it has no
     sequence). In an empty micro-batch, the rank joins the collectives without contributing.

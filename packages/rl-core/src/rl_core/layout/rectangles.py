@@ -12,7 +12,7 @@ IntArray = NDArray[np.int64]
 _SHORT = 32
 """All sequences up to this length share a rectangle, because another kernel call would cost more than the padding."""
 _GROWTH = 1.25
-"""Longer sequences share a rectangle if the ratio of their lengths is at most about this, so that padding adds at most
+"""Longer sequences share a rectangle only if the ratio of their lengths is at most about this, so padding adds at most
 25 % to their tokens."""
 
 

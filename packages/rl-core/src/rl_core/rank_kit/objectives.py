@@ -1,4 +1,4 @@
-"""From the name of a loss to its value on a micro-batch: the code around a loss that all training backends share."""
+"""Loads a loss by name and computes it on micro-batches. All training backends share this code."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ class ArrangedModel:
 
 
 def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
-    """Determines backend, specification and mesh of all models with ranks. Raises ConfigError if the backend cannot
+    """Determines backend, specification and mesh of each model that has ranks. Raises ConfigError if the backend cannot
     plan memory, or cannot arrange the configured number of ranks in a mesh."""
     models: dict[Role, ArrangedModel] = {}
     for role, (nodes, per_node) in model_shapes(config).items():
-        # Only the schedule depends on the number of steps, and a plan does not need it.
+        # Only the schedule depends on the number of steps, and a plan does not need the schedule.
         backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
         if not isinstance(backend, Planner):
             raise ConfigError(f"trainer.strategy: the backend {backend.name!r} cannot plan the memory of its ranks")
@@ -79,7 +79,7 @@ def micro_batch_size(config: Config, role: Role, mesh: Mesh, longest: int | None
 
     Args:
         longest: tokens of a sequence; None: `longest_sequence(config)`. If `trainer.max_tokens_per_microbatch` is set
-            but smaller, a micro-batch holds one sequence.
+            but smaller than that, a micro-batch holds one sequence.
     """
     trainer = config.trainer
     longest = int(padded_lengths([longest or longest_sequence(config)], mesh.sequence_multiple)[0])

@@ -1,4 +1,4 @@
-"""Prepares the directory of a new or resumed run without losing a file, and writes the run's summary."""
+"""Prepares the directory of a new or resumed run, and writes the run's summary."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _OWN_ENTRIES = re.compile(
 )
 """Names of files and directories that a run, its trackers and its engines create in the run's directory."""
 MARK = ".rl-run"
-"""A run writes this file into its directory before all others, and moves it away after all others. The file shows that
-the directory is a run's: other programs use names such as `metrics.jsonl` too."""
-_MARK_TEXT = "A run of rl writes this directory, and may move files with the names of its output; see config.yaml.\n"
+"""A run writes this file into its directory before its other files. When a later run moves the files away, it moves
+this one last. The file shows that a run wrote the others: other programs use names such as `metrics.jsonl` too."""
+_MARK_TEXT = "A run of rl writes here, and may move files that have the names of its output; see config.yaml.\n"
 _COMPLETE = ("trainer", "generator", "data", "environment")
 """Sections that every `config.yaml` written by a run contains."""
 
@@ -82,8 +82,9 @@ def open_run_directory(config: Config) -> RunStart:
     If the checkpoint is in `trainer.ckpt_path`, the run in the directory continues (`set_aside_later_steps` moves its
     later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An earlier run in the
     directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too, only the run's files
-    are moved. Nothing is overwritten. `config.yaml` is the configuration that the run began with; a resumed run with
-    another configuration writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are removed.
+    are moved. Nothing in the directory is overwritten, except the configuration of a run that ended before it had
+    metrics or a checkpoint. `config.yaml` is the configuration that the run began with; a resumed run with another
+    configuration writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are removed.
 
     Raises:
         CheckpointError: `resume_path` is not a checkpoint, or the checkpoint to continue from is damaged. Nothing was
@@ -116,7 +117,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
     rows of metrics and samples, exported models, summary and report.
 
     Does nothing if no later step left checkpoints or rows. Models are not moved if `trainer.export_path` is outside the
-    run directory. If killed midway, some checkpoints may already be moved, but no row is lost.
+    run directory. If killed midway, some files may already be moved, but no row is lost.
     """
     run_dir = config.run_dir
     checkpoints = [path for path in complete_checkpoints(config.ckpt_dir) if step_of(path) > step]
@@ -328,8 +329,8 @@ def _own_entries(config: Config) -> list[Path]:
 
 
 def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:
-    """Moves the whole directory if it contains nothing else and the process does not work in it; otherwise moves only
-    the run's entries."""
+    """Moves the whole directory if it contains nothing else and the current directory is not inside it; otherwise
+    moves only the run's entries."""
     if len(own) == len(list(run_dir.iterdir())) and not Path.cwd().is_relative_to(run_dir.resolve()):
         run_dir.rename(aside)
         return

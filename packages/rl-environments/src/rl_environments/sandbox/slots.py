@@ -2,7 +2,8 @@
 separate user.
 
 Each slot has a lock file, so the limit holds for all of this user's processes together. The sandbox's supervisor
-inherits the lock: a slot is free when both the supervisor and the process that started it have ended or released it.
+inherits the lock: a slot is free when the supervisor and the process that started the supervisor have both ended or
+released the lock.
 """
 
 from __future__ import annotations

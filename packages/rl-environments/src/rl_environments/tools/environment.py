@@ -43,7 +43,7 @@ ToolChoice = Literal["auto", "required"]
 
 def tool(function: _Function = _NO_FUNCTION) -> _Function:
     """Marks a method of a `ToolEnvironment`, plain or async, as callable by the policy. The model sees its type hints
-    and docstring. Raises ConfigError for what is not a method, and for a second tool of this name in the class."""
+    and docstring. Raises ConfigError if `function` is not a method, or if the class already has a tool of this name."""
     place, names = _caller()
     marked: object = function
     if function is _NO_FUNCTION:
@@ -60,7 +60,7 @@ def tool(function: _Function = _NO_FUNCTION) -> _Function:
 
 
 def _caller() -> tuple[str, Mapping[str, Any]]:
-    """Returns where the caller of this function's caller stands (`file.py:line`), and its local names."""
+    """Returns the place where `tool` was applied (`file.py:line`), and the local names there."""
     frame = sys._getframe(2)
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", frame.f_locals
 
@@ -103,7 +103,7 @@ class ToolEnvironment:
 
     async def judge(self, answer: str) -> float:
         """Returns the reward for the answer that ends the episode; `self.row` is the row. The answer contains no call
-        and no thinking. Define it in the subclass, unless the subclass has its own `step`."""
+        and no thinking. A subclass must define this method, unless it has its own `step`."""
         raise NotImplementedError(f"{type(self).__name__} needs a method `async def judge(self, answer: str) -> float`")
 
     def observation(self, answers: Sequence[Answer]) -> Prompt:

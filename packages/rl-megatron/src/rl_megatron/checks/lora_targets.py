@@ -24,7 +24,7 @@ _FUSED = {
     frozenset({"down_proj"}): "linear_fc2",
 }
 QUERY_KEY_VALUE = frozenset({"q_proj", "k_proj", "v_proj"})
-"""Layers that latent attention does not have."""
+"""Layers that cannot have adapters in a model with latent attention."""
 FEED_FORWARD = frozenset({"gate_proj", "up_proj", "down_proj"})
 """Layers that a Mixture of Experts has once for each expert."""
 

@@ -17,8 +17,8 @@ from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
 """The parts of memory that a sleeping server frees."""
 MAX_LOST = 3
-"""When this many servers were lost while they had the same request, it is not sent to another, because the request may
-be the cause."""
+"""When this many servers were lost while they had the same request, the request is not sent to another server, because
+it may be the cause."""
 _MAX_SESSIONS = 100_000
 
 

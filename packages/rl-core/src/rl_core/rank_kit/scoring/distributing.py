@@ -50,8 +50,8 @@ def _from_first(tensor: Tensor, ranks: RankMesh) -> Tensor:
 
 
 def require_same_structure(scorer: nn.Module) -> None:
-    """Raises ConfigError, on all ranks, unless the structure that the other ranks built from the configuration equals
-    the model that rank 0 loaded, and no two units of the model share a parameter."""
+    """Raises ConfigError on all ranks if the structure that a rank built from the configuration differs from the model
+    that rank 0 loaded, or if two units of the model share a parameter."""
 
     def describe() -> list[tuple[str, tuple[int, ...], str]]:
         named = [*scorer.named_parameters(), *scorer.named_buffers()]

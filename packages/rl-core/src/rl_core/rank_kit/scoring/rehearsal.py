@@ -1,7 +1,7 @@
 """Runs one rank's step with the worker's own code on tensors without data, to measure peak memory.
 
 Tensors on the rank's device are `FakeTensor`s: shapes and dtypes without values. The batch, its layout and everything
-else in host memory are real. Collectives do nothing (torch's process group `fake`), so this rank's values count as
+else in host memory are real. Collectives do nothing (torch's process group `fake`), so this rank's values stand for
 those of all ranks.
 """
 

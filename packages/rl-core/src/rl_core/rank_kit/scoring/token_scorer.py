@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model as a scorer of tokens."""
+"""Scores tokens with a Hugging Face causal language model."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def load_scorer(
             compute dtype, and the sharding code keeps a float32 copy.
 
     Raises:
-        ConfigError: the model does not exist, or its code lacks a needed ability.
+        ConfigError: the model does not exist, or this code cannot score or train it.
     """
     path, where, is_trained = spec.model.path, SECTIONS[spec.role], spec.optimizer is not None
     assert path is not None
@@ -175,11 +175,11 @@ def _hidden_scale(config: PretrainedConfig) -> float:
 def _require_linear_output(model: PreTrainedModel, where: str) -> None:
     name = type(model).__name__
     if getattr(model.config, "final_logit_softcapping", None) is not None:
-        raise ConfigError(
-            f"{where}.model.path: {name} caps its logits (final_logit_softcapping), which is not supported"
-        )
+        raise ConfigError(f"{where}.model.path: {name} caps its logits (final_logit_softcapping); choose another model")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ConfigError(f"{where}.model.path: the output layer of {name} is not a single linear layer, as required")
+        raise ConfigError(
+            f"{where}.model.path: the output layer of {name} is not one linear layer; choose another model"
+        )
 
 
 def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:
@@ -223,8 +223,8 @@ def _require_agreement(
     """Compares the results of the training code for two short sequences with those of the model's own code for each
     sequence alone.
 
-    This detects layers that mix packed sequences (state-space, convolution) and attention that ignores their bounds.
-    Afterwards the model uses the attention function of training.
+    This detects layers that mix packed sequences (state-space, convolution) and attention that ignores the bounds of
+    sequences. Afterwards the model uses the attention function of training.
     """
     name, sequences = type(model).__name__, _two_token_sequences(model, spec)
     inputs = two_sequences(model, spec, model.device)

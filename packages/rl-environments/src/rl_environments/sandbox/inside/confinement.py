@@ -79,8 +79,9 @@ def act_as_user(uid: int, own_uid: int) -> None:
 
 
 def restrict_files(readable: list[str], writable: list[str]) -> None:
-    """Uses Landlock to let this process read only files below `readable` and change only files below `writable`. Newer
-    kernels also refuse TCP, abstract sockets, and signals to processes outside."""
+    """Uses Landlock to let this process read only files below `readable` or `writable`, and change only files below
+    `writable`. Four devices, such as /dev/null, are exceptions. Newer kernels also refuse TCP, and connections to
+    abstract sockets of processes outside and signals to them."""
     version = landlock_version()
     every_access = (1 << 13) - 1
     every_access |= (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15

@@ -33,7 +33,7 @@ _PIECE = 1 << 16
 _CONFINEMENT_FAILED = 70
 _RECORD_FD = 3
 _MOST_FILES = 1 << 20
-"""Above any file descriptor that the supervisor has open; one system call closes them all."""
+"""Above every file descriptor that the supervisor has open, so that one system call can close all of them."""
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ class _TestRun:
         # Before Python 3.9 or Linux 5.3, the process's end is noticed only at the next check.
         with contextlib.suppress(AttributeError, OSError):
             self._selector.register(os.pidfd_open(self._pid), selectors.EVENT_READ, "process")
-        # No message arrives while a test runs, so stdin becomes readable only when it ends.
+        # No message arrives while a test runs, so stdin becomes readable only when the writer closes it.
         self._selector.register(0, selectors.EVENT_READ, "user")
 
     def played(self) -> dict[str, Any]:
