@@ -1,4 +1,4 @@
-"""Servers that tests share, and clients to them: a client belongs to one event loop, a server to the whole test run."""
+"""Servers that tests share, and their clients. A client belongs to one event loop, a server to the whole test run."""
 
 from __future__ import annotations
 
