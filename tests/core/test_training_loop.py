@@ -104,7 +104,7 @@ def test_rows_say_who_waited_for_whom_and_what_was_queued(tmp_path: Path):
 
 
 class ManyEngines(ScriptedEngine):
-    """Many engines behind one client, half of which always stay idle."""
+    """Forty engines behind one client. Every second engine is always idle."""
 
     def __init__(self, log: EventLog, script: Script) -> None:
         super().__init__(log, script)

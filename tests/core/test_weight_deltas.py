@@ -1,5 +1,5 @@
-"""Delta syncs through memory: the result equals the rank's weights bit for bit, and whatever does not fit is
-refused."""
+"""Delta syncs through memory: the result equals the rank's weights bit for bit, and a delta that is incomplete,
+damaged or relative to other weights is refused."""
 
 from __future__ import annotations
 

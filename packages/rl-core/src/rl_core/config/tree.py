@@ -643,7 +643,7 @@ class EnvironmentConfig:
     `generator.max_concurrency`; with processes, four per CPU core. Without effect on `in_process` environments."""
 
 
-# --- the whole ------------------------------------------------------------------------------------------------------
+# --- all sections ---------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen(kw_only=True)
