@@ -39,7 +39,7 @@ class ExpertChoices:
 
     @classmethod
     def of(cls, model: nn.Module, *, where: str) -> ExpertChoices:
-        """Finds the model's mixture-of-experts blocks and hooks their routers permanently.
+        """Finds the model's mixture-of-experts blocks, and replaces their `forward` permanently.
 
         Args:
             model: a transformers model, before anything is wrapped around its layers; its device may be `meta`.
