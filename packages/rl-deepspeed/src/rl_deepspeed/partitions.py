@@ -1,4 +1,4 @@
-"""Finds this rank's part of each parameter, of its float32 copy, its moments and its gradient.
+"""Finds this rank's part of each parameter, of its float32 copy and of its moments, and assembles whole gradients.
 
 Most of what this module uses is not public API of DeepSpeed; the attributes are those of version 0.19.8.
 """
