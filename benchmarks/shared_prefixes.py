@@ -71,7 +71,7 @@ def main() -> None:
         print(f"{name:10} {medians[name]:7.2f} processor seconds, at most {peaks[name] / 2**20:6.0f} MiB")
     print(f"time: fastest `apart` over `shared`        {time_ratio:.2f}")
     print(
-        f"operations: `apart` over `shared`          {flop_ratio:.2f}: {time_ratio / flop_ratio:.2f} of it is reached"
+        f"operations: `apart` over `shared`          {flop_ratio:.2f}; fraction reached: {time_ratio / flop_ratio:.2f}"
     )
     print(f"memory: `shared` over `apart`, all at once {peaks['shared'] / whole_peak:.2f}")
 

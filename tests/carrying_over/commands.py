@@ -2,7 +2,7 @@
 
 `BASE` and `SCRIPT` are whole commands; a test appends each of `FRAGMENTS` to one of them. `SCRIPTS` are launch scripts
 of SkyRL, each with the recipe that replaces it here. The test replaces `$DATA` and `$MODEL` with the paths of its data
-and its model. `says` holds parts of the warnings that the command must give.
+and its model.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ FRAGMENTS = (
 
 @attrs.frozen(kw_only=True)
 class Script:
-    """A launch script of SkyRL and the recipe that replaces it. docs/coming_from.md has a table row for each."""
+    """A launch script of SkyRL and the recipe that replaces it. docs/coming_from.md has a table row for each script."""
 
     name: str
     """The script's path in SkyRL, or what it trains."""

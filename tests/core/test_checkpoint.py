@@ -104,7 +104,7 @@ async def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path: Path):
 
 
 async def test_a_checkpoint_whose_removal_was_interrupted_counts_for_nothing(tmp_path: Path):
-    """A kill during `rmtree` leaves some of the files, so the directory is renamed first, or it would look
+    """A kill during `rmtree` leaves some of the files. The directory is renamed first, because otherwise it could look
     complete."""
     path = await save_checkpoint(tmp_path, state(3))
     await save_checkpoint(tmp_path, state(4))

@@ -1,4 +1,4 @@
-"""Failures that end a run, and those that do not: errors of its parts, lost engines, full disks, deadlines."""
+"""Failures that end a run, and those that do not: errors of the run's parts, lost engines, full disks, deadlines."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_a_sync_that_another_number_of_engines_broke_is_done_again_for_those_tha
 
 
 class LosesItself(ScriptedEngine):
-    """The only engine, whose process dies during a sync: it refuses its part before its death is noticed, and is
-    restarted a minute later."""
+    """The only engine, whose process dies during a sync. Its part of the sync fails before its death is detected. It
+    is restarted after a minute."""
 
     num_losses = 1
     is_lost = False
@@ -300,7 +300,7 @@ def test_a_model_that_found_no_room_is_written_by_the_next_step(tmp_path: Path, 
 @pytest.mark.parametrize("event", ["end 3", "export model"])
 @STALENESS
 def test_trained_weights_are_saved_where_the_last_export_fails(tmp_path: Path, max_staleness: int, event: str):
-    """Otherwise, the run saves no checkpoints."""
+    """The run saves no other checkpoint."""
     settings = {"ckpt_interval": -1, "model_path": tmp_path / "model"}
     script = Script(max_staleness=max_staleness, settings=settings, errors={event: OSError("the disk is gone")})
     run = ScriptedRun(tmp_path, script)

@@ -62,8 +62,8 @@ def test_a_stop_while_a_step_waits_for_its_groups_waits_for_none_of_them(tmp_pat
 
 
 class ForgetsWhatIsFinished(RecordedBuffer):
-    """Wrong: a checkpoint neither stores the finished groups that wait to be trained on nor lists them to be played
-    again."""
+    """A faulty buffer: a checkpoint neither stores the finished groups that wait to be trained on nor lists them to be
+    played again."""
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -105,8 +105,8 @@ def test_groups_that_wait_to_be_trained_on_are_in_the_checkpoint_and_not_played_
 
 
 def test_a_failed_sample_of_a_group_that_waits_is_counted_once_where_an_error_ends_the_run(tmp_path: Path):
-    """The run that ends writes the sample immediately, under a step that it never reaches; its checkpoint
-    has the sample too."""
+    """The failing run writes the sample immediately, under a step that it never reaches. Its checkpoint has the sample
+    too."""
     rewards = {2: (0.25, None)}
 
     def play(group: int) -> Play:
@@ -150,7 +150,7 @@ def test_a_stop_before_the_first_step_plays_no_group(tmp_path: Path):
 def test_a_stop_at_any_moment_loses_no_group(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int, engine_class: type[ScriptedEngine]
 ):
-    """Stops one run at each turn of the event loop; the resumed run must train on everything that is left."""
+    """Stops a separate run at each turn of the event loop. The resumed run must train on everything that is left."""
     script = Script(steps=3, max_staleness=max_staleness, play=one_after_another)
 
     def stopped_at(turn: int) -> ScriptedRun:
@@ -217,7 +217,7 @@ def test_a_model_that_a_kill_came_before_is_written_by_the_run_that_goes_on(tmp_
 def test_a_run_that_is_ended_at_any_moment_leaves_no_task_and_a_whole_last_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int
 ):
-    """The second signal cancels the run; `ScriptedRun.go` fails if a task is left."""
+    """Cancels the run, as a second signal does. `ScriptedRun.work` fails if a task is left."""
     script = attrs.evolve(EVERYTHING, max_staleness=max_staleness, settings={"ckpt_interval": 1, "eval_interval": 2})
     for second in range(0, 72, 2):
         run = ScriptedRun(tmp_path_factory.mktemp("run"), script)

@@ -56,8 +56,8 @@ except ConfigError as error:
     print(error, flush=True)
     sys.exit(2)
 """
-"""Prints `ready`, takes the directories at the first line of input and prints that, and releases them at the second
-line."""
+"""Prints `ready`. At the first line of input, takes the directories and prints the ids of its process and children; at
+the second line, releases the directories."""
 
 
 def settings_of(run_dir: Path | str, **trainer: Path | str) -> dict[str, str]:
@@ -224,7 +224,7 @@ def test_of_many_that_start_at_once_one_has_the_directories_and_all_others_name_
 def test_directories_of_two_runs_do_not_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, str], key: str
 ):
-    """Starts the two runs in both orders, where the second one can see the lock of the first."""
+    """Starts the two runs in both orders, except where the second run cannot see the lock of the first."""
     monkeypatch.chdir(tmp_path)
     for directory in ("a", "b", "disk"):
         (tmp_path / directory).mkdir()
@@ -273,7 +273,7 @@ def test_the_lock_stays_when_the_directory_is_moved_away(tmp_path: Path, is_link
 
 
 def test_a_mount_point_has_its_lock_inside(tmp_path: Path):
-    """Each container has its own root file system, so no other one would see a lock file beside the mount point."""
+    """Each container has its own root file system, so other containers would not see a lock beside the mount point."""
     assert os.path.ismount("/dev")
     assert run_lock._lock_file(Path("/dev")) == Path("/dev/.rl-lock")
     assert run_lock._directory_of(Path("/dev/.rl-lock")) == Path("/dev")

@@ -62,8 +62,8 @@ def test_a_slow_group_is_overtaken_by_others_until_it_would_be_too_old(tmp_path:
 
 
 def test_one_step_ahead_under_a_wide_bound_a_slow_group_is_overtaken_and_others_are_young(tmp_path: Path):
-    """Group 1 takes 60 s, a step 8 s. With depth 1 under bound 4, steps 1 to 4 overtake it, and step 5 waits for
-    it. All other groups are trained on at most one version after their start."""
+    """Group 1 takes 60 s, a step 8 s. With pipeline depth 1 and staleness bound 4, steps 1 to 4 overtake group 1, and
+    step 5 waits for it. All other groups are trained on at most one version after their start."""
 
     def play(group: int) -> Play:
         return Play(seconds=60.0 if group == 1 else 4.0)
@@ -104,7 +104,7 @@ def test_rows_say_who_waited_for_whom_and_what_was_queued(tmp_path: Path):
 
 
 class ManyEngines(ScriptedEngine):
-    """Many engines behind one client, half of which always stay idle."""
+    """Forty engines behind one client. Every second engine is always idle."""
 
     def __init__(self, log: EventLog, script: Script) -> None:
         super().__init__(log, script)

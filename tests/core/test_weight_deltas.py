@@ -1,5 +1,5 @@
-"""Delta syncs through memory: the result equals the rank's weights bit for bit, and whatever does not fit is
-refused."""
+"""Delta syncs through memory: the result equals the rank's weights bit for bit, and a delta that is incomplete,
+damaged or relative to other weights is refused."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_torn_delta_is_refused_and_healed_by_whole_weights(sides, spoil):
 
 
 def test_without_the_check_of_the_result_a_flipped_bit_is_loaded(sides, monkeypatch):
-    """Negative control of the test above: no other check notices the bit."""
+    """Negative control of the test above: without this check, only the comparison of the manifests notices the bit."""
     real = weight_deltas.tensor_record
     monkeypatch.setattr(weight_deltas, "_with_changes", unchecked(weight_deltas._with_changes))
     sides.spoil = with_a_flipped_bit

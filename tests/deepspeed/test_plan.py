@@ -1,4 +1,4 @@
-"""`rl plan` for ZeRO predicts the bytes of parameters, gradients and optimizer that real ranks hold, exactly."""
+"""`rl plan` for ZeRO predicts exactly how many bytes of parameters, gradients and optimizer state real ranks hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A required call is always readable and has valid arguments, whatever tokens the model prefers."""
+"""A required call can be parsed and has valid arguments, whatever tokens the model prefers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class AlwaysCalls(Shop):
 
 
 def said_at_random(rng: random.Random, grammar: xgrammar.CompiledGrammar | None) -> str | None:
-    """Tokens drawn uniformly from those the grammar allows (None: from all), as text; None if cut off at MAX_TOKENS."""
+    """Text of tokens drawn uniformly from those that the grammar allows; None if the text is cut off at MAX_TOKENS.
+    Without a grammar, text of MAX_TOKENS tokens drawn from all."""
     tokenizer = tokenizer_of("tool_chatml")
     tokens: list[int] = []
     if grammar is None:

@@ -1,5 +1,5 @@
 """`trainer.gradient_checkpointing=selective`: computes matrix products and attention only once, gives the same
-gradient, and needs more memory than full recomputation but less than none."""
+gradient, and needs more memory than full recomputation but less than no recomputation."""
 
 from __future__ import annotations
 

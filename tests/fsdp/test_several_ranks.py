@@ -1,6 +1,6 @@
-"""Tests of several ranks beyond the suite of `test_conformance.py`: states of FSDP1 in FSDP2, refusals, adapters.
+"""Tests of several ranks beyond those of `test_conformance.py`: FSDP1 states in FSDP2, errors, adapters, critics.
 
-Ranks are forked from one server per run that has imported everything, so a case takes about a second.
+All ranks are forked from a server that has imported everything, so a case takes about a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rl_fsdp import FsdpOptions, fsdp, fsdp1
 from tests.fsdp.conftest import spec_of
 
 UNTIED = {"tie_word_embeddings": False}
-"""Most tests use this. Gradients of tied embeddings are added in another order, which needs a larger tolerance
+"""Most tests use this. With tied embeddings, gradients are added in another order, which needs a larger tolerance
 (`Tolerances.tied_weight`) that would hide errors."""
 UNPACKED = {"use_sample_packing": False}
 RECOMPUTED = {"gradient_checkpointing": True}

@@ -1,4 +1,4 @@
-"""The critic against plain transformers with a linear layer, which compute one sequence at a time."""
+"""The critic compared with plain transformers and a linear layer, which process one sequence at a time."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_values_losses_gradients_and_three_steps_are_those_of_plain_transformers
         expected_T = torch.cat([plain.values(batch["tokens"][a:b]) for a, b in pairwise(bounds)])
     values_T = worker.forward(batch, plan, temperature=0.7)["values"]
     torch.testing.assert_close(values_T, expected_T, rtol=0, atol=1e-5)
-    # The sequences have 2, 23, 40 and 33 tokens. Last tokens are no inputs, and the 20 tokens with which three of the
-    # sequences start are computed once.
+    # The first micro-batch has sequences of 2, 23, 40 and 33 tokens. Last tokens are not inputs, and the 20 tokens with
+    # which the three long sequences start are computed once.
     assert given == ([1 + 20 + 2 + 19 + 12, 8] if shares else [])
     # Negative control: values shifted by one token differ clearly.
     assert (values_T[:-1] - expected_T[1:]).abs().max() > 0.1

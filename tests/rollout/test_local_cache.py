@@ -135,8 +135,8 @@ def test_samples_are_bit_for_bit_those_of_a_cache_that_is_copied_at_every_change
 
 @torch.inference_mode()
 def copied(kind, num_tokens):
-    """The bytes that a cache of 4 rows copies. Two rows decode `num_tokens` tokens. Every 64 tokens, the older one of
-    the other two rows ends and a new row joins.
+    """The bytes that a cache of 4 rows copies. Two rows decode `num_tokens` tokens. Every 64 tokens, the older of the
+    other two rows ends and a new row joins.
     """
     cache = kind()
     like = [(torch.ones(1, HEADS, 8, HEAD_DIM), torch.ones(1, HEADS, 8, HEAD_DIM))]

@@ -1,6 +1,7 @@
 """constraints.txt and the lock files agree with each other and with the packages' declared dependencies.
 
-They disagree if `make constraints` was not run after the last change. Nothing is resolved or downloaded here.
+They disagree if `make constraints` was not run after the last change of dependencies. These tests resolve and download
+nothing.
 """
 
 from __future__ import annotations

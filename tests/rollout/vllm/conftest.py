@@ -45,7 +45,7 @@ _SPECS = {"dense_server": _dense, "moe_server": _moe, "adapter_server": _adapter
 def shared_servers(
     request: pytest.FixtureRequest, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, RunningServer]]:
-    """Starts all shared servers that the selected tests need at the same time, because one alone would leave a core
+    """Starts all shared servers that the selected tests need, at the same time, because one alone would leave a core
     idle.
     """
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
@@ -57,8 +57,8 @@ def shared_servers(
 
 @pytest.fixture(scope="session")
 def dense_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
-    """Serves a tiny Qwen3 in float32. Its run uses a transport that is not installed. Tests may publish weights by any
-    transport, so each test first publishes its own.
+    """Serves a tiny Qwen3 in float32. It was started for a transport that is not installed. Tests may publish weights
+    by any transport, so each test first publishes its own.
     """
     return shared_servers["dense_server"]
 

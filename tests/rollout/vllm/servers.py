@@ -1,4 +1,4 @@
-"""Servers that tests share, and clients to them: a client belongs to one event loop, a server to the whole test run."""
+"""Servers that tests share, and their clients. A client belongs to one event loop, a server to the whole test run."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ async def publish(client: RemoteInferenceClient, transport: WeightTransport, ten
 
 
 def request(sample_id: str, prompt: Sequence[int] = (1, 2, 3), *, seed: int = 0, **params: Any) -> GenerateRequest:
-    """A request whose id is unique to this test process. `params` are fields of SamplingParams."""
+    """A request with an id that no other test process uses. `params` are fields of SamplingParams."""
     return GenerateRequest(
         sample_id=f"{sample_id}-{os.getpid()}", prompt_tokens=tuple(prompt), params=SamplingParams(**params), seed=seed
     )

@@ -1,5 +1,5 @@
-"""Access control: control routes require the run's token, only known receivers load weights, and errors name only paths
-that their request names.
+"""Access control: control routes require the run's control token, only known receivers load weights, and errors name
+only paths that the request names.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ async def status_of(server: RunningServer, path: str, token: str | None = None, 
 
 
 async def test_without_a_token_nothing_but_health_answers_on_loopback_too(dense_server: RunningServer):
-    """Tries every POST route without a token and with a wrong one, and the routes in `CONTROL` with the
-    agents' token.
+    """Tries every POST route without a token and with a wrong one, and the routes in `CONTROL` with the agents'
+    token.
     """
     async with open_session(TOKENS.control) as session, session.get(f"{dense_server.url}/openapi.json") as answer:
         of_application = [path for path, methods in (await answer.json())["paths"].items() if "post" in methods]
@@ -160,7 +160,7 @@ async def test_no_web_page_from_elsewhere_may_read_an_answer(dense_server: Runni
 
 @pytest.mark.parametrize("path", ["/rl/generate", "/v1/completions"])
 async def test_a_body_without_end_is_refused_before_it_fills_the_memory(dense_server: RunningServer, path: str):
-    """The server refuses a body that declares too large a length, and one sent in chunks without a declared length."""
+    """The server refuses a body that is too long, whether it declares its length or is sent in chunks."""
     url = urlsplit(dense_server.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     head = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKENS.control}", "Transfer-Encoding: chunked"]
@@ -299,7 +299,7 @@ async def status_and_answer(server: RunningServer, path: str, body: bytes) -> tu
 
 
 async def test_a_body_that_a_route_does_not_take_is_refused_and_the_server_goes_on(dense_server: RunningServer):
-    """`max_tokens=2.5` once reached the engine's core and killed its input thread."""
+    """If `max_tokens=2.5` reached the engine's core, it would end the core's input thread."""
     whole = wire.decode(wire.request_body(request("never-sampled", max_tokens=3)))
     for method, body, named in [
         ("generate", wire.encode({**whole, "params": {**whole["params"], "max_tokens": 2.5}}), "max_tokens"),

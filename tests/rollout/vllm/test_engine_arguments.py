@@ -1,4 +1,4 @@
-"""The engine's arguments and devices that follow from the configuration, and what is refused before a server starts."""
+"""The arguments and devices that an engine gets from the configuration, and what is refused before a server starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes that need servers: a few steps of each, started as a user starts them."""
+"""A recipe that needs servers, started as a user starts it, for a few steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_an_adapter_alone_is_trained_by_the_samples_of_two_servers(tmp_path: Pat
     assert run.wait(timeout=500) == 0, (tmp_path / "printed").read_text()
     rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    # Both sides compute in float32, and the servers have the adapter of the step before, so only rounding differs.
+    # Trainer and servers compute in float32 with the same adapter, so only rounding differs.
     assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-4
     for row in rows:
         idle = [row["time/engine_idle/0"], row["time/engine_idle/1"]]

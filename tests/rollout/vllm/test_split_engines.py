@@ -44,7 +44,7 @@ from tests.rollout.vllm.trainers import REFUSED, Trainer, policy_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LIMIT = 1e-4
-"""The largest allowed error of a log-prob in float32; measured 1e-5."""
+"""The largest allowed error of a log-prob in float32; 1e-5 was measured."""
 SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0]]
 TWO_ENGINES = {"vLLM server 0, data-parallel engine 0", "vLLM server 0, data-parallel engine 1"}
 
@@ -85,7 +85,7 @@ _versions = itertools.count(1, 10)
 def servers(
     request: pytest.FixtureRequest, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, RunningServer]]:
-    """Starts the servers that the selected tests need at the same time, all with the same tiny Qwen3 in float32."""
+    """Starts all servers that the selected tests need, at the same time, with the same tiny Qwen3 in float32."""
     directory = tmp_path_factory.mktemp("split")
     model_path = write_model(directory / "model")
     transport = OtherTransport().name
@@ -147,8 +147,8 @@ class Model:
         return version
 
     async def require_served(self, client: RemoteInferenceClient, split: str, version: int) -> None:
-        """Every engine scores with the model's weights, and every request is answered with them and with the version's
-        number.
+        """Requires that every engine scores with the model's weights, and answers requests with these weights and the
+        version's number.
         """
         scores = await client.score(SEQUENCES)
         assert scores.keys() == SPLITS[split].scoring
@@ -246,7 +246,7 @@ async def test_the_probe_finds_the_engine_that_says_it_has_new_weights_and_compu
 
 @pytest.mark.asyncio
 async def test_a_core_that_dies_answers_no_request_with_what_it_had(servers: dict[str, RunningServer]):
-    """Must be the last test: it kills the engine. vLLM then ends the other cores, and with them their requests."""
+    """Must be the last test, because it kills an engine core. vLLM then ends the other cores and their requests."""
     running = servers["both"]
     processes = psutil.Process(running.pid).children(recursive=True)
     core = next(process for process in processes if process.cmdline()[0].startswith("VLLM::EngineCore"))

@@ -45,7 +45,7 @@ def test_after_a_lost_node_the_same_command_goes_on(cluster: Any, tmp_path: Path
         assert run.wait(WITHIN_S) == 0, (tmp_path / "printed").read_text()
     rows = [row for row in read_rows(metrics) if row["step"] > 0]
     assert [row["step"] for row in rows] == list(range(1, lost_after + 2))
-    # The servers computed with the weights that the ranks of both nodes had sent.
+    # The server computed with the weights that the ranks of both nodes had sent.
     assert all(row["rollout/logprob_diff_max"] <= 1e-3 for row in rows)
 
 

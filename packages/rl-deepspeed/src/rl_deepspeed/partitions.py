@@ -1,4 +1,4 @@
-"""Finds this rank's part of each parameter, of its float32 copy, its moments and its gradient.
+"""Finds this rank's part of each parameter, of its float32 copy and of its moments, and assembles whole gradients.
 
 Most of what this module uses is not public API of DeepSpeed; the attributes are those of version 0.19.8.
 """
@@ -99,8 +99,8 @@ class FlatPartitions:
         return Part(mapping.lp_fragment_address.start, flat.data.narrow(0, at.start, at.numel), moments)
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
-        """Returns the full gradient. With stage 1, the gradients of all ranks are summed here, because DeepSpeed sums
-        them only in the step. With stage 2, the parts that DeepSpeed has already summed are put together."""
+        """Returns the full gradient. With stage 1, this method reduces the gradients over the ranks, because DeepSpeed
+        does so only in the step. With stage 2, it puts together the parts that DeepSpeed has already reduced."""
         if not self._engine.zero_optimization_partition_gradients():
             total = torch.zeros_like(weight, dtype=torch.float32)
             if weight.grad is not None:
@@ -217,7 +217,8 @@ class EvenPartitions:
 
 
 def moments_of(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of a partition. AdamW creates it as zeros in its first step; this creates it if it is missing."""
+    """AdamW's state of a partition. Created here if it is missing, as the zeros that AdamW would create in its first
+    step."""
     moments = optimizer.state[flat]
     if not moments:
         moments["step"] = torch.zeros((), device=flat.device)

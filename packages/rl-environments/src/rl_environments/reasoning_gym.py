@@ -1,5 +1,5 @@
-"""The environment `reasoning_gym`: puzzles of reasoning-gym, a library of a hundred puzzle generators, each with a
-scoring function. Needs the extra `reasoning-gym`.
+"""The environment `reasoning_gym`: puzzles of reasoning-gym, a library of about a hundred puzzle generators, each
+with a scoring function. Needs the extra `reasoning-gym`.
 
 Data:      python -m rl_environments.reasoning_gym chain_sum --count 2000 --output train.parquet --set max_terms=3
 Row:       `prompt` (messages), and the values from which the puzzle is regenerated for scoring: `task`, `seed`,
@@ -27,10 +27,10 @@ from rl_environments.answers import require_prompt
 from rl_environments.options import own_options
 
 FAULTY_TASKS = {
-    "boxnet": "its scoring function raises an error for answers that are JSON of another type",
+    "boxnet": "its scoring function raises an error for answers that are JSON of an unexpected type",
     "coin_flip": "its scoring function raises an error for numbers that are infinite",
     "composite": "it is a mixture that needs a list of tasks; name one of them",
-    "game_of_life": "its scoring function raises an error for answers that are JSON of another type",
+    "game_of_life": "its scoring function raises an error for answers that are JSON of an unexpected type",
     "game_of_life_halting": "its scoring function gives every wrong answer the score 1",
     "list_functions": "it generates another puzzle when it is asked for the same one again",
     "prime_factorization": "its scoring function raises an error for answers that are not numbers",

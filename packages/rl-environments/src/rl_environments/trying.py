@@ -48,7 +48,7 @@ def try_environment(
     recipe: str | None,
     timeout_s: float,
 ) -> int:
-    """Play ENVIRONMENT, the name of an installed one or package.module:Class.
+    """Play ENVIRONMENT, given as the name of an installed environment or as package.module:Class.
 
     By hand, you are the policy: a line of input is a response (end a line with \\ to continue it); Ctrl-D ends.
     environment.options.NAME=VALUE sets an option. With --with, KEY.PATH=VALUE changes any key of the recipe.

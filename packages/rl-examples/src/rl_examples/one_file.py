@@ -3,8 +3,8 @@
 What it does: a step samples 16 answers to each of 64 problems, rewards those that are right, compares each with the
 others of its problem, takes two optimizer steps on the batch, and sends the new weights to the engine. Every ten steps
 it measures the greedy accuracy on held-out problems. Task, start model and settings are those of `rl train quickstart`.
-Deliberately omitted, because the quick start's loop has them: checkpoints, failing samples, dying engines, sampling
-while other prompts are trained on, mini-batches, several ranks, conversations, metrics and reports.
+Deliberately omitted (`rl train` has them): checkpoints, handling of failed samples and engines, sampling while other
+prompts are trained on, mini-batches, several ranks, conversations, metrics and reports.
 
 Run:  python -m rl_examples.one_file      (two cores, a few minutes; the first time a minute more, for the start model)
 """

@@ -111,8 +111,8 @@ class MegatronBackend:
 
 
 def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
-    """Checks that Megatron computes the model as transformers does. Only rank 0 runs this check, because its machine
-    has the model. Raises ConfigError if the check fails or cannot run."""
+    """Checks that Megatron computes the model as transformers does. Only rank 0 runs this check, because the other
+    ranks' machines may lack the model. Raises ConfigError if the check fails or cannot run."""
     if (reason := require_proof(backend, spec)) is not None:
         raise ConfigError(
             f"{SECTIONS[spec.role]}.model.path: it is not proved that Megatron computes this model correctly: {reason}"

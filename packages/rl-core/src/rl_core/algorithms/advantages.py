@@ -54,7 +54,7 @@ class TokenAdvantages(NamedTuple):
 
 
 def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool = True) -> Tensor:
-    """Score minus the mean score of the prompt's samples, divided by their standard deviation.
+    """Score minus the mean score of the prompt's samples, divided by the standard deviation of these scores.
 
     A_i = (s_i − mean) / (std + 1e-6), std with n − 1 in the denominator.
     Without `grpo_norm_by_std` (Dr. GRPO): A_i = s_i − mean.

@@ -150,7 +150,7 @@ def reward_model_loss(
         x_pair_…_T: computed by `reward_model_columns` from values at the start of the update.
 
     Returns:
-        Loss [T] and metrics as `dpo_loss`; pair_preferred and pair_other are the two rewards.
+        Loss [T] and metrics as in `dpo_loss`; pair_preferred and pair_other are the two rewards.
     """
     require_tokens(mask_T, predicted_values_T=predicted_values_T, x_pair_slope_T=x_pair_slope_T)
     return _pair_loss(

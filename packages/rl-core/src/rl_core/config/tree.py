@@ -565,7 +565,8 @@ class GeneratorConfig:
     n_samples_per_prompt: int = 5
     """Samples per training prompt (the group size)."""
     max_turns: int = 1
-    """Largest number of responses in an episode. An episode with this many responses ends."""
+    """Largest number of responses in an episode. An episode with this many responses ends. With 1, a sample fails if
+    its environment wants another turn."""
     max_input_length: int | None = None
     """Longest prompt of a later turn in tokens, including all earlier turns. An episode ends when its next prompt would
     be longer. None: `trainer.max_prompt_length`."""
@@ -643,7 +644,7 @@ class EnvironmentConfig:
     `generator.max_concurrency`; with processes, four per CPU core. Without effect on `in_process` environments."""
 
 
-# --- the whole ------------------------------------------------------------------------------------------------------
+# --- all sections ---------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen(kw_only=True)

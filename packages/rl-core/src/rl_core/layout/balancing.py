@@ -106,8 +106,8 @@ def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray
 
 
 class _Forest:
-    """Sets of items, built by unions. The number of a set is its only item, or N + the number of the union that created
-    it."""
+    """Sets of items, built by unions. The set of only item i has the number i; the set that union u creates has the
+    number N + u."""
 
     def __init__(self, num_items: int):
         self.num_items = num_items

@@ -2,7 +2,7 @@
 engines.
 
 A Mixture-of-Experts block scores all experts, takes the best with `topk`, and continues with the result. While a block
-runs, the result of this one call can be replaced with the scores of specified experts. Everything else stays the
+runs, the result of this one call can be replaced with specified experts and their scores. Everything else stays the
 model's own code (softmax or sigmoid, bias, groups, normalisation, scaling), so no router is reimplemented and gradients
 flow through the scores as they do in the model.
 """
@@ -39,7 +39,7 @@ class ExpertChoices:
 
     @classmethod
     def of(cls, model: nn.Module, *, where: str) -> ExpertChoices:
-        """Finds the model's mixture-of-experts blocks and hooks their routers permanently.
+        """Finds the model's mixture-of-experts blocks, and replaces their `forward` permanently.
 
         Args:
             model: a transformers model, before anything is wrapped around its layers; its device may be `meta`.

@@ -28,8 +28,8 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
     Raises:
         GenerationError: a trajectory has no steps; a step has no sampled token, fields of different lengths, a
             loss_mask that covers a token that was not sampled, or more routes than tokens; the shapes of routes differ
-            between steps; or only some trajectories have a greedy_reward. The message names the trajectory, unless
-            shapes differ.
+            between steps; or only some trajectories have a greedy_reward. The message names the trajectory, except for
+            different shapes.
     """
     for trajectory in trajectories:
         _require_whole(trajectory)
@@ -66,7 +66,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def merged(batch: Batch) -> tuple[Batch, Metrics]:
-    """Merges steps that continue each other into one sequence. Returns the batch, and the fraction of tokens saved."""
+    """Merges consecutive steps (`merge_steps`). Returns the batch, and the fraction of tokens saved."""
     before = float(batch.num_tokens)
     batch, merge = merge_steps(batch)
     return batch, {"rollout/merged_tokens": (merge.tokens_saved * before, before)}

@@ -1,9 +1,9 @@
-"""Computes the fingerprint of a run, which records its prompts and settings, and compares it at a resume.
+"""Computes the fingerprint of a run, which records its prompts and settings, and compares it when the run resumes.
 
 The rows, their order, the shuffling and the seed determine which prompt a group number means. If the rows, the number
 of prompts that are short enough, the shuffling or the seed changed, the group numbers in a checkpoint would mean other
-prompts, so a resume refuses such changes. All other settings may change. A resume warns of such a change, except in the
-settings that concern only the process (`_OF_THE_PROCESS`).
+prompts, so a resume refuses such changes. All other settings may change. A resume warns of their changes, except of
+those in `_OF_THE_PROCESS`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_THE_PROCESS = frozenset(
         "data.train_data",
     }
 )
-"""Keys that a resume may change without a warning: output directories, resume, trackers and callbacks. Of
+"""Keys that a resume may change without a warning: names, output directories, resumption, trackers and callbacks. For
 `data.train_data`, the rows are compared instead of the file names."""
 _PLAYING = (
     "generator.",

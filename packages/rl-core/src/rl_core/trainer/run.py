@@ -134,7 +134,7 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
             raise StorageError(
                 f"{error.filename} could not be read or written ({error.strerror}). Repair the storage, or put the "
                 "directory back if it was moved, and start the run again; with trainer.resume_mode=latest it continues "
-                f"from the newest checkpoint left {raised_at(error)}".rstrip()
+                f"from the newest remaining checkpoint {raised_at(error)}".rstrip()
             ) from error
 
 
@@ -308,7 +308,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
 async def _generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
     rows = _rows(config, reads)[:limit]
-    # No number of failed samples is an error: they are written too, so that users can inspect them.
+    # Failed samples are written too, for users to inspect, so no number of them is an error.
     result = await _play(config, rows, attrs.evolve(train_rollouts(config), max_failure_rate=1.0), TRAINING)
     writer = SamplesWriter(output, first_step=0)
     writer.write([sample_of(one, step=0, purpose="eval", row=result.rows[one.group_id]) for one in result.trajectories])

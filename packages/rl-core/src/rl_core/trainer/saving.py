@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _REPEAT_S = 60.0
-"""Least number of seconds between two warnings about a full disk. Saving is tried more often, after every step."""
+"""Minimum number of seconds between two warnings about a full disk. Saving is tried more often, after every step."""
 
 
 class CheckpointSaver:

@@ -25,8 +25,8 @@ class PhaseTimes:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - started
 
     def lap(self) -> dict[str, float]:
-        """Returns `time/<phase>`, `time/controller` and `time/step`, in seconds since the last call, and starts to
-        measure anew."""
+        """Returns the seconds since the last call (or the start) as `time/<phase>`, `time/controller` and `time/step`,
+        and resets them."""
         now = self._clock()
         step = now - self._started
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}

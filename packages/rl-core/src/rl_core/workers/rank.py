@@ -41,8 +41,8 @@ class Part:
     sequences: np.ndarray
     """int64, indices into the whole batch; empty for a rank that only joins the collectives."""
     sent: np.ndarray
-    """int64, the sequences that are sent: `sequences` or, if that is empty, the batch's shortest one (no batch may be
-    empty)."""
+    """int64, the sequences that are sent: `sequences` or, if that is empty, the batch's shortest one (a batch must not
+    be empty)."""
     plan: Plan
     """Micro-batches as indices into `sent`."""
 
@@ -77,7 +77,7 @@ class Ranks(Protocol):
         order.
 
         Raises:
-            RLError: a rank found a user's mistake; this is the error that the rank raised.
+            RLError: the error that a rank raised for a user's mistake.
             WorkerError: a rank raised something else, died, or was closed.
             DeadlineError: a rank did not answer in time.
         """

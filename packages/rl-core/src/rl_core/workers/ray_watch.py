@@ -3,7 +3,7 @@ and the control server (`gcs_server`).
 
 Ray's native code calls `_exit` then: at the next access to the object store after the node manager died, and 60 s after
 the control server died. A run can say what happened and how to resume only if it notices first. A server that is
-stopped or unreachable does not refuse connections, and counts as alive.
+suspended or unreachable does not refuse connections, so it counts as alive.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _CONNECT_S = 2.0
 
 
 class RayWatch:
-    """Keeps a connection to the node manager, which the kernel closes when it dies, and connects to the control server
-    again and again in a thread."""
+    """Keeps a connection to the node manager, which closes when the node manager dies. A thread connects to the control
+    server again and again."""
 
     def __init__(self, raylet_socket: str, gcs_address: str, logs: str, *, patience_s: float = _PATIENCE_S) -> None:
         """
@@ -48,8 +48,8 @@ class RayWatch:
 
     @property
     def lost(self) -> str | None:
-        """Says which server died before `close`, and where its log is; None: both were alive. Looks at the node manager
-        anew."""
+        """A message that says which server died before `close`, and where its log is; None: both were alive. Each
+        access checks the node manager again."""
         with self._looking:
             if self._lost is None and not self._closing.is_set() and _is_closed(self._raylet):
                 self._raylet.close()
@@ -79,7 +79,7 @@ class RayWatch:
 
     def _lose(self, what: str) -> None:
         self._lost = what
-        logger.warning("%s. Ray will end this command; the run ends before, if it can", what)
+        logger.warning("%s. Ray will end this process; the run tries to end with an error first", what)
 
 
 def _connected(path: str) -> socket.socket:
@@ -93,7 +93,7 @@ def _connected(path: str) -> socket.socket:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end has closed the connection, on which it never sends anything."""
+    """Whether the other end, which never sends anything, has closed the connection."""
     try:
         return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:

@@ -22,8 +22,8 @@ def missing_programs() -> list[str]:
 
 
 def _found(name: str) -> str:
-    """Returns the path of a program. The supervisor's PATH is shorter than this process's, so it cannot be used to find
-    the program."""
+    """Returns the path of a program, which the supervisor may not find, because its PATH is shorter than this
+    process's."""
     return shutil.which(name) or name
 
 

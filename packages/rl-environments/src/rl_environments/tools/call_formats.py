@@ -46,7 +46,7 @@ class CallFormat(Protocol):
     name: str
 
     def read(self, text: str) -> Sequence[Call | BrokenCall]:
-        """Returns the calls in a policy's text in order, or nothing if there are none. Must not raise."""
+        """Returns the calls in a policy's text, in order; empty if there are none. Must not raise."""
         ...
 
 

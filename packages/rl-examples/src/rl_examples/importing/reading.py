@@ -203,7 +203,7 @@ def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _unread_words(arguments: list[str], name: str) -> Iterator[str]:
-    """Describes the words that would set or remove keys and that are not `key=value`."""
+    """Describes the words that would set or remove keys but are not `key=value`."""
     for before, word in pairwise(arguments):
         if word.startswith("~") and _KEY.match(word):
             yield f"{word}: a key cannot be removed here; it keeps its default, or the value that the script sets"

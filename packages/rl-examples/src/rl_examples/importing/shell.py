@@ -75,7 +75,7 @@ def words(command: str) -> list[str]:
 
 
 def set_in_branches(commands: Iterable[str]) -> set[str]:
-    """Returns the variables that only some ways through the script set: in a branch, in a loop or after `[ … ] &&`."""
+    """Returns the variables that the script may or may not set: in a branch, in a loop or after `[ … ] &&`."""
     names, depth = set(), 0
     for command in commands:
         opens = bool(_OPENS.match(command))
@@ -87,7 +87,7 @@ def set_in_branches(commands: Iterable[str]) -> set[str]:
 
 
 def _sum(text: str, variables: Mapping[str, str]) -> int | None:
-    """The value of an arithmetic expression; None if it has no value here."""
+    """The value of an arithmetic expression; None if it cannot be computed."""
     text = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), expanded(text, variables))
     try:
         return _number(ast.parse(text.strip(), mode="eval").body)

@@ -1,8 +1,8 @@
 """Imports Megatron-Bridge, which converts Hugging Face models to Megatron's and back.
 
 Bridge 0.3.1 imports Transformer Engine (in two of its LoRA modules) and triton (in a Mamba layer) whether or not they
-are used. If they are not installed, stand-ins exist while Bridge is imported; flags that Megatron and Bridge set
-because of the stand-ins are reset afterwards.
+are used. If Transformer Engine is not installed, stand-ins for it, and for triton if that is missing too, exist while
+Bridge is imported. Flags that Megatron and Bridge set because of the stand-ins are reset afterwards.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _IMPORTED_FIRST = (
     "megatron.core.transformer.multi_latent_attention",
     "megatron.core.transformer.moe.moe_layer",
 )
-"""Packages that look for Transformer Engine or triton themselves: imported first, so that they do not find the
+"""Modules that look for Transformer Engine or triton themselves. They are imported first, so that they do not find the
 stand-ins."""
 
 
@@ -105,7 +105,8 @@ def _transformer_engine() -> dict[str, types.ModuleType]:
 
 
 class _Anything(types.ModuleType):
-    """Has every attribute; used as a decorator, with or without arguments, it returns the function unchanged."""
+    """A module in which every name, unless it begins with `__`, is a decorator that returns the function unchanged. The
+    decorator may be called with or without arguments."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

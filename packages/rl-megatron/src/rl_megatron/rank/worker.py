@@ -217,7 +217,7 @@ class MegatronWorker:
         write_state(directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
     def start_saving(self, directory: Path) -> None:
-        """Like `save_state`, but saves from a copy in CPU memory."""
+        """Like `save_state`, but writes a copy in CPU memory in the background."""
         self._background = self._background or BackgroundWriter(is_alone=False)
         start_writing(self._background, directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 

@@ -1,7 +1,7 @@
 """Chooses the experts for each token of one model: recorded ones, the router's own choice or, for padding, round-robin.
 
-A mixture-of-experts router picks K of E experts for each token from scores. Rounding can change the choice, so that
-engine and trainer, or two passes of the trainer, use different experts for a token. Replay (R3, arXiv 2510.11370) fixes
+A mixture-of-experts router picks K of E experts for each token from scores. Rounding can change the choice, so engine
+and trainer, or two passes of the trainer, may use different experts for a token. Replay (R3, arXiv 2510.11370) fixes
 the choice but keeps the router's scores, so that gradients still reach the router.
 
 Megatron-Core 0.16.1 calls `router.router_replay.get_replay_topk` for the choice. Megatron's own class for it keeps one

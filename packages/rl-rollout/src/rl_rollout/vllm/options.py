@@ -1,4 +1,4 @@
-"""The keys of `generator.inference_engine` that only this engine reads. Imports neither vllm nor torch."""
+"""The keys of `generator.inference_engine` that only vLLM engines read. Imports neither vllm nor torch."""
 
 from __future__ import annotations
 

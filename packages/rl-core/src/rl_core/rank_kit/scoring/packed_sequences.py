@@ -69,7 +69,7 @@ class SharedPrefixes:
     query_Q: Tensor
     """int64, the stream's rows (one per token or padding) whose nodes have ancestors."""
     key_K: Tensor
-    """int64, the stream's rows that these queries see; a row appears once in each block that sees it."""
+    """int64, the stream's rows that these queries see; a row appears once for each block of queries that sees it."""
     sequences: PackedSequences
     """Every sequence in full, including its shared prefix; then the padding, if any, as another sequence."""
     row_T: Tensor
@@ -100,8 +100,8 @@ class SharedPrefixes:
 
 @attrs.frozen(eq=False)
 class AttentionBlocks:
-    """Blocks of queries, concatenated, each of which sees one block of keys; and the rectangles in which attention is
-    computed."""
+    """Concatenated blocks of queries, each with the block of keys that it sees, and the rectangles in which attention
+    is computed."""
 
     query_offsets: Tensor
     """int32 [B+1], the bounds of the blocks among the queries."""

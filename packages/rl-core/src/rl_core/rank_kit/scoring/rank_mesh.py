@@ -32,7 +32,7 @@ class RankMesh:
     ulysses: UlyssesGroup | None
     """None: sequences are not split."""
     made_process_group: bool
-    """Whether this object created the process group. False: another model's ranks did, and will destroy it."""
+    """Whether this object created the process group. False: another model in this process did, and will destroy it."""
 
     @classmethod
     def join(cls, info: RankInfo, device: torch.device, mesh: Mesh) -> RankMesh:
