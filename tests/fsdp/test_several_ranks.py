@@ -24,9 +24,6 @@ from tests.fsdp.conftest import spec_of
 UNTIED = {"tie_word_embeddings": False}
 """Most tests use this. With tied embeddings, gradients are added in another order, which needs a larger tolerance
 (`Tolerances.tied_weight`) that would hide errors."""
-UNPACKED = {"use_sample_packing": False}
-RECOMPUTED = {"gradient_checkpointing": True}
-PRELOAD = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
 
 
 def two(**options: object) -> Variant:

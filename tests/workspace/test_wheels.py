@@ -64,7 +64,8 @@ class Environment:
 
     def run(self, command: str, *args: str, fails: bool = False) -> str:
         """Runs a command of this environment and returns its output; the exit code must be 0, or 1 if `fails`."""
-        foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+        # Without bytecode, every process of the environment would compile torch.
+        foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
         return run([self.folder / "bin" / command, *args], self.folder, without=foreign, code=int(fails))
 
     def install_as_told(self, arguments: str) -> None:
