@@ -1,5 +1,5 @@
-"""Models that are refused without a proof before any rank starts, and models that a run's checks prove. Full-size
-ranks compute the proved models like transformers, and still compute the models refused by measurement differently."""
+"""Models that are refused without a proof before any rank starts, and models that a run's checks prove. Ranks compute
+accepted models as transformers does, and compute models that the proof refuses differently."""
 
 from __future__ import annotations
 
