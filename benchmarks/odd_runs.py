@@ -5,9 +5,9 @@ Runs with and without these faulty environments alternate. The script also check
 failure.
 
 The model is the quick start's, untrained: 250 prompts × 4 samples per step, generation one step ahead, groups at most
-`--bound` versions old. Each environment has one turn, in which it blocks for 0.2 s. The faulty ones first sleep or
-block five times as long, or instead raise, or hang until the deadline of 10 s. The first step warms up. The rate counts
-nine tenths of the later steps. The time of the whole run also includes the wait for the deadline at its end.
+`--bound` versions old. Each environment has one turn, in which it blocks for 0.2 s. The faulty environments first sleep
+or block for 1 s, or raise, or hang until the deadline of 10 s. The first step warms up. The rate covers the first nine
+tenths of the remaining steps. The time of the whole run also includes the wait for the deadline at its end.
 
     PYTHONPATH=. python benchmarks/odd_runs.py [--steps 20] [--turns 3] [--bound 4]
 """

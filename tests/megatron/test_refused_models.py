@@ -1,5 +1,5 @@
 """Models that are refused without a proof before any rank starts, and models that a run's checks prove. Ranks compute
-accepted models as transformers does, and compute models that the proof refuses differently."""
+the proved models as transformers does. For models that the proof refuses, their results differ."""
 
 from __future__ import annotations
 
