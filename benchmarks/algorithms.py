@@ -1,9 +1,10 @@
-"""Time of every loss, estimator and reduction on one mini-batch of 4,096 sequences and 4 million tokens.
+"""Times of losses, estimators and reductions on one mini-batch of 4,096 sequences and 4 million tokens.
 
 A loss is timed forward and backward, with its metrics. An estimator that returns one value per sequence is timed
 together with spreading these values over the tokens. All times are compared with PPO clip, and PPO clip with a minimal
 version of its formula in torch. The functions are timed in interleaved rounds and the best time of each counts, so that
-other load on the machine affects all of them alike. The script checks bounds on the ratios, not the absolute times.
+other load on the machine affects all of them alike. The script checks bounds on most ratios, and on the seconds that
+the layout of sequences takes.
 
 Run: python benchmarks/algorithms.py [tokens, default 4,000,000]
 """
@@ -124,7 +125,7 @@ def minimal_ppo_clip(columns: dict[str, Tensor]) -> None:
 
 
 def estimator_run(name: str, settings: dict[str, Any], columns: dict[str, Tensor]) -> Callable[[], None]:
-    """Returns a call that computes one estimator and spreads its result over the tokens."""
+    """Returns a call that computes one estimator and spreads a result per sequence over the tokens."""
     function = getattr(algorithms, name)
     arguments = bound(function, columns)
 

@@ -8,8 +8,8 @@ the first eighth of a sequence is its prompt. The two jobs are similar, not equa
 
 Models are those of the recipes of the same name. Without --model they get random weights, which take the same time. On
 a machine with fewer GPUs than a row has, a pure data-parallel row runs with a proportional share of the batch. The row
-of four machines needs a Ray cluster and weights that all of them can read: --gpus 32 --model DIRECTORY. Peak memory is
-the memory in use on the fullest GPU of this machine; nvidia-smi is read four times a second.
+of four machines needs a Ray cluster and weights that all machines can read: --gpus 32 --model DIRECTORY. Peak memory is
+the largest memory in use on any GPU of this machine; nvidia-smi is read about four times a second.
 
 Run: python benchmarks/gpu_published_times.py [--row qwen2_5_3b:fsdp] [--steps 2] [--samples 5] [--model DIRECTORY]
 On a machine without CUDA, --tiny runs the same code on tiny models, to test it; its times mean nothing.

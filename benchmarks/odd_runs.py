@@ -1,11 +1,13 @@
-"""Training steps per second with 1 % each of environments that sleep, block, raise and hang, compared with none.
+"""Training steps per second with 1 % each of environments that sleep, block, raise and hang, compared with runs without
+them.
 
-Runs with and without these faulty environments alternate. The script also checks that every failure is in the rows.
+Runs with and without these faulty environments alternate. The script also checks that metrics.jsonl counts every
+failure.
 
 The model is the quick start's, untrained: 250 prompts × 4 samples per step, generation one step ahead, groups at most
-`--bound` versions old. An environment has one turn in which it blocks for 0.2 s. The faulty ones sleep or block five
-times as long, raise, or hang until the deadline of 10 s. The first step warms up. The rate counts the first nine tenths
-of the steps. The time of the whole run also includes the wait for the deadline at its end.
+`--bound` versions old. Each environment has one turn, in which it blocks for 0.2 s. The faulty environments first sleep
+or block for 1 s, or raise, or hang until the deadline of 10 s. The first step warms up. The rate covers the first nine
+tenths of the remaining steps. The time of the whole run also includes the wait for the deadline at its end.
 
     PYTHONPATH=. python benchmarks/odd_runs.py [--steps 20] [--turns 3] [--bound 4]
 """
@@ -117,7 +119,7 @@ def run(directory: Path, name: str, *, steps: int, bound: int, has_trouble: bool
 @click.option("--turns", default=3, show_default=True, help="Measurements with and without faults.")
 @click.option("--bound", default=4, show_default=True, help="trainer.max_staleness")
 def main(steps: int, turns: int, bound: int) -> None:
-    """Prints the ratios; exits with an error if the rows do not show every failure."""
+    """Prints the ratios; exits with an error if metrics.jsonl does not count every failure."""
     expected = steps * PROMPTS // 25
     ratios, whole = [], []
     with tempfile.TemporaryDirectory() as name:

@@ -2,7 +2,7 @@
 
 The base model (about 25M parameters) is large enough to dominate the time; the tiny one shows the overhead per request.
 Both sides sample every batch with the same seeds and alternate, so that other load on the machine affects both. The
-ratio is the median over the turns. Both engines stay alive throughout; an idle one uses no processor time.
+ratio is the median over the turns. Both engines stay alive throughout; an idle engine uses no processor time.
 
     python benchmarks/rollout.py [--batches 1 8 64 256] [--tokens 64] [--turns 3] [--sizes base tiny]
 """

@@ -1,6 +1,6 @@
 """Proofs of models in processes forked from the suites' server, which has imported torch, transformers and backends.
 
-A new interpreter needs 9 s for these imports, and 20 s with Megatron; a forked process needs none.
+A new interpreter needs 9 s for these imports, and 20 s with Megatron; a forked process does not repeat them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from rl_core.rank_kit import model_proof
 
 run_interpreter = model_proof.run_interpreter
-"""What a run uses, for the tests of that."""
+"""The function that runs use, kept for its own tests."""
 _DEADLINE_S = 240.0
 
 

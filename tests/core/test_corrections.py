@@ -1,4 +1,4 @@
-"""Off-policy corrections compared with numbers worked by hand and with a loop over sequences, and at edge cases."""
+"""Off-policy corrections compared with numbers computed by hand and with a loop over sequences, and in edge cases."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_missing_engine_logprob_drops_its_token_from_mask_and_denominator_and_
 
 
 def slow_correction(ratios: Tensor, stream: Stream, settings: dict[str, Any]) -> tuple[list[float], list[bool]]:
-    """The correction sequence by sequence, with plain ratios and Python floats."""
+    """Computes the correction sequence by sequence, with plain ratios and Python floats."""
     weights, kept = [0.0] * len(ratios), [False] * len(ratios)
     for sequence in range(len(stream.lengths)):
         tokens = ((stream.sequence_T == sequence) & stream.mask_T).nonzero().flatten().tolist()

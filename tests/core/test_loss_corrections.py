@@ -129,7 +129,7 @@ def bounded(logprobs_T, advantages_T):
 
 @pytest.mark.parametrize("loss", [with_penalty, of_the_mean, bounded])
 def test_a_loss_that_weights_would_not_scale_is_found_out(loss):
-    """A term without the weight, a statistic over tokens, a bound: here a token's weight is no factor of its loss."""
+    """In each of these losses, multiplying a token's advantage by a weight does not multiply its loss by it."""
     objective = Objective(loss)
     objective.try_out()
     assert objective.corrections == "unknown"

@@ -119,8 +119,8 @@ def test_settings_choose_among_optional_columns(anchor, other):
 @settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(1, 8), min_size=2, max_size=6), seed=st.integers(0, 2**20))
 def test_micro_batches_add_up_to_the_mini_batch(name, lengths, seed):
-    """Loss, gradient and metrics of every registered loss, for any split; tokens outside the mask hold NaN
-    throughout."""
+    """Loss, gradient and metrics of every loss of rl-core, for random splits in two. Columns hold NaN outside the
+    mask."""
     terms = (
         {} if name in ("value_clip", "reward_model") else {"kl_coef": 0.3, "kl_estimator": "k3+", "entropy_coef": 0.2}
     )
@@ -206,7 +206,7 @@ def test_every_entry_point_loads_a_function_that_the_package_lists(group):
 
 
 def test_the_table_of_contents_is_complete():
-    """Every listed name exists in its module, and the imports for type checkers list the same names."""
+    """Every listed name exists in its module and is among the imports for type checkers."""
     source = ast.parse(Path(algorithms.__file__).read_text())
     checked = [alias.name for node in ast.walk(source) if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert set(algorithms.__all__) <= set(checked)
@@ -380,7 +380,7 @@ def test_importing_the_algorithms_needs_torch_alone():
     code = """
     import sys
     for name in ("attr", "attrs", "numpy", "click", "yaml", "ray", "transformers", "safetensors", "pyarrow"):
-        sys.modules[name] = None  # an import of it fails
+        sys.modules[name] = None  # makes its import fail
     import rl_core.algorithms as algorithms
     for name in algorithms.__all__:
         getattr(algorithms, name)

@@ -1,4 +1,4 @@
-"""Returns along the stream, compared with numbers worked by hand and with a plain recurrence."""
+"""Returns along the stream, compared with numbers computed by hand and with a plain recurrence."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def shape_of(layers: list[int], num_layers: int = NUM_LAYERS) -> RouteShape:
 
 @given(LAYERS, st.data())
 def test_a_rank_reads_of_its_part_what_it_would_read_of_the_whole_batch(layers, data):
-    """Checks micro-batches too, and the batch after transfer to another process."""
+    """Checks both micro-batches and parts that were converted to arrays, as for another process."""
     batch = batch_of([2, 1, 3])
     sequences = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
     read = data.draw(st.sets(st.sampled_from(layers)).map(sorted)) if layers else []

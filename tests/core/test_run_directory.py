@@ -1,5 +1,5 @@
-"""A run directory loses nothing when a run resumes in place, resumes from an earlier step, or belongs to another
-run."""
+"""Nothing in a run directory is lost when its run resumes or goes back to an earlier step, or when another run takes
+the directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a checkpoint is complete: if written directly, and if written in the background by ranks that answer later."""
+"""When a checkpoint is complete: written directly, or written in the background while the run continues."""
 
 from __future__ import annotations
 

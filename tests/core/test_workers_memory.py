@@ -35,7 +35,7 @@ thread.join()
 
 
 def faults(*arguments: str, **environment: str) -> int:
-    """Page faults of five steps, each of which allocates and frees 360 MiB."""
+    """Minor page faults in five steps, each of which allocates and frees 360 MiB."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment).stdout)
 

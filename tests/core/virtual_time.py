@@ -23,7 +23,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop whose virtual time starts at 0 s."""
 
     def __init__(self, *, on_turn: Callable[[int], None] = lambda turn: None) -> None:
-        """`on_turn` is called with its number before each turn of the loop, so that tests can act at any turn."""
+        """`on_turn` is called before each turn of the loop, with the turn's number."""
         self._now = 0.0
         super().__init__(_JumpingSelector(self._advance, on_turn))
 

@@ -1,5 +1,5 @@
 """Plug-ins that kill or stop a run from within, at the moment a case of the kill soak names, and that record the groups
-it played. Apart from them, the run is one that a user could start.
+it played. Apart from these plug-ins, the run is one that a user could start.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _strike(strike: Strike) -> None:
 
 
 def _pid_of(victim: Victim) -> int:
-    """The newest process of this kind; in the first phase, waits until there is one."""
+    """The id of the newest process of this kind. Waits until there is one."""
     if victim == "controller":
         return os.getpid()
     wanted, deadline = "ray::RayRank" if victim == "rank" else f"/{victim}", time.monotonic() + _APPEARS_S
@@ -191,9 +191,7 @@ class NotingGenerator:
 
 
 def _noted(trajectory: Trajectory) -> dict[str, object]:
-    """One sample with the names that the rows of samples use. The log-probs are rounded to float32, in which they are
-    trained on.
-    """
+    """One sample with the names that the rows of samples use. The log-probs are rounded to float32, as in training."""
     steps = trajectory.steps
     return {
         "sample": trajectory.sample_index,

@@ -1,5 +1,5 @@
-"""Runs that are killed or stopped at a random moment of a named phase, and resumed until they finish: they lose
-nothing, do nothing twice, and leave nothing behind.
+"""Runs that are killed or stopped at a random moment of a named phase, and resumed until they finish: they train on
+every group once and leave nothing behind.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path,
 
     The planner agrees about Megatron. It also finds FSDP2 too large on one machine, and on four machines that each have
     a copy (fsdp_size=8). Sharded over all 32 GPUs, however, FSDP2 fits, even with a reference and with all logits of a
-    micro-batch at once, so the planner does not explain every failure.
+    micro-batch at once. For that case the planner does not reproduce the published failure.
     """
     monkeypatch.chdir(tmp_path)
     limit = ("--gpu-memory", "80")

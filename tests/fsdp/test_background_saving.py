@@ -1,4 +1,4 @@
-"""States written in the background of training: from a copy, one at a time, and never incomplete."""
+"""States written while training continues: from a copy, one at a time, and not loaded before they are complete."""
 
 from __future__ import annotations
 

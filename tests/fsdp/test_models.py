@@ -1,4 +1,4 @@
-"""Architectures that are scored correctly, and those that are refused with the reason."""
+"""Architectures that are scored correctly, and architectures and settings that are refused."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_bfloat16_keeps_trained_weights_in_float32_and_sends_bfloat16(start_work
     assert {p.dtype for p in worker.scorer.parameters()} == {torch.float32}
     assert {w.dtype for w in weights(worker).values()} == {torch.bfloat16}
     scores, expected = (w.forward(batch, PLAN, temperature=1.0)["logprobs"] for w in (worker, exact))
-    # bfloat16 has a mantissa of 8 bits. Over two layers the measured error is 2e-2; a wrong token order gives 1.
+    # bfloat16 has a mantissa of 8 bits. Over two layers the measured error is 2e-2; with a wrong token order it is 1.
     assert 1e-5 < (scores - expected).abs().max() < 0.1
     frozen = start_worker(bf16=True, role="reference", optimizer=None)
     assert {p.dtype for p in frozen.scorer.parameters()} == {torch.bfloat16}

@@ -51,7 +51,7 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
                 yield
 
     class ProbedWorker(MegatronWorker):
-        """A worker that returns the routes of every scoring pass, and reports more by its methods."""
+        """A worker that returns the routes of every scoring pass and has methods that report its state."""
 
         def __init__(self, spec: WorkerSpec, rank: RankInfo):
             super().__init__(spec, rank)

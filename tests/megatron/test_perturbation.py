@@ -1,4 +1,4 @@
-"""Noise on a Megatron model covers every parameter, is the same on every mesh, and is removed exactly."""
+"""Noise on a Megatron model covers every trained parameter, is the same on every mesh, and is removed exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_megatron import MegatronOptions, megatron
 PRELOADED["rl_megatron.rank.worker"] = None
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
-DENSE = {"num_hidden_layers": 4, "vocab_size": 51}  # odd, so that tensor ranks have a row of padding
+DENSE = {"num_hidden_layers": 4, "vocab_size": 51}  # odd, so that a tensor rank has a row of padding
 MOE = DENSE | {"family": "qwen3_moe", "tie_word_embeddings": False}
 MESHES: dict[str, tuple[dict[str, Any], tuple[tuple[int, dict[str, int]], ...]]] = {
     "dense": (DENSE, ((2, {}), (4, {TP: 2, PP: 2}), (2, {PP: 2, VPP: 2}))),
@@ -47,7 +47,7 @@ def noise_of(group: RankGroup, seed: int) -> dict[str, Tensor]:
     group.call(Perturbable.perturb, seed, 0.5)
     noisy = group.weights()
     group.call(Perturbable.restore)
-    require_equal(group.weights(), before, "noise put on and taken away")
+    require_equal(group.weights(), before, "weights after removing the noise")
     return {name: noisy[name] - before[name] for name in before}
 
 
@@ -56,8 +56,8 @@ def test_every_mesh_makes_the_same_noise_of_the_stated_size(case: Case, request:
     weights, expected, other = group.weights(), noise_of(group, 1), noise_of(group, 2)
     group.close()
     for name, noise in expected.items():
-        # Megatron fuses query, key and value, and gate and up, into one parameter. In these models their weights have
-        # the same scale.
+        # Megatron fuses query, key and value into one parameter, and gate and up into another. In these models the
+        # fused weights have the same scale.
         rms = float(weights[name].square().mean().sqrt())
         deviation = 0.5 * max(rms, weights[name].shape[-1] ** -0.5)
         four_sigma = 4 * (2 * noise.numel()) ** -0.5

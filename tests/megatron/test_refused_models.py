@@ -1,5 +1,5 @@
-"""Models that are refused without a proof before any rank starts, and models that a run's checks prove. Full-size
-ranks compute the proved models like transformers, and still compute the models refused by measurement differently."""
+"""Models that are refused without a proof before any rank starts, and models that a run's checks prove. Ranks compute
+the proved models as transformers does. For models that the proof refuses, their results differ."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A small backend with real processes: its ranks communicate over gloo and can be made to fail.
 
 The model is one weight. `forward` returns `tokens · weight + temperature` as log-probs and the rank's number as
-entropies. The gradient is the sum of `loss_weights · tokens` over all ranks, and a step subtracts it.
+entropies. The gradient is the sum of `loss_weights · tokens` over all tokens, and a step subtracts it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class GlooWorker:
         return {"loss": (gradient, 1.0), "tokens": (float(sum(part.num_tokens for part in computed)), 1.0)}
 
     def optim_step(self) -> OptimizerStep:
-        self._total(0.0)  # so that the other ranks are in the call when a fault occurs
+        self._total(0.0)  # waits until all ranks are in this call; only then may one fail
         self._fail_in("optim_step")
         self._total(0.0)
         step = OptimizerStep(grad_norm=abs(float(self.gradient)), learning_rate=1.0, skipped=False)
@@ -187,7 +187,7 @@ class GlooWorker:
     # --- only tests call these ---
 
     def describe(self) -> dict[str, Any]:
-        """The rank's environment variables, process id, threads and node."""
+        """Properties of the rank's process: selected environment variables, process id, threads, device and node."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
         return {
             **{name: os.environ.get(name) for name in names},
@@ -213,8 +213,8 @@ class GlooWorker:
         return self.received
 
     def received_before(self) -> dict[str, Any]:
-        """What `columns_of` received on this rank. All ranks answer this call; a call on parts returns the results of
-        some ranks only."""
+        """What `columns_of` last received on this rank. Tests call this on all ranks, because a call with a batch
+        returns the results of only some ranks."""
         return self.received
 
     def _require_same_number_of(self, plan: Plan) -> None:

@@ -18,7 +18,7 @@ from tests.real_model.test_backends import LIMITS, MESHES, spec_of
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(3600)]
 OPTIMIZER = OptimizerConfig(lr=1e-5, adam_betas=(0.9, 0.95))
-"""Settings with which one would train such a model."""
+"""Typical settings for training such a model."""
 LIMIT = 1.5
 
 

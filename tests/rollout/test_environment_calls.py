@@ -1,5 +1,5 @@
-"""Where an environment's code runs: in a thread or a process of the episode's own, or in the event loop of the run; and
-what happens if an environment hangs or raises.
+"""Where an environment's code runs: in a separate thread or process, or in the run's event loop; and what happens if an
+environment hangs or raises.
 """
 
 from __future__ import annotations

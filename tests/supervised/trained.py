@@ -1,4 +1,4 @@
-"""The gradient of data rows, computed as in a run: generator, collate, scores, `prepare`, one rank."""
+"""The gradient of data rows, computed on one rank by the steps of a run: generator, collate, scores, `prepare`."""
 
 from __future__ import annotations
 

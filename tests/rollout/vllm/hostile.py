@@ -20,7 +20,7 @@ from tests.rollout.vllm.servers import TOKENS
 
 _ANSWER_S = 100.0
 _PATIENCE_S = 0.5
-"""Seconds to wait for the answer to a request that is not whole; it may get none."""
+"""Seconds to wait for the answer to a request that need not get one."""
 
 
 def nested(depth: int) -> Any:
@@ -105,7 +105,7 @@ class HostileRequest:
 
 
 def hostile_request(seed: int, *, to_router: bool) -> HostileRequest:
-    """The request of this seed. Routers get requests to the OpenAI API only."""
+    """The request of this seed. For a router, it uses no control routes, and of the routes in WHOLE those under /v1."""
     dice = random.Random(seed)
     kinds = [_wrong_field, _wrong_field, _wrong_field, _broken_body, _odd_path, _odd_head, _departure]
     paths = [path for path in WHOLE if path.startswith("/v1/") or not to_router]

@@ -1,5 +1,5 @@
-"""A transport without the attribute that names its receiver, like transports written before it existed; and a function
-that a request must not be able to call.
+"""A transport without the attribute that names its receiver, like transports written before this attribute existed; and
+a function that a request must not be able to call.
 
 The receiver can be told to fail in one of an engine's workers.
 """

@@ -161,7 +161,7 @@ def tokenizer_of(model_path: str) -> Any:
 
 
 def greedy_reply(model_path: str) -> str:
-    """The base model's reply to QUESTION, by transformers."""
+    """The base model's reply to QUESTION, computed by transformers."""
     tokenizer = tokenizer_of(model_path)
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     tokens = base_model(model_path).generate(**prompt, do_sample=False, max_new_tokens=REPLY_TOKENS)

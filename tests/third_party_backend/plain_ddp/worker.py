@@ -1,4 +1,4 @@
-"""One rank: it has the whole model, and ranks only add up their gradients."""
+"""One rank. Each rank has the whole model, and ranks only add up their gradients."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class PlainDdpWorker:
             dist.destroy_process_group()
 
     def _score(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, [T] each. Rows are padded on the right, where causal layers do not look."""
+        """Log-probs and entropies, [T] each. Rows are padded on the right, which causal layers do not read."""
         rows = torch.nn.utils.rnn.pad_sequence(batch["tokens"].split(batch.lengths.tolist()), batch_first=True)
         hidden_NWH = self.model.base_model(input_ids=rows, use_cache=False).last_hidden_state
         is_token_NW = torch.arange(rows.shape[1]) < batch.lengths[:, None]

@@ -14,8 +14,8 @@ class Field:
     """One letter per axis. The first letter is `T` (tokens) or `N` (sequences); `L` stands for layers, `K` for the
     experts of a token."""
     dtypes: tuple[str, ...]
-    """Accepted torch dtypes. Floats and bools are stored in the first one, integers in the first one that holds all of
-    them."""
+    """Accepted torch dtypes. Floats and bools are stored in the first dtype, integers in the first dtype that can hold
+    all values."""
     meaning: str
 
 

@@ -64,7 +64,7 @@ def upload(directory: Path, target: str, *, last: str | None = None) -> None:
 
 
 def download(source: str, directory: Path) -> None:
-    """Copies a remote directory's files into a local one. Raises OSError, or ConfigError if the store cannot be
+    """Copies a remote directory's files into a local directory. Raises OSError, or ConfigError if the store cannot be
     accessed."""
     system, place = _found(source)
     with _asked(source):

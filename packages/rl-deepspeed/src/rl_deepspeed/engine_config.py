@@ -25,7 +25,7 @@ _DECIDED = {
     "activation_checkpointing": "set by trainer.gradient_checkpointing",
     "sequence_parallel_size": "set by deepspeed_config.sequence_parallel_size",
 }
-"""DeepSpeed keys whose values other keys of this project determine."""
+"""DeepSpeed keys that users cannot set, each with the reason."""
 
 
 def engine_config(spec: WorkerSpec) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _zero_config(spec: WorkerSpec) -> dict[str, Any]:
 
 
 def require_free_keys(extra: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for keys that other settings determine."""
+    """Raises ConfigError if `extra` has a key that users cannot set, or that belongs in another section."""
     for name, reason in _DECIDED.items():
         if name in extra:
             raise ConfigError(f"{where}.{name}: {reason}; leave it out here")

@@ -22,7 +22,7 @@ def normalized(text: str) -> str:
 
 
 def is_exact_match(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether the answer equals one of the accepted answers, after normalising both."""
+    """Whether the normalised answer equals one of the normalised accepted answers."""
     return normalized(answer) in {normalized(each) for each in accepted}
 
 

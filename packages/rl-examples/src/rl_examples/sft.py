@@ -7,7 +7,7 @@ Deliberately omitted: a chat template (rows with `messages` are masked by role),
 
 Run:      rl train sft
 Play:     rl eval quickstart trainer.policy.model.path=runs/sft/model
-Go on:    rl train quickstart trainer.policy.model.path=runs/sft/model      (GRPO from there; end the first run early,
+Continue: rl train quickstart trainer.policy.model.path=runs/sft/model      (GRPO from there; end the first run early,
           by trainer.max_training_steps=150, so that something is left to learn)
 Control:  rl train sft data.train_data=[runs/arithmetic/shuffled_answers.parquet]        (answers of other problems)
 """

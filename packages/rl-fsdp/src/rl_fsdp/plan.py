@@ -5,8 +5,8 @@ estimated at the points of a step where it can peak:
 
 - while the gradient of the output layer is computed;
 - in a decoder layer's backward, while its activations are recomputed, the layer whose backward is next is gathered,
-  and the gradients of the layer before are reduced: in the second layer of backward or, under hybrid sharding, in
-  the last one;
+  and the gradients of the layer whose backward was last are reduced: in the second layer of the backward pass or,
+  under hybrid sharding, in its last layer;
 - while the gradient of the embedding is computed;
 - at the end, when the gradients of parameters outside the layers are summed.
 """

@@ -43,7 +43,8 @@ class DatasetGenerator:
         )
 
     def _sequences(self, row: Row) -> tuple[Supervised, ...]:
-        # The check of lengths before a run measures prompt and response of each row one after the other.
+        # The check of lengths before a run measures the prompt and then the response of each row, so the latest row is
+        # kept encoded.
         if self._latest is None or self._latest[0] is not row:
             encode = self._encoder.pair if self._of_pairs else self._response
             self._latest = row, encode(row)

@@ -47,7 +47,7 @@ class Limits:
 
 @attrs.frozen(kw_only=True, eq=False)
 class PlayedTurn:
-    """One turn: the engine's prompt, its response, and the environment's result."""
+    """One turn: the prompt, the policy's response, and the environment's result."""
 
     prompt: Tokens
     completion: Completion
@@ -183,7 +183,7 @@ def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
         tokens += given + completion.tokens
         sampled += [False] * len(given) + [True] * len(completion.tokens)
         trained += [False] * len(given) + [not turn.is_forced] * len(completion.tokens)
-        # An engine's log-probs of a forced response are those of the constrained distribution.
+        # An engine's log-probs of a forced response belong to the constrained distribution, not to the policy.
         unknown = [math.nan] * len(completion.tokens)
         logprobs += [0.0] * len(given) + (unknown if turn.is_forced else list(completion.logprobs))
         versions += [-1] * len(given) + list(completion.policy_versions)

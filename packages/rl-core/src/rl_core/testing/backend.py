@@ -9,9 +9,9 @@ A plug-in's author writes
         preload = ("my_package.worker",)
         left_out = {"test_saved_state_continues_exactly": "its optimizer is an external service without state files"}
 
-and runs pytest. Every check runs on every variant; several ranks run in separate processes. The suite creates its own
-tiny checkpoint and batch. Results are compared with `ReferenceWorker` in float32; `Tolerances` has the limits and their
-reasons. If RL_PARITY_DIR is set, measurements are written there (`rl_core.testing.parity`).
+and runs pytest. Checks run on every variant to which they apply; several ranks run in separate processes. The suite
+creates its own tiny checkpoints and batches. Most results are compared with `ReferenceWorker` in float32; `Tolerances`
+has the limits and their reasons. If RL_PARITY_DIR is set, measurements are written there (`rl_core.testing.parity`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class BackendConformance:
     backend: ClassVar[Backend]
     options: ClassVar[Any]
     variants: ClassVar[Sequence[Variant]] = VARIANTS
-    """World sizes, options and spec fields with which every check runs."""
+    """World sizes, options and spec fields with which the checks run."""
     resumes: ClassVar[Sequence[tuple[Variant, Variant]] | None] = None
     """Pairs: the first saves a state, the second loads it. None: every ordered pair of world sizes, with the first
     variant of each, if both have the same checkpoint."""
@@ -160,7 +160,7 @@ class BackendConformance:
             PRELOADED.update(dict.fromkeys([type(cls.backend).__module__, *cls.preload]))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Runs every check once per variant, or per pair of variants."""
+        """Runs a check once per variant, or per pair of variants, to which it applies."""
         if "variant" in metafunc.fixturenames:
             name = metafunc.function.__name__
             variants = [v for v in self.variants if name in PARITY_CHECKS or not v.parity_only]
@@ -773,7 +773,8 @@ class BackendConformance:
         self.measure(case, quantity, difference, limit, f"{worst} differs most", loaded_at=loaded_at)
 
     def require_same_gradients(self, case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-        """Raises AssertionError naming the parameter, unless all gradients agree."""
+        """Measures the relative difference of all gradients, and raises AssertionError if it, or that of one parameter,
+        is above its tolerance."""
         require_same_names(actual, expected, "gradients")
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
         errors = {name: (actual[name] - gradient).norm().item() for name, gradient in expected.items()}

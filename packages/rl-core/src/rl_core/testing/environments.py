@@ -51,7 +51,8 @@ Responses = str | tuple[str, ...]
 _MAX_TURNS = 100
 _WAIT_S = 60.0
 _LONGEST_PAUSE_S = 2.0
-"""Longest allowed pause of the event loop: much longer than scoring takes, and longer than a busy machine stalls."""
+"""Longest allowed pause of the event loop: much longer than fast scoring takes, and longer than most stalls of a busy
+machine."""
 
 
 class EnvironmentConformance:
@@ -189,7 +190,8 @@ class EnvironmentConformance:
         if _placement_of(factory) != "in_process":
             pytest.skip("the environment runs in a separate thread or process")
         for response in self.rewards:
-            # The first run may import modules. A busy machine is unlikely to stall all of the three runs after it.
+            # The first run is not measured, because it may import modules. A busy machine is unlikely to stall all
+            # three measured runs.
             _run(self._play(response))
             pause_s = min(_run(_longest_pause(self._play(response))) for _ in range(3))
             assert pause_s < _LONGEST_PAUSE_S, (

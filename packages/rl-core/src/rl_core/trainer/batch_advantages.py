@@ -140,8 +140,8 @@ def chosen_tokens(batch: Batch) -> Tensor:
 
 
 def _rewards_of_chosen(batch: Batch, chosen_T: Tensor) -> Tensor:
-    """Token rewards, float [T]. The reward of a forced token is moved to the last token before it in the same sequence
-    that the policy chose, and dropped if there is none."""
+    """Token rewards, float [T]. The reward of a forced token is moved to the last chosen token before it in its
+    sequence, or dropped if there is none."""
     rewards_T, sequence_T = batch["rewards"], batch.sequence_index
     forced_T = batch["sampled"] & ~chosen_T
     place_T = torch.arange(len(rewards_T))

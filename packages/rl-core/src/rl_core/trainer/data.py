@@ -45,8 +45,8 @@ def is_at_hand(path: str) -> bool:
 
 
 def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "prompt") -> list[DataRow]:
-    """Reads all rows, in order, of Parquet, JSON-lines, JSON or CSV files, which may be local or at an address that
-    fsspec supports, and of data sets (`rl_core.data_sets`).
+    """Reads, in order, all rows of files and of data sets (`rl_core.data_sets`). Files have the format Parquet,
+    JSON-lines, JSON or CSV, and are local or at an address that fsspec supports.
 
     Args:
         paths: files and names of data sets.

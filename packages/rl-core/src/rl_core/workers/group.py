@@ -278,7 +278,7 @@ class WorkerGroup:
         await self._devices.clear()
 
     async def close(self) -> None:
-        """Ends the ranks; a second call does nothing."""
+        """Ends the ranks; may be called again."""
         self._devices.remove(self._tenant)
         await self._ranks.close()
 

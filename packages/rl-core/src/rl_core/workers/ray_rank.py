@@ -62,7 +62,7 @@ class Failure:
     """Type and message of the exception."""
     traceback: str = ""
     user_error: bytes | None = None
-    """The pickled exception, if it was an RLError."""
+    """The pickled exception, if it was an RLError that survives pickling."""
     died: bool = False
 
 

@@ -204,7 +204,7 @@ NO_EFFECT: dict[str, str] = {
     "data.filter_overlong_prompts_workers": "prompt lengths are computed in one process",
     "reward_model.enable": "environments give rewards, and may ask a model",
     "reward_model.reward_manager": "an environment gives each episode's reward",
-    "trainer.critic_warmup": "the critic is trained from the first step, beside the policy",
+    "trainer.critic_warmup": "critic and policy are both trained from the first step",
     "trainer.balance_batch": "sequences are always balanced over ranks",
     "trainer.device": "the machine's hardware determines the device",
     "trainer.log_val_generations": "samples.jsonl has the samples",

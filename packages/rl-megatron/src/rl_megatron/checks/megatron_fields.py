@@ -20,8 +20,8 @@ _PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "OptimizerConfig": (("core/optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-"""Configuration class → (file, class name) of each class that declares its fields: its base class, the class itself,
-and the subclass that some models use instead."""
+"""Configuration class → (file, class name) of each class that declares its fields. Some models use the subclass
+MLATransformerConfig instead of TransformerConfig."""
 
 
 def require_fields(names: Iterable[str], class_name: ClassName, where: str) -> None:

@@ -1,1 +1,1 @@
-"""Patches Megatron-Core and Megatron-Bridge, with one file per library, and torch if there is no GPU."""
+"""Patches Megatron-Core (`fixes_megatron`), Megatron-Bridge (`fixes_bridge`) and, without a GPU, torch (`platform`)."""

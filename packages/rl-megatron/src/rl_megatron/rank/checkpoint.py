@@ -1,7 +1,7 @@
-"""Saves and loads a worker's state in Megatron's distributed format. Parameters are stored by their place in the whole
-model, so a state can be loaded on any mesh.
+"""Saves and loads a worker's state in Megatron's distributed format. Parameters are stored by their position in the
+whole model, so a state can be loaded on any mesh.
 
-`state.json`, written last, lists the files, their sizes and checksums. Loading verifies this list before it changes
+`state.json`, written last, lists the files, their sizes and checksums. Loading verifies the files before it changes
 anything.
 """
 
@@ -47,7 +47,7 @@ _METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
     # With expert parallelism, experts have an optimizer of their own. Save its state, too, under parameter names.
     "chained_optim_avoid_prefix": True,
-    # Each layer has its own name, because layers may differ and may be on other stages when loaded.
+    # Each layer has its own name, because layers may differ and may be loaded on another stage.
     "non_homogeneous_layers": True,
 }
 
@@ -135,7 +135,7 @@ def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, f
 
 
 def _write_list(directory: Path, steps_done: int) -> None:
-    """On rank 0, writes the list of files; call after all ranks have written theirs."""
+    """On rank 0, writes the list of files; call after all ranks have written their files."""
     if dist.get_rank() == 0:
         for path in directory.iterdir():
             if not path.stat().st_size:

@@ -33,8 +33,8 @@ def trained_pieces(chunks: Sequence[Any]) -> Iterator[Piece]:
 
 
 def _parts(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
-    """Yields `sharded` itself or, for a fused parameter, its parts, because they lie at different places of the whole
-    tensor."""
+    """Yields `sharded` itself. For a fused parameter, yields its parts instead, because they have different offsets in
+    the whole tensor."""
     if isinstance(sharded, ShardedTensor):
         yield sharded
     else:

@@ -2,13 +2,13 @@
 batching.
 
 It does not use transformers' continuous batching (5.19, `ContinuousBatchingManager`), which draws with
-`torch.multinomial` from torch's global generator, so that a sample would depend on other running requests. That manager
-also has no per-request seed, no stop strings, and no way to change weights while requests run.
+`torch.multinomial` from torch's global generator, so a sample would depend on other running requests. That manager also
+has no per-request seed, no stop strings, and no way to change weights while requests run.
 
 consumes     requests from the event loop; weight versions from a transport's receiver
 produces     completions, returned to the event loop in batches
 waits for    a command or work (no deadline, because the thread is idle then)
-unblocked by `_post` and `close`; every caller's own wait has a deadline
+unblocked by `_post` and `close`; callers wait with a deadline
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from rl_core.errors import ConfigError
 
 
 def require_single_calls(engine: AsyncLLM) -> None:
-    """Raises ConfigError if this vLLM's client of the core processes cannot call a single one."""
+    """Raises ConfigError if this vLLM's client of the core processes cannot call each one separately."""
     core: Any = engine.engine_core
     if not hasattr(core, "_call_utility_async") or not hasattr(core, "core_engines"):
         raise ConfigError(
@@ -32,7 +32,7 @@ async def answers_of_all(engine: AsyncLLM, method: str, *arguments: Any) -> list
     """Calls `method` in the core process of each data-parallel engine, and returns all answers, ordered by rank.
 
     Raises:
-        Exception: the error of the first engine that failed, raised after all have answered.
+        Exception: the error of the failed engine with the lowest rank, raised after all have answered.
     """
     core: Any = engine.engine_core
     calls = [core._call_utility_async(method, *arguments, engine=identity) for identity in core.core_engines]

@@ -176,8 +176,9 @@ class _OnlyWhileServing:
     """Lets the OpenAI routes for agents answer only while the engine is alive and has complete weights. Otherwise
     refuses the request, so that the router tries another server. A stream that has begun ends with an error event.
 
-    A status 500 of vLLM while the engine is alive becomes 422, because no server can compute the request: for example,
-    with vllm 0.30, `response_format={"type": "json_object"}` for a model without tokens for braces.
+    A status 500 of vLLM while the engine is alive becomes 422, because no other server could compute the request
+    either: for example, with vllm 0.30, `response_format={"type": "json_object"}` for a model without tokens for
+    braces.
     """
 
     def __init__(self, app: ASGIApp, engine: ServedEngine) -> None:
@@ -262,7 +263,7 @@ class CheckBody:
             return
         except _Disconnected:
             return
-        # If a header occurs several times, libraries differ in which one they use, so one JSON type is enough.
+        # Libraries differ in which of several content types they use, so the body is checked if any of them is JSON.
         is_json = any(name == b"content-type" and b"json" in value.lower() for name, value in scope["headers"])
         if body and not scope["path"].startswith("/rl/") and is_json:
             try:
@@ -310,7 +311,7 @@ async def _whole_body(scope: Scope, receive: Receive) -> bytes:
 
 
 def _closing(text: str, status: int) -> Response:
-    """Returns a response that closes the connection, because the rest of the body is still on the way."""
+    """Returns a response that closes the connection, because the rest of the body may still be on the way."""
     return Response(text, status, headers={"connection": "close"})
 
 

@@ -38,7 +38,8 @@ _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal Python error)\b")
 _ERROR_LINES, _LOG_LINES = 10, 40
 _SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 _MAX_SOCKETS_PATH = 70
-"""Maximum length of the folder's path: vLLM's socket names add 36 characters, and the kernel allows 107."""
+"""Maximum length of the path of the sockets' folder: vLLM's socket names add 36 characters, and the kernel allows
+107."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,7 +53,7 @@ class ServerSettings:
     port: int = 0
     """Port to listen on; 0: a free one."""
     tokens: Tokens
-    """The control and the access token; a request must carry one of them."""
+    """The control and the access token, with which requests are authorized."""
     receivers: tuple[str, ...] = ()
     """Weight receivers that the server may load besides those of installed transports, as `package.module:Class`."""
     log_path: str
@@ -78,7 +79,7 @@ class StartFailure:
 
 
 class VLLMServerActor:
-    """Ray actor that runs one server. `load` may take minutes. The engine's processes are children of the actor's."""
+    """Ray actor that runs one server. `load` may take minutes."""
 
     def __init__(self, log_path: str, shared: SharedGpus | None = None) -> None:
         """
@@ -91,7 +92,7 @@ class VLLMServerActor:
         self._log_path = Path(log_path)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        # The engine's processes inherit both descriptors, so the file gets the output of all of them.
+        # Child processes of the engine inherit both descriptors, so the file gets their output, too.
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         os.close(log)
@@ -167,7 +168,7 @@ class HTTPServer:
         while not self._http.started:
             if self._serving.done():
                 self._serving.result()
-                raise RuntimeError("the HTTP server ended before it had started")
+                raise RuntimeError("the HTTP server ended while it was starting")
             await asyncio.sleep(0.02)
         host, port = self._listening.getsockname()[:2]
         return ServerAddress(url=f"http://{_reachable(host)}:{port}", pid=os.getpid())
