@@ -1,4 +1,5 @@
-"""The report of a run: complete, loads nothing from elsewhere, escapes the policy's text, and works for half a run."""
+"""The report of a run is complete, loads nothing from elsewhere and escapes the policy's text; a run that has not ended
+has one too."""
 
 from __future__ import annotations
 
