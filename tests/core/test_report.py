@@ -1,5 +1,4 @@
-"""The report of a run is complete, loads nothing from elsewhere and escapes the policy's text; a run that has not ended
-has one too."""
+"""The report of a finished or unfinished run is complete, loads nothing from outside and escapes the policy's text."""
 
 from __future__ import annotations
 
