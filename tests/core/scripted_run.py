@@ -127,7 +127,7 @@ class EventLog:
         self._errors.append(errors)
 
     def when(self, event: str, reaction: Callable[[], object], *, after_s: float = 0.0) -> None:
-        """Calls `reaction` this many seconds after the first `event`."""
+        """Calls `reaction` `after_s` seconds after the next `event`."""
         self._reactions.setdefault(event, []).append((after_s, reaction))
 
 

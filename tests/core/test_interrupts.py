@@ -1,4 +1,5 @@
-"""Signals during a coroutine: the first asks to stop, the second cancels, and none interrupts the clean-up."""
+"""Signals during a coroutine: the first asks to stop, a second SIGINT or SIGTERM cancels, and only a clean-up that
+hangs can be interrupted."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from rl_core.trainer.interrupts import Interrupts
 
 @pytest.fixture(autouse=True)
 def hangups_are_handled(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Under `nohup`, the tests inherit that SIGHUP is ignored. `capfd`, because a SIGHUP discards output to a
-    terminal."""
+    """Undoes `nohup`, under which the tests would inherit that SIGHUP is ignored. Needs `capfd`, because after a SIGHUP
+    output to a terminal is discarded."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -82,7 +83,7 @@ def test_a_later_second_signal_cancels_and_the_clean_up_is_whole():
 
 
 def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discarded():
-    """The child's terminal is closed while it works. Its shell sends a second SIGHUP later than a bounce."""
+    """The child's terminal is closed while it works. A second SIGHUP comes too late to count as a bounce."""
     child, terminal = pty.fork()
     if child == 0:
         interrupts, stops = Interrupts(), []

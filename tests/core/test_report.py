@@ -1,4 +1,4 @@
-"""The report of a run: complete, loads nothing from elsewhere, escapes the policy's text, and works for half a run."""
+"""The report of a finished or unfinished run is complete, loads nothing from outside and escapes the policy's text."""
 
 from __future__ import annotations
 

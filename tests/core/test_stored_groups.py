@@ -1,4 +1,4 @@
-"""Groups in a checkpoint are restored bit for bit, and only those that can still be trained on."""
+"""The groups of a checkpoint that can still be trained on are restored bit for bit."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_groups_are_played_again_where_a_setting_changed_by_which_they_were_play
 def test_a_resumed_run_continues_what_it_can_train_on_within_its_bound(
     tmp_path: Path, overrides: list[str], finished: list[int], started: list[int], again: tuple[int, ...]
 ):
-    """Groups 1 and 2 are two versions old, group 3 is one; nothing of group 4 has been sampled."""
+    """Groups 1 and 2 are two versions old, group 3 is one version old; nothing of group 4 has been sampled."""
     config = from_mapping({"trainer.max_staleness": 2, "trainer.pipeline_depth": 2, "trainer.train_batch_size": 2})
     now = {"settings": dict(leaves(as_mapping(config)))}
     (tmp_path / "fingerprint.json").write_text(json.dumps(now, default=str))

@@ -1,4 +1,4 @@
-"""Changes of a tensor are applied bit for bit, have the stated size, and are refused by another tensor."""
+"""Changes of a tensor are applied bit for bit and have the stated size. Changes that do not fit it are refused."""
 
 from __future__ import annotations
 

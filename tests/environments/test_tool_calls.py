@@ -30,7 +30,7 @@ def leave() -> None:
 
 
 async def cancel() -> None:
-    """Raises CancelledError although nobody cancelled it."""
+    """Raises CancelledError although no task was cancelled."""
     raise asyncio.CancelledError
 
 

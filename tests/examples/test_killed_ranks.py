@@ -1,4 +1,4 @@
-"""A rank is killed while a checkpoint is written: the run ends with an error and resumes from the checkpoint before."""
+"""A rank is killed while a checkpoint is written: the run ends with an error and resumes from the previous one."""
 
 from __future__ import annotations
 

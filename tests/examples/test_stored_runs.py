@@ -1,4 +1,4 @@
-"""What a run stores: damaged checkpoints and changed prompts are refused, and a full disk does not end the run."""
+"""What a run stores: damaged checkpoints and changed prompts are refused, and training continues on a full disk."""
 
 from __future__ import annotations
 

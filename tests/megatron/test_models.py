@@ -109,7 +109,7 @@ def test_bfloat16_keeps_float32_sums_and_scores_as_transformers_does(tmp_path: P
         group = case.start()
         found = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
         expected = expected_scores(case.reference, case.batch)["logprobs"]
-        # bfloat16 has a mantissa of 8 bits, so logits of about 4 have errors of about 0.02.
+        # bfloat16 has 8 significant bits, so logits of about 4 have errors of about 0.02.
         assert (found - expected).abs().max() < 0.3
         losses = []
         for _ in range(6):

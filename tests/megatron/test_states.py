@@ -1,4 +1,4 @@
-"""Training with FusedAdam continues exactly from a saved state. Only the first data-parallel rank gathers the
+"""Training with FusedAdam continues from a saved state, up to rounding. Only the first data-parallel rank gathers the
 optimizer's state.
 
 Transformer Engine's FusedAdam runs on GPUs only, so a stand-in replaces it (`fused_adam.py`).

@@ -1,7 +1,7 @@
 """Chat templates in the formats of known model families, each with a tokenizer that knows its special tokens.
 
 The tokenizers are byte-level BPE (or, for the SentencePiece families, BPE with a leading-space mark) with merges that
-are learned here from a few sentences: token sequences that no text encodes to are as common as in real ones.
+are learned here from a few sentences. Token sequences that no text encodes to are as common as in real tokenizers.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _TIMEOUT_S = 600.0
 
 
 class EngineInProcess:
-    """Those methods of InferenceClient that weight syncs and verification call."""
+    """The methods of InferenceClient that weight syncs and verification call."""
 
     def __init__(self, model_path: str, **arguments: Any) -> None:
         from vllm import LLM

@@ -1,5 +1,5 @@
-"""Tries what another user of this machine could do who knows a server's address but no token. Root starts this script,
-which first gives up root's rights. It uses only the standard library, imported before that.
+"""Tries what another user of this machine can do with a server's address but without its token. Root starts this
+script, which first gives up root's rights. It imports only the standard library, before it gives them up.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Servers die, hang and receive damaged weights at any moment. No sample is lost or returned twice, every token has the
-version that it names, and afterwards all servers serve the right weights.
+"""Servers die, hang and receive damaged weights at any moment. No sample is lost or returned twice, every token was
+generated with the weight version recorded for it, and afterwards all servers serve the right weights.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def test_a_hundred_faults_cover_every_phase_of_every_transport_with_every_kind_o
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
 async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Cluster):
-    """The server dies when some requests are done. All requests return the tokens that they would have without the
-    kill.
-    """
+    """The server dies when some requests are done. All requests return the same tokens as without the kill."""
     dice = random.Random(0)
     expected = await answered(cluster.client, batch_of_requests("calm", 48))
     index, kill_after = dice.randrange(2), dice.randrange(1, 24)
@@ -179,7 +177,7 @@ async def test_a_server_whose_worker_hangs_in_an_update_is_started_again(cluster
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
 async def test_a_core_that_dies_while_it_is_asked_whether_it_is_well_is_noticed(cluster: Cluster):
-    """vLLM itself never answers a health request whose core dies meanwhile."""
+    """vLLM itself never answers a health request if the engine core dies meanwhile."""
     member = cluster.members[0]
     connection = member.connection
     assert connection is not None

@@ -183,7 +183,7 @@ class Batch:
         """Converts the sequences to left-padded rows, for models without packing and for other frameworks.
 
         The width W is the length of the longest sequence. Padding is `pad_token_id` in `tokens`, -1 in `policy_version`
-        and 0 (False) in all other columns.
+        and 0 (False) in all other per-token columns.
         """
         width = int(self.lengths.max())
         attention_mask = torch.arange(width) >= width - self.lengths[:, None]

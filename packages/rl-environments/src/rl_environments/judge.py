@@ -1,7 +1,7 @@
 """The environment `judge`: a model reads the question and the answer, and replies with a score. Any server with an
 OpenAI API works, and so do the run's own vLLM servers (docs/environments.md#judges-on-the-runs-own-servers).
 
-Row:       `prompt`, and `reference` (text) if the judge should compare with one
+Row:       `prompt`, and optionally `reference` (text), a right answer that the judge is shown
 Reward:    the number after the judge's last `Score:`, divided by `highest_score`; from 0 to 1
 Options:   `url` (the API's address, `http://host:port/v1`, or `inference_engine` for the run's servers), `model` (the
            model's name on the server; on the run's servers, `base` or the directory of an adapter), `timeout_s` (60,

@@ -1,8 +1,8 @@
-"""Compares answers in separate processes, which all episodes of this process share, on any event loop.
+"""Compares answers in child processes, which all episodes of the parent process share, on any event loop.
 
-Each of them compares one answer after another, until an answer takes too much CPU time or crashes it. All of them end
-when this process ends, even if it is killed: their stdin, a pipe from this process, closes, and on Linux the kernel
-also kills each of them when the thread that started it ends.
+A child compares one answer after another, until an answer takes too much CPU time or crashes it. All children end when
+the parent ends, even if it is killed: their stdin, a pipe from the parent, closes, and on Linux the kernel also kills a
+child when the thread that started it ends.
 """
 
 from __future__ import annotations

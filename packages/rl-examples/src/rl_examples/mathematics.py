@@ -1,7 +1,7 @@
 """GRPO on mathematics: a small model learns to multiply fractions, judged by math-verify, on two CPU cores, in minutes.
 
-Asked `3/4*2/5=`, any equal expression is right: `6/20$`, `3/10$` or `.3$`. The environment `mathematics` judges the
-answers, as it does for large models. The model is warm-started on demonstrations of which three in four divide the
+The answer to `3/4*2/5=` may be any equal expression: `6/20$`, `3/10$` or `.3$`. The environment `mathematics` judges
+the answers, as it does for large models. The model is warm-started on demonstrations of which three in four divide the
 fractions instead, so at first one in nine of its answers is right; only the reward shows that multiplying is right. A
 response has at most six tokens, too few to repeat the question, which would be an equal expression.
 Deliberately omitted: a reference model and a KL term, worked solutions.

@@ -3,8 +3,8 @@
 Asked for the capital of a country, SmolLM2-135M-Instruct initially samples a right and brief reply one time in six;
 otherwise it names another city, or keeps talking about the country. The reward is 1 for a reply that names the capital
 and ends within 16 tokens. A quarter of the countries is held out from training: the model learns the form of the reply,
-but must already know the capital. Held-out rewards are also measured on sampled replies; greedy ones ("The capital of
-France is Paris.") are mostly right from the start.
+but must already know the capital. Held-out rewards are also measured on sampled replies; greedy replies ("The capital
+of France is Paris.") are mostly right from the start.
 Deliberately omitted: a reference model and a KL term, because 20 small steps change the model little.
 
 Run:    rl train smollm2        (makes the model from the wheel that contains it, or says what to install)

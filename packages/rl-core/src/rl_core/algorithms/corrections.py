@@ -9,7 +9,7 @@ Truncation keeps a token with a bounded weight. A mask drops a token from the lo
 computed from the returned mask, also from the denominator. A token whose engine log-prob is missing (NaN) or not finite
 has no ratio and is dropped too. If the trainer's own log-prob is NaN, the token is kept, and a truncated weight is
 NaN: the loss becomes NaN, which shows the fault. Ratios are compared and truncated in log space, so a ratio with an
-upper bound cannot overflow. No result carries a gradient.
+upper bound cannot overflow. `rollout_log_ratios` and `off_policy_correction` return tensors without a gradient.
 
 There are three kinds of log-ratio, all [T]: the token's (`rollout_log_ratios`), its sequence's (`sequence_log_ratios`)
 and the mean over its sequence (`geometric_log_ratios`). Three functions take any of them: `truncated_ratios`,
@@ -187,7 +187,7 @@ def rollout_log_ratios(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, loss_
 
 
 def sequence_log_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Log-ratio of each token's whole sequence: the sum of d over the sequence's masked tokens.
+    """Log-ratio of each token's whole sequence: the sum of d over the sequence's tokens in the mask.
 
     Args:
         log_ratios_T: d of each token.
@@ -195,7 +195,7 @@ def sequence_log_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: T
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
 
     Returns:
-        [T] in the dtype of `log_ratios_T`, equal within a sequence; 0 for a sequence without a masked token.
+        [T] in the dtype of `log_ratios_T`, equal within a sequence; 0 for a sequence without a token in the mask.
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or `sequence_T` decreases somewhere.
@@ -206,7 +206,7 @@ def sequence_log_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: T
 
 
 def geometric_log_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Log of the geometric mean ratio of each token's sequence: the mean of d over the sequence's masked tokens.
+    """Log of the geometric mean ratio of each token's sequence: the mean of d over the sequence's tokens in the mask.
 
     Args, Returns and Raises as for `sequence_log_ratios`.
     """
@@ -217,7 +217,7 @@ def geometric_log_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: 
 
 
 def truncated_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, *, high: float) -> Tensor:
-    """Truncated importance sampling: w_t = min(exp(d_t), high) on masked tokens, 0 elsewhere.
+    """Truncated importance sampling: w_t = min(exp(d_t), high) on tokens in the mask, 0 elsewhere.
 
     Source: Ionides 2008 (truncated importance sampling); between engine and trainer: Yao et al. 2025, "Your efficient
     RL framework secretly brings you off-policy RL training".
@@ -267,7 +267,7 @@ def masked_ratios(
 def ratio_mask(
     log_ratios_T: Tensor, loss_mask_T: Tensor, *, low: float | None = None, high: float | None = None
 ) -> Tensor:
-    """The masked tokens with low <= exp(d_t) <= high.
+    """The tokens in the mask with low <= exp(d_t) <= high.
 
     With token ratios, this is IcePop's mask (Ling Team 2025, arXiv 2510.18855); with sequence ratios or geometric means
     of ratios, it is one of the sequence masks of Liu et al. 2025, "When speed kills stability".
@@ -298,7 +298,7 @@ def outlier_sequence_mask(
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
-    """The masked tokens of sequences in which every masked token has low <= exp(d_t) <= high.
+    """The tokens in the mask whose sequence has low <= exp(d_t) <= high for all of its tokens in the mask.
 
     An extreme token ratio indicates that engine and trainer computed on different inputs (a broken cache, a wrong
     position), so the whole sequence is unreliable.

@@ -1,8 +1,8 @@
 """Finds mistakes in a resolved configuration before a run starts processes or uses devices or files.
 
 `value_checks` checks values only, `file_checks` checks files, and this module checks plug-ins. Every error says what to
-do. A check is skipped if it reads a key for which another check has found a mistake. `check_plugins`, `gather_plugins`
-and `check_function_params` import torch.
+do. A check is skipped if it reads a key for which another check has found a mistake. `check_plugins` and
+`gather_plugins` import torch; `check_function_params` does so only if parameters are set.
 """
 
 from __future__ import annotations

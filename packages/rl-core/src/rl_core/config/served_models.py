@@ -72,7 +72,7 @@ def serving_plugin(config: Config) -> ModelServing:
 
 def require_servable_models(config: Config) -> None:
     """Raises ConfigError if the run's engine cannot serve a model that environments request, or if one batch cannot
-    use the policy's adapter and all of theirs."""
+    use the policy's adapter together with all adapters that environments request."""
     asked = asked_models(config.environment.options)
     if not asked:
         return

@@ -40,8 +40,8 @@ def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: 
 
 
 def _packed_when_left(bucket: WeightBucket) -> Iterator[WeightBucket]:
-    """Yields the bucket. Before the next bucket is drawn, packs this one unless the consumer has called `taken`, so
-    that its data can still be read."""
+    """Yields the bucket. Before the next bucket is drawn, packs this one, so that its data can still be read. If the
+    consumer has called `taken`, nothing is left to pack."""
     yield bucket
     if bucket.parts:
         bucket.data  # noqa: B018 - packs

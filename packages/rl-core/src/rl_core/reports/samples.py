@@ -32,8 +32,7 @@ class Sample:
     """The prompt as the policy saw it, including the chat template."""
     response: str
     reward: float | None
-    """None for a failed rollout, which has no reward; this differs from a reward of 0. The file has null for a reward
-    that is not finite too."""
+    """None for a failed rollout, which has no reward. The file also has null for a reward that is not finite."""
     stop_reason: str | None
     """Stop reason of the last turn; None for a failed rollout."""
     end: str = "done"

@@ -2,7 +2,8 @@
 
 bfloat16 has eight significant bits, so correct implementations differ from each other, and no absolute limit separates
 wrong implementations from correct ones. But the error of plain transformers shows how much rounding is due to the model
-itself. A worker with a 50 % larger error rounds values that should stay in float32 (log-probs, trained weights).
+itself. A 50 % larger error indicates that a worker rounds values that should stay in float32 (log-probs, trained
+weights).
 
 The checkpoint is stored in bfloat16, so that the float32 computation starts from the same weights. Errors are means
 over many numbers, because the errors of two correct implementations at single tokens differ by factors of ten and more.
@@ -146,7 +147,7 @@ class Baseline:
         reference = ReferenceWorker(spec)
         before, batches = weights_of(reference), batches_of(reference)
         exact = course(reference, batches, None, partial(weights_of, reference))
-        del reference  # so that only one model is in memory: real models take gigabytes
+        del reference  # frees its model before the next is loaded: real models take gigabytes
         worker = Bfloat16Worker(spec)
         plain = course(worker, batches, None, partial(weights_of, worker))
         return cls(batches=batches, before=before, exact=exact, plain=plain)

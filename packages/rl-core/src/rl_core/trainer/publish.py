@@ -104,8 +104,8 @@ async def _both_or_neither(
     sending: asyncio.Future[Any], receiving: asyncio.Future[Any], *, stop: Callable[[], None]
 ) -> None:
     """Waits for both sides. If one side fails, calls `stop`, which closes the transport so that the other side fails
-    too. Then waits for the other side, because a rank cannot begin its next call before it has stopped sending. A call
-    of the engines is cancelled if it has not ended after `_END_S`. Raises the first error."""
+    too. Then waits for the other side, because a rank cannot begin its next call before it has stopped sending. If the
+    engines' side has not ended after `_END_S`, it is cancelled. Raises the first error."""
     both = {sending, receiving}
     try:
         done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)

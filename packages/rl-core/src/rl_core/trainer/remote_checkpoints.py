@@ -36,7 +36,7 @@ class CheckpointCopies:
 
     def send(self, root: Path) -> None:
         """Copies the complete checkpoints in `root` that are missing or different at the address, and removes remote
-        checkpoints that `root` lacks. Warns of a failure, and keeps it for `require_sent`."""
+        checkpoints that `root` lacks. Logs a failure as a warning, and keeps it for `require_sent`."""
         try:
             here = {path.name: path for path in complete_checkpoints(root)}
             for name, path in here.items():
@@ -67,7 +67,7 @@ class CheckpointCopies:
         if self._failure is not None:
             raise StorageError(
                 f"trainer.ckpt_path: {self._address} lacks checkpoints ({self._failure}); the run's directory has them "
-                "all. Copy them there, or resume the run when the store can be reached"
+                "all. Copy them to this address, or resume the run when the store can be reached"
             ) from self._failure
 
     def fetch_newest(self, root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Computes log-probs with a reference or teacher that an inference engine serves, in place of training ranks.
+"""Computes the log-probs of a reference or teacher with an inference engine instead of training ranks.
 
 consumes: batches · produces: log-probs of their tokens · waits for: the engine · unblocked by: the engine's answer or
 failure, or the deadline.

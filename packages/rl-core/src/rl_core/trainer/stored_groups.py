@@ -34,7 +34,7 @@ _COLUMNS = {
 }
 """Per-token field of a step → dtype that stores Python's numbers without rounding."""
 _OPTIONAL = ("token_rewards", "loss_mask")
-"""Fields that a step may lack. Checkpoints of earlier versions do not mention those that did not exist yet."""
+"""Fields that a step may lack. Checkpoints of earlier versions do not mention fields that did not exist yet."""
 _ANSWER_COLUMNS = {"tokens": np.int64, "logprobs": np.float64, "policy_versions": np.int64}
 """Per-token field of a completion → dtype, as in `_COLUMNS`."""
 

@@ -279,7 +279,7 @@ class RemoteInferenceClient:
         return True
 
     async def needs_weights(self) -> None:
-        """Returns when a (restarted) server is up that lacks the current version."""
+        """Returns when a server that lacks the current version is up, for example after a restart."""
         await self._pool.wait_for(lambda: self._pool.lacks_weights, "a server to need weights", timeout_s=None)
 
     async def sleep(self, level: int = 1) -> None:
