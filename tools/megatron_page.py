@@ -98,7 +98,7 @@ Refused without this check, because a small copy cannot show the problem:
 _REFUSED = """\
 ## What is refused
 
-Settings are refused before any process starts, and wrong routes when a batch arrives. The message names the key and
+Settings are refused before any rank loads a model, and wrong routes when a batch arrives. The message names the key and
 the numbers. If parallel sizes do not fit, it also names the nearest mesh that works:
 
 - parallel sizes whose product does not divide the number of ranks, or that do not divide the layers, attention heads,
