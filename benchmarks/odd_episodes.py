@@ -1,4 +1,4 @@
-"""Episodes per second with 1 % each of environments that sleep, block, raise and hang, compared with none of them.
+"""Episodes per second with 1 % each of environments that sleep, block, raise and hang, and without them.
 
 Runs with and without these faulty environments alternate; the ratio shows what the faults cost the other episodes.
 
@@ -140,8 +140,8 @@ def main() -> None:
             f"{most / calm_s[most - 1]:.0f} and {most / odd_s[most - 1]:.0f} episodes/s, {dict(kinds)}"
         )
     print(
-        f"ratio with faults over without: {statistics.median(ratios):.2f}, "
-        f"of the whole time {statistics.median(whole):.2f}"
+        f"rate with faults over rate without: {statistics.median(ratios):.2f}, "
+        f"for the whole time {statistics.median(whole):.2f}"
     )
 
 

@@ -55,10 +55,10 @@ _MODELS = """\
 ## Models
 
 A model is trained if Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute it as transformers does, which is verified
-for each model: both compute a small copy of its configuration (fewer layers, narrower, otherwise unchanged) with random
-weights, and log-probs (to 2e-5) and gradients are compared. This happens before a rank loads, in a dry run and in
-`rl plan`. The result is cached in `~/.cache/rl` (or `RL_CACHE_DIR`) for the same configuration,
-options, versions and code. If this is not possible before the start (the model has not been created or downloaded, or
+for each model: both run a small copy of the model (fewer layers, narrower, otherwise the same configuration) with
+random weights, and log-probs (to 2e-5) and gradients are compared. This happens before a rank loads, in a dry run and
+in `rl plan`. The result is cached in `~/.cache/rl` (or `RL_CACHE_DIR`) for the same configuration, options, versions
+and code. If this is not possible before the start (the model has not been created or downloaded, or
 Transformer Engine is installed but there is no GPU), a dry run reports that, and rank 0 runs the check before any rank
 loads. `trainer.strategy=fsdp` trains transformers' own models, so models that are refused here train there.
 
@@ -98,7 +98,8 @@ Refused without this check, because a small copy cannot show the problem:
 _REFUSED = """\
 ## What is refused
 
-Before any process starts, with the key, the numbers and the nearest mesh that works:
+Settings are refused before any rank loads a model, and wrong routes when a batch arrives. The message names the key and
+the numbers. If parallel sizes do not fit, it also names the nearest mesh that works:
 
 - parallel sizes whose product does not divide the number of ranks, or that do not divide the layers, attention heads,
   key/value heads, feed-forward units, experts or their units; empty chunks; a token budget smaller than the longest
@@ -125,7 +126,7 @@ _COMPOSITION = """
 features that run without an error but compute wrong results. This package does not use the following ones:
 
 - 1 (label smoothing over a split vocabulary), 2 (labels with gathered logits): Megatron's cross entropy is not called.
-  Log-probs are computed from hidden states (`model/parallel_logprobs.py`), and each mesh is compared with transformers
+  Log-probs are computed from hidden states (`model/parallel_logprobs.py`), and tests compare meshes with transformers
 - 3, 4 (multi-token prediction: normalisation, recomputation): `mtp_num_layers` is refused
 - 5 (padding masks of routers), 10 (their token count): no padding mask is passed; auxiliary losses are weighted by the
   mini-batch's tokens here (`tests/megatron/test_auxiliary_losses.py`)

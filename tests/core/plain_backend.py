@@ -1,6 +1,6 @@
 """A backend around the reference worker, on one rank or data parallel over gloo, and workers that are wrong on purpose.
 
-The backend suite must find each wrong worker. The classes are in a module of their own, because the processes of the
+Tests check that each wrong worker is detected. The classes are in a module of their own, because the processes of the
 ranks import them by name.
 """
 
@@ -135,7 +135,8 @@ class ProvingBackend(PlainBackend):
 
 
 class TakesAnotherEps(PlainWorker):
-    """Doubles the epsilon of each layer's `k_norm`. The usual values, 1e-5 and 1e-6, differ by a factor of 10."""
+    """Doubles the epsilon of each layer's `k_norm`. Confusing the usual values, 1e-5 and 1e-6, would be a
+    larger error."""
 
     def __init__(self, spec, rank):
         super().__init__(spec, rank)
@@ -222,7 +223,7 @@ class OffloadableWorker(PlainWorker):
             self.optimizer.load_state_dict(self.elsewhere["optimizer"])
 
 
-# --- faults that only several ranks show ----------------------------------------------------------------------------
+# --- more faults, most of which show only with several ranks --------------------------------------------------------
 
 
 class AveragesOverRanks(PlainWorker):
@@ -279,7 +280,7 @@ class ExportsItsShardOnly(PlainWorker):
 
 
 class EachRankExportsItsOwn(PlainWorker):
-    """Steps with its own gradient on each rank and exports all its weights from each."""
+    """Each rank steps with its own gradient and exports all its weights."""
 
     def add_up(self, gradient):
         pass
@@ -289,7 +290,7 @@ class EachRankExportsItsOwn(PlainWorker):
 
 
 class SkipsAlone(PlainWorker):
-    """Checks its own gradient for non-finite values before the gradients are added up."""
+    """Each rank checks its own gradient for non-finite values before the gradients are summed."""
 
     def optim_step(self, update=None):
         mine = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Steps that continue each other train as one sequence with exactly the same result as separately."""
+"""Merging steps that continue each other into one sequence does not change the gradient."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class CausalModel(nn.Module):
 
 
 def gradient(batch: Batch) -> Tensor:
-    """Gradient of a PPO-clip loss with off-policy weights, which reads all the columns that merging must preserve."""
+    """Gradient of a PPO-clip loss with off-policy weights. The loss reads log-probs, advantages, weights and mask."""
     model = CausalModel()
     logprobs_T = torch.cat([model(tokens) for tokens in batch["tokens"].split(batch.lengths.tolist())])
     ratio_T = (logprobs_T - batch["old_logprobs"]).exp()

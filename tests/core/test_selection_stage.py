@@ -56,7 +56,7 @@ def test_groups_without_a_signal_are_replaced_by_copies_of_useful_ones():
     assert [rewards(chosen[0]), rewards(chosen[2])] == [[0, 1], [1, 0]]
     copies = [rewards(group) for group in (chosen[1], chosen[3], chosen[4])]
     assert all(copy in ([0, 1], [1, 0]) for copy in copies)
-    assert copies[0] != copies[1], "copies are dealt out in turn: both groups before one of them again"
+    assert copies[0] != copies[1], "each useful group must be copied once before one of them is copied again"
     assert {trajectory.group_id for trajectory in chosen[1].trajectories} == {2}
     assert stage.lap()["selection/replaced_groups"] == (3.0, 5.0)
     assert stage.lap() == {}

@@ -30,8 +30,8 @@ STREAMED = Script(
     train_s=6.0,
     play=lambda group: Play(seconds=10.0 + 4.0 * (2 - group % 3)),
 )
-"""Scoring and training take 3 s per group; the third group ends after 10 s, the second after 14 s, the first after 18
-s."""
+"""Scoring and training together take 3 s per group; the third group ends after 10 s, the second after 14 s, the first
+after 18 s."""
 
 
 def test_groups_are_trained_on_while_others_of_the_step_are_still_played(tmp_path: Path):
@@ -66,8 +66,8 @@ def test_a_part_is_all_that_finished_while_the_one_before_was_trained(tmp_path: 
 
 
 def test_one_step_ahead_a_place_is_left_for_the_group_that_would_expire(tmp_path: Path):
-    """Group 0 takes 100 s, and bound 1 requires it in step 2, which trains on group 3 meanwhile and keeps a place
-    free."""
+    """Group 0 takes 100 s. With a staleness bound of 1 it must be in step 2, which meanwhile trains on group 3 and
+    keeps a place free."""
     script = Script(
         steps=3,
         groups_per_step=2,

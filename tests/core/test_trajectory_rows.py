@@ -1,4 +1,6 @@
-"""The check for complete trajectories, compared with a slow version per trajectory, and its two callers."""
+"""The check for complete trajectories, compared with a slow version that checks one trajectory at a time, and its
+two callers.
+"""
 
 from __future__ import annotations
 

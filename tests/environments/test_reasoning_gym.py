@@ -135,7 +135,7 @@ NONSENSE = (
 
 
 def require_playable(task: str) -> None:
-    """The row can be reproduced, its own answer earns the full reward, and nonsense earns less."""
+    """The row can be reproduced, its own answer (if it has one) earns the full reward, and nonsense earns less."""
     (row,) = rows_of(task, 1, seed=7)
     ReasoningGymEnvironment.require_row(row)
     answer = ReasoningGymEnvironment(row, {})._entry["answer"]
@@ -156,7 +156,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails on a connection or a name lookup. Sockets can still be made: an event loop needs a pair of them."""
 
     def refused(*_: Any) -> Any:
-        raise AssertionError("a task of reasoning-gym reaches for the network")
+        raise AssertionError("a task of reasoning-gym uses the network")
 
     for name in ("connect", "connect_ex", "sendto"):
         monkeypatch.setattr(socket.socket, name, refused)

@@ -1,4 +1,4 @@
-"""`rl plan` against real ranks: it predicts parameters exactly, and activations within a factor."""
+"""`rl plan` against real ranks: it predicts parameter counts exactly, and activation bytes within a factor of two."""
 
 from __future__ import annotations
 

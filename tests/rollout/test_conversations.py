@@ -1,8 +1,8 @@
 """Conversations of several turns: training uses exactly the prompts that the engine got and the tokens that it sampled.
 
-The engine here answers with arbitrary tokens, most of which no text encodes to. The text between the turns is checked
-against the template itself: the test renders the whole conversation with marks in place of the responses, and splits it
-at the marks.
+The engine here answers with arbitrary tokens, mostly in sequences that are the encoding of no text. The text between
+the turns is checked against the template itself: the test renders the whole conversation with marks in place of the
+responses, and splits it at the marks.
 """
 
 from __future__ import annotations

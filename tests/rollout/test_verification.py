@@ -1,5 +1,5 @@
-"""Weight verification with the local engine: it passes if the weights are the trainer's, otherwise it stops the run
-with both log-probs.
+"""Weight verification with the local engine: it passes if the weights are the trainer's; otherwise it stops the run
+with an error that states both log-probs.
 """
 
 from __future__ import annotations

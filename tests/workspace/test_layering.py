@@ -58,7 +58,7 @@ BEHIND_AN_EXTRA = {
     "rl_core.testing": {"transformers"},
     "rl_core.rank_kit.scoring": {"transformers"},
 }
-"""The only modules that import the packages of an extra; the rest of rl_core does not load these modules on import."""
+"""The only modules that import an extra's packages at module level; no other module imports these at module level."""
 WITHOUT_TORCH = (
     "rl_core",
     "rl_core.config",
@@ -335,7 +335,7 @@ def with_requirements(distributions: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("name", STANDS_ALONE)
 def test_layout_and_algorithms_work_where_nothing_else_is_installed(name):
-    every_name = f"from rl_core.{name} import *"  # the table of contents is lazy; `import *` loads everything it lists
+    every_name = f"from rl_core.{name} import *"  # the package loads its names lazily; `import *` loads all of them
     result = run_python_with_only({"rl_core"} | with_requirements(STANDS_ALONE[name]), every_name)
     assert result.returncode == 0, result.stderr
 

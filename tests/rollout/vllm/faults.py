@@ -39,8 +39,8 @@ TIMEOUT_S = 300.0
 """The deadline of a request. On two free cores a server starts in a minute."""
 _UPDATE_S = TIMEOUT_S / 2
 _TRANSPORT_S = TIMEOUT_S / 3
-"""The transport's deadline ends before the engine's, as by default: a participant that waits in vain for another one
-reports that one before its own engine is given up.
+"""Shorter than the engine's deadline, as in the defaults: a participant that waits in vain for another names the
+missing one before its own engine is given up.
 """
 HUNG_AFTER_S = 20.0
 _LATE_S = 30.0
@@ -78,7 +78,7 @@ class Fault:
     whom: Whom = "server"
     """The process that is killed, frozen or paused. The other faults hit the sender."""
     moment: float = 0.5
-    """The share, from 0 to 1, of the requests, buckets or seconds of the phase before the fault."""
+    """Which share of the phase's requests, buckets or seconds comes before the fault, from 0 to 1."""
 
     @property
     def is_in_sync(self) -> bool:
@@ -161,7 +161,7 @@ class Model:
         return logprobs_TV.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
     def require_versions(self, asked: GenerateRequest, completion: Completion) -> None:
-        """Every token has the log-prob of the version that it names, and not that of the next version."""
+        """Requires that each token has the log-prob of the version that it names, unlike that of the next version."""
         tokens = [*asked.prompt_tokens, *completion.tokens]
         said, versions = torch.tensor(completion.logprobs), torch.tensor(completion.policy_versions)
         for version in set(completion.policy_versions):
@@ -185,9 +185,9 @@ class Cluster:
         return self.client._pool.members
 
     async def survives(self, fault: Fault, name: str) -> None:
-        """Sends requests and triggers the fault. Every request must be answered once, by the weights that it names,
-        within its deadline. Afterwards all servers must serve the current version, and nothing may be left of the
-        processes that ended.
+        """Sends requests and triggers the fault. Every request must be answered once, within its deadline, by the
+        weights that the answer names. Afterwards all servers must serve the current version, and nothing may be left of
+        the processes that ended.
         """
         victim = random.Random(name).choice(self.members)
         processes = await self.processes(victim)
@@ -229,7 +229,7 @@ class Cluster:
             )
 
     async def _publish_until_good(self, fault: Fault, hit: Hit) -> None:
-        """Publishes until a sync succeeds, as a trainer does. A fault in a sync hits the first one."""
+        """Publishes until a sync succeeds, as a trainer does. A fault in a sync hits the first sync."""
         within_s = fault.noticed_within_s + _LATE_S
         if fault.is_in_sync:
             try:
@@ -398,7 +398,7 @@ class Hit:
             delattr(client, name)
 
     def among(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
-        """Yields the buckets; triggers the fault between two of them, or after the last, if it belongs there."""
+        """Yields the buckets; triggers the fault before one of them, or after the last, if it belongs there."""
         every = list(buckets)
         place = round(self._fault.moment * (len(every) - 1)) if self._fault.when == "receiving" else None
         for i, bucket in enumerate(every):
@@ -463,7 +463,7 @@ def _flip_byte_of_next_segment(where: float) -> None:
 
 
 def _requests(name: str) -> list[GenerateRequest]:
-    """24 requests, each longer than the one before, so that they end at different times."""
+    """24 requests, each with a longer response than the one before, so that they end at different times."""
     return [
         request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=40 + 6 * i, ignore_eos=True) for i in range(24)
     ]

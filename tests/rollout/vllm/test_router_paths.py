@@ -1,4 +1,6 @@
-"""The router forwards only paths of the OpenAI API, however disguised; and what agents learn of lost servers."""
+"""The router forwards only paths of the OpenAI API, even if a request disguises its path, and tells agents nothing
+about the machine of a lost server.
+"""
 
 from __future__ import annotations
 

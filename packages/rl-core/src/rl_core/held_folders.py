@@ -2,12 +2,11 @@
 
 A folder's name contains its purpose, the run and the process id; run and process id are only for human readers. A
 process holds a lock on each of its folders: flock(2) on a file in the folder, which the kernel releases when the
-process ends. This also works if
-containers share the parent directory but not process ids. Before a process creates a folder, it removes all folders
-that no process holds any more: in the same parent, in the temporary directory, and in memory. So the folders of a
-killed run are removed when the next run creates one, whichever transport that run uses. While a process creates a
-folder, it holds a shared lock on the parent. So if no process holds the parent's lock, no folder is being created, and
-a folder without a lock has been abandoned.
+process ends. Such locks also work if containers share the parent directory but not process ids. Before a process
+creates a folder, it removes the user's folders that no process holds any more: in the same parent, in the temporary
+directory, and in memory (/dev/shm). So the next run on the machine removes the folders that a killed run left there,
+whichever transport it uses. While a process creates a folder, it holds a shared lock on the parent. So if no process
+holds the parent's lock, no folder is being created, and a folder without a lock has been abandoned.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ instead of sixteen to each of 64. An answer has no group to be compared with, so
 advantage estimation (Schulman et al. 2016, arXiv 1506.02438) with the values of a critic. The critic is a copy of the
 start model with a value head, and is trained alongside the policy with a clipped value loss. Advantages are whitened
 over the batch.
-Deliberately omitted: a reference model and a KL penalty in the reward (the start model is too weak to stay close to), a
-warm-up of the critic before the policy moves.
+Deliberately omitted: a reference model and a KL penalty in the reward (staying close to the weak start model has no
+use), a warm-up of the critic before the policy is trained.
 
 Run:      rl train ppo
 Grouped:  rl train ppo trainer.train_batch_size=64 trainer.policy_mini_batch_size=64 \\

@@ -20,7 +20,8 @@ from rl_core.interfaces import EXAMPLE_CALL, Message
 from rl_rollout.chat import TokenCodec
 
 _SAID = "wh4t.w4s.s4id"
-"""Placeholder for a response: no template changes it, and no tokenizer merges its last letter with following text."""
+"""Placeholder for a response, which templates should not change and whose last letter tokenizers should not merge with
+the text after it."""
 _WITH_THOUGHT = f"<think>\nth0ught\n</think>\n\n{_SAID}"
 _ASKED: Message = {"role": "user", "content": "?"}
 _REPLACES_SAID: Message = {"role": "assistant", "content": _SAID}

@@ -177,8 +177,8 @@ def expanded(config: Config, key: str, text: Any) -> Any:
 
 
 def unresolved(config: Config) -> Config:
-    """The configuration with None for every value that a rule derives, so that these values follow when another key is
-    changed."""
+    """The configuration with None for every value that equals what its rule derives, so that these values are derived
+    again when another key changes."""
     for rule in reversed(RULES):  # a rule reads keys of earlier rules, which must still have their values
         without = with_value(config, rule.key, None)
         if rule.value(without) == value_at(config, rule.key):
@@ -276,7 +276,7 @@ def leaves(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def dump_yaml(config: Config) -> str:
-    """The complete configuration as YAML, from which loading gives the same resolved configuration.
+    """The complete configuration as YAML. Loading it gives the same resolved configuration.
 
     Derived values are written as null, so that `rl train config.yaml trainer.run_dir=elsewhere` moves the checkpoints.
     Raises ConfigError for a value that YAML cannot represent.

@@ -2,13 +2,13 @@
 
 A delta sync works with any transport, because it sends buckets. A rank keeps the weights that it sent last. An engine
 keeps the weights that it received, each tensor in separate host memory, applies the changes to copies, and loads the
-whole result like any version. The manifests of both sides describe the result. Before an engine loads a bucket, it
-compares the checksum of every tensor in it with the rank's, and ends the sync with an error if one differs. Held
-weights are identified by the unique id of their sync, because the same version number may be sent twice with different
-weights.
+whole result like any version. The manifests of both sides describe the result. Before an engine loads tensors to
+which it applied changes, it compares their checksums with the rank's, and ends the sync with an error if one differs.
+Held weights are identified by the unique id of their sync, because the same version number may be sent twice with
+different weights.
 
-Layout: a bucket begins with a JSON table with one row per tensor. A row says how its tensor is sent: whole, as
-`Changes`, or not at all if it is unchanged. The data follows in the order of the rows.
+Layout: a bucket of changes begins with a JSON table with one row per tensor. A row says how its tensor is sent: whole,
+as `Changes`, or not at all if it is unchanged. The data follows in the order of the rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rl_core.rank_kit.weight_changes import Changes, apply_changes, take_changes
 
 _TABLE = "delta/table/"
 _WHOLE = -1
-"""Value of `Changes.width` in a row whose tensor is sent whole."""
+"""Value of `_Row.width` for a tensor that is sent whole."""
 
 
 @attrs.define(eq=False)

@@ -85,7 +85,8 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
     )
     if setting.hides_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # A garbage collection would write to every object that this process shares with the fork server, and so copy it.
+    # A garbage collection would write to every object that this process shares with the fork server, so the kernel
+    # would copy their memory.
     gc.freeze()
     torch.set_num_threads(1)
     host: SuiteHost | None = None

@@ -14,7 +14,7 @@ _ZERO_IN_PROMPTS = ("loss_mask", "loss_weights", "rewards")
 
 
 def merge_steps(batch: Batch) -> tuple[Batch, PrefixMerge]:
-    """Merges each step with the previous one if its prompt continues the previous step's tokens.
+    """Merges each step with the previous step if the step's prompt continues the previous step's tokens.
 
     Every sampled token keeps its log-probs, reward, mask, advantage and weight, at the position where it was sampled.
     So if advantages and loss weights are already computed, the gradient of a per-token loss does not change. A mean per

@@ -2,7 +2,7 @@
 
 Every check is a function of the resolved values, whichever section set them, and returns an error message or None.
 Checks in `_MESH_CHECKS` find parallel sizes that do not fit together; their messages end with the nearest mesh that
-passes all of them. Imports no torch.
+passes all of these checks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Setup:
     """Hugging Face's names of the layers that have adapters."""
 
     def size(self, name: str) -> int:
-        """Returns a parallel size. Unset sizes are 1, but `expert_tensor_parallel_size` is then the tensor-parallel
-        size."""
+        """Returns a parallel size. An unset size is 1, except `expert_tensor_parallel_size`, which then equals the
+        tensor-parallel size."""
         default = self.size("tensor_model_parallel_size") if name == "expert_tensor_parallel_size" else 1
         value = self.fields.get(name)
         return default if value is None else value

@@ -128,7 +128,7 @@ class RowCache:
         return [tensor for layer in self._layers for tensor in layer]
 
     def _move_to_new(self, num_rows: int, width: int, like: Layers) -> None:
-        """Moves the rows to new tensors, in which they end at column `width` and as many spare columns follow."""
+        """Moves the rows to new tensors, in which they end at column `width`, followed by `width` spare columns."""
 
         def moved(old: Tensor | None, like: Tensor) -> Tensor:
             new = like.new_zeros((num_rows, like.shape[1], 2 * width, like.shape[3]))

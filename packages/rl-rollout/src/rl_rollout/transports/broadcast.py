@@ -1,7 +1,7 @@
 """Sends weights by broadcast: by NCCL if every participant has its own GPU, else by gloo.
 
 Serves any number of ranks and engines, on any number of hosts. A sync is not staged: engines load buckets as they
-arrive, and no second copy of the weights exists anywhere. A rank sends one bucket while it makes the next.
+arrive, so the transport holds no second copy of the weights. A rank sends one bucket while it makes the next.
 
 Every sync has its own store and its own process groups, created when needed and dropped at its end. Neither groups nor
 bucket layouts are reused: a group may contain an engine that has died since, and a layout may be older than a change of
