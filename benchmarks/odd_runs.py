@@ -141,7 +141,8 @@ def main(steps: int, turns: int, bound: int) -> None:
             if none or failed != {"ConnectionError": expected, "DeadlineError": expected}:
                 raise SystemExit(f"{expected} failures of each kind were expected with faults, and none without")
     print(
-        f"ratio with faults over without: {statistics.median(ratios):.2f}; of whole runs {statistics.median(whole):.2f}"
+        f"rate with faults over rate without: {statistics.median(ratios):.2f}, of whole runs "
+        f"{statistics.median(whole):.2f}"
     )
 
 

@@ -182,7 +182,7 @@ def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
     except OSError as error:
         raise WeightSyncError(f"weight version {version}: {path} cannot be read: {error}") from error
     if data.numel() != expected:
-        raise WeightSyncError(f"weight version {version}: {path} has {data.numel()} bytes, {expected} were written")
+        raise WeightSyncError(f"weight version {version}: {path} has {data.numel()} bytes, expected {expected}")
     names, dtypes, shapes, checksums = zip(*entry["tensors"], strict=True) if entry["tensors"] else ((),) * 4
     bucket = with_checksums(WeightBucket(names=names, dtypes=dtypes, shapes=tuple(map(tuple, shapes)), data=data))
     damaged = [name for name, sent, came in zip(names, checksums, bucket.checksums or (), strict=True) if sent != came]
