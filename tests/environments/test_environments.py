@@ -134,7 +134,7 @@ def test_the_calculator_computes_exactly(expression: str, value: str):
         "1e999",
     ],
 )
-def test_what_is_no_arithmetic_is_refused(expression: str):
+def test_the_calculator_refuses_other_expressions(expression: str):
     with pytest.raises((ValueError, OverflowError)):
         computed(expression)
 
@@ -192,7 +192,7 @@ def test_a_row_that_cannot_be_played_is_refused_before_the_run(name: str, row: d
         ("search", {"corpus": "/nowhere.jsonl"}, "does not exist; expected a .jsonl file or an index folder"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_by_name(name: str, options: dict[str, Any], said: str):
+def test_an_invalid_option_is_refused_by_name(name: str, options: dict[str, Any], said: str):
     with pytest.raises(RLError, match=said):
         plugins.load("rl_core.environments", name)({"prompt": ASKED, "answer": "1"}, options)
 

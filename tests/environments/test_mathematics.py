@@ -59,7 +59,7 @@ async def test_answers_are_compared_as_expressions():
     assert (await judged(MathematicsEnvironment, HALF, "no idea", **OPTIONS)).metrics["has_answer"] == 0.0
 
 
-async def test_an_answer_that_hangs_is_wrong_and_the_next_one_is_judged():
+async def test_a_hanging_answer_is_wrong_and_the_next_answer_is_judged():
     options = {"processes": 1, "cpu_s": 1.0}
     hanging = await judged(MathematicsEnvironment, HALF, HANGS, **options)
     assert (hanging.reward, hanging.metrics["given_up"]) == (0.0, 1.0)
@@ -81,7 +81,7 @@ async def test_a_reference_that_cannot_be_read_fails_the_sample_and_not_the_answ
     assert trajectory.failure_kind == "DataError"
 
 
-async def test_a_process_that_somebody_else_kills_fails_the_sample():
+async def test_a_process_killed_from_outside_fails_the_sample():
     pool = JudgePool(1)
     try:
         assert (await pool.verdict("2", "2", cpu_s=60.0, wait_s=WAIT_S)).is_right
@@ -95,7 +95,7 @@ async def test_a_process_that_somebody_else_kills_fails_the_sample():
         pool.close()
 
 
-async def test_waiting_for_a_verdict_has_a_deadline_that_names_it():
+async def test_waiting_too_long_for_a_verdict_is_an_error():
     pool = JudgePool(1)
     try:
         with pytest.raises(DeadlineError, match=r"waited 0.01 s for one of 1 processes"):
@@ -153,7 +153,7 @@ def test_options_are_checked():
         MathematicsEnvironment(HALF, {"timeout_s": 3})
 
 
-def test_it_is_installed_under_its_name():
+def test_the_mathematics_environment_is_installed_under_its_name():
     assert plugins.load("rl_core.environments", "mathematics") is MathematicsEnvironment
 
 

@@ -72,7 +72,7 @@ async def test_the_model_is_shown_the_function_calls_it_and_is_told_its_result()
     assert (trajectory.reward, trajectory.metrics) == (1.0, {"accuracy": 1.0, "calls": 2.0, "wrong_calls": 1.0})
 
 
-def test_tool_is_written_without_parentheses():
+def test_the_tool_decorator_is_written_without_parentheses():
     with pytest.raises(ConfigError, match=r"^test_tool_environment\.py:\d+: write @tool without parentheses$"):
 
         class Parenthesised(ToolEnvironment):  # pyright: ignore[reportUnusedClass]
@@ -159,7 +159,7 @@ class Offers(ToolEnvironment):
         return 1.0
 
 
-def test_what_cannot_work_is_refused_with_what_to_change():
+def test_an_environment_that_cannot_work_is_refused_with_the_change_to_make():
     class Renamed(Offers):
         @tool
         def reset(self, article: str) -> float:
