@@ -163,7 +163,7 @@ def test_the_page_says_which_recipe_a_script_is():
     assert [row for row in rows if row not in table.splitlines()] == []
 
 
-def test_every_fragment_says_what_becomes_of_what_it_drops():
+def test_every_fragment_explains_the_keys_it_drops():
     """A key without a meaning here must be in a test that checks its warning; it must not vanish silently."""
     dropped = {"generator.batched=true", "generator.async_engine=true", "trainer.flash_attn=false"}
     given = {key for fragment in FRAGMENTS for key in (*fragment.base, *fragment.keys)}
