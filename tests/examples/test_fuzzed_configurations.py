@@ -221,7 +221,9 @@ def test_a_thousand_random_configurations_are_refused_or_run(tmp_path: Path, sta
     assert counted["ran"] >= 250
 
 
-def test_a_configuration_that_fails_later_is_seen(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_configuration_that_fails_after_the_dry_run_is_noticed(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Negative control: without the checks of the dry run, the run fails, and the sweep must notice."""
     monkeypatch.setattr(f"{__name__}.preflight", lambda config: None)
     (start / "two.jsonl").write_text('{"prompt": "1+1="}\n')

@@ -252,7 +252,7 @@ def _with_steps(stored: list[StoredGroup], change: Callable[[TrajectoryStep], di
         (other_versions, "versions of tokens of step"),
     ],
 )
-def test_groups_that_wait_in_the_last_checkpoint_are_trained_on_once_as_they_are(
+def test_groups_waiting_in_the_last_checkpoint_are_trained_on_once_unchanged(
     resume: Callable[[list[StoredGroup], RunState], Resumed],
     message: str | None,
     killed_while_groups_wait: Place,

@@ -230,7 +230,9 @@ def test_an_interruption_during_set_up_ends_at_once_and_cleanly(small_run: Build
     assert without_times(tmp_path / "run") == []
 
 
-def test_going_back_and_then_on_with_latest_is_one_run(small_run: BuildConfig, expected: Path, tmp_path: Path):
+def test_a_run_resumed_from_an_older_checkpoint_can_be_resumed_with_latest(
+    small_run: BuildConfig, expected: Path, tmp_path: Path
+):
     run_dir = tmp_path / "run"
     assert train_in_child(small_run(run_dir)) == 0
     path = str(run_dir / "checkpoints" / "step_000002")
