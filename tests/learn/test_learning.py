@@ -404,7 +404,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_learns_what_it_must(case: Case, directory: Path, tmp_path: Path):
+def test_the_case_meets_its_limits(case: Case, directory: Path, tmp_path: Path):
     command = [Path(sys.executable).with_name("rl"), "train", case.recipe, f"trainer.run_dir={case.name}"]
     if case.exports_every is not None:
         command.append(f"trainer.hf_save_interval={case.exports_every}")
