@@ -79,7 +79,7 @@ def test_outputs_and_gradients_are_those_of_a_mask_over_the_stream(size, kv_head
         torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
 
 
-def test_layers_of_one_micro_batch_share_what_goes_where():
+def test_layers_of_one_micro_batch_share_the_attention_plan():
     boundaries = np.array([0, 4, 10, 90])
     segments = Segments.of(boundaries, torch.device("cpu"))
     inputs = [torch.randn(90, 2, 8) for _ in range(3)]
@@ -98,7 +98,7 @@ def test_packed_float32_needs_no_kernel_of_transformer_engine(tmp_path, request,
 
 
 @pytest.mark.parametrize("changes", [{"bf16": True}, {"use_sample_packing": False}], ids=str)
-def test_what_transformer_engine_can_attend_to_it_does(tmp_path, request, changes):
+def test_bfloat16_and_unpacked_attention_use_transformer_engine(tmp_path, request, changes):
     case, group = start("use_transformer_engines_attention", tmp_path, request)
     group.close()
     group = case.start(attrs.evolve(case.spec, **changes))

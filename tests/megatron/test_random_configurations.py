@@ -142,7 +142,7 @@ def require_a_step_of_the_reference(case: Case) -> None:
     assert not group.optim_step().skipped
 
 
-def test_the_drawn_configurations_are_of_both_kinds(tmp_path):
+def test_some_drawn_configurations_are_refused_and_some_are_not(tmp_path):
     """Checks without starting ranks that some configurations are refused and some are not."""
     refused = [seed for seed in range(NUM_QUICK) if is_refused(draw(seed), tmp_path / str(seed))]
     assert NUM_QUICK // 5 <= len(refused) <= NUM_QUICK * 4 // 5
