@@ -84,7 +84,7 @@ async def test_a_rank_killed_at_a_random_place_ends_the_call_with_one_error_that
     assert raised.value.seconds < WITHIN_S  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def test_without_a_fault_both_ways_of_saving_write_the_same(model, tmp_path):
+async def test_without_a_fault_both_ways_of_saving_succeed(model, tmp_path):
     """Negative control: without a fault, the two steps succeed."""
     await two_steps(model, tmp_path, FaultyOptions())
     for directory in (tmp_path / "second", tmp_path / "second in background"):

@@ -23,7 +23,7 @@ STALE = "model.embed_tokens.weight"
 them by 0.14."""
 
 
-async def test_its_weights_are_proved_and_one_that_does_not_arrive_is_found():
+async def test_weights_of_a_real_model_are_proved_and_a_missing_one_is_found():
     model = real_model()
     settings = serving_settings(from_mapping({"trainer.policy.model.path": str(model)})).verification
     load = partial(load_model, str(model), dtype="bfloat16", device="cpu", model_kwargs={})
