@@ -142,9 +142,7 @@ async def test_a_threaded_episode_has_one_thread_and_one_loop_of_its_own_from_ma
 
 
 @pytest.mark.parametrize(("environment", "placement"), [(InPlace, None), (Blocks, "in_process")])
-async def test_environments_run_beside_the_loop_where_they_or_the_configuration_say_so(
-    environment: Any, placement: Any
-):
+async def test_environments_run_in_the_loop_if_they_or_the_configuration_say_so(environment: Any, placement: Any):
     _, notes = await play(environment, placement=placement)
     assert {thread for _, thread, _ in notes} == {threading.get_ident()}
     assert {loop for _, _, loop in notes[1:]} == {asyncio.get_running_loop()}
@@ -168,7 +166,7 @@ async def test_a_threaded_call_that_awaits_is_cancelled_in_its_thread_at_its_dea
     until_threads_end()
 
 
-async def test_a_thread_that_blocks_past_its_deadline_is_left_alone_and_closes_later(caplog: Any):
+async def test_a_thread_blocked_past_its_deadline_closes_its_environment_later(caplog: Any):
     start = time.monotonic()
     (trajectory,), notes = await play(Blocks, timeout_s=1.5, blocks_s=6.0)
     assert "DeadlineError: waited 1.5 s (environment.timeout_s) for the environment's `step`" in trajectory.failure
@@ -186,14 +184,14 @@ async def test_a_thread_that_blocks_past_its_deadline_is_left_alone_and_closes_l
         (CannotBeMade, "rows:1: OSError: no such container (test_environment_calls.py:{})"),
     ],
 )
-async def test_what_goes_wrong_in_a_thread_is_the_samples_failure_with_its_line(environment: Any, failure: str):
+async def test_an_error_in_a_thread_becomes_the_samples_failure_with_its_line(environment: Any, failure: str):
     (trajectory,), _ = await play(environment)
     raising = environment.step if environment is Raises else environment.__init__
     assert trajectory.failure == failure.format(raising.__code__.co_firstlineno + 1)
     until_threads_end()
 
 
-async def test_the_line_of_a_failure_in_a_library_is_the_environments_own():
+async def test_a_failure_in_a_library_names_the_environments_line():
     (trajectory,), _ = await play(ReadsJson)
     line = ReadsJson.step.__code__.co_firstlineno + 1
     assert trajectory.failure is not None
@@ -348,7 +346,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_an_episode_in_a_process_is_played_there_and_the_process_is_used_again_and_ends_with_the_generator():
+async def test_environment_processes_are_reused_and_end_with_the_generator():
     trajectories, _ = await play(InItsOwnProcess, num_samples=40, does="nothing")
     assert [trajectory.failure for trajectory in trajectories] == [None] * 40
     pids = {int(trajectory.reward) for trajectory in trajectories}
@@ -454,7 +452,7 @@ class SaysItTooLate(Blocks):
         (SaysItTooLate, r"SaysItTooLate\.placement is <property object.*it is read before an episode starts"),
     ],
 )
-async def test_a_placement_that_cannot_be_done_is_refused_before_anything_starts(environment: Any, message: str):
+async def test_an_impossible_placement_is_refused_before_anything_starts(environment: Any, message: str):
     from rl_rollout.generator_plugin import environment as plugin
 
     name = f"{__name__}:{'only_here' if environment is only_here else environment.__name__}"
@@ -466,7 +464,7 @@ async def test_a_placement_that_cannot_be_done_is_refused_before_anything_starts
         await play(environment)
 
 
-def test_a_functions_placement_is_its_attribute():
+def test_the_placement_of_a_factory_function_is_its_attribute():
     def factory(row: Any, options: Any) -> Any:
         return Blocks(row, options)
 

@@ -80,7 +80,7 @@ async def test_stale_weights_stop_the_run_with_both_numbers(trainer):
     assert "(limit 0.001)" in message
 
 
-async def test_log_probs_that_are_no_numbers_are_a_breach(trainer, monkeypatch):
+async def test_nan_log_probs_are_a_breach(trainer, monkeypatch):
     await trainer.publish()
 
     async def score(sequences):
@@ -117,7 +117,7 @@ async def test_each_engine_is_compared(trainer, monkeypatch):
         await trainer.verification.probe(1)
 
 
-async def test_a_proof_that_noise_cannot_give_is_none(trainer, monkeypatch):
+async def test_noise_that_is_too_small_cannot_prove_the_weights(trainer, monkeypatch):
     monkeypatch.setattr(verification, "LEAST_NOISE", 1e-12)
     with pytest.raises(WeightSyncError, match="too little to prove that weights arrive"):
         await trainer.verification.prove()
