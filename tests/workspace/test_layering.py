@@ -334,7 +334,7 @@ def with_requirements(distributions: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", STANDS_ALONE)
-def test_layout_and_algorithms_work_where_nothing_else_is_installed(name):
+def test_layout_and_algorithms_work_without_other_packages(name):
     every_name = f"from rl_core.{name} import *"  # the table of contents is lazy; `import *` loads everything it lists
     result = run_python_with_only({"rl_core"} | with_requirements(STANDS_ALONE[name]), every_name)
     assert result.returncode == 0, result.stderr
@@ -346,7 +346,7 @@ def test_the_blocker_blocks():
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_what_the_command_line_reads_first_imports_no_torch(module):
+def test_modules_that_the_command_line_imports_first_import_no_torch(module):
     result = run_python(f"import sys, {module}\nassert 'torch' not in sys.modules\n")
     assert result.returncode == 0, result.stderr
 
