@@ -82,7 +82,7 @@ async def trainers_logprobs(policy: WorkerGroup, tokens: Sequence[int]) -> torch
 
 
 @pytest.mark.parametrize(("strategy", "transport"), [*(("fsdp", name) for name in TRANSPORTS), ("megatron", "files")])
-async def test_five_syncs_of_adapters_alone_are_the_trainers_and_a_stale_one_is_found(
+async def test_five_adapter_syncs_match_the_trainer_and_a_stale_adapter_is_found(
     adapter_server: RunningServer, strategy: str, transport: str
 ):
     client = await connect(adapter_server)
@@ -164,7 +164,7 @@ def resized(name: str, rows: float, columns: float) -> Callable[[Iterator[Weight
 
 
 @pytest.mark.parametrize(("matrix", "rows", "columns"), [(0, 1, 0.5), (1, 0.5, 1), (1, 2, 1), (1, 1, 0.5)])
-async def test_a_matrix_that_does_not_have_its_layers_size_is_refused(
+async def test_a_matrix_that_does_not_fit_its_layer_is_refused(
     adapter_server: RunningServer, matrix: int, rows: float, columns: float
 ):
     """vLLM itself would fill part of the slot, or cut the matrix off, without an error."""
@@ -185,7 +185,7 @@ async def test_a_matrix_that_does_not_have_its_layers_size_is_refused(
 
 @pytest.mark.parametrize("spoil", [cut_off, half])
 @pytest.mark.parametrize("transport", [FilesTransport(), BroadcastTransport(timeout_s=60.0)])
-async def test_a_spoiled_update_leaves_the_old_adapter_with_any_transport(
+async def test_a_damaged_update_leaves_the_old_adapter_with_any_transport(
     adapter_server: RunningServer, transport: Any, spoil: Any
 ):
     client = await connect(adapter_server)
@@ -272,7 +272,7 @@ async def greedy(client: RemoteInferenceClient, name: str) -> list[int]:
     return list(completion.tokens)
 
 
-async def test_two_adapters_by_name_are_pefts_and_the_policy_stays(adapter_server: RunningServer, tmp_path: Path):
+async def test_two_named_adapters_score_as_in_peft_and_the_policy_stays(adapter_server: RunningServer, tmp_path: Path):
     client = await connect(adapter_server)
     expected = {name: write_adapter(adapter_server.model_path, tmp_path / name, i) for i, name in enumerate("abc")}
     async with policy_of(adapter_server.model_path, LORA) as policy:
@@ -300,7 +300,9 @@ async def test_two_adapters_by_name_are_pefts_and_the_policy_stays(adapter_serve
     await client.close()
 
 
-async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_server: RunningServer, tmp_path: Path):
+async def test_an_adapter_that_cannot_be_served_leaves_the_previous_adapter(
+    adapter_server: RunningServer, tmp_path: Path
+):
     client = await connect(adapter_server)
     expected = write_adapter(adapter_server.model_path, tmp_path / "good", seed=7)
     write_adapter(adapter_server.model_path, tmp_path / "large", seed=8, rank=16)
@@ -370,7 +372,7 @@ async def test_an_adapter_that_one_data_parallel_engine_cannot_serve_replaces_no
     assert held == before
 
 
-async def test_a_name_stands_for_nothing_where_only_a_part_of_the_engines_took_the_adapter():
+async def test_a_name_has_no_adapter_if_only_some_engines_loaded_it():
     engine = TwoCores({("add_lora", 1): OSError("the file is gone")})
     adapters, held = named_adapters(engine)
     with pytest.raises(GenerationError, match=r"loaded: the file is gone\. The name now has no adapter"):

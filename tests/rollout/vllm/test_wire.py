@@ -131,7 +131,7 @@ async def test_a_repeated_request_joins_the_running_one_or_gets_its_answer():
         await calls.answer("id", b"another body", compute)
 
 
-async def test_a_failed_request_is_tried_anew_and_old_answers_make_room():
+async def test_failed_requests_are_retried_and_old_answers_are_evicted():
     calls, answers = Calls(max_kept_bytes=10), iter([b"12345", b"1234567"])
 
     async def fail() -> bytes:
