@@ -157,7 +157,7 @@ def test_a_script_is_a_recipe_that_resolves_and_prints_its_plan(
         assert any(part in text for text in said), (part, said)
 
 
-def test_the_page_says_which_recipe_a_script_is():
+def test_the_page_names_the_recipe_of_each_script():
     table = PAGE.read_text().partition("## Commands")[2].partition("## Data")[0]
     rows = [f"| {script.name} | `{script.command}` |" for script in SCRIPTS]
     assert [row for row in rows if row not in table.splitlines()] == []

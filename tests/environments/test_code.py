@@ -79,7 +79,7 @@ async def test_a_program_that_cannot_be_compiled_is_counted():
     assert (result.reward, result.metrics["syntax_error"], result.metrics["has_program"]) == (0.0, 1.0, 1.0)
 
 
-async def test_what_is_printed_before_an_error_does_not_pass():
+async def test_a_program_that_fails_after_printing_the_answer_does_not_pass():
     row = {"prompt": "", "tests": [{"input": "", "output": "1"}]}
     for ending in ("1/0", "raise SystemExit(1)", "import os; os.abort()"):
         result = await judged(CodeEnvironment, row, f"```\nprint(1, flush=True)\n{ending}\n```", **OPTIONS)

@@ -139,12 +139,12 @@ def test_the_calculator_refuses_other_expressions(expression: str):
         computed(expression)
 
 
-def test_division_by_zero_is_told_to_the_policy():
+def test_division_by_zero_is_reported_to_the_policy():
     call = CALL.replace("37*45", "1/0")
     assert "Error: ZeroDivisionError" in shown(play(CalculatorEnvironment({"prompt": ASKED, "answer": 1}, {}), call)[0])
 
 
-def test_gsm8k_says_what_was_missing():
+def test_gsm8k_tells_the_policy_what_is_missing():
     environment = Gsm8kTurnsEnvironment({"prompt": ASKED, "answer": 5}, {})
     assert [shown(result) for result in play(environment, "5", "#### 4")] == [NO_NUMBER, WRONG]
 

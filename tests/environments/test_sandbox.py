@@ -230,7 +230,7 @@ print(asyncio.run(escapes(sandbox)))
     assert run.stdout == "([], True)\n", run.stderr
 
 
-def test_bubblewrap_is_started_from_where_it_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bubblewrap_is_started_by_the_path_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The command has its full path, because it runs with a shorter PATH than the process that looks for it."""
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\n")
@@ -241,7 +241,7 @@ def test_bubblewrap_is_started_from_where_it_was_found(tmp_path: Path, monkeypat
     assert "bwrap" not in command
 
 
-async def test_a_supervisor_that_cannot_start_says_why():
+async def test_the_error_of_a_supervisor_that_cannot_start_gives_the_reason():
     await sandbox_by("bubblewrap")
     broken = Sandbox(mechanism="bubblewrap", python="/usr/bin/false", slots=SLOTS)
     with pytest.raises(SandboxError, match="ended: with code 1"):

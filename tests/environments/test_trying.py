@@ -224,7 +224,7 @@ def test_a_models_single_turns_are_printed_with_their_rewards(
     assert all(len(response) == int(reward) for _, reward, response in played)
 
 
-def test_a_mistake_is_one_message_and_an_exit_code():
+def test_a_mistake_gives_one_message_and_an_exit_code():
     played = rl("gues", "--row", ROW)
     assert played.returncode == 2
     assert "Did you mean 'guess'" in played.stderr

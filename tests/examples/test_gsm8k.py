@@ -34,7 +34,7 @@ def test_the_answer_is_the_number_after_the_last_mark(text: str, answer: str | N
     assert final_answer(text) == (None if answer is None else Decimal(answer))
 
 
-async def test_reward_is_one_for_the_right_number_however_it_is_written():
+async def test_the_right_number_in_any_notation_earns_reward_one():
     row = {"prompt": [{"role": "user", "content": "?"}], "reward_spec": {"method": "rule", "ground_truth": "1250"}}
     environment = Gsm8kEnvironment(row, {})
     assert await environment.reset() == row["prompt"]

@@ -105,7 +105,7 @@ def require_nothing_lost(
         for seed in range(NUM_CASES)
     ],
 )
-def test_a_run_that_is_struck_at_a_random_moment_loses_nothing(
+def test_a_run_killed_at_a_random_moment_loses_nothing(
     seed: int,
     record_property: Callable[[str, object], None],
     small_run: BuildConfig,

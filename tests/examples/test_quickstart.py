@@ -87,9 +87,7 @@ def test_without_held_out_data_nothing_is_evaluated(small_run: Callable[..., Con
 
 
 @pytest.mark.parametrize("damage", ["no weights", "cut", "no tokenizer", "zeros"])
-def test_a_part_of_a_start_model_is_made_again_and_a_whole_one_is_not(
-    damage: str, warm_started: list[Path], start: Path
-):
+def test_only_an_incomplete_start_model_is_made_again(damage: str, warm_started: list[Path], start: Path):
     model = Path(MODEL)
     shutil.copytree(start / "model", model)
     prepare(config())

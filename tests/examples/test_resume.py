@@ -164,9 +164,7 @@ def expected(uninterrupted: Path, small_run: BuildConfig) -> Path:
 
 
 @pytest.mark.parametrize("callback", [KillAtGroups, KillAfterCheckpoint, KillInStepAfterCheckpoint])
-def test_a_killed_run_resumes_to_exactly_the_uninterrupted_one(
-    callback: type[Callback], small_run: BuildConfig, expected: Path, tmp_path: Path
-):
+def test_a_killed_run_resumes_exactly(callback: type[Callback], small_run: BuildConfig, expected: Path, tmp_path: Path):
     path = f"{__name__}:{callback.__name__}"
     assert train_in_child(small_run(tmp_path / "run", trainer__callbacks=[path])) == -signal.SIGKILL
     assert len(without_times(tmp_path / "run")) < 7
@@ -189,7 +187,7 @@ def test_a_killed_run_resumes_to_exactly_the_uninterrupted_one(
     ],
     ids=["critic", "adapters"],
 )
-def test_a_killed_run_with_more_to_save_resumes_exactly_too(
+def test_a_killed_run_with_critic_or_adapters_resumes_exactly(
     overrides: dict[str, object], also_saved: str, small_run: BuildConfig, tmp_path: Path
 ):
     assert train_in_child(small_run(tmp_path / "expected", **overrides)) == 0

@@ -27,7 +27,7 @@ def rows_of(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_it_promises(small_run: BuildConfig, tmp_path: Path):
+def test_a_run_writes_every_documented_file(small_run: BuildConfig, tmp_path: Path):
     config = small_run(tmp_path / "run", trainer__log_sample_logprobs=True, trainer__logger=["console", "tensorboard"])
     summary = run_training(config)
     run_dir = tmp_path / "run"

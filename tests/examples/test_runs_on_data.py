@@ -71,7 +71,7 @@ def test_supervised_fine_tuning_lowers_the_held_out_loss(small_run: BuildConfig,
     assert "Held-out loss" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_killed_run_resumes_to_exactly_the_uninterrupted_one(small_run: BuildConfig, tmp_path: Path):
+def test_a_killed_run_resumes_exactly(small_run: BuildConfig, tmp_path: Path):
     expected, run_dir = tmp_path / "expected", tmp_path / "run"
     assert train_in_child(small_run(expected, **SUPERVISED)) == 0
     name = f"{__name__}:{KillInStepAfterCheckpoint.__name__}"

