@@ -30,7 +30,7 @@ def start(case: Case, spec: WorkerSpec, world_size: int) -> RankGroup:
 
 @pytest.mark.parametrize("options", [FsdpOptions(), FsdpOptions(sequence_parallel_size=2)], ids=["shards", "ulysses"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_score_train_and_export_as_one(kind: str, options: FsdpOptions, case: Case):
+def test_two_ranks_score_train_and_export_like_one_rank(kind: str, options: FsdpOptions, case: Case):
     one = start(case, KINDS[kind].spec(case), 1)
     two = start(case, KINDS[kind].spec(case, options=options), 2)
     KINDS[kind].compare_training(one, two, case)

@@ -18,7 +18,7 @@ from tests.megatron.test_needed import DENSE, LIMITS, gradient_error, start
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_token_of_a_rank_is_one_query_that_sees_its_segment_up_to_itself(size: int):
+def test_each_token_of_a_rank_attends_to_its_segment_up_to_itself(size: int):
     lengths = np.random.default_rng(0).integers(1, 5, 12) * 2 * size
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
     starts = np.repeat(boundaries[:-1], lengths)

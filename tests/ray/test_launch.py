@@ -48,7 +48,7 @@ async def test_groups_that_share_devices_share_a_placement_group_and_take_turns(
     assert len(placements()) == num_placements
 
 
-async def test_groups_share_devices_only_rank_for_rank(four_ranks):
+async def test_groups_can_share_devices_only_with_equal_numbers_of_ranks(four_ranks):
     with pytest.raises(ConfigError, match="reference: 1 nodes × 2 ranks cannot share the devices of 1 × 4: set"):
         await WorkerGroup.launch(GlooBackend(), spec_of("reference"), ranks_per_node=2, share_devices_of=four_ranks)
 

@@ -278,7 +278,7 @@ def test_a_participant_that_fails_ends_a_collective_that_does_not_notice(sync, t
         waiting.result(20)
 
 
-def test_a_rank_in_a_collective_on_gpus_aborts_it_when_the_sync_is_over(sync):
+def test_a_rank_aborts_its_gpu_collective_when_the_sync_is_over(sync):
     transport, rendezvous = sync
     process_group = Endless()
     group = Group(process_group, Channel(rendezvous.data), torch.device("meta"))  # stands in for a GPU

@@ -200,7 +200,7 @@ async def test_the_checks_notice_a_reencoded_conversation(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
-async def test_steps_of_an_appended_conversation_merge_into_the_one_sequence(name: str):
+async def test_steps_of_an_appended_conversation_merge_into_one_sequence(name: str):
     for seed in range(30):
         rng, again = random.Random(seed), random.Random(seed)
         whole = await play(name, random_row(name, rng, 4), random_script(tokenizer_of(name), rng), route_layers=2)

@@ -130,7 +130,7 @@ async def longest_pause_during(awaitable: Any) -> float:
     return longest
 
 
-async def test_a_threaded_episode_has_one_thread_and_one_loop_of_its_own_from_making_to_close():
+async def test_a_threaded_episode_keeps_one_thread_and_one_loop():
     (trajectory,), notes = await play(Blocks)
     assert trajectory.failure is None
     assert trajectory.reward == 0.25
@@ -259,7 +259,7 @@ async def timers_of(environment: Any) -> tuple[Any, int]:
     return trajectory, next(count)
 
 
-async def test_a_call_that_waits_for_nothing_has_no_deadline_and_one_that_waits_has_one():
+async def test_only_calls_that_wait_have_a_deadline():
     trajectory, num_timers = await timers_of(InPlace)
     assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 0)
     trajectory, num_timers = await timers_of(Waits)
@@ -280,7 +280,7 @@ PLACES = ("thread", "process", "in_process")
 
 @pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("method", ["reset", "step"])
-async def test_a_method_that_is_not_async_says_so(placement: str, method: str):
+async def test_a_synchronous_method_is_an_error(placement: str, method: str):
     environment = {"reset": ResetsAtOnce, "step": StepsAtOnce}[method]
     generator = generator_of(environment, placement=placement)
     (trajectory,) = await generator.generate(request_of())
@@ -322,7 +322,7 @@ async def test_a_task_of_an_environment_that_exits_ends_its_own_episode_alone(pl
     until_threads_end()
 
 
-async def test_an_environment_whose_loop_ends_just_before_it_is_closed_counts_as_closed(
+async def test_an_environment_whose_loop_has_ended_counts_as_closed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     environment = ThreadedEnvironment(lambda: EndsItsLoop({"prompt": "1+1=", "notes": []}, {}), LeftThreads())

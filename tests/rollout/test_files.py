@@ -100,7 +100,7 @@ def test_a_world_of_another_size_is_refused(sync):
         sync[0].sender(sync[1], 0, 2)
 
 
-def test_a_rank_that_cannot_write_says_so(sync):
+def test_a_rank_that_cannot_write_raises_an_error(sync):
     transport, rendezvous = sync
     transport.close(rendezvous)
     with pytest.raises(WeightSyncError, match="rank 0 could not write weight version 0"):

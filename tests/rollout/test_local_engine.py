@@ -328,7 +328,7 @@ async def test_a_different_request_with_the_id_of_a_running_one_is_refused(model
         ({"num_samples": 0}, "num_samples 0"),
     ],
 )
-async def test_an_impossible_request_says_why(model, fields, message):
+async def test_the_error_of_an_impossible_request_gives_the_reason(model, fields, message):
     engine = await start(model)
     with pytest.raises(GenerationError, match=message):
         await engine.generate(attrs.evolve(request_of("impossible", SamplingParams(max_tokens=4)), **fields))

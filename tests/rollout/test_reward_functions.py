@@ -68,7 +68,7 @@ async def test_rewards_are_summed_by_weight_and_reported_by_name():
     assert result.metrics == {"reward_length": 2.0, "reward_right": 1.0, "reward_tokens": 6.0}
 
 
-async def test_functions_of_the_same_name_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+async def test_functions_of_the_same_name_are_numbered(monkeypatch: pytest.MonkeyPatch):
     for name in ("length_2", "length_3"):
         monkeypatch.setitem(globals(), name, tokens)
     result = await played({"prompt": "x"}, "length_3", "length", "length", "length_2", "length")

@@ -85,7 +85,7 @@ def test_a_segment_is_reused_only_after_its_last_reader():
     shared_memory.close(third)
 
 
-def test_writing_into_received_weights_changes_them_for_nobody_else(sync):
+def test_writing_into_received_weights_changes_no_other_copy(sync):
     send(*sync, 1.0)
     received(sync[1])["a"].fill_(7.0)
     assert received(sync[1])["a"].tolist() == [1.0] * 6
@@ -113,7 +113,7 @@ def test_a_rank_that_never_sends_runs_into_the_deadline(sync):
         received(sync[1])
 
 
-def test_a_rank_that_is_gone_is_named(sync):
+def test_the_error_of_a_lost_rank_names_the_rank(sync):
     send(*sync)
     (path,) = announcements(sync[1])
     entry = json.loads(path.read_text())

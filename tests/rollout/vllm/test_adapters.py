@@ -121,7 +121,7 @@ LAYERS = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj", 
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-async def test_a_layer_that_is_not_sent_fails_the_proof(adapter_server: RunningServer, layer: str):
+async def test_a_missing_layer_fails_the_proof(adapter_server: RunningServer, layer: str):
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, new_configuration()) as policy:
         trainer = trained(client, policy)
@@ -362,7 +362,7 @@ def named_adapters(engine: Any) -> tuple[NamedAdapters, dict[str, Any]]:
     return NamedAdapters(engine, models), held
 
 
-async def test_an_adapter_that_one_data_parallel_engine_cannot_serve_replaces_nothing_in_the_others():
+async def test_an_adapter_that_one_data_parallel_engine_refuses_changes_none():
     engine = TwoCores({("collective_rpc", 1): [None, "its rank is too high"]})
     adapters, held = named_adapters(engine)
     before = dict(held)

@@ -50,7 +50,7 @@ async def num_sampled(server: RunningServer) -> float:
 # --- each request once ----------------------------------------------------------------------------------------------
 
 
-async def test_an_answered_request_that_is_sent_again_is_answered_without_sampling_again(
+async def test_a_repeated_request_is_answered_without_sampling_again(
     client: RemoteInferenceClient, dense_server: RunningServer
 ):
     asked = request("again", seed=5, max_tokens=20, ignore_eos=True)

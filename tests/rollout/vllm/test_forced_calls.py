@@ -74,7 +74,7 @@ def scored(running: RunningServer, batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("step_wise", [False, True])
-async def test_a_forced_call_can_always_be_read_and_only_the_turns_around_it_are_trained(
+async def test_a_forced_call_is_always_readable_and_only_other_turns_are_trained(
     dense_server: RunningServer, step_wise: bool
 ):
     trajectories, exchanges = await play(dense_server, Forces, step_wise=step_wise)
@@ -105,7 +105,7 @@ async def test_without_a_grammar_the_same_model_never_calls(dense_server: Runnin
     assert batch["loss_mask"].equal(batch["sampled"])
 
 
-async def test_weights_that_arrive_under_a_forced_response_do_not_break_it(dense_server: RunningServer):
+async def test_weights_that_arrive_during_a_forced_response_do_not_break_it(dense_server: RunningServer):
     client = await connect(dense_server)
     try:
         version = (await client.health()).version + 1

@@ -61,7 +61,7 @@ async def test_the_idle_time_of_each_server_is_the_time_without_samples():
     assert client.idle_lap() == {"0": 0.0, "1": 0.0}
 
 
-async def test_a_server_with_other_weights_serves_nothing_until_it_has_the_current_ones():
+async def test_a_server_with_old_weights_serves_nothing_until_updated():
     pool, (old, _) = await _pool(-1, 0)
     assert [member.index for member in pool.serving] == [1]
     assert pool.lacks_weights
@@ -177,7 +177,7 @@ class DoesNotStart:
     ],
     ids=["its own", "external"],
 )
-async def test_the_warning_about_a_lost_server_says_who_starts_it_again(
+async def test_the_warning_about_a_lost_server_says_who_restarts_it(
     server: Startable, told: str, retried: str, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.WARNING)

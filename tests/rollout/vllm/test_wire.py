@@ -95,7 +95,7 @@ def test_a_request_that_lacks_a_field_is_refused():
             msgspec.msgpack.decode(wire.encode(lacking), type=bodies.GenerateBody)
 
 
-def test_routed_experts_cost_one_byte_each():
+def test_each_routed_expert_takes_one_byte():
     def num_bytes(routed: np.ndarray | None) -> int:
         completion = Completion(
             tokens=(1,) * 1000,
