@@ -106,7 +106,7 @@ def test_the_refused_tasks_still_have_their_faults():
     assert any(functions[index] != functions[index] for index in range(60))
 
 
-TEN = (
+TEN_TASKS = (
     "acre",
     "basic_arithmetic",
     "gsm_symbolic",
@@ -163,7 +163,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refused)
 
 
-@pytest.mark.parametrize("task", TEN)
+@pytest.mark.parametrize("task", TEN_TASKS)
 def test_a_task_is_played_offline(task: str, no_network: None):
     require_playable(task)
 

@@ -32,7 +32,7 @@ def test_each_token_of_a_rank_attends_to_its_segment_up_to_itself(size: int):
         assert sees == {place: (starts[token], token) for place, token in enumerate(held.tolist())}
 
 
-class OneOfRanks:
+class FakeContextGroup:
     """A process group that reports one context rank and the group's size."""
 
     def __init__(self, rank: int, size: int):
@@ -40,7 +40,7 @@ class OneOfRanks:
 
 
 def attention(rank: int, size: int) -> CoreAttention:
-    groups = SimpleNamespace(cp=OneOfRanks(rank, size))
+    groups = SimpleNamespace(cp=FakeContextGroup(rank, size))
     return CoreAttention(None, 1, None, "self", softmax_scale=0.3, pg_collection=groups)
 
 

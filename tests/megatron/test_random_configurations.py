@@ -99,11 +99,11 @@ def draw(seed: int) -> Drawn:
     )
 
 
-SOAKED = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(NUM_QUICK, NUM_ALL)]
+SOAK_SEEDS = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(NUM_QUICK, NUM_ALL)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(NUM_QUICK), *SOAKED])
+@pytest.mark.parametrize("seed", [*range(NUM_QUICK), *SOAK_SEEDS])
 def test_a_random_configuration_is_refused_or_right(seed, tmp_path):
     drawn = draw(seed)
     options = MegatronOptions(**drawn.options, transformer_config_kwargs=drawn.passed)

@@ -17,7 +17,7 @@ import pytest
 from rl_core.errors import CheckpointError, DeadlineError, ForeignCodeError, WorkerError
 from rl_core.interfaces import LossSpec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
-from tests.ray.conftest import SLEEP_S, children_running, ranks_running, use
+from tests.ray.conftest import SLEEP_S, children_running, make_calls, ranks_running
 from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
 
@@ -42,7 +42,7 @@ async def step(directory: Path, *, timeout_s: float = 60, silence_s: float = 300
         yield group.optim_step
         yield lambda: group.save_state(directory)
 
-    await use(WorkerGroup.launch(GlooBackend(), spec, ranks_per_node=2, timeout_s=60), calls)
+    await make_calls(WorkerGroup.launch(GlooBackend(), spec, ranks_per_node=2, timeout_s=60), calls)
 
 
 def faults(seed: int) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from rl_core.interfaces import LossSpec
 from rl_core.testing.models import make_checkpoint
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from tests.fsdp.conftest import random_batch, spec_of
-from tests.ray.conftest import use
+from tests.ray.conftest import make_calls
 from tests.ray.faulty_fsdp import METHODS, PHASES, FaultyOptions, faulty_fsdp
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -52,7 +52,7 @@ async def two_steps(model: Path, directory: Path, options: FaultyOptions) -> Non
             yield lambda step=step: group.save_state(directory / step)
             yield lambda step=step: save_in_background(group, directory / f"{step} in background")
 
-    await use(WorkerGroup.launch(faulty_fsdp, spec, ranks_per_node=2, timeout_s=120), calls)
+    await make_calls(WorkerGroup.launch(faulty_fsdp, spec, ranks_per_node=2, timeout_s=120), calls)
 
 
 def fault(seed: int) -> dict[str, Any]:

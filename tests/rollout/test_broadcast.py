@@ -34,7 +34,7 @@ class TestBroadcast(WeightTransportConformance):
 
 
 WEIGHTS = {"a": torch.arange(6.0), "b": torch.ones(2, 2), "c": torch.arange(5.0)}
-ONE_EACH = 16
+ONE_TENSOR_BYTES = 16
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def sync():
 
 
 def send(transport, rendezvous, weights=WEIGHTS, version=0):
-    return transport.sender(rendezvous, 0, 1).send(pack_buckets(weights.items(), ONE_EACH), version)
+    return transport.sender(rendezvous, 0, 1).send(pack_buckets(weights.items(), ONE_TENSOR_BYTES), version)
 
 
 def receive(rendezvous, version=0):
@@ -95,7 +95,7 @@ def with_swapped_names():
 @pytest.mark.parametrize("spoil", [without_a_tensor, with_swapped_names()], ids=["left out", "reordered"])
 def test_tensors_that_differ_from_their_checksums_are_refused(sync, threads, spoil):
     receiving = threads.submit(receive, sync[1])
-    Spoiled(sync[1], spoil).send(pack_buckets(WEIGHTS.items(), ONE_EACH), 0)
+    Spoiled(sync[1], spoil).send(pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES), 0)
     with pytest.raises(WeightSyncError, match="tensors differ from what was sent"):
         receiving.result(60)
 
@@ -179,7 +179,7 @@ def test_a_closed_sync_is_refused_at_once(sync):
     transport.close(rendezvous)
     with pytest.raises(WeightSyncError, match="is closed"):
         receive(rendezvous)
-    drained = pack_buckets(WEIGHTS.items(), ONE_EACH)
+    drained = pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES)
     with pytest.raises(WeightSyncError, match="is closed"):
         transport.sender(rendezvous, 0, 1).send(drained, 0)
     assert next(drained, None) is None, "the buckets must be drained, or the other ranks would wait for this one"
@@ -313,17 +313,17 @@ def test_closing_the_sync_ends_a_broadcast_under_way(threads):
     rendezvous = transport.open(num_ranks=1, num_engines=1)
     is_told, may_go_on = threading.Event(), threading.Event()
 
-    class StandsStill(broadcast_ends.BroadcastSender):
+    class WaitsBeforeSending(broadcast_ends.BroadcastSender):
         """Announces a bucket and opens its group, but sends nothing until the test allows it."""
 
         def _open_group(self, channel, data, version):
             group = super()._open_group(channel, data, version)
-            channel.append(broadcast_ends.description(next(pack_buckets(WEIGHTS.items(), ONE_EACH)), 0))
+            channel.append(broadcast_ends.description(next(pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES)), 0))
             is_told.set()
             may_go_on.wait(120)
             return group
 
-    sending = threads.submit(StandsStill(rendezvous, 0).send, pack_buckets(WEIGHTS.items(), ONE_EACH), 0)
+    sending = threads.submit(WaitsBeforeSending(rendezvous, 0).send, pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES), 0)
     receiving = threads.submit(receive, rendezvous)
     assert is_told.wait(60)
     with pytest.raises(TimeoutError):

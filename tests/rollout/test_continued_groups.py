@@ -227,11 +227,11 @@ def test_a_stopped_run_saves_the_tokens_of_its_running_requests(tmp_path: Path):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_run_that_is_killed_at_random_moments_continues_and_loses_nothing(tmp_path: Path, streams: bool):
-    num_continued = [killed_thrice(tmp_path / str(seed), seed, streams=streams) for seed in range(6)]
+    num_continued = [num_continued_after_kills(tmp_path / str(seed), seed, streams=streams) for seed in range(6)]
     assert sum(num > 0 for num in num_continued) > 3, num_continued
 
 
-def killed_thrice(directory: Path, seed: int, *, streams: bool) -> int:
+def num_continued_after_kills(directory: Path, seed: int, *, streams: bool) -> int:
     """Kills a run three times at random moments. Returns the number of groups that the resumed runs continued."""
     dice = random.Random(seed)
     depth, bound = dice.choice([(1, 3), (2, 2), (2, 4), (3, 3)])

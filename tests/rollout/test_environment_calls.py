@@ -435,7 +435,7 @@ class Elsewhere(Blocks):
     placement = "elsewhere"
 
 
-class SaysItTooLate(Blocks):
+class PlacementIsAProperty(Blocks):
     @property
     def placement(self) -> str:
         return "thread"
@@ -449,7 +449,10 @@ class SaysItTooLate(Blocks):
             r"OnlyHere has placement 'process', but cannot be pickled for another process: it holds a connection",
         ),
         (Elsewhere, r"Elsewhere\.placement is 'elsewhere'; expected one of in_process, thread, process"),
-        (SaysItTooLate, r"SaysItTooLate\.placement is <property object.*it is read before an episode starts"),
+        (
+            PlacementIsAProperty,
+            r"PlacementIsAProperty\.placement is <property object.*it is read before an episode starts",
+        ),
     ],
 )
 async def test_an_impossible_placement_is_refused_before_anything_starts(environment: Any, message: str):

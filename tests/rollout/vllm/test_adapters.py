@@ -64,7 +64,7 @@ def without(*names: str) -> Callable[[Iterator[WeightBucket]], Iterator[WeightBu
     return part
 
 
-def both_of(layer: str) -> list[str]:
+def matrices_of(layer: str) -> list[str]:
     return [f"base_model.model.{layer}.lora_{matrix}.weight" for matrix in "AB"]
 
 
@@ -125,7 +125,7 @@ async def test_a_missing_layer_fails_the_proof(adapter_server: RunningServer, la
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, new_configuration()) as policy:
         trainer = trained(client, policy)
-        trainer.send_only(without(*both_of(layer)))
+        trainer.send_only(without(*matrices_of(layer)))
         with pytest.raises(WeightSyncError, match=REFUSED):
             await trainer.verification.prove()
     await client.close()
@@ -135,13 +135,13 @@ async def test_a_tensor_that_is_left_out_is_refused_by_the_engine(adapter_server
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, new_configuration()) as policy:
         trainer = trained(client, policy)
-        trainer.send_only(without(both_of(LAYERS[0])[1]))
+        trainer.send_only(without(matrices_of(LAYERS[0])[1]))
         with pytest.raises(WeightSyncError, match=r"the adapter does not have both matrices, A and B, of .*q_proj'\]"):
             await trainer.publish()
         trainer.send_only(None)
         await trainer.publish()
         good = trainer.version
-        trainer.send_only(without(*both_of(LAYERS[0])))
+        trainer.send_only(without(*matrices_of(LAYERS[0])))
         with pytest.raises(WeightSyncError, match=r"q_proj.lora_B.weight'\] are missing"):
             await trainer.publish()
         await client.resume()
@@ -172,7 +172,7 @@ async def test_a_matrix_that_does_not_fit_its_layer_is_refused(
     async with policy_of(adapter_server.model_path, LORA) as policy:
         trainer = trained(client, policy)
         await trainer.publish()
-        good, name = trainer.version, both_of(LAYERS[0])[matrix]
+        good, name = trainer.version, matrices_of(LAYERS[0])[matrix]
         trainer.send_only(resized(name, rows, columns))
         with pytest.raises(WeightSyncError, match=rf"{name} has the shape .*; expected .* for rank 4 and the engine's"):
             await trainer.publish()
@@ -309,7 +309,7 @@ async def test_an_adapter_that_cannot_be_served_leaves_the_previous_adapter(
     write_adapter(adapter_server.model_path, tmp_path / "short", seed=9)
     file = tmp_path / "short" / "adapter_model.safetensors"
     short = load_file(file)
-    short[both_of(LAYERS[0])[1]] = short[both_of(LAYERS[0])[1]][:1].clone()
+    short[matrices_of(LAYERS[0])[1]] = short[matrices_of(LAYERS[0])[1]][:1].clone()
     save_file(short, file)
     await client.load_lora_from_disk("kept", tmp_path / "good")
     refused = {

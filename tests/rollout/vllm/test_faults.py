@@ -28,8 +28,8 @@ from tests.rollout.vllm.faults import (
     TRANSPORTS,
     Cluster,
     Fault,
-    Left,
     Model,
+    ServerResources,
     faults_of_shard,
 )
 from tests.rollout.vllm.servers import make_spec, request, write_model
@@ -61,7 +61,7 @@ async def cluster(
     try:
         await cluster.publish()
         yield cluster
-        left = Left.by(await cluster.all_processes())
+        left = ServerResources.by(await cluster.all_processes())
     finally:
         await client.close()
     await left.require_nothing()

@@ -23,7 +23,7 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.transports.files import files
 from tests.rollout.forcing_environments import CALL, Forces
 from tests.rollout.vllm.servers import RunningServer, connect, publish, request, weights_of
-from tests.rollout.vllm.test_multi_turn import TOLERANCE, Watched, load, own_scores
+from tests.rollout.vllm.test_multi_turn import TOLERANCE, RecordingClient, load, own_scores
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ async def play(
     try:
         version = (await client.health()).version + 1
         await publish(client, files, weights_of(load(running)), version)
-        watched = Watched(client)
+        watched = RecordingClient(client)
         generator = EnvironmentGenerator(
             watched,  # pyright: ignore[reportArgumentType]
             TokenCodec(AutoTokenizer.from_pretrained(running.model_path), chat_template_kwargs={}),

@@ -65,7 +65,7 @@ class Chatters:
 
 
 @attrs.define(eq=False)
-class Watched:
+class RecordingClient:
     """A client that records requests and answers. It sends some requests twice, as in a retry."""
 
     client: RemoteInferenceClient
@@ -98,7 +98,7 @@ async def play(
     try:
         version = (await client.health()).version + 1
         await publish(client, files, weights_of(model), version)
-        watched = Watched(client)
+        watched = RecordingClient(client)
         generator = EnvironmentGenerator(
             watched,  # pyright: ignore[reportArgumentType]
             TokenCodec(AutoTokenizer.from_pretrained(running.model_path), chat_template_kwargs={}),

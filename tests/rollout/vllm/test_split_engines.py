@@ -76,7 +76,7 @@ SPLITS = {
         last="rank 1 of data-parallel engine 1",
     ),
 }
-IN_EVERY_RUN_OF_THE_TESTS = ("tensor", "both")
+QUICK_SPLITS = ("tensor", "both")
 _versions = itertools.count(1, 10)
 """Every version has a new number."""
 
@@ -103,9 +103,7 @@ def servers(
 
 
 @pytest.fixture(
-    params=[
-        name if name in IN_EVERY_RUN_OF_THE_TESTS else pytest.param(name, marks=pytest.mark.soak) for name in SPLITS
-    ]
+    params=[name if name in QUICK_SPLITS else pytest.param(name, marks=pytest.mark.soak) for name in SPLITS]
 )
 def split(request: pytest.FixtureRequest) -> str:
     return request.param
