@@ -157,13 +157,13 @@ def test_a_script_is_a_recipe_that_resolves_and_prints_its_plan(
         assert any(part in text for text in said), (part, said)
 
 
-def test_the_page_says_which_recipe_a_script_is():
+def test_the_page_names_the_recipe_of_each_script():
     table = PAGE.read_text().partition("## Commands")[2].partition("## Data")[0]
     rows = [f"| {script.name} | `{script.command}` |" for script in SCRIPTS]
     assert [row for row in rows if row not in table.splitlines()] == []
 
 
-def test_every_fragment_says_what_becomes_of_what_it_drops():
+def test_every_fragment_explains_the_keys_it_drops():
     """A key without a meaning here must be in a test that checks its warning; it must not vanish silently."""
     dropped = {"generator.batched=true", "generator.async_engine=true", "trainer.flash_attn=false"}
     given = {key for fragment in FRAGMENTS for key in (*fragment.base, *fragment.keys)}

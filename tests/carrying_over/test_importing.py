@@ -204,7 +204,7 @@ def test_a_yaml_file_of_verl_becomes_a_file_that_loads(tmp_path: Path, text: str
     assert "not translated   reward: verl chooses a function by data_source" in result.stderr
 
 
-def test_a_whole_script_of_the_documents_is_translated_without_a_rest(tmp_path: Path):
+def test_every_key_of_a_documented_script_is_translated(tmp_path: Path):
     words = " \\\n  ".join(SCRIPT)
     file = write(
         tmp_path, "run.sh", f"DATA=/d\nMODEL=org/model\nuv run -m skyrl.train.entrypoints.main_base \\\n  {words}\n"
@@ -214,7 +214,7 @@ def test_a_whole_script_of_the_documents_is_translated_without_a_rest(tmp_path: 
     assert load(str(write(tmp_path, "run.yaml", translation.as_yaml()))).config.trainer.train_batch_size == 1024
 
 
-def test_a_key_that_nobody_knows_is_listed_and_the_rest_loads(tmp_path: Path):
+def test_an_unknown_key_is_listed_and_the_other_keys_load(tmp_path: Path):
     text = "python -m skyrl.train.main trainer.epochs=2 trainer.secret=3 generator.secret=3 trainer.seed=abc\n"
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert written(translation) == {"trainer.epochs": 2}
@@ -264,7 +264,7 @@ python -m skyrl.train.main "${MORE[@]}" trainer.strategy=fsdp2 "$@"
     }
 
 
-def test_expansions_of_bash_have_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bash_expansions_are_replaced_by_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/elsewhere/me")
     monkeypatch.setenv("SEED_OF_MINE", "11")
     text = """\
@@ -291,7 +291,7 @@ python -m skyrl.train.main \\
     }
 
 
-def test_what_only_bash_can_compute_is_listed_and_not_loaded(tmp_path: Path):
+def test_values_that_only_bash_can_compute_are_listed_and_not_loaded(tmp_path: Path):
     text = """\
 RUN=run_$(date +%Y)
 python -m skyrl.train.main trainer.epochs=2 trainer.run_name=$RUN trainer.seed=${A_B##*_} trainer.tags=[$((1/0))] \\
@@ -320,7 +320,7 @@ python -m skyrl.train.main trainer.epochs=2 trainer.run_name=$RUN trainer.seed=$
         "for EPOCHS in 3 4; do\n  EPOCHS=5\ndone",
     ],
 )
-def test_a_variable_that_a_branch_sets_is_to_be_checked(tmp_path: Path, lines: str):
+def test_a_variable_set_in_a_branch_is_listed_for_checking(tmp_path: Path, lines: str):
     text = f"EPOCHS=2\nSEED=1\n{lines}\nSEED=4\npython -m skyrl.train.main trainer.epochs=$EPOCHS trainer.seed=$SEED\n"
     translation = translate(read(write(tmp_path, "run.sh", text)))
     value = translation.values["trainer.epochs"]
@@ -377,7 +377,7 @@ def test_a_script_of_skyrl_keeps_defaults_that_change_what_is_trained(tmp_path: 
     assert translation.values["generator.inference_engine.backend"] == "local"
 
 
-def test_each_command_of_a_line_is_read_alone(tmp_path: Path):
+def test_each_command_of_a_line_is_read_separately(tmp_path: Path):
     text = "python data.py a=1 b=2 && python -m skyrl.train.main trainer.epochs=2 trainer.seed=3 2>&1 | tee $LOG x=4\n"
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert (written(translation), translation.left) == ({"trainer.epochs": 2, "trainer.seed": 3}, ())
@@ -406,17 +406,17 @@ def test_a_value_that_bash_would_split_is_listed(tmp_path: Path):
     )
 
 
-def test_text_over_several_lines_is_no_unreadable_command(tmp_path: Path):
+def test_multiline_text_is_not_reported_as_an_unreadable_command(tmp_path: Path):
     text = "echo 'one\ntwo'\npython main.py trainer.epochs=2 trainer.seed=4\n"
     assert translate(read(write(tmp_path, "run.sh", text))).left == ()
 
 
-def test_an_unreadable_command_is_named_if_there_is_no_other(tmp_path: Path):
+def test_an_unreadable_command_is_named_if_it_is_the_only_command(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"found neither\n.*'python main\.py a=\"1 b=2' cannot be read as a command"):
         read(write(tmp_path, "run.sh", 'python main.py a="1 b=2\n'))
 
 
-def test_keys_without_a_counterpart_say_what_does_it_here(tmp_path: Path):
+def test_messages_about_keys_without_counterpart_name_the_alternative(tmp_path: Path):
     text = (
         "python -m skyrl.train.main trainer.epochs=2 trainer.fully_async.enabled=true "
         "trainer.fully_async.max_staleness_steps=2 trainer.fully_async.num_parallel_generation_workers=64 "
@@ -437,7 +437,7 @@ def test_a_file_without_keys_says_what_is_expected(tmp_path: Path, name: str, te
         read(write(tmp_path, name, text))
 
 
-def test_every_key_of_the_table_is_one_here():
+def test_every_key_in_the_table_maps_to_an_existing_key():
     config = from_mapping({"generator.inference_engine.backend": "vllm", "trainer.strategy": "megatron"})
     plain = from_mapping({"generator.inference_engine.backend": "vllm"})
     for there, here in KEYS.items():

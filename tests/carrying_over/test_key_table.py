@@ -19,11 +19,11 @@ def rows() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_row_says_what_the_configuration_does(key: str):
+def test_each_row_matches_what_loading_the_key_does(key: str):
     assert rows()[key] == row(key, KEYS[key]), "the table is out of date: run python -m tools.key_table"
 
 
-def test_the_page_has_every_key_and_no_row_says_unknown():
+def test_the_page_is_up_to_date_and_has_no_unknown_key():
     table = page(PAGE.read_text())
     assert table == PAGE.read_text()
     assert len(KEYS) == 296
@@ -33,12 +33,12 @@ def test_the_page_has_every_key_and_no_row_says_unknown():
 
 
 @pytest.mark.parametrize("model", ["ref", "critic"])
-def test_the_other_models_sections_are_known_as_the_policys_are(model: str):
+def test_every_policy_key_also_loads_for_the_other_models(model: str):
     for key, value in KEYS.items():
         if key.startswith("trainer.policy.") and not (model == "ref" and ".optimizer_config." in key):
             outcome(key.replace("trainer.policy.", f"trainer.{model}."), value)
 
 
-def test_a_key_that_nobody_knows_has_no_row():
+def test_an_unknown_key_has_no_row():
     with pytest.raises(RLError, match="unknown key"):
         row("trainer.zero_variance", 1)

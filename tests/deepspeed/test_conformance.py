@@ -21,7 +21,7 @@ def zero(stage: int, *, others: dict[str, Any] | None = None, **settings: Any) -
     return DeepSpeedOptions(zero_optimization=ZeroOptimization(stage=stage, **settings), **(others or {}))  # pyright: ignore[reportArgumentType]
 
 
-def further(variant: Variant, **changes: Any) -> Variant:
+def parity_variant(variant: Variant, **changes: Any) -> Variant:
     """A variant that only `make parity` runs, with the checks behind docs/parity.md."""
     return attrs.evolve(variant, parity_only=True, marks=("parity",), **changes)
 
@@ -54,17 +54,17 @@ class TestDeepSpeed(BackendConformance):
         BRIEFLY,
         whole(ONE),
         *(whole(variant) for variant in TWO.values()),
-        *(further(TWO[stage], options=zero(stage, **ON_CPU)) for stage in (1, 2, 3)),
-        further(TWO[3], options=zero(3, **ALL_ON_CPU)),
-        further(TWO[2], checkpoint={}, spec=PADDED | RECOMPUTED),
-        *(further(TWO[stage], options=zero(stage, others=ULYSSES)) for stage in (2, 3)),
-        further(ONE, options=zero(1)),
-        further(FOUR),
-        further(FOUR, options=zero(1)),
-        further(TWO[3], spec={"share_prefixes": True}),
-        further(TWO[2], spec={"gradient_checkpointing": "selective"}),
-        further(TWO[2], spec={"share_prefixes": True}, options=zero(2, others=ULYSSES)),
-        further(ROUTED),
+        *(parity_variant(TWO[stage], options=zero(stage, **ON_CPU)) for stage in (1, 2, 3)),
+        parity_variant(TWO[3], options=zero(3, **ALL_ON_CPU)),
+        parity_variant(TWO[2], checkpoint={}, spec=PADDED | RECOMPUTED),
+        *(parity_variant(TWO[stage], options=zero(stage, others=ULYSSES)) for stage in (2, 3)),
+        parity_variant(ONE, options=zero(1)),
+        parity_variant(FOUR),
+        parity_variant(FOUR, options=zero(1)),
+        parity_variant(TWO[3], spec={"share_prefixes": True}),
+        parity_variant(TWO[2], spec={"gradient_checkpointing": "selective"}),
+        parity_variant(TWO[2], spec={"share_prefixes": True}, options=zero(2, others=ULYSSES)),
+        parity_variant(ROUTED),
     )
     resumes = tuple(
         (attrs.evolve(a, marks=("parity",)), attrs.evolve(b, marks=("parity",)))

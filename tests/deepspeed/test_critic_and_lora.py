@@ -37,7 +37,7 @@ def case(tmp_path: Path) -> Iterator[Case]:
         ),
     ],
 )
-def test_two_ranks_score_train_save_and_export_as_one(kind: str, stage: int, case: Case):
+def test_two_ranks_score_train_save_and_export_like_one_rank(kind: str, stage: int, case: Case):
     model = KINDS[kind]
     one = RankGroup(fsdp, model.spec(case), 1, directory=case.directory, timeout_s=120)
     case.started.append(one)

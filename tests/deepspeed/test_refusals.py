@@ -56,7 +56,7 @@ def zero(**settings: Any) -> DeepSpeedOptions:
         ),
     ],
 )
-def test_what_would_be_wrong_is_refused_with_its_key(options: DeepSpeedOptions, world_size: int, message: str):
+def test_invalid_options_are_refused_with_their_key(options: DeepSpeedOptions, world_size: int, message: str):
     with pytest.raises(ConfigError, match=message):
         deepspeed.validate(spec_of(options), world_size)
 
@@ -74,7 +74,7 @@ def test_router_replay_of_a_critic_is_refused():
         deepspeed.validate(spec_of(options, role="critic"), 1)
 
 
-def test_further_keys_join_those_that_are_made():
+def test_extra_keys_are_merged_into_the_generated_config():
     extra = {"wall_clock_breakdown": True, "zero_optimization": {"zero_quantized_weights": True}}
     config = engine_config(spec_of(DeepSpeedOptions(extra=extra)))
     assert config["wall_clock_breakdown"] is True
@@ -85,7 +85,7 @@ def test_further_keys_join_those_that_are_made():
     )
 
 
-def test_nothing_is_offloaded_unless_it_is_asked_for_and_there_is_something():
+def test_only_requested_and_existing_parts_are_offloaded():
     asked = zero(offload_param=OffloadParam(device="cpu"), offload_optimizer=OffloadOptimizer(device="cpu"))
     of_policy = engine_config(spec_of(asked))["zero_optimization"]
     of_reference = engine_config(spec_of(asked, role="reference", optimizer=None))["zero_optimization"]

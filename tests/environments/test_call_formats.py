@@ -46,7 +46,7 @@ def test_hermes_calls_are_read(text: str, found: list[Call]):
     assert HERMES.read(text) == found
 
 
-def test_several_calls_of_a_turn_are_read_in_order_and_a_broken_one_does_not_hide_the_others():
+def test_a_broken_call_does_not_hide_the_other_calls_of_its_turn():
     text = (
         '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": f}</tool_call>'
         '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -119,7 +119,7 @@ def test_llama_calls_are_read(text: str, found: list[Call]):
     assert LLAMA.read(text) == found
 
 
-def test_formats_are_told_apart_by_their_marks():
+def test_formats_are_recognised_by_their_marks():
     for text in (
         '<tool_call>{"name": "f", "arguments": {"a": "1"}}</tool_call>',
         "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
@@ -173,7 +173,7 @@ def test_a_template_that_shows_no_calls_gives_no_example():
     assert example_of("llama3") is None
 
 
-def test_an_example_in_no_known_format_is_refused_and_told():
+def test_an_example_in_an_unknown_format_is_refused():
     function = json.dumps(EXAMPLE_CALL["function"])
     with pytest.raises(ConfigError, match=r"writes a call as .*hermes, qwen_xml, llama_json.*call_format"):
         format_of_example(f"[TOOL_CALLS] {function}")

@@ -79,7 +79,7 @@ async def test_a_program_that_cannot_be_compiled_is_counted():
     assert (result.reward, result.metrics["syntax_error"], result.metrics["has_program"]) == (0.0, 1.0, 1.0)
 
 
-async def test_what_is_printed_before_an_error_does_not_pass():
+async def test_a_program_that_fails_after_printing_the_answer_does_not_pass():
     row = {"prompt": "", "tests": [{"input": "", "output": "1"}]}
     for ending in ("1/0", "raise SystemExit(1)", "import os; os.abort()"):
         result = await judged(CodeEnvironment, row, f"```\nprint(1, flush=True)\n{ending}\n```", **OPTIONS)
@@ -107,7 +107,7 @@ print(bytes.fromhex("73776f726466697368").decode() if found() else "not found")
     assert (await judged(CodeEnvironment, row, f"```python\n{program}\n```", **OPTIONS)).reward == 1.0
 
 
-def test_the_last_finished_block_of_python_behind_the_thoughts_is_the_program():
+def test_the_program_is_the_last_closed_python_block_after_the_thinking():
     assert program_in("```python\na\n```\nthen\n```py\nb\n```\n```text\nc\n```") == "b\n"
     assert program_in("```\na\n```") == "a\n"
     assert program_in("<think>```python\na\n```</think> none") is None
@@ -132,12 +132,12 @@ def test_rows_have_tests_in_several_forms():
     [None, [], {}, "no JSON", [3], [{"input": 1, "output": "1"}], [{"input": "1"}], {"inputs": ["1"], "outputs": []},
      [{"function": "f", "input": 5, "output": 5}], [{"function": "f", "input": [{1}], "output": 5}], 7],
 )  # fmt: skip
-def test_a_row_without_fitting_tests_is_named_before_the_run(tests):
+def test_a_row_without_usable_tests_is_named_before_the_run(tests):
     with pytest.raises(DataError, match="a code row needs"):
         CodeEnvironment.require_row({"prompt": "", "tests": tests})
 
 
-def test_values_are_equal_as_json_has_them():
+def test_values_are_compared_as_json_values():
     assert is_equal([1, 2], (1, 2))
     assert is_equal(0.1 + 0.2, 0.3)
     assert is_equal(2, 2.0)
@@ -166,5 +166,5 @@ def test_options_of_other_environments_are_left_to_them():
     assert CodeEnvironment(ROW, {"code": {"reward": "fraction"}, "mathematics": {"timeout_s": 3}})
 
 
-def test_it_is_installed_under_its_name():
+def test_the_code_environment_is_installed_under_its_name():
     assert plugins.load("rl_core.environments", "code") is CodeEnvironment

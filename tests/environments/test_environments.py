@@ -134,17 +134,17 @@ def test_the_calculator_computes_exactly(expression: str, value: str):
         "1e999",
     ],
 )
-def test_what_is_no_arithmetic_is_refused(expression: str):
+def test_the_calculator_refuses_other_expressions(expression: str):
     with pytest.raises((ValueError, OverflowError)):
         computed(expression)
 
 
-def test_division_by_zero_is_told_to_the_policy():
+def test_division_by_zero_is_reported_to_the_policy():
     call = CALL.replace("37*45", "1/0")
     assert "Error: ZeroDivisionError" in shown(play(CalculatorEnvironment({"prompt": ASKED, "answer": 1}, {}), call)[0])
 
 
-def test_gsm8k_says_what_was_missing():
+def test_gsm8k_tells_the_policy_what_is_missing():
     environment = Gsm8kTurnsEnvironment({"prompt": ASKED, "answer": 5}, {})
     assert [shown(result) for result in play(environment, "5", "#### 4")] == [NO_NUMBER, WRONG]
 
@@ -192,7 +192,7 @@ def test_a_row_that_cannot_be_played_is_refused_before_the_run(name: str, row: d
         ("search", {"corpus": "/nowhere.jsonl"}, "does not exist; expected a .jsonl file or an index folder"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_by_name(name: str, options: dict[str, Any], said: str):
+def test_an_invalid_option_is_refused_by_name(name: str, options: dict[str, Any], said: str):
     with pytest.raises(RLError, match=said):
         plugins.load("rl_core.environments", name)({"prompt": ASKED, "answer": "1"}, options)
 

@@ -93,7 +93,7 @@ def test_the_judges_last_score_is_the_reward(judge: Judge):
     assert result.metrics == {"accuracy": 0.7, "judge_tries": 1.0}
 
 
-def test_it_is_shown_question_reference_and_answer_without_the_thought(judge: Judge):
+def test_the_judge_sees_question_reference_and_answer_without_thinking(judge: Judge):
     step(judge, "<think>secret</think> blue {reference}", temperature=0.5)
     (asked,) = judge.asked
     assert (asked["model"], asked["temperature"]) == ("m", 0.5)
@@ -128,21 +128,21 @@ def test_a_second_try_may_bring_the_score(judge: Judge):
         (said("Score: 11"), "expected `Score: n`"),
     ],
 )
-def test_a_judge_that_fails_is_an_error_and_no_reward(judge: Judge, reply: Any, message: str):
+def test_a_failing_judge_raises_an_error_instead_of_a_reward(judge: Judge, reply: Any, message: str):
     judge.replies = [reply, reply]
     with pytest.raises(GenerationError, match=message):
         step(judge)
     assert len(judge.asked) == 2
 
 
-def test_a_reply_that_a_weight_sync_ended_is_no_grade(judge: Judge):
+def test_a_reply_aborted_by_a_weight_sync_is_not_a_grade(judge: Judge):
     half = {"message": {"content": "Score: 9 would be"}, "finish_reason": "abort"}
     judge.replies = [lambda: (200, json.dumps({"choices": [half]})), said("Score: 4")]
     result = step(judge)
     assert (result.reward, result.metrics["judge_tries"]) == (0.4, 2.0)
 
 
-def test_a_judge_that_does_not_answer_is_an_error_that_names_it(judge: Judge):
+def test_the_error_of_a_judge_that_never_answers_names_its_address(judge: Judge):
     judge.replies = [judge.hang]
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=f"the judge at {judge.url} did not answer within 0.5 s .*timeout_s"):
@@ -159,7 +159,7 @@ def test_a_reply_that_trickles_in_does_not_extend_the_deadline(head: str):
         assert time.monotonic() - started < 30
 
 
-def test_an_address_that_does_not_speak_http_is_an_error_that_names_it():
+def test_the_error_of_an_address_without_http_names_it():
     message = "cannot be reached: BadStatusLine: 220 mail server"
     with (
         trickling(b"220 mail server\r\n") as url,
@@ -193,7 +193,7 @@ def trickling(head: bytes) -> Iterator[str]:
             thread.join(timeout=60)
 
 
-def test_nobody_at_the_address_is_an_error_that_names_it():
+def test_the_error_of_a_refused_connection_names_the_address():
     closed = Judge()
     closed.server.server_close()
     with pytest.raises(GenerationError, match=f"the judge at {closed.url} cannot be reached"):
@@ -225,6 +225,6 @@ def test_a_model_of_the_runs_engine_is_asked_by_its_name_and_key(judge: Judge):
         ({"modle": "x"}, "Did you mean 'model'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(judge: Judge, options: dict[str, Any], message: str):
+def test_invalid_options_are_refused(judge: Judge, options: dict[str, Any], message: str):
     with pytest.raises(RLError, match=message):
         step(judge, **options)

@@ -21,7 +21,7 @@ from rl_environments.mathematics import MathematicsEnvironment, reference_answer
 from tests.environments.boxes import DEADLINE_S
 from tests.environments.episodes import judged, played
 
-HALF = {"prompt": "1/2?", "reward_spec": {"ground_truth": "\\frac{1}{2}"}}
+HALF_ROW = {"prompt": "1/2?", "reward_spec": {"ground_truth": "\\frac{1}{2}"}}
 HANGS = "\\boxed{9^{9^{9^{9^{9}}}} + 5^{4^{3^{7}}}}"
 OPTIONS = {"processes": 1, "cpu_s": 60.0}
 WAIT_S = 250.0
@@ -35,7 +35,7 @@ def _processes() -> Iterator[None]:
 
 class TestMathematicsEnvironment(EnvironmentConformance):
     factory = MathematicsEnvironment
-    row: ClassVar[dict[str, Any]] = HALF
+    row: ClassVar[dict[str, Any]] = HALF_ROW
     options: ClassVar[dict[str, Any]] = OPTIONS
     rewards: ClassVar[dict[Any, float]] = {"So \\boxed{0.5}": 1.0, "It is $\\frac{2}{4}$.": 1.0, "\\boxed{2}": 0.0}
 
@@ -56,19 +56,19 @@ async def test_answers_are_compared_as_expressions():
     for reference, response, reward in cases:
         result = await judged(MathematicsEnvironment, {"prompt": "", "answer": reference}, response, **OPTIONS)
         assert result.reward == reward, (reference, response)
-    assert (await judged(MathematicsEnvironment, HALF, "no idea", **OPTIONS)).metrics["has_answer"] == 0.0
+    assert (await judged(MathematicsEnvironment, HALF_ROW, "no idea", **OPTIONS)).metrics["has_answer"] == 0.0
 
 
-async def test_an_answer_that_hangs_is_wrong_and_the_next_one_is_judged():
+async def test_a_hanging_answer_is_wrong_and_the_next_answer_is_judged():
     options = {"processes": 1, "cpu_s": 1.0}
-    hanging = await judged(MathematicsEnvironment, HALF, HANGS, **options)
+    hanging = await judged(MathematicsEnvironment, HALF_ROW, HANGS, **options)
     assert (hanging.reward, hanging.metrics["given_up"]) == (0.0, 1.0)
-    assert (await judged(MathematicsEnvironment, HALF, "\\boxed{0.5}", **OPTIONS)).reward == 1.0
+    assert (await judged(MathematicsEnvironment, HALF_ROW, "\\boxed{0.5}", **OPTIONS)).reward == 1.0
 
 
 async def test_an_episode_runs_through_the_generator():
     responses = ["\\boxed{0.5}", "\\boxed{3}", "none"]
-    trajectories = await played(MathematicsEnvironment, HALF, responses, OPTIONS)
+    trajectories = await played(MathematicsEnvironment, HALF_ROW, responses, OPTIONS)
     assert [trajectory.failure for trajectory in trajectories] == [None] * 3
     rewards = {trajectory.turns[0].response: trajectory.reward for trajectory in trajectories}
     assert rewards == {"\\boxed{0.5}": 1.0, "\\boxed{3}": 0.0, "none": 0.0}
@@ -81,7 +81,7 @@ async def test_a_reference_that_cannot_be_read_fails_the_sample_and_not_the_answ
     assert trajectory.failure_kind == "DataError"
 
 
-async def test_a_process_that_somebody_else_kills_fails_the_sample():
+async def test_a_process_killed_from_outside_fails_the_sample():
     pool = JudgePool(1)
     try:
         assert (await pool.verdict("2", "2", cpu_s=60.0, wait_s=WAIT_S)).is_right
@@ -95,7 +95,7 @@ async def test_a_process_that_somebody_else_kills_fails_the_sample():
         pool.close()
 
 
-async def test_waiting_for_a_verdict_has_a_deadline_that_names_it():
+async def test_waiting_too_long_for_a_verdict_is_an_error():
     pool = JudgePool(1)
     try:
         with pytest.raises(DeadlineError, match=r"waited 0.01 s for one of 1 processes"):
@@ -148,12 +148,12 @@ def test_a_row_without_a_reference_is_named_before_the_run():
 
 def test_options_are_checked():
     with pytest.raises(ConfigError, match=r"environment.options.cpu_s: got 0; expected above 0"):
-        MathematicsEnvironment(HALF, {"cpu_s": 0})
+        MathematicsEnvironment(HALF_ROW, {"cpu_s": 0})
     with pytest.raises(ConfigError, match=r"options.timeout_s: not an option of the environment 'mathematics'"):
-        MathematicsEnvironment(HALF, {"timeout_s": 3})
+        MathematicsEnvironment(HALF_ROW, {"timeout_s": 3})
 
 
-def test_it_is_installed_under_its_name():
+def test_the_mathematics_environment_is_installed_under_its_name():
     assert plugins.load("rl_core.environments", "mathematics") is MathematicsEnvironment
 
 

@@ -40,11 +40,11 @@ def suite() -> type[EnvironmentConformance]:
 
 
 @pytest.mark.parametrize("check", [name for name in dir(EnvironmentConformance) if name.startswith("test_")])
-def test_it_passes_the_suite_of_environments(check: str):
+def test_reasoning_gym_passes_the_environment_suite(check: str):
     getattr(suite()(), check)()
 
 
-def test_every_row_asks_what_the_environment_scores():
+def test_generated_rows_are_accepted_by_the_environment():
     for task in ("gcd", "spell_backward", "rush_hour"):
         for row in rows_of(task, 3):
             ReasoningGymEnvironment.require_row(row)
@@ -57,7 +57,7 @@ def test_a_row_of_another_version_is_refused():
         ReasoningGymEnvironment(row, {})
 
 
-def test_data_is_made_by_a_command_and_a_setting_that_is_none_is_refused(tmp_path: Path):
+def test_a_command_makes_rows_and_unknown_settings_are_refused(tmp_path: Path):
     command = [sys.executable, "-W", "ignore", "-m", "rl_environments.reasoning_gym", "chain_sum", "--count", "3"]
     made = subprocess.run(
         [*command, "--output", "rows.parquet", "--set", "max_terms=2"], cwd=tmp_path, timeout=240, capture_output=True
@@ -86,7 +86,7 @@ def score(task: str, answer: str) -> float:
     return dataset.score_answer(answer=answer, entry=dataset[0])
 
 
-def test_the_faults_are_still_there():
+def test_the_refused_tasks_still_have_their_faults():
     """When a fault is fixed, its task can be allowed."""
     import reasoning_gym
 
@@ -106,7 +106,7 @@ def test_the_faults_are_still_there():
     assert any(functions[index] != functions[index] for index in range(60))
 
 
-TEN = (
+TEN_TASKS = (
     "acre",
     "basic_arithmetic",
     "gsm_symbolic",
@@ -163,7 +163,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refused)
 
 
-@pytest.mark.parametrize("task", TEN)
+@pytest.mark.parametrize("task", TEN_TASKS)
 def test_a_task_is_played_offline(task: str, no_network: None):
     require_playable(task)
 

@@ -78,7 +78,7 @@ async def test_a_program_that_ends_early_or_writes_its_own_record_passes_nothing
         assert outcome.value is None
 
 
-async def test_a_syntax_error_is_said_once_for_all_tests(sandbox):
+async def test_a_syntax_error_is_reported_once_for_all_tests(sandbox):
     first, second = await sandbox.run("def f(:\n", [Test(), Test()], limits=LIMITS)
     assert first.end == "syntax_error"
     assert "SyntaxError" in first.stderr
@@ -86,7 +86,7 @@ async def test_a_syntax_error_is_said_once_for_all_tests(sandbox):
     assert (await outcome_of(sandbox, "a = '\0'")).end == "syntax_error"
 
 
-async def test_how_a_program_ends_is_told(sandbox):
+async def test_exit_codes_and_signals_are_reported(sandbox):
     cases = {
         "raise SystemExit(3)": ("exited", 3, None),
         "import sys; sys.exit('said')": ("exited", 1, None),
@@ -137,7 +137,7 @@ async def test_hashes_are_the_same_in_every_run(sandbox):
     assert outcomes[0].stdout == outcomes[1].stdout
 
 
-async def test_programs_run_side_by_side_and_do_not_meet(sandbox):
+async def test_concurrent_programs_do_not_see_each_other(sandbox):
     if not sandbox.has_disk:
         pytest.skip("this sandbox has no writable directory")
     program = """
@@ -183,7 +183,7 @@ async def test_an_interpreter_that_cannot_be_read_is_named():
         await probe_sandbox("auto", python="/nowhere/python3")
 
 
-async def test_a_probe_finds_what_does_not_hold(tmp_path):
+async def test_the_probe_detects_a_readable_file_of_the_run(tmp_path):
     await sandbox_by("landlock")
     tmp_path.chmod(0o755)
     # All temporary files may be read, so the probe's own secret file can be read too.
@@ -230,7 +230,7 @@ print(asyncio.run(escapes(sandbox)))
     assert run.stdout == "([], True)\n", run.stderr
 
 
-def test_bubblewrap_is_started_from_where_it_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bubblewrap_is_started_by_the_path_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The command has its full path, because it runs with a shorter PATH than the process that looks for it."""
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\n")
@@ -241,7 +241,7 @@ def test_bubblewrap_is_started_from_where_it_was_found(tmp_path: Path, monkeypat
     assert "bwrap" not in command
 
 
-async def test_a_supervisor_that_cannot_start_says_why():
+async def test_the_error_of_a_supervisor_that_cannot_start_gives_the_reason():
     await sandbox_by("bubblewrap")
     broken = Sandbox(mechanism="bubblewrap", python="/usr/bin/false", slots=SLOTS)
     with pytest.raises(SandboxError, match="ended: with code 1"):
@@ -255,7 +255,7 @@ def test_limits_out_of_bounds_are_named():
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give slots their own users")
-async def test_who_ends_a_slots_processes_cannot_be_stopped_by_them():
+async def test_a_slots_processes_cannot_stop_the_process_that_ends_them():
     async with locked_slot(SLOTS, wait_s=60.0) as slot:
         script = """
 import os, signal, sys, time
@@ -286,14 +286,14 @@ os.kill(ender, signal.SIGKILL)
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_slot_belongs_to_one_at_a_time_and_a_wait_for_it_ends():
+async def test_a_slot_has_one_holder_at_a_time():
     # Other processes on this machine may hold some slots too.
     async with locked_slot(SLOTS, wait_s=60.0) as first, locked_slot(SLOTS, wait_s=60.0) as second:
         assert first.work != second.work
         assert os.getuid() != 0 or first.uid != second.uid
 
 
-async def test_waiting_for_a_slot_has_a_deadline_that_names_it():
+async def test_waiting_too_long_for_a_slot_is_an_error():
     async def take_three_of_two() -> None:
         async with contextlib.AsyncExitStack() as held:
             for _ in range(3):

@@ -32,7 +32,7 @@ def verdict(machine: str, number: int, argument: int = 0, *, audit: int | None =
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_what_programs_need_is_allowed(machine):
+def test_ordinary_system_calls_are_allowed(machine):
     ordinary = {
         "x86_64": {"read": 0, "write": 1, "mmap": 9, "rt_sigaction": 13, "execve": 59, "openat": 257, "futex": 202,
                    "exit_group": 231, "getrandom": 318, "rseq": 334, "pidfd_open": 434, "close_range": 436},
@@ -44,7 +44,7 @@ def test_what_programs_need_is_allowed(machine):
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_dangerous_calls_and_unknown_ones_do_not_exist(machine):
+def test_dangerous_and_unknown_calls_return_enosys(machine):
     refused = ARCHITECTURES[machine].refused
     assert {name for name, number in refused.items() if verdict(machine, number) != ENOSYS} == set()
     assert {"ptrace", "memfd_create", "io_uring_setup", "mount", "bpf", "clone3", "keyctl"} <= set(refused)
@@ -53,7 +53,7 @@ def test_dangerous_calls_and_unknown_ones_do_not_exist(machine):
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_arguments_decide_where_a_call_is_harmless_with_others(machine):
+def test_some_calls_are_allowed_only_with_harmless_arguments(machine):
     numbers = ARCHITECTURES[machine]
     assert verdict(machine, numbers.clone, CLONE_VM | SIGCHLD) == ALLOWED
     assert verdict(machine, numbers.clone, CLONE_NEWUSER | SIGCHLD) == EPERM
@@ -64,12 +64,12 @@ def test_arguments_decide_where_a_call_is_harmless_with_others(machine):
     assert (verdict(machine, numbers.prlimit64, 0), verdict(machine, numbers.prlimit64, 1)) == (ALLOWED, EPERM)
 
 
-def test_calls_by_another_numbering_are_refused():
+def test_calls_of_32_bit_interfaces_are_refused():
     assert verdict("x86_64", 0, audit=0x40000003) == KILLED
     assert verdict("x86_64", 0x40000000 | 319) == ENOSYS
 
 
-def test_no_number_is_there_twice():
+def test_no_call_number_is_listed_twice():
     for architecture in ARCHITECTURES.values():
         numbers = list(architecture.refused.values())
         assert len(set(numbers)) == len(numbers)

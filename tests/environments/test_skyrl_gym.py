@@ -65,7 +65,7 @@ def play(row: dict[str, Any], options: dict[str, Any]) -> tuple[Any, StepResult]
     return asyncio.run(steps())
 
 
-def test_an_environment_of_ones_own_gets_its_configuration_and_its_row():
+def test_a_users_environment_gets_its_configuration_and_row():
     before = Plain.closed
     prompt, result = play(ROW, {**PLAIN, "env": "tests.environments.test_skyrl_gym:Plain"})
     assert prompt[-1]["content"] == "hello"
@@ -83,7 +83,7 @@ def test_an_environment_of_ones_own_gets_its_configuration_and_its_row():
         ({"done": False}, "done=False and no observation"),
     ],
 )
-def test_what_has_no_counterpart_here_is_an_error(output: dict[str, Any], message: str):
+def test_step_outputs_without_a_counterpart_are_an_error(output: dict[str, Any], message: str):
     with pytest.raises(RLError, match=message):
         play({**ROW, "output": output}, {**PLAIN, "env": "tests.environments.test_skyrl_gym:Plain"})
 

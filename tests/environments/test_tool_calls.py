@@ -77,7 +77,7 @@ def run(calls: list[Call | BrokenCall], *functions: Callable[..., Any], **limits
         (Call(name="own_timeout", arguments={}), "Error: TimeoutError: mine"),
     ],
 )
-def test_a_wrong_call_is_answered_with_what_was_wrong(call: Call | BrokenCall, text: str):
+def test_a_wrong_call_is_answered_with_its_fault(call: Call | BrokenCall, text: str):
     (answer,) = run([call], add, fail, leave, cancel, own_timeout)
     assert answer.is_wrong
     assert answer.text.startswith(text)
@@ -104,7 +104,7 @@ def test_calls_of_one_turn_run_side_by_side():
     assert [answer.text for answer in run([Call(name="meet", arguments={})] * 3, meet)] == ["met"] * 3
 
 
-def test_a_call_that_misses_its_deadline_is_told_and_holds_up_no_other():
+def test_a_late_call_is_reported_and_delays_no_other_call():
     released = threading.Event()
 
     def hang() -> str:
@@ -123,7 +123,7 @@ def test_a_call_that_misses_its_deadline_is_told_and_holds_up_no_other():
     assert added == Answer(name="add", text="2")
 
 
-def test_many_functions_that_hang_are_an_error_and_those_that_came_back_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+def test_too_many_hanging_functions_are_an_error_and_returned_ones_do_not_count(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calling, "MOST_LEFT_THREADS", 2)
     calling._left_threads.clear()
     released = threading.Event()

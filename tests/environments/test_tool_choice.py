@@ -66,7 +66,7 @@ def said_at_random(rng: random.Random, grammar: xgrammar.CompiledGrammar | None)
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama_json"])
-async def test_whatever_a_grammar_allows_is_one_call_with_valid_arguments(name: str):
+async def test_every_text_that_a_grammar_allows_is_one_valid_call(name: str):
     environment = AlwaysCalls(ROW, {"call_format": name})
     tokenizer = tokenizer_of("tool_chatml")
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer)))

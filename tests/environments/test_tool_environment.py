@@ -50,7 +50,7 @@ def test_the_environment_in_the_documentation_passes_its_suite_in_at_most_thirty
             getattr(Suite(), check)()
 
 
-async def test_the_model_is_shown_the_function_calls_it_and_is_told_its_result():
+async def test_the_model_sees_the_function_and_the_result_of_its_call():
     tokenizer = tokenizer_of("tool_chatml")
     said = iter([CALL, CALL.replace("apple", "pear"), "It is 1.0."])
 
@@ -72,7 +72,7 @@ async def test_the_model_is_shown_the_function_calls_it_and_is_told_its_result()
     assert (trajectory.reward, trajectory.metrics) == (1.0, {"accuracy": 1.0, "calls": 2.0, "wrong_calls": 1.0})
 
 
-def test_tool_is_written_without_parentheses():
+def test_the_tool_decorator_is_written_without_parentheses():
     with pytest.raises(ConfigError, match=r"^test_tool_environment\.py:\d+: write @tool without parentheses$"):
 
         class Parenthesised(ToolEnvironment):  # pyright: ignore[reportUnusedClass]
@@ -80,7 +80,7 @@ def test_tool_is_written_without_parentheses():
             def price(self, article: str) -> float: ...
 
 
-def test_a_second_tool_of_the_same_name_is_refused_but_a_subclass_may_replace_one():
+def test_duplicate_tool_names_are_refused_except_in_a_subclass():
     with pytest.raises(ConfigError, match=r"Twice has two tools named 'price', so the first would be lost; rename"):
 
         class Twice(ToolEnvironment):  # pyright: ignore[reportUnusedClass]
@@ -159,7 +159,7 @@ class Offers(ToolEnvironment):
         return 1.0
 
 
-def test_what_cannot_work_is_refused_with_what_to_change():
+def test_an_environment_that_cannot_work_is_refused_with_the_change_to_make():
     class Renamed(Offers):
         @tool
         def reset(self, article: str) -> float:
@@ -177,7 +177,7 @@ def test_what_cannot_work_is_refused_with_what_to_change():
         Named(ROW, {})
 
 
-async def test_a_judge_that_is_not_async_says_so():
+async def test_a_synchronous_judge_method_is_an_error():
     class Judges(Offers):
         def judge(self, answer: str) -> Any:
             return 1.0

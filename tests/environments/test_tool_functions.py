@@ -49,7 +49,7 @@ def test_the_schema_has_what_hints_and_docstring_say():
     assert parameters["additionalProperties"] is False
 
 
-def test_it_agrees_with_transformers_where_that_has_a_schema():
+def test_the_schema_agrees_with_that_of_transformers():
     from transformers.utils import get_json_schema
 
     def add(first: int, second: float, names: list[str], kind: Literal["a", "b"]) -> float:
@@ -79,7 +79,7 @@ def test_arguments_arrive_as_the_function_takes_them(is_text: bool):
     assert BOOK.checked(given if is_text else values, is_text=is_text) == values
 
 
-def test_what_has_a_default_may_be_left_out():
+def test_arguments_with_a_default_may_be_left_out():
     assert BOOK.checked({"city": "Oslo", "nights": 1}, is_text=False) == {"city": "Oslo", "nights": 1}
     assert BOOK.checked({"city": "Oslo", "nights": "1", "rooms": " None "}, is_text=True)["rooms"] is None
 

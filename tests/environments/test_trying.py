@@ -224,7 +224,7 @@ def test_a_models_single_turns_are_printed_with_their_rewards(
     assert all(len(response) == int(reward) for _, reward, response in played)
 
 
-def test_a_mistake_is_one_message_and_an_exit_code():
+def test_a_mistake_gives_one_message_and_an_exit_code():
     played = rl("gues", "--row", ROW)
     assert played.returncode == 2
     assert "Did you mean 'guess'" in played.stderr
@@ -251,7 +251,7 @@ def test_a_module_that_cannot_be_imported_names_its_line(
 @pytest.mark.parametrize(
     ("given", "meant"), [("riddles", "NAME"), ("riddles.py", "NAME"), ("riddles.Riddle", "Riddle")]
 )
-def test_a_file_of_ones_own_is_named_with_its_object(
+def test_an_error_about_a_users_file_names_the_import_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, meant: str
 ):
     (tmp_path / "riddles.py").write_text("class Riddle: ...\n")
@@ -357,7 +357,7 @@ def test_wrong_keys_of_reward_functions_are_named(given: str, message: str):
         ),
     ],
 )
-def test_what_cannot_be_played_is_named(
+def test_the_message_names_what_cannot_be_played(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], kind: type[Exception], message: str
 ):
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
@@ -387,7 +387,7 @@ def test_the_longest_deadline_is_accepted(monkeypatch: pytest.MonkeyPatch):
     assert try_environment.main(arguments, standalone_mode=False) == 0
 
 
-def test_an_interrupt_that_arrives_when_the_call_has_returned_is_not_ctrl_c(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_after_the_call_has_returned_is_not_taken_for_ctrl_c(monkeypatch: pytest.MonkeyPatch):
     class Late:
         """A timer that ends just before it is cancelled."""
 

@@ -53,7 +53,7 @@ class TestShapedArithmetic(EnvironmentConformance):
     ("text", "num_tokens", "reason", "reward"),
     [("280", 4, "stop", 1.0), ("28", 3, "stop", 0.0), ("28012", 6, "stop", -0.5), ("28012345", 8, "length", -1.0)],
 )
-def test_the_longer_an_answer_goes_on_the_less_it_earns(text: str, num_tokens: int, reason: Any, reward: float):
+def test_longer_answers_get_lower_rewards(text: str, num_tokens: int, reason: Any, reward: float):
     action = Action(text=text, tokens=(1,) * num_tokens, stop_reason=reason)
     result = asyncio.run(dapo.ShapedArithmetic(SUM, {}).step(action))
     assert (result.reward, result.metrics["accuracy"]) == (reward, float(reward == 1.0))
@@ -88,7 +88,7 @@ def test_gspo_weighs_every_answer_alike(tmp_path: Path):
         assert 0 < abs(row["policy/ratio"] - 1) < 0.15  # the mean over two updates, of which the first has ratio 1
 
 
-def test_a_mixture_of_experts_is_trained_behind_its_engine_along_its_routes(tmp_path: Path):
+def test_a_mixture_of_experts_is_trained_asynchronously_with_replayed_routes(tmp_path: Path):
     rows = trained(async_r3, tmp_path)
     assert [row["rollout/staleness_max"] for row in rows[1:]] == [0, 1, 2]
     assert rows[1]["rollout/logprob_diff_max"] < 1e-4  # later, the trainer is ahead of the engine

@@ -27,7 +27,7 @@ def events_of(small_run: BuildConfig, run_dir: Path, **overrides: object) -> lis
     return list(shared_devices.EVENTS)
 
 
-def test_engine_and_models_take_turns_and_train_as_if_they_had_not(small_run: BuildConfig, tmp_path: Path):
+def test_engine_and_models_take_turns_without_changing_the_training(small_run: BuildConfig, tmp_path: Path):
     events = events_of(small_run, tmp_path / "shared", **WITH_REFERENCE)
     apart = events_of(small_run, tmp_path / "apart", **WITH_REFERENCE, trainer__placement__colocate_all=False)
     assert not [event for event in apart if event.startswith(("engine sleeps", "engine wakes"))]
@@ -47,7 +47,7 @@ def test_engine_and_models_take_turns_and_train_as_if_they_had_not(small_run: Bu
 
 
 @pytest.mark.parametrize("overrides", [{"trainer__max_staleness": 1}, {"trainer__placement__colocate_all": False}])
-def test_nobody_moves_where_generation_and_training_overlap_or_devices_are_apart(
+def test_overlapping_or_separate_phases_offload_nothing(
     overrides: dict[str, object], small_run: BuildConfig, tmp_path: Path
 ):
     events = events_of(small_run, tmp_path / "run", **overrides)

@@ -61,7 +61,7 @@ def train(recipe: str, *overrides: str) -> dict[str, float]:
         ("distill", ("generator.n_samples_per_prompt=2",), "eval/accuracy"),
     ],
 )
-def test_it_trains_from_an_empty_folder(recipe: str, overrides: tuple[str, ...], measured: str):
+def test_each_recipe_trains_from_an_empty_folder(recipe: str, overrides: tuple[str, ...], measured: str):
     row = train(recipe, *overrides)
     assert row["step"] == 2
     assert measured in row
@@ -69,7 +69,7 @@ def test_it_trains_from_an_empty_folder(recipe: str, overrides: tuple[str, ...],
 
 
 @pytest.mark.usefixtures("few_problems")
-def test_a_teacher_in_an_engine_teaches_what_one_on_ranks_does():
+def test_a_teacher_in_an_engine_gives_the_metrics_of_one_on_ranks():
     """The numbers agree up to rounding: the engine and the rank use different kernels."""
     on_ranks = train("distill", "generator.n_samples_per_prompt=2", "trainer.run_dir=ranks")
     served = train(
@@ -103,7 +103,7 @@ def test_an_interrupted_fine_tuning_makes_no_model_and_is_continued(monkeypatch:
 
 
 @pytest.mark.usefixtures("few_problems")
-def test_what_was_made_once_is_used_again():
+def test_a_model_made_once_is_used_again():
     train("dpo")
     made = Path("runs/arithmetic/dpo_start_seed0/model.safetensors").stat().st_mtime_ns
     train("dpo")
@@ -119,7 +119,7 @@ def test_the_control_of_supervised_fine_tuning_has_the_same_answers_in_other_row
     assert sum(one["answer"] == other["answer"] for one, other in zip(shuffled, rows, strict=True)) < 0.01 * len(rows)
 
 
-def test_the_control_of_preferences_prefers_half_of_the_right_answers():
+def test_the_control_of_dpo_prefers_half_of_the_right_answers():
     rows = dpo.pairs()
     turned = dpo.with_random_preferences(rows)
     same = sum(one == other for one, other in zip(turned, rows, strict=True))
@@ -128,7 +128,7 @@ def test_the_control_of_preferences_prefers_half_of_the_right_answers():
         assert one in (other, {**other, "chosen": other["rejected"], "rejected": other["chosen"]})
 
 
-def test_only_a_controls_run_makes_its_rows():
+def test_only_the_run_of_a_control_makes_the_controls_rows():
     for name, module, control in (("sft", sft, "shuffled_answers"), ("dpo", dpo, "random_pairs")):
         file = f"runs/arithmetic/{control}.parquet"
         assert file in module.recipe.makes

@@ -10,7 +10,7 @@ import signal
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,6 @@ from rl_megatron.options import MegatronOptions
 from rl_rollout.generator_options import EnvironmentGeneratorOptions
 from rl_rollout.vllm.options import VLLMOptions
 
-BuildConfig = Callable[..., Config]
 LIMIT_S = 90.0
 NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 8, 16, 100, 2**31, 2**63, 10**30)
 FRACTIONS = (-1.0, 0.0, 1e-9, 0.1, 0.5, 0.99, 1.0, 1.5, 2.0, 100.0, 1e9, float("inf"))
@@ -221,7 +220,9 @@ def test_a_thousand_random_configurations_are_refused_or_run(tmp_path: Path, sta
     assert counted["ran"] >= 250
 
 
-def test_a_configuration_that_fails_later_is_seen(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_configuration_that_fails_after_the_dry_run_is_noticed(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Negative control: without the checks of the dry run, the run fails, and the sweep must notice."""
     monkeypatch.setattr(f"{__name__}.preflight", lambda config: None)
     (start / "two.jsonl").write_text('{"prompt": "1+1="}\n')

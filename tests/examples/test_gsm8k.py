@@ -34,7 +34,7 @@ def test_the_answer_is_the_number_after_the_last_mark(text: str, answer: str | N
     assert final_answer(text) == (None if answer is None else Decimal(answer))
 
 
-async def test_reward_is_one_for_the_right_number_however_it_is_written():
+async def test_the_right_number_in_any_notation_earns_reward_one():
     row = {"prompt": [{"role": "user", "content": "?"}], "reward_spec": {"method": "rule", "ground_truth": "1250"}}
     environment = Gsm8kEnvironment(row, {})
     assert await environment.reset() == row["prompt"]
@@ -92,7 +92,7 @@ def test_the_recipe_makes_only_its_own_missing_files(tmp_path: Path, monkeypatch
     assert own.makes == {model, train, held_out}
 
 
-def test_who_lacks_the_data_is_told_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_error_for_missing_data_says_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     told = r"train\.parquet does not exist .*; make it from GSM8K's own two files: python -m rl_examples\.gsm8k_data"
     for name in ("gsm8k", "qwen3_30b_a3b"):

@@ -44,7 +44,7 @@ from tests.examples.kill_cases import (
 from tests.examples.kill_plugins import SECONDS, Strike
 from tests.examples.test_resume import BuildConfig, require_same_run
 
-IN_EVERY_RUN_OF_THE_TESTS = (1, 2, 4)
+QUICK_SEEDS = (1, 2, 4)
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -100,12 +100,9 @@ def require_nothing_lost(
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(seed, marks=() if seed in IN_EVERY_RUN_OF_THE_TESTS else pytest.mark.soak)
-        for seed in range(NUM_CASES)
-    ],
+    [pytest.param(seed, marks=() if seed in QUICK_SEEDS else pytest.mark.soak) for seed in range(NUM_CASES)],
 )
-def test_a_run_that_is_struck_at_a_random_moment_loses_nothing(
+def test_a_run_killed_at_a_random_moment_loses_nothing(
     seed: int,
     record_property: Callable[[str, object], None],
     small_run: BuildConfig,
@@ -252,7 +249,7 @@ def _with_steps(stored: list[StoredGroup], change: Callable[[TrajectoryStep], di
         (other_versions, "versions of tokens of step"),
     ],
 )
-def test_groups_that_wait_in_the_last_checkpoint_are_trained_on_once_as_they_are(
+def test_groups_waiting_in_the_last_checkpoint_are_trained_on_once_unchanged(
     resume: Callable[[list[StoredGroup], RunState], Resumed],
     message: str | None,
     killed_while_groups_wait: Place,

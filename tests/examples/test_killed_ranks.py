@@ -55,7 +55,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(pytest.param(phase, marks=pytest.mark.soak) for phase in SAVES),
     ],
 )
-def test_a_run_goes_on_exactly_from_the_checkpoint_before_the_one_a_rank_was_killed_in(
+def test_a_run_whose_rank_is_killed_while_saving_continues_from_the_previous_checkpoint(
     phase: str, small_run: BuildConfig, uninterrupted: Path, tmp_path: Path
 ):
     if not uninterrupted.exists():

@@ -69,7 +69,9 @@ def test_the_real_form_fits_its_gpus(
 
 
 @pytest.mark.slow
-def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_planner_agrees_with_published_results_for_megatron_and_qwen3_30b(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Published: on 4 × 8 GPUs of 80 GB, DP4·TP2·EP8 trains with Megatron (the recipe), and FSDP2 runs out of memory.
 
     The planner agrees about Megatron. It also finds FSDP2 too large on one machine, and on four machines that each have
@@ -106,7 +108,7 @@ def test_other_readings_of_dp4_tp2_ep8_fit_too(third: str, tmp_path: Path, monke
     assert "data 4" in result.output
 
 
-def test_longer_sequences_are_planned_up_to_the_one_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_plan_says_which_sequence_lengths_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     result = run("plan", "qwen2_5_7b", "--gpu-memory", "40", "--context", "131072")
     assert isinstance(result.exception, ConfigError)

@@ -53,14 +53,14 @@ def test_the_recipe_makes_its_data_and_its_model_once(warm_started: list[Path]):
     assert load("quickstart", ["trainer.seed=3"]).makes == {TRAIN, HELD_OUT, MODEL, MOE_MODEL}
 
 
-def test_the_recipe_makes_a_model_with_experts_where_that_is_named(warm_started: list[Path]):
+def test_the_recipe_makes_a_model_with_experts_if_its_path_is_configured(warm_started: list[Path]):
     prepare(config(f"trainer.policy.model.path={MOE_MODEL}"))
     assert warm_started == [Path(MOE_MODEL)]
     model = json.loads(Path("untrained/config.json").read_text())
     assert (model["model_type"], model["num_local_experts"], model["num_experts_per_tok"]) == ("qwen3_moe", 4, 2)
 
 
-def test_a_file_that_is_there_is_never_written_again(warm_started: list[Path]):
+def test_an_existing_file_is_never_overwritten(warm_started: list[Path]):
     Path("runs/arithmetic").mkdir(parents=True)
     Path(TRAIN).write_text("mine")
     prepare(config())
@@ -87,9 +87,7 @@ def test_without_held_out_data_nothing_is_evaluated(small_run: Callable[..., Con
 
 
 @pytest.mark.parametrize("damage", ["no weights", "cut", "no tokenizer", "zeros"])
-def test_a_part_of_a_start_model_is_made_again_and_a_whole_one_is_not(
-    damage: str, warm_started: list[Path], start: Path
-):
+def test_only_an_incomplete_start_model_is_made_again(damage: str, warm_started: list[Path], start: Path):
     model = Path(MODEL)
     shutil.copytree(start / "model", model)
     prepare(config())
@@ -110,7 +108,7 @@ def test_a_part_of_a_start_model_is_made_again_and_a_whole_one_is_not(
     assert warm_started == [model]
 
 
-def test_what_is_made_is_in_its_place_whole_or_not_at_all(tmp_path: Path, start: Path):
+def test_a_directory_is_made_whole_or_not_at_all(tmp_path: Path, start: Path):
     model = tmp_path / "model"
 
     def stops_half_way(partial: Path) -> None:

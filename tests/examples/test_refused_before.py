@@ -110,7 +110,7 @@ def test_a_row_of_another_library_is_read_with_its_own_column(tmp_path: Path, mo
 def nothing(config: Config) -> None: ...
 
 
-def test_a_rows_own_environment_is_not_overridden_by_a_recipe_without_a_word(
+def test_a_recipe_does_not_silently_override_the_rows_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.chdir(tmp_path)
@@ -148,14 +148,16 @@ def test_a_rows_own_environment_is_not_overridden_by_a_recipe_without_a_word(
         "generator.inference_engine.weight_verification.limit=1",
     ],
 )
-def test_playing_asks_for_what_playing_needs(override: str, small_run: BuildConfig, tmp_path: Path, start: Path):
+def test_playing_ignores_errors_in_keys_that_only_training_uses(
+    override: str, small_run: BuildConfig, tmp_path: Path, start: Path
+):
     config = write_config(small_run(tmp_path / "run"), tmp_path)
     refused(lambda: preflight(load(config, [override])))
     prepare_playing(load(config, [override]), reads="data.val_data")
 
 
 @pytest.mark.parametrize("override", ["generator.eval_sampling_params.top_p=2", "trainer.eval_batch_size=0"])
-def test_and_what_it_needs_it_asks_for(override: str, small_run: BuildConfig, tmp_path: Path):
+def test_playing_refuses_errors_in_keys_that_it_uses(override: str, small_run: BuildConfig, tmp_path: Path):
     config = write_config(small_run(tmp_path / "run"), tmp_path)
     assert override.partition("=")[0] in refused(
         lambda: prepare_playing(load(config, [override]), reads="data.val_data")
@@ -224,9 +226,7 @@ def test_a_hub_that_is_out_of_reach_is_asked_once(
     assert said.endswith("Is the name spelled correctly?")
 
 
-def test_the_environments_that_rows_name_are_refused_too_if_they_force_responses(
-    small_run: BuildConfig, tmp_path: Path
-):
+def test_environments_named_by_rows_are_refused_if_they_force_responses(small_run: BuildConfig, tmp_path: Path):
     forcing = "tests.rollout.forcing_environments:Forces"
     rows = rows_of(tmp_path / "rows.jsonl", prompt="1+2=", env_class=forcing)
     changes = {"environment__env_class": None, "data__train_data": [rows]}

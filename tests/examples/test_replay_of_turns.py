@@ -151,9 +151,7 @@ def opened(place: str, model: Path, directory: Path) -> Iterator[Case]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_trained_replays_the_newest_routes(
-    place: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_training_replays_the_newest_routes(place: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole, steps = play(model, step_wise=False), play(model, step_wise=True)
     monkeypatch.setattr(episode, "_newest_routes", oldest_routes)
     monkeypatch.setattr(step_merging, "ROUTE_COLUMNS", ())

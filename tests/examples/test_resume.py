@@ -164,9 +164,7 @@ def expected(uninterrupted: Path, small_run: BuildConfig) -> Path:
 
 
 @pytest.mark.parametrize("callback", [KillAtGroups, KillAfterCheckpoint, KillInStepAfterCheckpoint])
-def test_a_killed_run_resumes_to_exactly_the_uninterrupted_one(
-    callback: type[Callback], small_run: BuildConfig, expected: Path, tmp_path: Path
-):
+def test_a_killed_run_resumes_exactly(callback: type[Callback], small_run: BuildConfig, expected: Path, tmp_path: Path):
     path = f"{__name__}:{callback.__name__}"
     assert train_in_child(small_run(tmp_path / "run", trainer__callbacks=[path])) == -signal.SIGKILL
     assert len(without_times(tmp_path / "run")) < 7
@@ -189,7 +187,7 @@ def test_a_killed_run_resumes_to_exactly_the_uninterrupted_one(
     ],
     ids=["critic", "adapters"],
 )
-def test_a_killed_run_with_more_to_save_resumes_exactly_too(
+def test_a_killed_run_with_critic_or_adapters_resumes_exactly(
     overrides: dict[str, object], also_saved: str, small_run: BuildConfig, tmp_path: Path
 ):
     assert train_in_child(small_run(tmp_path / "expected", **overrides)) == 0
@@ -230,7 +228,9 @@ def test_an_interruption_during_set_up_ends_at_once_and_cleanly(small_run: Build
     assert without_times(tmp_path / "run") == []
 
 
-def test_going_back_and_then_on_with_latest_is_one_run(small_run: BuildConfig, expected: Path, tmp_path: Path):
+def test_a_run_resumed_from_an_older_checkpoint_can_be_resumed_with_latest(
+    small_run: BuildConfig, expected: Path, tmp_path: Path
+):
     run_dir = tmp_path / "run"
     assert train_in_child(small_run(run_dir)) == 0
     path = str(run_dir / "checkpoints" / "step_000002")

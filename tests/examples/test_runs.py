@@ -27,7 +27,7 @@ def rows_of(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_it_promises(small_run: BuildConfig, tmp_path: Path):
+def test_a_run_writes_every_documented_file(small_run: BuildConfig, tmp_path: Path):
     config = small_run(tmp_path / "run", trainer__log_sample_logprobs=True, trainer__logger=["console", "tensorboard"])
     summary = run_training(config)
     run_dir = tmp_path / "run"
@@ -88,7 +88,7 @@ def test_asynchronous_training_keeps_the_bound_on_every_step(
     assert all(row.get("rollout/logprob_diff_max", 0.0) < 1e-4 for row in rows)
 
 
-def test_kl_terms_use_a_reference_that_stays_as_it_was(small_run: BuildConfig, tmp_path: Path):
+def test_the_kl_to_the_frozen_reference_grows(small_run: BuildConfig, tmp_path: Path):
     changes = {"trainer__algorithm__use_kl_loss": True, "trainer__algorithm__kl_loss_coef": 0.1}
     run_training(small_run(tmp_path / "run", **changes))
     rows = rows_of(tmp_path / "run")[1:]
@@ -121,7 +121,7 @@ def test_kl_in_the_reward_with_an_adaptive_coefficient(small_run: BuildConfig, t
         ),
     ],
 )
-def test_what_would_train_on_wrong_numbers_is_refused_from_python_too_before_anything_is_made(
+def test_run_training_refuses_wrong_numbers_before_creating_anything(
     small_run: BuildConfig, tmp_path: Path, changes: dict[str, Any], message: str
 ):
     with pytest.raises(ConfigError, match=message):
@@ -301,7 +301,7 @@ def test_a_row_of_an_unknown_environment_is_refused_before_anything_is_made(
 
 
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_a_row_of_an_unknown_environment_ends_the_run_as_what_it_is(
+def test_a_row_of_an_unknown_environment_ends_the_run_with_a_plugin_error(
     small_run: BuildConfig, tmp_path: Path, unknown_environment: dict[str, Any], evaluates: bool
 ):
     """A generator named by its import path cannot be checked before the run: the run does not know that it plays
@@ -388,7 +388,7 @@ def test_a_prompt_longer_than_allowed_is_named_or_left_out(small_run: BuildConfi
     run_training(small_run(tmp_path / "run", data__on_long_prompt="drop", **changes))
 
 
-def test_evaluation_and_generation_use_the_model_that_is_named(small_run: BuildConfig, tmp_path: Path):
+def test_evaluation_and_generation_play_the_configured_rows(small_run: BuildConfig, tmp_path: Path):
     config = small_run(tmp_path / "run")
     metrics = run_evaluation(config)
     assert metrics["eval/failed"] == 0.0

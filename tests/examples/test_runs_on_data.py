@@ -71,7 +71,7 @@ def test_supervised_fine_tuning_lowers_the_held_out_loss(small_run: BuildConfig,
     assert "Held-out loss" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_killed_run_resumes_to_exactly_the_uninterrupted_one(small_run: BuildConfig, tmp_path: Path):
+def test_a_killed_run_resumes_exactly(small_run: BuildConfig, tmp_path: Path):
     expected, run_dir = tmp_path / "expected", tmp_path / "run"
     assert train_in_child(small_run(expected, **SUPERVISED)) == 0
     name = f"{__name__}:{KillInStepAfterCheckpoint.__name__}"
@@ -126,7 +126,7 @@ def test_a_reward_model_learns_and_is_saved_with_its_head(
         ({**SUPERVISED, "generator__responses": "three"}, "generator.responses"),
     ],
 )
-def test_what_cannot_be_right_is_refused_before_the_run(
+def test_invalid_keys_and_rows_are_refused_before_the_run(
     keys: dict[str, Any], message: str, small_run: BuildConfig, tmp_path: Path
 ):
     with pytest.raises((ConfigError, DataError), match=message):
@@ -134,7 +134,7 @@ def test_what_cannot_be_right_is_refused_before_the_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_long_responses_are_left_out_where_that_is_said(small_run: BuildConfig, tmp_path: Path, caplog: Any):
+def test_too_long_responses_are_dropped_if_configured(small_run: BuildConfig, tmp_path: Path, caplog: Any):
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": "1+1=", "answer": "2" * (1 + 3 * (n % 2))} for n in range(32)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -144,6 +144,6 @@ def test_long_responses_are_left_out_where_that_is_said(small_run: BuildConfig, 
     assert "dropped 16 of 32 rows" in caplog.text
 
 
-def test_nothing_is_played_with_it(small_run: BuildConfig, tmp_path: Path):
+def test_evaluation_of_a_supervised_configuration_is_refused(small_run: BuildConfig, tmp_path: Path):
     with pytest.raises(ConfigError, match="plays no prompts"):
         run_evaluation(small_run(tmp_path / "run", **SUPERVISED))

@@ -123,9 +123,7 @@ def test_the_padded_advantages_of_a_critic_are_those_of_the_recursion(shown: dic
 
 
 @pytest.mark.parametrize("padded_on", ["left", "right"])
-def test_packed_log_probs_are_those_of_each_row_alone_and_every_row_is_in_one_micro_batch(
-    shown: dict[str, Any], padded_on: str
-):
+def test_packed_log_probs_are_those_of_each_row_alone(shown: dict[str, Any], padded_on: str):
     generator = torch.Generator().manual_seed(0)
     lengths, table_VV = [3, 1, 6, 2], torch.randn(9, 9, generator=generator).double().requires_grad_()
     width_W = torch.arange(7)
@@ -159,7 +157,7 @@ def test_packed_log_probs_are_those_of_each_row_alone_and_every_row_is_in_one_mi
     torch.testing.assert_close(gradient_VV, torch.autograd.grad(expected_NW.sum(), table_VV)[0])
 
 
-def test_the_script_of_one_rank_trains_through_megatron_and_with_two_names_changed_through_fsdp(
+def test_the_documented_one_rank_script_trains_with_megatron_and_fsdp(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     losses = {}

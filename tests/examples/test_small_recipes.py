@@ -173,7 +173,7 @@ def test_a_judge_by_rule_prefers_the_sentence_to_the_number(problems: Problems):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_tiny_run_goes_the_whole_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_tiny_run_completes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with rule_judge.serving() as url:
         keys = [f"environment.options.url={url}"] if name == "judge" else []

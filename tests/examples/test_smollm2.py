@@ -41,7 +41,7 @@ def test_no_held_out_country_is_trained_on():
     assert (len(parts[0]), len(parts[1])) == (33, 10)
 
 
-def test_the_tiny_run_goes_the_whole_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_tiny_run_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     summary = run_training(load("smollm2", [], tiny=True))
     assert summary.steps == 2

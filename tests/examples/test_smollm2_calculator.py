@@ -31,14 +31,14 @@ class TestSmolCalculator(EnvironmentConformance):
     }
 
 
-def test_a_call_is_told_the_product_by_a_message_of_the_tool():
+def test_a_call_is_answered_with_the_product_in_a_tool_message():
     action = Action(text="calc(84*29)", tokens=(), stop_reason="stop")
     result = asyncio.run(SmolCalculator(ROW, {}).step(action))
     assert result.observation == [{"role": "tool", "name": "multiply", "content": "2436"}]
 
 
 @pytest.mark.parametrize("text", ["calc(84*29) ", "calc(84 * 29)", "calc(84+29)", "calc(1234567*2)", "calc("])
-def test_what_only_begins_like_a_call_is_broken(text: str):
+def test_text_that_only_begins_like_a_call_is_a_broken_call(text: str):
     (read,) = WrittenCalls().read(text)
     assert isinstance(read, BrokenCall)
     assert WrittenCalls().read("calc(84*29)") == [Call(name="multiply", arguments={"left": 84, "right": 29})]
@@ -51,7 +51,7 @@ def test_no_held_out_product_is_trained_on_or_shown():
     assert not {"12*34?", "20*30?"} & set(asked[:NUM_HELD_OUT])
 
 
-def test_the_tiny_run_goes_the_whole_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_tiny_run_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert run_training(load("smollm2_calculator", [], tiny=True)).steps == 2
     assert Path("runs/smollm2_calculator_tiny/model/adapter/adapter_model.safetensors").exists()

@@ -86,7 +86,7 @@ def left_by(run_dir: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files}
 
 
-def test_rows_that_a_crash_of_the_machine_took_make_no_checkpoint_worthless(
+def test_a_checkpoint_stays_usable_if_a_crash_lost_the_last_metric_rows(
     stopped: Path, small_run: BuildConfig, finished: Path, caplog: pytest.LogCaptureFixture
 ):
     rows = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -115,7 +115,7 @@ def other_rows(source: Path, target: Path, change: Callable[[pyarrow.Table], pya
     ],
     ids=["seed", "shuffle", "fewer rows", "another order"],
 )
-def test_what_changes_the_prompts_of_group_numbers_is_refused_before_anything_is_written(
+def test_changes_to_the_groups_prompts_are_refused_before_anything_is_written(
     overrides: dict[str, object], key: str, stopped: Path, small_run: BuildConfig, start: Path, tmp_path: Path
 ):
     changes: Mapping[object, Callable[[pyarrow.Table], pyarrow.Table]] = {
@@ -133,13 +133,13 @@ def test_what_changes_the_prompts_of_group_numbers_is_refused_before_anything_is
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
-def test_several_changes_of_that_kind_are_listed_together(stopped: Path, small_run: BuildConfig):
+def test_several_changes_to_the_groups_prompts_are_listed_together(stopped: Path, small_run: BuildConfig):
     with pytest.raises(ConfigErrors) as raised:
         preflight(small_run(stopped, trainer__seed=3, data__shuffle=False))
     assert [str(error).partition(":")[0] for error in raised.value.errors] == ["trainer.seed", "data.shuffle"]
 
 
-def test_other_changes_are_named_and_the_same_rows_elsewhere_are_none(
+def test_other_changes_are_named_but_moved_rows_are_no_change(
     stopped: Path, small_run: BuildConfig, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     moved = other_rows(start / "train.parquet", tmp_path / "moved.parquet", lambda table: table)
@@ -154,7 +154,7 @@ def test_other_changes_are_named_and_the_same_rows_elsewhere_are_none(
     )
 
 
-def test_a_run_names_what_changed_once(
+def test_a_run_names_each_change_once(
     stopped: Path, small_run: BuildConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     def begun(config: Config) -> NoReturn:
@@ -166,7 +166,7 @@ def test_a_run_names_what_changed_once(
     assert caplog.text.count("those of step_000004: generator.n_samples_per_prompt: 4 → 2") == 1
 
 
-def test_held_out_rows_with_other_content_are_warned_of(
+def test_changed_held_out_rows_cause_a_warning(
     stopped: Path, small_run: BuildConfig, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     told = "data.val_data: the rows differ from those of step_000004"
@@ -178,7 +178,7 @@ def test_held_out_rows_with_other_content_are_warned_of(
     assert told in caplog.text
 
 
-def test_a_limit_that_leaves_other_prompts_is_refused(stopped: Path, small_run: BuildConfig, tmp_path: Path):
+def test_a_length_limit_that_selects_other_prompts_is_refused(stopped: Path, small_run: BuildConfig, tmp_path: Path):
     file = tmp_path / "mixed.jsonl"
     rows = [{"prompt": "1" * length + "+1=", "answer": "2", "env_class": "arithmetic"} for length in range(1, 33)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -190,7 +190,7 @@ def test_a_limit_that_leaves_other_prompts_is_refused(stopped: Path, small_run: 
         )
 
 
-def test_the_start_of_any_run_removes_what_a_killed_one_left(
+def test_any_run_starts_by_removing_folders_of_killed_runs(
     small_run: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     left = tmp_path / "temporary" / "rl-weights-x-1-old"
@@ -294,7 +294,7 @@ def on_small_disk(folder: Path, function: Callable[[], None]) -> int:
     return process.exitcode
 
 
-def test_a_sync_that_finds_no_room_says_where(tmp_path: Path):
+def test_a_sync_without_room_names_its_folder(tmp_path: Path):
     disk = tmp_path / "disk"
     transport = FilesTransport(directory=str(disk))
 
@@ -330,7 +330,7 @@ def test_a_run_goes_on_over_a_full_disk_and_saves_once_there_is_room(
     assert "Traceback" not in said
 
 
-def test_a_run_whose_disk_stays_full_says_so_and_goes_on_from_its_last_checkpoint(
+def test_a_run_on_a_full_disk_ends_and_resumes_from_its_last_checkpoint(
     small_run: BuildConfig, finished: Path, tmp_path: Path
 ):
     disk = tmp_path / "disk"
@@ -354,7 +354,7 @@ def test_a_run_whose_disk_stays_full_says_so_and_goes_on_from_its_last_checkpoin
         ({"environment__env_class": f"{__name__}:RemovesRunAfterStep2"}, "samples"),
     ],
 )
-def test_a_run_whose_directory_is_removed_says_so_and_saves_its_last_step(
+def test_a_run_whose_directory_is_removed_fails_but_saves_its_last_step(
     changes: dict[str, Any], file: str, small_run: BuildConfig, tmp_path: Path
 ):
     config = small_run(tmp_path / "run", environment__options={"run_dir": str(tmp_path / "run")}, **changes)

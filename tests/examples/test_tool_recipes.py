@@ -57,14 +57,14 @@ def play(environment: Any, *texts: str) -> list[StepResult]:
     return asyncio.run(steps())
 
 
-def test_the_calculator_tells_the_product_and_what_is_no_product():
+def test_the_calculator_answers_products_and_reports_other_input():
     assert [
         play(calculator.PocketCalculator(PROBLEM, {}), call)[0].observation
         for call in ("<37*45>", "<1+2>", "<999*999>")
     ] == ["1665=", "?=", "998001="]
 
 
-def test_the_broken_calculator_tells_something_else_and_the_same_again():
+def test_the_broken_calculator_repeats_the_same_wrong_answer():
     said = [play(calculator.BrokenPocketCalculator(PROBLEM, {}), "<37*45>")[0].observation for _ in range(2)]
     assert said[0] == said[1] != "1665="
 
@@ -132,7 +132,7 @@ RECIPES: Mapping[str, tuple[Any, Callable[[Path], list[dict[str, Any]]], Callabl
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_few_steps_train_on_its_episodes(name: str, tmp_path: Path, corpus: dict[str, Any]):
+def test_a_few_steps_train_on_each_recipes_episodes(name: str, tmp_path: Path, corpus: dict[str, Any]):
     module, rows, write_model = RECIPES[name]
     write_rows(tmp_path / "rows.parquet", rows(tmp_path))
     write_model(tmp_path / "model", seed=0)

@@ -117,7 +117,7 @@ def test_a_second_run_of_a_directory_is_refused_until_the_first_is_killed(small_
     assert sorted(path.name for path in folder.iterdir()) == ["run", "run.1", "waits", "word"]
 
 
-def test_of_runs_that_start_at_once_one_trains_and_the_others_are_refused(small_run: BuildConfig, tmp_path: Path):
+def test_only_one_of_several_simultaneous_runs_trains(small_run: BuildConfig, tmp_path: Path):
     folder = tmp_path / "folder"
     folder.mkdir()
     run_training(small_run(folder / "run", **TINY))

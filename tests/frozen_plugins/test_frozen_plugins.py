@@ -68,7 +68,7 @@ def test_a_change_of_a_frozen_package_is_seen(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_they_are_listed_with_their_packages_and_none_is_broken(environment: dict[str, str]):
+def test_frozen_plugins_are_listed_with_their_packages_and_none_is_broken(environment: dict[str, str]):
     printed = run([COMMANDS / "rl", "plugins"], environment, HERE)
     listed = [tuple(line.split()[:3]) for line in printed.splitlines()]
     for name, package in (
@@ -86,7 +86,7 @@ def test_they_are_listed_with_their_packages_and_none_is_broken(environment: dic
 
 
 @pytest.mark.slow
-def test_they_pass_their_suites(environment: dict[str, str], tmp_path: Path):
+def test_frozen_plugins_pass_their_suites(environment: dict[str, str], tmp_path: Path):
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-W", "error", f"--basetemp={tmp_path / 's'}"]
     suites = [HERE / name / "conformance.py" for name in DIGESTS]
     printed = run([sys.executable, "-m", "pytest", *options, *suites], environment, HERE)
@@ -94,7 +94,7 @@ def test_they_pass_their_suites(environment: dict[str, str], tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_they_train_together_named_as_a_user_names_them(environment: dict[str, str], tmp_path: Path):
+def test_frozen_plugins_train_together_under_the_names_that_a_user_writes(environment: dict[str, str], tmp_path: Path):
     write_data(tmp_path / "train.parquet", tmp_path / "held_out.parquet")
     write_model(tmp_path / "model", seed=0)
     overrides = {

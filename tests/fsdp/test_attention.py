@@ -69,7 +69,7 @@ def test_sequences_of_one_length_need_no_copy():
     assert PackedSequences.of_lengths(np.array([50, 50, 50]), CPU).cell_T is None
 
 
-def test_scatter_and_gather_are_each_others_gradient():
+def test_scatter_and_gather_pass_gradcheck():
     index = torch.tensor([4, 0, 2])
     source = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: scatter_rows(x, index, 6), source)
@@ -85,7 +85,7 @@ def test_a_term_that_is_not_implemented_is_refused(others):
         packed_attention(nn.Module(), tensor, tensor, tensor, None, packed_sequences=packed, **others)
 
 
-def test_a_model_that_does_not_hand_the_bounds_on_is_refused():
+def test_a_model_that_does_not_pass_the_sequence_bounds_on_is_refused():
     tensor = torch.zeros(1, 1, 3, 8)
     with pytest.raises(ConfigError, match="does not pass on the bounds of the sequences"):
         packed_attention(nn.Module(), tensor, tensor, tensor, None)

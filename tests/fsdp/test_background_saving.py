@@ -64,7 +64,7 @@ def wait_for(worker: FsdpWorker) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_written_is_what_was_there_when_it_began(
+def test_a_background_save_writes_the_state_at_its_start(
     start_worker: Callable[..., FsdpWorker], storage: Storage, tmp_path: Path
 ):
     worker, other = start_worker(), start_worker()
@@ -89,9 +89,7 @@ def test_what_is_written_is_what_was_there_when_it_began(
     )
 
 
-def test_a_write_that_fails_is_an_error_whenever_it_is_asked_for(
-    start_worker: Callable[..., FsdpWorker], storage: Storage, tmp_path: Path
-):
+def test_a_failed_write_raises_at_every_wait(start_worker: Callable[..., FsdpWorker], storage: Storage, tmp_path: Path):
     worker = start_worker()
     train(worker)
     worker.start_saving(tmp_path / "state")

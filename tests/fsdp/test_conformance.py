@@ -1,8 +1,8 @@
 """FSDP2 and FSDP1 pass the suite that every backend must pass, in every sharding mode.
 
 All checks run with parameters sharded over two ranks, and for FSDP2 also with Ulysses and with routed experts. All
-other variants run only the checks behind `docs/parity.md`. `make test` leaves out the variants made by `further`; `make
-parity` runs all variants.
+other variants run only the checks behind `docs/parity.md`. `make test` leaves out the variants made by
+`parity_variant`; `make parity` runs all variants.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARED = {"share_prefixes": True}
 ONE = Variant(checkpoint=UNTIED, parity_only=True)
 
 
-def further(variant: Variant, **changes: Any) -> Variant:
+def parity_variant(variant: Variant, **changes: Any) -> Variant:
     """A variant that only `make parity` runs."""
     return attrs.evolve(variant, parity_only=True, marks=("parity",), **changes)
 
@@ -43,8 +43,8 @@ def experts(world_size: int, **options: Any) -> list[Variant]:
     return [
         own,
         forced,
-        further(own, spec=PADDED | RECOMPUTED),
-        further(forced, spec=PADDED | RECOMPUTED, checkpoint=DENSE_FIRST),
+        parity_variant(own, spec=PADDED | RECOMPUTED),
+        parity_variant(forced, spec=PADDED | RECOMPUTED, checkpoint=DENSE_FIRST),
     ]
 
 
@@ -60,7 +60,7 @@ def mixtures(variant: Variant) -> list[Variant]:
     two together."""
     differences = ({"checkpoint": {}}, {"spec": PADDED}, {"spec": RECOMPUTED}, {"spec": PADDED | RECOMPUTED})
     all_at_once = attrs.evolve(variant, parity_only=True, checkpoint={}, spec=PADDED | RECOMPUTED)
-    return [all_at_once, *(further(variant, **difference) for difference in differences)]
+    return [all_at_once, *(parity_variant(variant, **difference) for difference in differences)]
 
 
 class TestFsdp(BackendConformance):
@@ -68,32 +68,32 @@ class TestFsdp(BackendConformance):
     options = FsdpOptions()
     variants = (
         ONE,
-        *(further(variant) for variant in VARIANTS if variant.checkpoint != UNTIED),
+        *(parity_variant(variant) for variant in VARIANTS if variant.checkpoint != UNTIED),
         FULL,
         *mixtures(FULL),
-        further(FULL, options=FsdpOptions(fsdp_size=2)),
-        further(FULL, options=FsdpOptions(reshard_after_forward=False)),
+        parity_variant(FULL, options=FsdpOptions(fsdp_size=2)),
+        parity_variant(FULL, options=FsdpOptions(reshard_after_forward=False)),
         attrs.evolve(FULL, options=FsdpOptions(cpu_offload=True), parity_only=True),
         REPLICAS,
         ULYSSES,
         *mixtures(ULYSSES),
         FOUR,
-        further(FOUR, options=FsdpOptions()),
+        parity_variant(FOUR, options=FsdpOptions()),
         attrs.evolve(FULL, spec=SHARED | SELECTIVE, parity_only=True),
         attrs.evolve(ULYSSES, spec=SHARED, parity_only=True),
-        further(ONE, spec=SHARED),
-        further(FOUR, spec=SHARED),
+        parity_variant(ONE, spec=SHARED),
+        parity_variant(FOUR, spec=SHARED),
         attrs.evolve(FOUR, options=FsdpOptions(fsdp_size=2, sequence_parallel_size=2)),
-        further(FOUR, options=FsdpOptions(sequence_parallel_size=4)),
+        parity_variant(FOUR, options=FsdpOptions(sequence_parallel_size=4)),
         attrs.evolve(ROUTED, parity_only=True),
         attrs.evolve(ROUTED, world_size=2),
         *experts(2),
-        further(experts(2, fsdp_size=1)[FORCED]),
+        parity_variant(experts(2, fsdp_size=1)[FORCED]),
         experts(2, sequence_parallel_size=2)[FORCED],
         attrs.evolve(experts(2)[FORCED], spec=SHARED),
-        further(ROUTED, world_size=4, options=FsdpOptions(fsdp_size=2, **FOLLOWING)),
-        further(ROUTED, world_size=2, spec=SELECTIVE),
-        further(ULYSSES, spec=SELECTIVE),
+        parity_variant(ROUTED, world_size=4, options=FsdpOptions(fsdp_size=2, **FOLLOWING)),
+        parity_variant(ROUTED, world_size=2, spec=SELECTIVE),
+        parity_variant(ULYSSES, spec=SELECTIVE),
     )
     resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES))
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
@@ -106,12 +106,12 @@ class TestFsdp1(BackendConformance):
         ONE,
         FULL,
         *mixtures(FULL),
-        further(FULL, options=FsdpOptions(reshard_after_forward=False)),
+        parity_variant(FULL, options=FsdpOptions(reshard_after_forward=False)),
         attrs.evolve(ULYSSES, parity_only=True),
-        further(FOUR),
-        further(FULL, spec=SHARED),
-        further(FULL, spec=SELECTIVE),
+        parity_variant(FOUR),
+        parity_variant(FULL, spec=SHARED),
+        parity_variant(FULL, spec=SELECTIVE),
         experts(2)[FORCED],
     )
-    resumes = ((FULL, ONE), (FULL, further(FOUR)), (ONE, FULL))
+    resumes = ((FULL, ONE), (FULL, parity_variant(FOUR)), (ONE, FULL))
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")

@@ -30,14 +30,14 @@ def start(case: Case, spec: WorkerSpec, world_size: int) -> RankGroup:
 
 @pytest.mark.parametrize("options", [FsdpOptions(), FsdpOptions(sequence_parallel_size=2)], ids=["shards", "ulysses"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_score_train_and_export_as_one(kind: str, options: FsdpOptions, case: Case):
+def test_two_ranks_score_train_and_export_like_one_rank(kind: str, options: FsdpOptions, case: Case):
     one = start(case, KINDS[kind].spec(case), 1)
     two = start(case, KINDS[kind].spec(case, options=options), 2)
     KINDS[kind].compare_training(one, two, case)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_two_ranks_save_one_continues(kind: str, case: Case):
+def test_one_rank_continues_what_two_ranks_saved(kind: str, case: Case):
     two, one = (start(case, KINDS[kind].spec(case), size) for size in (2, 1))
     KINDS[kind].train(two, case, 3)
     two.call(Worker.save_state, case.directory / "state")
@@ -47,7 +47,7 @@ def test_what_two_ranks_save_one_continues(kind: str, case: Case):
     require_equal_weights(one.weights(), two.weights())
 
 
-def test_two_ranks_send_adapters_alone_as_one(case: Case):
+def test_two_ranks_send_the_same_adapters_as_one(case: Case):
     model = attrs.evolve(case.spec.model, lora=attrs.evolve(LORA, merge_lora=False))
     one, two = (start(case, attrs.evolve(case.spec, model=model), size) for size in (1, 2))
     for group in (one, two):

@@ -69,7 +69,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_packing_or_order(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_one_wrong_weight_is_seen(dtype: str, start_worker: StartWorker):
+def test_one_wrong_weight_is_noticed(dtype: str, start_worker: StartWorker):
     worker = start_worker({"dtype": dtype})
     batch = reduced(random_batch(LENGTHS), "token_mean")
     expected, _ = gradient(worker, batch, plan_of(len(LENGTHS), 2))
@@ -80,7 +80,7 @@ def test_one_wrong_weight_is_seen(dtype: str, start_worker: StartWorker):
 
 
 @pytest.mark.parametrize("reduction", ["sequence_mean", "prompt_mean", "token_mean"])
-def test_weights_of_each_micro_batch_alone_are_seen(reduction: str, start_worker: StartWorker):
+def test_weights_computed_per_micro_batch_are_noticed(reduction: str, start_worker: StartWorker):
     worker = start_worker({"dtype": "float32"})
     batch = random_batch(LENGTHS)
     plan = plan_of(len(LENGTHS), 2)

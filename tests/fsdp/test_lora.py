@@ -102,7 +102,7 @@ def test_logprobs_gradients_and_three_steps_are_those_of_plain_peft(checkpoint: 
         torch.testing.assert_close(weights[name], parameter, rtol=0, atol=1e-5, msg=name)
 
 
-def test_before_the_first_step_the_model_is_its_base_and_the_base_stays_what_it_was(checkpoint: Path):
+def test_new_adapters_change_nothing_and_the_base_stays_frozen(checkpoint: Path):
     worker, batch = adapted(checkpoint), batch_with_weights()
     base = FsdpWorker(spec_of(checkpoint, role="reference", optimizer=None), RankInfo())
     assert logprobs(worker, batch).equal(logprobs(base, batch))

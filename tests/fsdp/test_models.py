@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_model_is_refused(start_worker: StartWorker, tmp
         ({"optimizer": OptimizerConfig(num_warmup_steps=-1)}, "0 or more"),
     ],
 )
-def test_what_cannot_be_trained_is_a_configuration_error(fields: dict[str, Any], message: str):
+def test_untrainable_settings_are_a_configuration_error(fields: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         fsdp.validate(spec_of("x", **fields), 1)
 

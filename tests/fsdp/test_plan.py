@@ -102,7 +102,7 @@ def planned(tmp_path, world_size=4, *, options=None, **spec):
     return fsdp.plan(built, world_size, micro_batch_tokens=256, num_micro_batches=1)[0]
 
 
-def test_what_is_whole_for_a_moment_follows_the_options(tmp_path):
+def test_gathered_bytes_and_host_memory_follow_the_options(tmp_path):
     usual = planned(tmp_path)
     assert planned(tmp_path, options=FsdpOptions(reshard_after_forward=False)).gathered_bytes > usual.gathered_bytes
     in_bf16 = FsdpOptions(mixed_precision=MixedPrecision(reduce_dtype="bf16"))

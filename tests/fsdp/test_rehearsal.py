@@ -60,7 +60,7 @@ def test_a_full_size_step_takes_what_the_table_says_and_the_plan_agrees():
     ("options", "key"),
     [({"cpu_offload": True}, "cpu_offload"), ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay")],
 )
-def test_what_cannot_be_rehearsed_is_refused(options: dict[str, bool], key: str):
+def test_a_configuration_that_cannot_be_rehearsed_is_refused(options: dict[str, bool], key: str):
     assert isinstance(fsdp, Rehearser)
     spec = arranged_models(configuration.load("qwen2_5_1_5b").config)["policy"].spec
     batch = Batch.from_sequences([{"tokens": [1, 2]}])
@@ -68,7 +68,7 @@ def test_what_cannot_be_rehearsed_is_refused(options: dict[str, bool], key: str)
         fsdp.rehearse(attrs.evolve(spec, options=FsdpOptions(**options)), 8, batch=batch, plan=[[0]], loss=None)
 
 
-def test_fsdp1_is_refused_with_what_to_do():
+def test_fsdp1_is_refused_with_the_change_to_make():
     spec = arranged_models(configuration.load("qwen2_5_1_5b").config)["policy"].spec
     batch = Batch.from_sequences([{"tokens": [1, 2]}])
     with pytest.raises(ConfigError, match=r"trainer\.strategy=fsdp"):

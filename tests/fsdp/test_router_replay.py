@@ -61,7 +61,7 @@ def test_every_kind_of_router_follows_the_routes_and_gets_their_gradient(family:
         assert (gradients[name] - gradient).norm() <= 1e-4 * max(gradient.norm().item(), 1e-2 * size), name
 
 
-def test_recomputation_repeats_the_choices_of_forward_whatever_the_router_would_choose_now(tmp_path: Path):
+def test_recomputation_repeats_the_forward_routes_even_if_the_router_has_changed(tmp_path: Path):
     spec = spec_of(make_checkpoint(tmp_path, family="qwen3_moe"), options=FOLLOWING, gradient_checkpointing=True)
     worker = FsdpWorker(spec, RankInfo())
     batch = make_batch(ReferenceWorker(spec), forced_routes=True)
@@ -192,7 +192,7 @@ def test_routes_without_replay_and_replay_without_routes_are_errors(tmp_path: Pa
         ([[[0, 1], [3, 3]]], r"\[3, 3\]; expected each expert once"),
     ],
 )
-def test_routes_that_do_not_fit_say_where_and_which_numbers(experts: list, message: str):
+def test_errors_of_routes_that_do_not_fit_give_place_and_numbers(experts: list, message: str):
     batch = Batch(
         torch.tensor([0, 1]),
         {
@@ -205,7 +205,7 @@ def test_routes_that_do_not_fit_say_where_and_which_numbers(experts: list, messa
         require_routes(batch, SHAPE, key="replay")
 
 
-def test_what_is_unknown_or_dense_is_never_looked_at():
+def test_routes_of_unrouted_tokens_and_dense_layers_are_not_checked():
     batch = Batch(
         torch.tensor([0, 2]),
         {
@@ -225,7 +225,7 @@ def test_what_is_unknown_or_dense_is_never_looked_at():
         ({"trainer.ref.fsdp_config.moe_enable_routing_replay": True}, r"trainer\.ref.*only the policy can follow"),
     ],
 )
-def test_both_switches_are_one_decision(changes: dict[str, bool], message: str):
+def test_replay_and_returned_routes_must_be_switched_on_together(changes: dict[str, bool], message: str):
     with pytest.raises(ConfigError, match=message):
         check_plugins(from_mapping({"trainer.policy.model.path": "model", **changes}))
 

@@ -184,7 +184,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(4, 1, []), (4, 3, []), (2, 1, [4]), (1, 2, [6])],
     ids=["one step", "three epochs", "two mini-batches", "four mini-batches, two epochs"],
 )
-async def test_a_step_without_the_pass_does_what_a_step_with_it_does(
+async def test_a_step_without_a_scoring_pass_equals_a_step_with_one(
     groups_per_mini_batch: int, epochs: int, scored: list[int], checkpoint: Path
 ):
     steps = {"groups_per_mini_batch": groups_per_mini_batch, "epochs": epochs}

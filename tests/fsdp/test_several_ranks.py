@@ -56,7 +56,7 @@ def test_a_state_of_fsdp1_is_read_by_fsdp2(case: Case):
     assert max((actual[name] - weight).abs().max().item() for name, weight in expected.items()) <= 1e-5
 
 
-def test_an_index_of_the_right_size_and_other_content_is_a_checkpoint_error_on_all_ranks(case: Case):
+def test_an_index_with_changed_content_is_a_checkpoint_error_on_all_ranks(case: Case):
     """Only one rank checks the index's checksum, but all ranks unpickle the index."""
     group = case.start()
     group.call(Worker.save_state, case.directory / "state")
@@ -113,7 +113,7 @@ def test_heads_that_the_ranks_cannot_share_are_refused(tmp_path: Path):
         (fsdp1, 2, {}, {"role": "critic"}, "critic"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(
+def test_unshardable_settings_are_refused_before_any_rank_starts(
     backend: Backend, world_size: int, options: dict[str, object], fields: dict[str, object], message: str
 ):
     spec = spec_of("x", options=FsdpOptions(**options), **fields)

@@ -127,7 +127,7 @@ def test_a_model_gives_the_same_scores_and_gradient_from_fewer_tokens(window: in
         assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
-def test_merging_the_parts_wrongly_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+def test_merging_the_parts_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """Negative control: treats each part as the whole softmax."""
     monkeypatch.setattr(shared_attention.torch, "logaddexp", lambda own, before: own)
     with pytest.raises(AssertionError):
@@ -237,7 +237,7 @@ def forest_inputs(device: torch.device) -> tuple[list[Tensor], PackedSequences]:
     return [tensor.to(device) for tensor in inputs], PackedSequences.of_nodes(cells, device)
 
 
-def test_cudas_kernel_is_called_as_the_installed_torch_defines_it(monkeypatch: pytest.MonkeyPatch):
+def test_the_cuda_kernel_is_called_with_the_signature_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch):
     inputs, packed = forest_inputs(CPU)
     expected = forest_attention(shared_attention._Rectangles(), inputs, packed)
     monkeypatch.setattr(shared_attention, "_aten", StandIn())
@@ -245,7 +245,7 @@ def test_cudas_kernel_is_called_as_the_installed_torch_defines_it(monkeypatch: p
         torch.testing.assert_close(found, same, rtol=0, atol=2e-5)
 
 
-def test_cudas_kernel_gives_the_layouts_that_are_expected_of_it():
+def test_the_cuda_kernel_returns_the_expected_shapes_and_dtypes():
     """Meta tensors give the shapes and dtypes that torch declares for the operator's results."""
     inputs, packed = forest_inputs(CPU)
     query, key, value = (tensor.to("meta", torch.bfloat16) for tensor in inputs)
@@ -258,7 +258,7 @@ def test_cudas_kernel_gives_the_layouts_that_are_expected_of_it():
 
 
 @pytest.mark.gpu
-def test_cudas_kernel_gives_what_the_cpus_gives():
+def test_the_cuda_kernel_agrees_with_the_cpu_kernel():
     inputs, packed = forest_inputs(CPU)
     halves = [tensor.to(torch.bfloat16) for tensor in inputs]
     expected = forest_attention(shared_attention._Rectangles(), [tensor.float() for tensor in halves], packed)

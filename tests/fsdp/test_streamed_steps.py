@@ -112,7 +112,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("reduction", "loss", "scoring"), CASES, ids=lambda value: "" if isinstance(value, str) else "own"
 )
-async def test_in_whatever_order_groups_finish_the_step_is_the_same(
+async def test_the_step_does_not_depend_on_the_order_in_which_groups_finish(
     reduction: str, loss: str, scoring: ScoringPass, checkpoint: Path
 ):
     case: dict[str, Any] = {"reduction": reduction, "loss": loss, "scoring": scoring}
@@ -138,7 +138,7 @@ async def test_a_step_in_which_nothing_is_trained_moves_nothing(reduction: str, 
     assert found_metrics == metrics
 
 
-async def test_a_gradient_that_is_not_divided_at_the_end_is_seen(checkpoint: Path):
+async def test_a_gradient_that_is_not_divided_at_the_end_is_noticed(checkpoint: Path):
     """Negative control: without the scale, the gradient is that of a sum instead of a mean."""
     expected, metrics, _ = await stepped(checkpoint, played_batch(), None)
     found, found_metrics, _ = await stepped(checkpoint, played_batch(), PARTS[1], scales=False)
@@ -146,7 +146,7 @@ async def test_a_gradient_that_is_not_divided_at_the_end_is_seen(checkpoint: Pat
     assert found_metrics["policy/grad_norm"] > 10.0 * metrics["policy/grad_norm"]
 
 
-async def test_weights_of_each_part_alone_are_seen(checkpoint: Path):
+async def test_weights_computed_per_part_are_noticed(checkpoint: Path):
     """Negative control: if each part takes its own mean, a group's weight depends on which groups finish with it."""
     expected, _, _ = await stepped(checkpoint, played_batch(), None, reduction="token_mean")
     parts = [await stepped(checkpoint, played_batch(), [groups]) for groups in PARTS[1]]

@@ -53,7 +53,7 @@ def activation() -> list[str]:
 
 
 @pytest.mark.parametrize("number", SAYS)
-def test_a_step_of_the_page_runs_and_says_what_it_proves(number: int):
+def test_each_step_of_the_page_runs_and_prints_its_result(number: int):
     before = activation() if number > 6 else []
     if before and not (ROOT / before[0].removeprefix("source ")).exists():
         pytest.skip(f"{before[0]}: the environment is missing; run step 6 first")

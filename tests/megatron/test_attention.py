@@ -18,7 +18,7 @@ from tests.megatron.test_needed import DENSE, LIMITS, gradient_error, start
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_token_of_a_rank_is_one_query_that_sees_its_segment_up_to_itself(size: int):
+def test_each_token_of_a_rank_attends_to_its_segment_up_to_itself(size: int):
     lengths = np.random.default_rng(0).integers(1, 5, 12) * 2 * size
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
     starts = np.repeat(boundaries[:-1], lengths)
@@ -32,7 +32,7 @@ def test_every_token_of_a_rank_is_one_query_that_sees_its_segment_up_to_itself(s
         assert sees == {place: (starts[token], token) for place, token in enumerate(held.tolist())}
 
 
-class OneOfRanks:
+class FakeContextGroup:
     """A process group that reports one context rank and the group's size."""
 
     def __init__(self, rank: int, size: int):
@@ -40,7 +40,7 @@ class OneOfRanks:
 
 
 def attention(rank: int, size: int) -> CoreAttention:
-    groups = SimpleNamespace(cp=OneOfRanks(rank, size))
+    groups = SimpleNamespace(cp=FakeContextGroup(rank, size))
     return CoreAttention(None, 1, None, "self", softmax_scale=0.3, pg_collection=groups)
 
 
@@ -79,7 +79,7 @@ def test_outputs_and_gradients_are_those_of_a_mask_over_the_stream(size, kv_head
         torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
 
 
-def test_layers_of_one_micro_batch_share_what_goes_where():
+def test_layers_of_one_micro_batch_share_the_attention_plan():
     boundaries = np.array([0, 4, 10, 90])
     segments = Segments.of(boundaries, torch.device("cpu"))
     inputs = [torch.randn(90, 2, 8) for _ in range(3)]
@@ -98,7 +98,7 @@ def test_packed_float32_needs_no_kernel_of_transformer_engine(tmp_path, request,
 
 
 @pytest.mark.parametrize("changes", [{"bf16": True}, {"use_sample_packing": False}], ids=str)
-def test_what_transformer_engine_can_attend_to_it_does(tmp_path, request, changes):
+def test_bfloat16_and_unpacked_attention_use_transformer_engine(tmp_path, request, changes):
     case, group = start("use_transformer_engines_attention", tmp_path, request)
     group.close()
     group = case.start(attrs.evolve(case.spec, **changes))

@@ -57,7 +57,7 @@ def case(tmp_path: Path):
         yield case
 
 
-def test_its_gradient_is_that_of_the_formula(case: Case):
+def test_the_balancing_gradient_is_that_of_the_formula(case: Case):
     batch = case.batch.select(ONE_SEQUENCE)
     plain, balanced = gradients(start(case), batch), gradients(start(case, **BALANCED), batch)
     balancing_loss(case, batch["tokens"]).backward()
@@ -70,7 +70,7 @@ def test_its_gradient_is_that_of_the_formula(case: Case):
         torch.testing.assert_close(found, gradient, rtol=1e-3, atol=2e-5, msg=name)
 
 
-def test_two_ranks_of_tensor_context_and_expert_parallelism_add_what_one_adds(case: Case):
+def test_two_tensor_or_context_ranks_add_the_balancing_gradient_of_one_rank(case: Case):
     batch = case.batch.select(ONE_SEQUENCE)
     expected = gradients(start(case, **BALANCED), batch)
     norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
@@ -80,7 +80,7 @@ def test_two_ranks_of_tensor_context_and_expert_parallelism_add_what_one_adds(ca
         assert errors.norm() <= 1e-5 * norm, sizes
 
 
-def test_it_is_reported_for_all_layers_and_for_each(case: Case):
+def test_the_balancing_loss_is_reported_in_total_and_per_layer(case: Case):
     group = start(case, moe_per_layer_logging=True, **BALANCED)
     metrics = group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
     layers = [metrics[f"moe_load_balancing_loss_layer_{layer}"] for layer in (0, 1)]

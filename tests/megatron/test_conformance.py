@@ -1,7 +1,8 @@
 """Megatron passes the suite that every backend must pass, on every kind of mesh that it offers.
 
 Two data-parallel ranks run all checks. A single rank, each way to split a model, and combinations of these run only the
-checks behind `docs/parity.md`. `make test` leaves out the variants made by `further`; `make parity` runs all variants.
+checks behind `docs/parity.md`. `make test` leaves out the variants made by `parity_variant`; `make parity` runs all
+variants.
 In models with experts, routes are forced, because rounding could change a router's choice.
 """
 
@@ -37,13 +38,13 @@ def routed(world_size: int, checkpoint: dict[str, Any] = QWEN_MOE, **options: in
     )
 
 
-def further(variant: Variant, **changes: Any) -> Variant:
+def parity_variant(variant: Variant, **changes: Any) -> Variant:
     """A variant that only `make parity` runs."""
     return attrs.evolve(variant, parity_only=True, marks=("parity",), **changes)
 
 
 ONE = Variant(checkpoint=UNTIED, parity_only=True)
-SETTINGS = tuple(further(variant) for variant in VARIANTS if variant.checkpoint != UNTIED)
+SETTINGS = tuple(parity_variant(variant) for variant in VARIANTS if variant.checkpoint != UNTIED)
 DATA = Variant(world_size=2, checkpoint=UNTIED)
 TENSOR = mesh(2, **{TP: 2})
 CONTEXT = mesh(2, **{CP: 2})
@@ -52,33 +53,33 @@ FOUR = mesh(4, **{TP: 2, PP: 2})
 EIGHT = mesh(8, **{TP: 2, PP: 2, CP: 2})
 DENSE = (
     attrs.evolve(TENSOR, checkpoint={}),
-    further(TENSOR),
+    parity_variant(TENSOR),
     CONTEXT,
-    further(CONTEXT, spec={"use_sample_packing": False}),
+    parity_variant(CONTEXT, spec={"use_sample_packing": False}),
     attrs.evolve(STAGES, checkpoint={}, spec={"use_sample_packing": False, "gradient_checkpointing": True}),
-    further(STAGES),
-    further(STAGES, checkpoint={}),
-    further(STAGES, spec={"use_sample_packing": False, "gradient_checkpointing": True}),
-    further(mesh(2, FOUR_LAYERS, num_layers_in_first_pipeline_stage=1, **{PP: 2})),
+    parity_variant(STAGES),
+    parity_variant(STAGES, checkpoint={}),
+    parity_variant(STAGES, spec={"use_sample_packing": False, "gradient_checkpointing": True}),
+    parity_variant(mesh(2, FOUR_LAYERS, num_layers_in_first_pipeline_stage=1, **{PP: 2})),
     mesh(2, FOUR_LAYERS, **{PP: 2, VPP: 2}),
-    further(mesh(4, FOUR_LAYERS, **{PP: 4})),
+    parity_variant(mesh(4, FOUR_LAYERS, **{PP: 4})),
     FOUR,
-    further(EIGHT),
-    further(EIGHT, checkpoint={}, spec={"gradient_checkpointing": True}),
+    parity_variant(EIGHT),
+    parity_variant(EIGHT, checkpoint={}, spec={"gradient_checkpointing": True}),
 )
 EXPERTS = routed(4, **{TP: 2, PP: 2, EP: 2, ETP: 1})
 SPARSE = (
-    further(routed(1)),
+    parity_variant(routed(1)),
     routed(1, DEEPSEEK),
     routed(2, **{EP: 2}),
-    further(routed(4, **{EP: 4})),
-    further(routed(2, **{TP: 2})),
-    further(routed(2, **{CP: 2})),
+    parity_variant(routed(4, **{EP: 4})),
+    parity_variant(routed(2, **{TP: 2})),
+    parity_variant(routed(2, **{CP: 2})),
     routed(2, DEEPSEEK, **{TP: 2, EP: 2, ETP: 1}),
-    further(EXPERTS),
+    parity_variant(EXPERTS),
     routed(8, **{TP: 2, PP: 2, CP: 2, EP: 2, ETP: 1}),
-    further(routed(8, DEEPSEEK, **{TP: 2, PP: 2, CP: 2, EP: 2, ETP: 1})),
-    further(routed(16, **{TP: 2, PP: 2, CP: 2, EP: 2, ETP: 2})),
+    parity_variant(routed(8, DEEPSEEK, **{TP: 2, PP: 2, CP: 2, EP: 2, ETP: 1})),
+    parity_variant(routed(16, **{TP: 2, PP: 2, CP: 2, EP: 2, ETP: 2})),
 )
 
 
@@ -88,12 +89,12 @@ class TestMegatron(BackendConformance):
     variants = (ONE, *SETTINGS, DATA, *DENSE, *SPARSE)
     resumes = (
         (DATA, ONE),
-        (further(ONE), TENSOR),
+        (parity_variant(ONE), TENSOR),
         (FOUR, DATA),
-        (further(EIGHT), DATA),
+        (parity_variant(EIGHT), DATA),
         (EXPERTS, routed(2, **{CP: 2})),
-        (further(EXPERTS), routed(1)),
-        (further(routed(1)), EXPERTS),
+        (parity_variant(EXPERTS), routed(1)),
+        (parity_variant(routed(1)), EXPERTS),
     )
     tolerances = Tolerances(gradient=1e-5, weight=2e-5)
     preload = ("rl_megatron.rank.worker",)

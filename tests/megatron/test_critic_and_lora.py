@@ -132,7 +132,7 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
 
 
 @pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
-def test_adapters_of_experts_are_what_merging_adds(lora_type: Any, tmp_path: Path):
+def test_merging_adds_the_adapters_of_experts(lora_type: Any, tmp_path: Path):
     variant = Variant(checkpoint={"tie_word_embeddings": False, "family": "qwen3_moe"})
     with open_case(megatron, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
         group = start(case, "pp2", lora_type=lora_type, model=attrs.evolve(case.spec.model, lora=LORA))

@@ -15,7 +15,7 @@ def pip_steps(text):
     return re.findall(r"^(?:RUN )?(pip .*)$", text, flags=re.MULTILINE)
 
 
-def test_the_layout_page_is_what_the_layout_draws():
+def test_the_layout_page_matches_the_generated_drawing():
     assert (ROOT / "docs/megatron.md").read_text() == page(), "docs/megatron.md is out of date: run `make docs`"
 
 

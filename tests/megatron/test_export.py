@@ -19,7 +19,7 @@ ATTENTION = LoraConfig(rank=2, target_modules=("q_proj", "k_proj", "v_proj", "o_
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), ATTENTION], ids=["full", "adapters"])
-def test_stages_ask_each_other_in_the_first_export_alone(tmp_path, lora):
+def test_stages_exchange_objects_in_the_first_export_only(tmp_path, lora):
     variant = Variant(world_size=2, checkpoint=MOE, options=STAGES)
     with open_case(probed, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
         group = case.start(attrs.evolve(case.spec, model=attrs.evolve(case.spec.model, lora=lora)))
@@ -28,7 +28,7 @@ def test_stages_ask_each_other_in_the_first_export_alone(tmp_path, lora):
             assert later == [0, 0]
 
 
-def test_what_was_found_out_serves_for_weights_and_gradients_after_a_step(tmp_path):
+def test_later_exports_of_weights_and_gradients_reuse_the_first_exports_layout(tmp_path):
     """Runs in bfloat16, because gradients then have another dtype than weights: float32."""
     variant = Variant(world_size=2, checkpoint=MOE, options=STAGES)
     with open_case(probed, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:

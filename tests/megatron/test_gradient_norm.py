@@ -34,9 +34,9 @@ def relative_error(change: str, directory) -> float:
 
 
 @pytest.mark.parametrize("change", ["_nothing", "mark_as_transformer_engine"])
-def test_it_is_that_of_one_process(tmp_path, change):
+def test_the_gradient_norm_is_that_of_one_process(tmp_path, change):
     assert relative_error(change, tmp_path) < 1e-5
 
 
-def test_by_transformer_engines_marks_it_is_another(tmp_path):
+def test_transformer_engines_marks_give_a_wrong_gradient_norm(tmp_path):
     assert relative_error("keep_transformer_engines_marks", tmp_path) > 1e-3

@@ -184,7 +184,7 @@ BUILT = {
     "mistral",
 }
 """The models of WRONG that run. Megatron or transformers cannot build the others."""
-REPAIRED = {
+MODELS_THAT_NEED_FIX = {
     "leave_out_rotary": (
         "yarn, qwen2",
         "yarn, qwen3",
@@ -223,13 +223,13 @@ def prove():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_computed_as_by_transformers_passes(prove, name):
+def test_models_computed_as_in_transformers_pass(prove, name):
     assert prove(megatron, RIGHT[name]) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_computed_otherwise_is_found_without_any_other_check(prove, name):
+def test_the_proof_alone_finds_models_that_are_computed_differently(prove, name):
     complaint = prove(UncheckedBackend(), WRONG[name])
     assert complaint is not None
     assert ("log-probs of a small copy of it differ by" in complaint) == (name in BUILT), complaint
@@ -243,8 +243,10 @@ def test_an_activation_that_is_refused_because_of_gpus_passes_on_a_cpu(prove):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("change", "name"), [(change, name) for change, names in REPAIRED.items() for name in names])
-def test_each_fault_is_found_where_its_repair_is_taken_away(prove, change, name):
+@pytest.mark.parametrize(
+    ("change", "name"), [(change, name) for change, names in MODELS_THAT_NEED_FIX.items() for name in names]
+)
+def test_the_proof_finds_each_fault_whose_fix_is_removed(prove, change, name):
     assert prove(UncheckedBackend(change=change), RIGHT[name]) is not None
 
 
@@ -275,7 +277,7 @@ def model(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, monkeypatch):
+def test_a_second_start_skips_the_proof_but_a_torn_record_does_not_count(kept, model, monkeypatch):
     monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # the function that a run uses
     compared = []
     compare = model_proof._compare_in_process
@@ -328,7 +330,7 @@ def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_n
     assert second == 0
 
 
-def test_a_proof_holds_for_what_it_was_made_of_only(kept, model, tmp_path, monkeypatch):
+def test_a_recorded_proof_holds_only_for_the_same_inputs(kept, model, tmp_path, monkeypatch):
     compared = []
 
     def right(*_):
@@ -359,7 +361,7 @@ def model_proof_differences():
     return Differences(logprob=0.0, mean_logprob=0.0, gradient=0.0, parameter="")
 
 
-def test_without_a_place_for_notes_one_process_proves_once(model, tmp_path, monkeypatch, caplog):
+def test_without_a_writable_cache_a_process_proves_once(model, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(model_proof.CACHE_VARIABLE, str(tmp_path / "file"))
     monkeypatch.setattr(model_proof, "_proved_here", set())
@@ -370,14 +372,14 @@ def test_without_a_place_for_notes_one_process_proves_once(model, tmp_path, monk
     assert require_proof(megatron, model) is None
 
 
-def test_what_cannot_be_proved_here_is_left_to_the_start(kept, model, monkeypatch):
+def test_a_proof_that_cannot_run_here_is_left_to_the_start(kept, model, monkeypatch):
     monkeypatch.setattr("rl_megatron.backend.find_spec", lambda name: name)
     monkeypatch.setattr("rl_megatron.backend._has_accelerator", lambda: False)
     assert "has no GPU" in (require_proof(megatron, model) or "")
     assert "is not on this machine yet" in (require_proof(megatron, spec_of("some/model-that-nobody-fetched")) or "")
 
 
-def test_a_process_that_dies_is_a_mistake_of_the_configuration(kept, model, monkeypatch):
+def test_a_dying_proof_process_is_a_config_error(kept, model, monkeypatch):
     monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # the function that a run uses
     monkeypatch.setattr(model_proof.sys, "executable", "/bin/false")
     with pytest.raises(

@@ -140,7 +140,7 @@ def test_scaled_rotary_embeddings_are_those_of_transformers_where_context_ranks_
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_a_rank_proves_what_the_controller_could_not(tmp_path: Path):
+def test_a_rank_runs_the_proof_that_the_controller_could_not(tmp_path: Path):
     with open_case(megatron, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
         path = make_checkpoint(tmp_path / "dynamic", rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 2.0})
         spec = attrs.evolve(case.spec, model=ModelConfig(path=str(path)), is_proved=False)

@@ -18,11 +18,10 @@ from rl_megatron import MegatronOptions
 from tests.megatron.changed import ChangedBackend
 
 PRELOADED["rl_megatron.rank.worker"] = None
-TP, CP, EP, ETP = (
+TP, CP, EP = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
 )
 DENSE = {"tie_word_embeddings": False}
 QWEN_MOE = DENSE | {"family": "qwen3_moe"}
@@ -62,25 +61,25 @@ def gradient_error(case: Case, group: RankGroup) -> float:
         ("leave_out_padding_token", DENSE, {}),
     ],
 )
-def test_without_it_gradients_are_wrong(change, checkpoint, sizes, tmp_path, request):
+def test_without_the_fix_gradients_are_wrong(change, checkpoint, sizes, tmp_path, request):
     case, group = start(change, tmp_path, request, checkpoint, **sizes)
     assert gradient_error(case, group) > 0.01
 
 
-def test_without_their_mark_norms_have_another_gradient_on_each_rank(tmp_path, request):
+def test_without_their_mark_norm_gradients_differ_between_ranks(tmp_path, request):
     case, group = start("leave_out_norm_mark", tmp_path, request, **{TP: 2})
     with pytest.raises(AssertionError, match="rank 1 has a different gradient"):
         gradient_error(case, group)
 
 
-def test_without_initialisation_the_gradients_norm_misses_other_ranks_parts(tmp_path, request):
+def test_without_initialisation_the_gradient_norm_misses_other_ranks(tmp_path, request):
     case, group = start("leave_out_initialisation", tmp_path, request, **{TP: 2})
     assert gradient_error(case, group) < 1e-5
     found, expected = group.optim_step().grad_norm, case.reference.optim_step().grad_norm
     assert found < 0.95 * expected
 
 
-def test_without_numbers_over_all_ranks_experts_are_the_first_ranks(tmp_path, request):
+def test_without_global_expert_numbers_scores_are_wrong(tmp_path, request):
     case, group = start("leave_out_expert_names", tmp_path, request, QWEN_MOE, **{EP: 2})
     expected = {name: weight for name, weight in case.reference.model.named_parameters() if "experts" in name}
     assert expected
@@ -96,30 +95,30 @@ def test_without_numbers_over_all_ranks_experts_are_the_first_ranks(tmp_path, re
         ("leave_out_router_gating", QWEN_MOE, "te_general_gemm", gradient_error),
     ],
 )
-def test_without_it_megatron_fails(change, checkpoint, fault, call, tmp_path, request):
+def test_without_the_fix_megatron_fails(change, checkpoint, fault, call, tmp_path, request):
     case, group = start(change, tmp_path, request, checkpoint)
     with pytest.raises(WorkerError, match=fault):
         call(case, group) if call is gradient_error else call(group)
 
 
-def test_without_it_deepseek_asks_for_a_kernel_of_apex(tmp_path, request):
+def test_without_the_fix_deepseek_needs_an_apex_kernel(tmp_path, request):
     with pytest.raises(WorkerError, match="gradient_accumulation_fusion set to True"):
         start("leave_out_gradient_kernel_check", tmp_path, request, DEEPSEEK)
 
 
-def test_without_it_latent_attention_is_not_built(tmp_path, request):
+def test_without_the_fix_latent_attention_is_not_built(tmp_path, request):
     with pytest.raises(WorkerError, match=r"isinstance\(\) arg 2|linear_kv_down_proj|linear_q_down_proj"):
         start("leave_out_latent_attention", tmp_path, request, DEEPSEEK)
 
 
-def test_without_it_a_state_of_torchs_optimizer_is_not_read(tmp_path, request):
+def test_without_the_fix_a_state_of_torchs_optimizer_is_not_read(tmp_path, request):
     case, group = start("leave_out_loading_of_torch_adam", tmp_path, request)
     train_and_save(case, group)
     with pytest.raises(WorkerError, match="KeyError: 'step'"):
         group.call(Worker.load_state, case.directory / "state")
 
 
-def test_without_the_number_of_steps_torchs_adam_takes_none(tmp_path, request):
+def test_without_the_number_of_steps_torchs_adam_fails(tmp_path, request):
     case, group = start("leave_out_steps", tmp_path, request)
     with pytest.raises(WorkerError, match="KeyError: 'step'"):
         step(group, case)

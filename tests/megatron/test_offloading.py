@@ -33,7 +33,7 @@ def test_views_of_one_memory_are_copied_once_and_stay_valid():
     assert gradients.equal(torch.zeros(5)), "memory that was dropped without a copy must be zero, as after a step"
 
 
-def test_coming_back_twice_does_nothing():
+def test_loading_twice_does_nothing():
     tensor, copy = torch.ones(3), HostCopy()
     copy.take_out([tensor])
     copy.bring_back()
@@ -43,7 +43,7 @@ def test_coming_back_twice_does_nothing():
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_an_optimizer_that_leaves_takes_no_parameter_along(tmp_path: Path, bf16: bool):
+def test_offloading_the_optimizer_keeps_the_models_parameters(tmp_path: Path, bf16: bool):
     """In float32 the optimizer's parameters are views of the model's parameters, which stay in use; in bfloat16 they
     are copies and are offloaded."""
     weights = []

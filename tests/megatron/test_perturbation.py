@@ -76,7 +76,7 @@ def test_every_mesh_makes_the_same_noise_of_the_stated_size(case: Case, request:
 
 
 @pytest.mark.parametrize("mesh", [{}, {TP: 2}], ids=["1", "tp2"])
-def test_of_a_model_with_adapters_only_those_get_noise(mesh: dict[str, int], tmp_path_factory: Any):
+def test_in_a_model_with_adapters_only_the_adapted_weights_get_noise(mesh: dict[str, int], tmp_path_factory: Any):
     variant = Variant(checkpoint=DENSE)
     with open_case(megatron, MegatronOptions(), variant, tmp_path_factory.mktemp("lora"), timeout_s=120) as case:
         lora = LoraConfig(rank=4, alpha=8, target_modules=["gate_proj", "up_proj", "down_proj"])

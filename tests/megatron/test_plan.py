@@ -95,7 +95,7 @@ def test_the_table_names_every_rank(tmp_path: Path):
     assert [row.split("│")[4].strip() for row in rows] == ["0-1"] * 4 + ["2-3"] * 4
 
 
-def test_an_impossible_mesh_is_refused_by_the_plan_too(tmp_path: Path):
+def test_the_plan_also_refuses_an_impossible_mesh(tmp_path: Path):
     path = make_checkpoint(tmp_path / "model")
     result = run_plan(
         f"trainer.policy.model.path={path}",
@@ -107,7 +107,7 @@ def test_an_impossible_mesh_is_refused_by_the_plan_too(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_model_that_is_computed_otherwise_is_refused_by_the_plan_too(tmp_path: Path):
+def test_the_plan_also_refuses_a_model_that_megatron_computes_differently(tmp_path: Path):
     path = make_checkpoint(tmp_path / "model", is_causal=False)
     result = run_plan(f"trainer.policy.model.path={path}", "trainer.strategy=megatron")
     assert isinstance(result.exception, ConfigError), result.output

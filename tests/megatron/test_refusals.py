@@ -115,7 +115,7 @@ def refusal(spec, world_size):
         (LATENT, 8, {TP: 2, PP: 2, CP: 2, EP: 2}),
     ],
 )
-def test_meshes_that_work_are_let_through(spec_of, model, world_size, options):
+def test_valid_meshes_are_accepted(spec_of, model, world_size, options):
     refuse(spec_of(model, options), world_size)
 
 
@@ -136,7 +136,7 @@ def test_meshes_that_work_are_let_through(spec_of, model, world_size, options):
         (DENSE, 2, {PP: 2, VPP: 2, FIRST: 4, LAST: 4}, "splits the layers wrongly with two stages", f"{PP}=2"),
     ],
 )
-def test_impossible_meshes_are_refused_with_the_nearest_that_works(
+def test_impossible_meshes_are_refused_and_a_valid_mesh_is_suggested(
     spec_of, model, world_size, options, complaint, nearest
 ):
     message = refusal(spec_of(model, options), world_size)
@@ -145,7 +145,7 @@ def test_impossible_meshes_are_refused_with_the_nearest_that_works(
     assert any(part in message for part in nearest.split("|")), message
 
 
-def test_the_nearest_mesh_that_is_named_is_let_through(spec_of):
+def test_the_suggested_mesh_is_accepted(spec_of):
     all_options = ({TP: 3}, {TP: 8, PP: 2}, {PP: 3, CP: 2}, {EP: 3, TP: 2}, {EP: 2, ETP: 3}, {PP: 5, VPP: 2})
     tried = 0
     for world_size, options in itertools.product((2, 3, 4, 6, 8, 12), all_options):

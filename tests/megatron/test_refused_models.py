@@ -54,7 +54,7 @@ def refusal(path: str, role: Role = "policy") -> str:
         (config_of("qwen3", transformers_weights="other.safetensors"), "transformers_weights="),
     ],
 )
-def test_what_a_small_copy_cannot_show_is_refused(model_of, config, complaint):
+def test_differences_that_a_small_copy_cannot_show_are_refused(model_of, config, complaint):
     message = refusal(model_of(config))
     assert message.startswith("trainer.policy.model.path: ")
     assert f"{config['model_type']} model with " in message
@@ -79,7 +79,7 @@ def test_what_a_small_copy_cannot_show_is_refused(model_of, config, complaint):
     ],
 )
 @pytest.mark.parametrize("role", ["policy", "reference", "critic"])
-def test_a_type_of_models_that_is_known_to_be_wrong_is_refused_without_a_proof(model_of, model_type, reason, role):
+def test_model_types_with_known_faults_are_refused_without_a_proof(model_of, model_type, reason, role):
     """The refusal needs only the model type, even if transformers cannot read the configuration."""
     message = refusal(model_of({"model_type": model_type}), role)
     section = {"policy": "policy", "reference": "ref", "critic": "critic"}[role]
@@ -156,7 +156,7 @@ def test_the_other_models_of_a_run_are_checked_too(section, changes, tmp_path, m
 @pytest.mark.parametrize(
     ("command", "said"), [("train", "later      trainer.policy.model.path: will be proved at the"), ("plan", "proved")]
 )
-def test_where_it_cannot_be_proved_a_dry_run_says_that_the_start_will(command, said, tmp_path, monkeypatch):
+def test_a_dry_run_without_proof_says_that_the_start_will_prove(command, said, tmp_path, monkeypatch):
     monkeypatch.setattr(model_proof, "_proved_here", set())
     monkeypatch.setenv(model_proof.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(MegatronBackend, "proof_obstacle", lambda self: "this is a laptop")
@@ -197,7 +197,7 @@ def log_prob_error(backend: MegatronBackend, checkpoint: dict[str, Any], tmp_pat
         {"family": "qwen3_moe", "norm_topk_prob": False, **rope(1e6, **LLAMA3)},
     ],
 )
-def test_what_is_proved_is_computed_as_transformers_does(checkpoint, tmp_path):
+def test_accepted_models_are_computed_as_in_transformers(checkpoint, tmp_path):
     assert log_prob_error(megatron, checkpoint, tmp_path) < 2e-5
 
 
@@ -215,5 +215,5 @@ def test_what_is_proved_is_computed_as_transformers_does(checkpoint, tmp_path):
         {**LATENT, "num_experts_per_tok": 1, "n_group": 1},
     ],
 )
-def test_what_is_refused_is_still_computed_otherwise(checkpoint, tmp_path):
+def test_refused_models_are_still_computed_differently(checkpoint, tmp_path):
     assert log_prob_error(UncheckedBackend(), checkpoint, tmp_path) > 1e-3

@@ -258,7 +258,7 @@ ENGINE_KEY = "generator.inference_engine.enable_return_routed_experts"
 
 
 @pytest.mark.parametrize("key", [KEY, KWARGS_KEY])
-def test_wherever_replay_is_switched_on_the_engine_must_return_routes(key: str):
+def test_every_replay_switch_requires_routes_from_the_engine(key: str):
     plain = {"trainer.strategy": "megatron", "trainer.policy.model.path": "model"}
     check_plugins(from_mapping({**plain, key: True, ENGINE_KEY: True}))
     with pytest.raises(ConfigError, match="returns no routes to follow; set both"):
@@ -270,7 +270,7 @@ def test_wherever_replay_is_switched_on_the_engine_must_return_routes(key: str):
 
 
 @pytest.mark.parametrize(("switch", "key"), [({}, KEY), (PASSED, KWARGS_KEY)])
-def test_ranks_name_the_switch_where_it_stands(switch, key, open_forced):
+def test_errors_name_the_key_that_switches_replay_on(switch, key, open_forced):
     with open_forced(1, options_of(switch), {}, QWEN, forced_routes=True) as case:
         without = case.batch.without_columns("routed_experts", "routed")
         with pytest.raises(ConfigError, match=f"^{key}: router replay is on, but the batch carries no routes.*{key}=f"):

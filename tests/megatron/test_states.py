@@ -49,7 +49,7 @@ def test_fused_adam_resumes_with_its_own_count_of_steps(tmp_path, request):
     assert error_after_resume("use_fused_adam", tmp_path, request) < WEIGHT_ERROR
 
 
-def test_without_its_count_of_steps_fused_adam_goes_on_otherwise(tmp_path, request):
+def test_without_its_step_count_fused_adam_continues_differently(tmp_path, request):
     assert error_after_resume("use_fused_adam_without_steps", tmp_path, request) > 10 * WEIGHT_ERROR
 
 
@@ -58,7 +58,7 @@ def test_without_moments_fused_adam_is_not_saved_before_its_first_step(tmp_path,
         error_after_resume("use_fused_adam_without_states", tmp_path, request)
 
 
-def test_of_data_parallel_ranks_the_first_alone_gathers_the_optimizers_state(tmp_path):
+def test_only_the_first_data_parallel_rank_gathers_the_optimizer_state(tmp_path):
     with open_case(probed, MegatronOptions(), Variant(world_size=2), tmp_path, timeout_s=120) as case:
         group = case.start()
         sizes = group.call(SuiteHost.ask, "gathered_optimizer_bytes")

@@ -44,17 +44,17 @@ def four_ranks(ray_session: None) -> Iterator[WorkerGroup]:
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Requires that a test leaves behind no rank, no child process of a rank and no placement group."""
-    before = left()
+    before = resources_in_use()
     yield
-    require_left(before)
+    require_resources(before)
 
 
-async def use(
+async def make_calls(
     launching: Awaitable[WorkerGroup], calls: Callable[[WorkerGroup], Iterable[Callable[[], Awaitable[Any]]]]
 ) -> None:
     """Makes the calls one after another and closes the group. If a call fails, requires that no ranks are left, and
     sets the error's `seconds` to the time since the start of the call."""
-    group, started, before = None, time.monotonic(), left()
+    group, started, before = None, time.monotonic(), resources_in_use()
     try:
         group = await launching
         for call in calls(group):
@@ -63,24 +63,24 @@ async def use(
     except Exception as error:
         error.seconds = time.monotonic() - started  # pyright: ignore[reportAttributeAccessIssue]
         # The group is not closed yet: the failed call itself must have ended all ranks.
-        require_left(before)
+        require_resources(before)
         raise
     finally:
         if group is not None:
             await group.close()
 
 
-def left() -> tuple[list[int], list[int], list[str]]:
+def resources_in_use() -> tuple[list[int], list[int], list[str]]:
     """The process ids of ranks and of their children, and the ids of placement groups, at present."""
     return ranks_running(), children_running(), placements()
 
 
-def require_left(expected: tuple[list[int], list[int], list[str]]) -> None:
+def require_resources(expected: tuple[list[int], list[int], list[str]]) -> None:
     """Requires exactly these ranks, children and placement groups, after waiting up to 5 s for processes to end."""
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and left() != expected:
+    while time.monotonic() < deadline and resources_in_use() != expected:
         time.sleep(0.05)
-    assert left() == expected
+    assert resources_in_use() == expected
 
 
 def placements() -> list[str]:

@@ -59,7 +59,7 @@ def _install(worker: Any, options: FaultyOptions) -> None:
 
     passed = count()
 
-    def come_by() -> None:
+    def die_if_due() -> None:
         if next(passed) == options.fault_time:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -69,7 +69,7 @@ def _install(worker: Any, options: FaultyOptions) -> None:
         def write_data(self, plan: Any, planner: Any) -> Any:
             results = super().write_data(plan, planner)
             results.wait()
-            come_by()
+            die_if_due()
             return results
 
     def write_and_die(method: str) -> None:
@@ -84,9 +84,11 @@ def _install(worker: Any, options: FaultyOptions) -> None:
 
     layer = decoder_layers(worker.scorer)[options.fault_layer]
     faults: dict[str, Callable[[], Any]] = {
-        "forward": lambda: layer.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else come_by()),
-        "backward": lambda: layer.register_full_backward_pre_hook(lambda *_: come_by()),
-        "optim_step": lambda: worker.optimizer.register_step_pre_hook(lambda *_: come_by()),
+        "forward": lambda: layer.register_forward_pre_hook(
+            lambda *_: None if torch.is_grad_enabled() else die_if_due()
+        ),
+        "backward": lambda: layer.register_full_backward_pre_hook(lambda *_: die_if_due()),
+        "optim_step": lambda: worker.optimizer.register_step_pre_hook(lambda *_: die_if_due()),
         "save_state": lambda: write_and_die("save_state"),
         "start_saving": lambda: write_and_die("start_saving"),
     }

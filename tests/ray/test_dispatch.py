@@ -41,7 +41,7 @@ async def test_scores_come_back_in_the_order_of_the_stream_from_the_ranks_that_h
     )
 
 
-async def test_metrics_and_gradient_are_those_of_the_whole_batch_whoever_computed_them(four_ranks, tmp_path):
+async def test_metrics_and_gradient_of_all_ranks_are_those_of_the_whole_batch(four_ranks, tmp_path):
     batch = batch_of([3, 5, 2, 7, 4])
     expected = float((batch["loss_weights"] * batch["tokens"]).sum())
     metrics = await four_ranks.forward_backward(batch, LIMITS, LOSS, temperature=1.0)
@@ -86,7 +86,7 @@ async def test_a_stage_receives_the_routes_of_its_own_layers(four_ranks):
         assert received["columns"] == {name: values.tolist() for name, values in part.columns.items()} | own | named
 
 
-async def test_what_several_ranks_read_is_put_into_the_object_store_once():
+async def test_data_for_several_ranks_is_put_into_the_object_store_once():
     batch = batch_of([3, 5, 2, 7])
     routed = batch.with_columns(routed_experts=torch.zeros(batch.num_tokens, 2, 3, dtype=torch.uint8))
     parts = [Part(sequences=np.array(own), sent=np.array(own), plan=((0, 1),)) for own in ([0, 1], [2, 3])]
@@ -98,7 +98,7 @@ async def test_what_several_ranks_read_is_put_into_the_object_store_once():
     assert len({*map(tuple, _put(batch, parts, stages))}) == 2, "without routes, all stages must share one stored batch"
 
 
-async def test_ranks_are_told_where_they_stand_and_work_on_one_thread(four_ranks):
+async def test_ranks_know_their_numbers_and_work_on_one_thread(four_ranks):
     answers = await four_ranks._ranks.call(GlooWorker.describe)
     assert [answer["RANK"] for answer in answers] == [answer["LOCAL_RANK"] for answer in answers] == list("0123")
     assert {answer["WORLD_SIZE"] for answer in answers} == {"4"}
@@ -107,14 +107,14 @@ async def test_ranks_are_told_where_they_stand_and_work_on_one_thread(four_ranks
     assert len({answer["pid"] for answer in answers}) == 4
 
 
-async def test_manifests_of_all_ranks_are_one(four_ranks):
+async def test_manifests_of_all_ranks_are_merged(four_ranks):
     rendezvous = Rendezvous(transport="tests.ray.gloo_backend:transport", receiver="", data={})
     manifest = await four_ranks.publish(rendezvous, 7, 100)
     assert manifest.version == 7
     assert sorted(manifest.tensors) == [f"weight.{rank}" for rank in range(4)]
 
 
-async def test_a_mistake_that_all_ranks_find_arrives_as_it_is_and_the_group_lives_on(four_ranks, tmp_path: Path):
+async def test_an_error_found_by_all_ranks_is_raised_unchanged_and_the_group_survives(four_ranks, tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"0\.pt: missing") as raised:
         await four_ranks.load_state(tmp_path)
     assert "policy rank 0 of 4" in raised.value.__notes__[0]

@@ -17,7 +17,7 @@ import pytest
 from rl_core.errors import CheckpointError, DeadlineError, ForeignCodeError, WorkerError
 from rl_core.interfaces import LossSpec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
-from tests.ray.conftest import SLEEP_S, children_running, ranks_running, use
+from tests.ray.conftest import SLEEP_S, children_running, make_calls, ranks_running
 from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
 
@@ -42,7 +42,7 @@ async def step(directory: Path, *, timeout_s: float = 60, silence_s: float = 300
         yield group.optim_step
         yield lambda: group.save_state(directory)
 
-    await use(WorkerGroup.launch(GlooBackend(), spec, ranks_per_node=2, timeout_s=60), calls)
+    await make_calls(WorkerGroup.launch(GlooBackend(), spec, ranks_per_node=2, timeout_s=60), calls)
 
 
 def faults(seed: int) -> tuple[str, int]:
@@ -78,7 +78,7 @@ async def test_a_rank_that_raises_is_named_with_its_traceback_while_the_others_w
 
 
 @pytest.mark.parametrize(("fault", "raises"), [("system_exit", "SystemExit(0)"), ("cancelled", "CancelledError()")])
-async def test_a_rank_whose_code_means_to_end_the_run_is_an_error_that_names_it(tmp_path, fault, raises):
+async def test_an_exit_raised_in_a_rank_is_an_error_that_names_the_rank(tmp_path, fault, raises):
     told = rf"^policy rank 1 in optim_step raised {re.escape(raises)} \(gloo_backend\.py:"
     with pytest.raises(ForeignCodeError, match=told) as raised:
         await step(tmp_path, phase="optim_step", rank=1, fault=fault)
@@ -86,7 +86,7 @@ async def test_a_rank_whose_code_means_to_end_the_run_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("fault", ["hang", pytest.param("stop", marks=pytest.mark.soak)])
-async def test_a_rank_that_hangs_ends_the_call_soon_after_the_deadline_and_says_what_it_does(tmp_path, fault):
+async def test_the_error_of_a_hanging_rank_comes_soon_after_the_deadline_with_its_stack(tmp_path, fault):
     with pytest.raises(DeadlineError) as raised:
         await step(tmp_path, phase="optim_step", rank=1, fault=fault, timeout_s=3)
     message = str(raised.value)
@@ -121,7 +121,7 @@ async def test_a_frozen_rank_and_a_deadlock_are_found_long_before_the_deadline(t
     assert raised.value.seconds < 100  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def test_a_long_computation_that_answers_nobody_is_waited_for(tmp_path):
+async def test_a_long_unresponsive_computation_is_waited_for(tmp_path):
     await step(tmp_path, phase="optim_step", rank=1, fault="compute", timeout_s=120, silence_s=4.0)
 
 
@@ -135,7 +135,7 @@ async def test_other_faults_end_the_call_too(tmp_path, phase, fault):
     assert "policy rank 1 of 2" in "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
 
 
-async def test_a_group_whose_ranks_have_ended_says_so_and_closes(tmp_path):
+async def test_a_group_whose_ranks_have_ended_reports_this_and_closes(tmp_path):
     group = await WorkerGroup.launch(GlooBackend(), spec_of(children=SLEEP_S), ranks_per_node=2, timeout_s=60)
     pids = [answer["pid"] for answer in await group._ranks.call(GlooWorker.describe)]
     assert set(pids) <= set(ranks_running()), (

@@ -16,7 +16,7 @@ from rl_core.interfaces import LossSpec
 from rl_core.testing.models import make_checkpoint
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from tests.fsdp.conftest import random_batch, spec_of
-from tests.ray.conftest import use
+from tests.ray.conftest import make_calls
 from tests.ray.faulty_fsdp import METHODS, PHASES, FaultyOptions, faulty_fsdp
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -52,7 +52,7 @@ async def two_steps(model: Path, directory: Path, options: FaultyOptions) -> Non
             yield lambda step=step: group.save_state(directory / step)
             yield lambda step=step: save_in_background(group, directory / f"{step} in background")
 
-    await use(WorkerGroup.launch(faulty_fsdp, spec, ranks_per_node=2, timeout_s=120), calls)
+    await make_calls(WorkerGroup.launch(faulty_fsdp, spec, ranks_per_node=2, timeout_s=120), calls)
 
 
 def fault(seed: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ async def test_a_rank_killed_at_a_random_place_ends_the_call_with_one_error_that
     assert raised.value.seconds < WITHIN_S  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def test_without_a_fault_both_ways_of_saving_write_the_same(model, tmp_path):
+async def test_without_a_fault_both_ways_of_saving_succeed(model, tmp_path):
     """Negative control: without a fault, the two steps succeed."""
     await two_steps(model, tmp_path, FaultyOptions())
     for directory in (tmp_path / "second", tmp_path / "second in background"):

@@ -25,7 +25,7 @@ async def on_device(group: WorkerGroup) -> list[bool]:
     return [answer["is_on_device"] for answer in await group._ranks.call(GlooWorker.describe)]
 
 
-async def test_groups_that_share_devices_stand_in_one_placement_and_take_turns():
+async def test_groups_that_share_devices_share_a_placement_group_and_take_turns():
     num_placements = len(placements())
     policy = await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=2, timeout_s=60)
     reference = await WorkerGroup.launch(
@@ -48,7 +48,7 @@ async def test_groups_that_share_devices_stand_in_one_placement_and_take_turns()
     assert len(placements()) == num_placements
 
 
-async def test_groups_share_devices_only_rank_for_rank(four_ranks):
+async def test_groups_can_share_devices_only_with_equal_numbers_of_ranks(four_ranks):
     with pytest.raises(ConfigError, match="reference: 1 nodes × 2 ranks cannot share the devices of 1 × 4: set"):
         await WorkerGroup.launch(GlooBackend(), spec_of("reference"), ranks_per_node=2, share_devices_of=four_ranks)
 
@@ -70,14 +70,14 @@ def asked_for() -> int:
     return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
 
 
-async def test_a_start_waits_for_occupied_devices_until_its_deadline_and_asks_for_them_no_longer(four_ranks):
+async def test_a_start_gives_up_waiting_for_occupied_devices_at_its_deadline(four_ranks):
     before = asked_for()
     with pytest.raises(DeadlineError, match=r"waited 1 s .* 2 CPU, 0 GPU each; free in Ray's cluster: 1\.\d+ CPU"):
         await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=32, timeout_s=1)
     assert asked_for() == before
 
 
-async def test_a_start_that_is_given_up_asks_for_devices_no_longer(four_ranks):
+async def test_a_cancelled_start_frees_its_request_for_devices(four_ranks):
     before = asked_for()
     start = asyncio.ensure_future(reserved([{"CPU": 2.0}], "PACK", 5.0))
     async with asyncio.timeout(30.0):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_a_group_spans_two_nodes_of_a_running_cluster_and_names_a_rank_of_the_one_that_is_lost():
+def test_a_group_spans_two_nodes_and_names_a_rank_of_a_lost_node():
     ran = subprocess.run(
         [sys.executable, "-m", "tests.ray.two_nodes"], cwd=ROOT, capture_output=True, text=True, timeout=200
     )

@@ -26,7 +26,7 @@ NUM_TOKENS = 64
 """A quarter of the default, because bfloat16 is slow on processors without instructions for it."""
 
 
-async def test_its_weights_are_proved_and_one_that_does_not_arrive_is_found():
+async def test_weights_of_a_real_model_are_proved_and_a_missing_one_is_found():
     model = real_model()
     settings = serving_settings(from_mapping({"trainer.policy.model.path": str(model)})).verification
     settings = attrs.evolve(settings, num_tokens=NUM_TOKENS)

@@ -58,7 +58,7 @@ class Chatter:
 
 
 @attrs.define(eq=False)
-class Watched:
+class WatchedEngine:
     """Wraps the engine; records the requests under way and the stop reasons of responses."""
 
     engine: InferenceClient
@@ -82,7 +82,7 @@ class Disturbance:
     """Pauses, aborts and publishes at random times until `ended` is set."""
 
     bench: Bench
-    watched: Watched
+    watched: WatchedEngine
     weights: dict[int, dict[str, Tensor]]
     ended: bool = False
 
@@ -108,10 +108,10 @@ class Disturbance:
         await self.bench.publish(self.weights[version], version)
 
 
-async def play_disturbed(bench: Bench, first_version: int) -> tuple[list[Trajectory], Watched, Disturbance]:
+async def play_disturbed(bench: Bench, first_version: int) -> tuple[list[Trajectory], WatchedEngine, Disturbance]:
     """Publishes the model's own weights as `first_version`, then plays all episodes."""
     own = {name: tensor.detach().clone() for name, tensor in bench.model.named_parameters()}
-    watched = Watched(bench.client)
+    watched = WatchedEngine(bench.client)
     disturbance = Disturbance(bench, watched, {first_version: own})
     await bench.client.pause("keep")
     await bench.publish(own, first_version)
@@ -169,7 +169,7 @@ def require_own_logprobs(
 
 
 def require_exact_accounting(
-    bench: Bench, trajectories: Sequence[Trajectory], watched: Watched, disturbance: Disturbance
+    bench: Bench, trajectories: Sequence[Trajectory], watched: WatchedEngine, disturbance: Disturbance
 ) -> None:
     """Every episode has one result, every request was sent once, and every token has the log-prob of the version it
     names.

@@ -34,7 +34,7 @@ class TestBroadcast(WeightTransportConformance):
 
 
 WEIGHTS = {"a": torch.arange(6.0), "b": torch.ones(2, 2), "c": torch.arange(5.0)}
-ONE_EACH = 16
+ONE_TENSOR_BYTES = 16
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def sync():
 
 
 def send(transport, rendezvous, weights=WEIGHTS, version=0):
-    return transport.sender(rendezvous, 0, 1).send(pack_buckets(weights.items(), ONE_EACH), version)
+    return transport.sender(rendezvous, 0, 1).send(pack_buckets(weights.items(), ONE_TENSOR_BYTES), version)
 
 
 def receive(rendezvous, version=0):
@@ -93,9 +93,9 @@ def with_swapped_names():
 
 
 @pytest.mark.parametrize("spoil", [without_a_tensor, with_swapped_names()], ids=["left out", "reordered"])
-def test_what_differs_from_the_checksums_is_refused(sync, threads, spoil):
+def test_tensors_that_differ_from_their_checksums_are_refused(sync, threads, spoil):
     receiving = threads.submit(receive, sync[1])
-    Spoiled(sync[1], spoil).send(pack_buckets(WEIGHTS.items(), ONE_EACH), 0)
+    Spoiled(sync[1], spoil).send(pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES), 0)
     with pytest.raises(WeightSyncError, match="tensors differ from what was sent"):
         receiving.result(60)
 
@@ -134,7 +134,7 @@ def stranger(rendezvous):
     return TCPStore("127.0.0.1", rendezvous.data["port"], is_master=False, wait_for_workers=False)
 
 
-def test_who_does_not_know_the_secret_of_a_sync_is_refused(sync):
+def test_a_client_without_the_secret_of_the_sync_is_refused(sync):
     with pytest.raises(WeightSyncError, match="another program wrote to the store"):
         Channel({**sync[1].data, "secret": secrets.token_hex()})
 
@@ -149,7 +149,7 @@ def test_a_receiver_that_registers_without_the_secret_gets_nothing(sync):
 
 
 @pytest.mark.parametrize("key", ["log/0", "broken", "group/0/0/0"])
-def test_what_a_stranger_writes_is_never_taken_for_a_participants(sync, threads, key):
+def test_a_strangers_message_is_never_accepted_as_a_participants(sync, threads, key):
     """A stranger can end a sync, but cannot make a participant accept a message or connect to another address."""
     transport, rendezvous = sync
     stranger(rendezvous).set(key, json.dumps({"kind": "failed", "rank": 0, "error": "nothing failed"}))
@@ -164,7 +164,7 @@ def test_what_a_stranger_writes_is_never_taken_for_a_participants(sync, threads,
         receiving.result(30)
 
 
-def test_a_signature_is_of_its_key_too(sync):
+def test_a_signature_also_covers_the_key(sync):
     store = stranger(sync[1])
     participant = Channel(sync[1].data)
     participant.append({"kind": "end", "rank": 0})
@@ -179,7 +179,7 @@ def test_a_closed_sync_is_refused_at_once(sync):
     transport.close(rendezvous)
     with pytest.raises(WeightSyncError, match="is closed"):
         receive(rendezvous)
-    drained = pack_buckets(WEIGHTS.items(), ONE_EACH)
+    drained = pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES)
     with pytest.raises(WeightSyncError, match="is closed"):
         transport.sender(rendezvous, 0, 1).send(drained, 0)
     assert next(drained, None) is None, "the buckets must be drained, or the other ranks would wait for this one"
@@ -278,7 +278,7 @@ def test_a_participant_that_fails_ends_a_collective_that_does_not_notice(sync, t
         waiting.result(20)
 
 
-def test_a_rank_in_a_collective_on_gpus_aborts_it_when_the_sync_is_over(sync):
+def test_a_rank_aborts_its_gpu_collective_when_the_sync_is_over(sync):
     transport, rendezvous = sync
     process_group = Endless()
     group = Group(process_group, Channel(rendezvous.data), torch.device("meta"))  # stands in for a GPU
@@ -290,13 +290,13 @@ def test_a_rank_in_a_collective_on_gpus_aborts_it_when_the_sync_is_over(sync):
     assert process_group.calls == ["broadcast", "abort"]
 
 
-def test_a_group_with_nothing_under_way_is_shut_down_in_order(sync):
+def test_an_idle_group_is_shut_down_without_an_abort(sync):
     process_group = Endless()
     Group(process_group, Channel(sync[1].data), torch.device("meta")).close()
     assert process_group.calls == ["shutdown"]
 
 
-def test_closing_the_sync_ends_a_rank_that_waits_for_the_connection_of_a_receiver_that_is_gone(threads):
+def test_closing_the_sync_ends_a_rank_that_waits_for_a_lost_receiver(threads):
     transport = BroadcastTransport(timeout_s=250.0)
     rendezvous = transport.open(num_ranks=1, num_engines=1)
     joined = Channel(rendezvous.data)
@@ -313,17 +313,17 @@ def test_closing_the_sync_ends_a_broadcast_under_way(threads):
     rendezvous = transport.open(num_ranks=1, num_engines=1)
     is_told, may_go_on = threading.Event(), threading.Event()
 
-    class StandsStill(broadcast_ends.BroadcastSender):
+    class WaitsBeforeSending(broadcast_ends.BroadcastSender):
         """Announces a bucket and opens its group, but sends nothing until the test allows it."""
 
         def _open_group(self, channel, data, version):
             group = super()._open_group(channel, data, version)
-            channel.append(broadcast_ends.description(next(pack_buckets(WEIGHTS.items(), ONE_EACH)), 0))
+            channel.append(broadcast_ends.description(next(pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES)), 0))
             is_told.set()
             may_go_on.wait(120)
             return group
 
-    sending = threads.submit(StandsStill(rendezvous, 0).send, pack_buckets(WEIGHTS.items(), ONE_EACH), 0)
+    sending = threads.submit(WaitsBeforeSending(rendezvous, 0).send, pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES), 0)
     receiving = threads.submit(receive, rendezvous)
     assert is_told.wait(60)
     with pytest.raises(TimeoutError):

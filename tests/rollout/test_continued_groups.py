@@ -214,7 +214,7 @@ def test_a_killed_run_continues_from_the_tokens_in_its_checkpoint(tmp_path: Path
     assert max(row["rollout/staleness_max"] for row in resumed.reports.rows.values()) <= SCRIPT.max_staleness
 
 
-def test_a_stopped_run_saves_what_its_running_requests_have(tmp_path: Path):
+def test_a_stopped_run_saves_the_tokens_of_its_running_requests(tmp_path: Path):
     run = run_of(tmp_path, attrs.evolve(SCRIPT, settings={}))
     run.log.when("train 1", run.loop.stop)
     run.go()
@@ -227,11 +227,11 @@ def test_a_stopped_run_saves_what_its_running_requests_have(tmp_path: Path):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_run_that_is_killed_at_random_moments_continues_and_loses_nothing(tmp_path: Path, streams: bool):
-    num_continued = [killed_thrice(tmp_path / str(seed), seed, streams=streams) for seed in range(6)]
+    num_continued = [num_continued_after_kills(tmp_path / str(seed), seed, streams=streams) for seed in range(6)]
     assert sum(num > 0 for num in num_continued) > 3, num_continued
 
 
-def killed_thrice(directory: Path, seed: int, *, streams: bool) -> int:
+def num_continued_after_kills(directory: Path, seed: int, *, streams: bool) -> int:
     """Kills a run three times at random moments. Returns the number of groups that the resumed runs continued."""
     dice = random.Random(seed)
     depth, bound = dice.choice([(1, 3), (2, 2), (2, 4), (3, 3)])
@@ -294,7 +294,7 @@ def test_a_checkpoint_is_written_even_if_the_engine_aborts_nothing(
     require_nothing_is_lost(run, run.resumed())
 
 
-def test_a_run_in_step_aborts_nothing_and_stores_nothing(tmp_path: Path):
+def test_a_synchronous_run_aborts_and_stores_nothing(tmp_path: Path):
     run = run_of(tmp_path, attrs.evolve(SCRIPT, max_staleness=0, pipeline_depth=0))
     run.log.when("train 2", run.loop.stop)
     run.go()
@@ -388,7 +388,7 @@ async def test_a_forced_response_is_not_aborted_for_a_checkpoint():
     assert answers.so_far.keys() == {request_key(free), request_key(forced)}, "both finished responses must be recorded"
 
 
-async def test_an_error_names_the_engines_client_and_not_its_recorder():
+async def test_an_error_names_the_engine_client_instead_of_its_recorder():
     class Leaves(TwoTurns):
         async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
             raise SystemExit(1)
@@ -398,7 +398,7 @@ async def test_an_error_names_the_engines_client_and_not_its_recorder():
         await RecordingSampler(Leaves(1)).generate(request)
 
 
-async def test_an_answer_is_used_once_and_kept_until_it_is_asked_for():
+async def test_a_recorded_answer_is_returned_once():
     request = GenerateRequest(sample_id="a", prompt_tokens=(1,), params=SamplingParams(), seed=3)
     client, answer = TwoTurns(1), (Completion(tokens=(5,), logprobs=(-1.0,), policy_versions=(2,), stop_reason="stop"),)
     answers = GroupAnswers(2, recorded={request_key(request): answer})

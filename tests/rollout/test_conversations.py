@@ -179,7 +179,7 @@ async def test_random_conversations_are_trained_on_exactly_as_the_engine_had_the
 
 
 @pytest.mark.parametrize("step_wise", [False, True])
-async def test_the_checks_notice_a_conversation_that_is_encoded_anew(monkeypatch: pytest.MonkeyPatch, step_wise: bool):
+async def test_the_checks_notice_a_reencoded_conversation(monkeypatch: pytest.MonkeyPatch, step_wise: bool):
     tokenizer = tokenizer_of("chatml")
 
     def encode_anew(self: Any, prompt: Tokens, response: Tokens, observation: Any) -> Tokens:
@@ -200,7 +200,7 @@ async def test_the_checks_notice_a_conversation_that_is_encoded_anew(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
-async def test_steps_of_an_appended_conversation_merge_into_the_one_sequence(name: str):
+async def test_steps_of_an_appended_conversation_merge_into_one_sequence(name: str):
     for seed in range(30):
         rng, again = random.Random(seed), random.Random(seed)
         whole = await play(name, random_row(name, rng, 4), random_script(tokenizer_of(name), rng), route_layers=2)
@@ -244,7 +244,7 @@ def rendered_prompts(name: str, played: Played) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["thinking_chatml", "reasoning"])
-async def test_a_template_that_drops_thinking_makes_steps_that_are_exact_each(name: str):
+async def test_each_step_of_a_template_that_drops_thinking_is_exact(name: str):
     tokenizer, num_sequences, num_turns = tokenizer_of(name), 0, 0
     for seed in range(NUM_CONVERSATIONS):
         rng = random.Random(seed)
@@ -274,7 +274,7 @@ async def test_a_template_that_drops_thinking_makes_steps_that_are_exact_each(na
     assert NUM_CONVERSATIONS < num_sequences <= num_turns
 
 
-async def test_dropped_thinking_is_not_in_later_prompts_and_what_is_kept_merges():
+async def test_later_prompts_lack_dropped_thinking_and_unchanged_turns_merge():
     tokenizer = tokenizer_of("thinking_chatml")
     thought = "<think>\nth0ught\n</think>\n\nthe answer"
 
@@ -314,14 +314,14 @@ async def test_dropped_thinking_is_not_in_later_prompts_and_what_is_kept_merges(
         ("reasoning", {}, "renders earlier turns differently once later turns follow"),
     ],
 )
-async def test_one_sequence_of_a_template_that_changes_turns_is_refused(name: str, settings: Any, reason: str):
+async def test_a_template_that_changes_turns_is_refused_without_steps(name: str, settings: Any, reason: str):
     rng = random.Random(0)
     row = random_row(name, rng, 2) | {"observations": [[{"role": "user", "content": "again"}]]}
     with pytest.raises(ConfigError, match=f"rows:1: the model's chat template {reason}.*step_wise_trajectories=true"):
         await play(name, row, random_script(tokenizer_of(name), rng), template_kwargs=settings)
 
 
-async def test_tools_of_a_thinking_template_need_no_steps():
+async def test_tool_turns_of_a_thinking_template_need_no_steps():
     rng = random.Random(0)
     row = random_row("thinking_chatml", rng, 3) | {"observations": [[{"role": "tool", "content": "42"}]] * 2}
     played = await play("thinking_chatml", row, random_script(tokenizer_of("thinking_chatml"), rng))
@@ -332,7 +332,7 @@ async def test_tools_of_a_thinking_template_need_no_steps():
 # --- parts, routes, versions ----------------------------------------------------------------------------------------
 
 
-async def test_samples_that_are_given_back_unfinished_are_continued():
+async def test_aborted_samples_are_continued():
     tokenizer, num_parts = tokenizer_of("chatml"), 0
     for seed in range(100):
         rng = random.Random(seed)
@@ -404,7 +404,7 @@ async def test_a_stop_string_across_two_parts_ends_the_response_where_it_ends():
     assert sum(step.sampled) == len(tokenizer(turn.response)["input_ids"])
 
 
-async def test_versions_are_those_of_each_token_and_the_last_turns_routes_replace_earlier_ones():
+async def test_each_token_has_its_version_and_later_routes_replace_earlier_ones():
     tokenizer = tokenizer_of("chatml")
     rng = random.Random(1)
     client_of: list[ScriptedClient] = []

@@ -28,7 +28,7 @@ def rendezvous():
 
 
 @without_gpu
-def test_a_torch_without_cuda_is_refused_with_what_to_use():
+def test_without_cuda_the_error_names_the_transports_to_use():
     with pytest.raises(
         ConfigError, match=r"weight_sync_backend: cuda_ipc .* was built without CUDA; use shared_memory"
     ):

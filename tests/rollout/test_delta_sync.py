@@ -75,7 +75,7 @@ async def test_log_probs_of_packed_experts_after_changes_are_those_after_whole_w
     await test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit(experts_path, "shared_memory")
 
 
-async def test_one_sync_in_so_many_is_whole(model_path):
+async def test_every_third_sync_is_whole(model_path):
     engine = await local_engine(model_path)
     async with policy_of(model_path, bf16=True) as policy:
         engines = serving(policy, engine, interval=3)

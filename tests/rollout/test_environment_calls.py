@@ -130,7 +130,7 @@ async def longest_pause_during(awaitable: Any) -> float:
     return longest
 
 
-async def test_a_threaded_episode_has_one_thread_and_one_loop_of_its_own_from_making_to_close():
+async def test_a_threaded_episode_keeps_one_thread_and_one_loop():
     (trajectory,), notes = await play(Blocks)
     assert trajectory.failure is None
     assert trajectory.reward == 0.25
@@ -142,9 +142,7 @@ async def test_a_threaded_episode_has_one_thread_and_one_loop_of_its_own_from_ma
 
 
 @pytest.mark.parametrize(("environment", "placement"), [(InPlace, None), (Blocks, "in_process")])
-async def test_environments_run_beside_the_loop_where_they_or_the_configuration_say_so(
-    environment: Any, placement: Any
-):
+async def test_environments_run_in_the_loop_if_they_or_the_configuration_say_so(environment: Any, placement: Any):
     _, notes = await play(environment, placement=placement)
     assert {thread for _, thread, _ in notes} == {threading.get_ident()}
     assert {loop for _, _, loop in notes[1:]} == {asyncio.get_running_loop()}
@@ -168,7 +166,7 @@ async def test_a_threaded_call_that_awaits_is_cancelled_in_its_thread_at_its_dea
     until_threads_end()
 
 
-async def test_a_thread_that_blocks_past_its_deadline_is_left_alone_and_closes_later(caplog: Any):
+async def test_a_thread_blocked_past_its_deadline_closes_its_environment_later(caplog: Any):
     start = time.monotonic()
     (trajectory,), notes = await play(Blocks, timeout_s=1.5, blocks_s=6.0)
     assert "DeadlineError: waited 1.5 s (environment.timeout_s) for the environment's `step`" in trajectory.failure
@@ -186,14 +184,14 @@ async def test_a_thread_that_blocks_past_its_deadline_is_left_alone_and_closes_l
         (CannotBeMade, "rows:1: OSError: no such container (test_environment_calls.py:{})"),
     ],
 )
-async def test_what_goes_wrong_in_a_thread_is_the_samples_failure_with_its_line(environment: Any, failure: str):
+async def test_an_error_in_a_thread_becomes_the_samples_failure_with_its_line(environment: Any, failure: str):
     (trajectory,), _ = await play(environment)
     raising = environment.step if environment is Raises else environment.__init__
     assert trajectory.failure == failure.format(raising.__code__.co_firstlineno + 1)
     until_threads_end()
 
 
-async def test_the_line_of_a_failure_in_a_library_is_the_environments_own():
+async def test_a_failure_in_a_library_names_the_environments_line():
     (trajectory,), _ = await play(ReadsJson)
     line = ReadsJson.step.__code__.co_firstlineno + 1
     assert trajectory.failure is not None
@@ -261,7 +259,7 @@ async def timers_of(environment: Any) -> tuple[Any, int]:
     return trajectory, next(count)
 
 
-async def test_a_call_that_waits_for_nothing_has_no_deadline_and_one_that_waits_has_one():
+async def test_only_calls_that_wait_have_a_deadline():
     trajectory, num_timers = await timers_of(InPlace)
     assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 0)
     trajectory, num_timers = await timers_of(Waits)
@@ -282,7 +280,7 @@ PLACES = ("thread", "process", "in_process")
 
 @pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("method", ["reset", "step"])
-async def test_a_method_that_is_not_async_says_so(placement: str, method: str):
+async def test_a_synchronous_method_is_an_error(placement: str, method: str):
     environment = {"reset": ResetsAtOnce, "step": StepsAtOnce}[method]
     generator = generator_of(environment, placement=placement)
     (trajectory,) = await generator.generate(request_of())
@@ -324,7 +322,7 @@ async def test_a_task_of_an_environment_that_exits_ends_its_own_episode_alone(pl
     until_threads_end()
 
 
-async def test_an_environment_whose_loop_ends_just_before_it_is_closed_counts_as_closed(
+async def test_an_environment_whose_loop_has_ended_counts_as_closed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     environment = ThreadedEnvironment(lambda: EndsItsLoop({"prompt": "1+1=", "notes": []}, {}), LeftThreads())
@@ -348,7 +346,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_an_episode_in_a_process_is_played_there_and_the_process_is_used_again_and_ends_with_the_generator():
+async def test_environment_processes_are_reused_and_end_with_the_generator():
     trajectories, _ = await play(InItsOwnProcess, num_samples=40, does="nothing")
     assert [trajectory.failure for trajectory in trajectories] == [None] * 40
     pids = {int(trajectory.reward) for trajectory in trajectories}
@@ -437,7 +435,7 @@ class Elsewhere(Blocks):
     placement = "elsewhere"
 
 
-class SaysItTooLate(Blocks):
+class PlacementIsAProperty(Blocks):
     @property
     def placement(self) -> str:
         return "thread"
@@ -451,10 +449,13 @@ class SaysItTooLate(Blocks):
             r"OnlyHere has placement 'process', but cannot be pickled for another process: it holds a connection",
         ),
         (Elsewhere, r"Elsewhere\.placement is 'elsewhere'; expected one of in_process, thread, process"),
-        (SaysItTooLate, r"SaysItTooLate\.placement is <property object.*it is read before an episode starts"),
+        (
+            PlacementIsAProperty,
+            r"PlacementIsAProperty\.placement is <property object.*it is read before an episode starts",
+        ),
     ],
 )
-async def test_a_placement_that_cannot_be_done_is_refused_before_anything_starts(environment: Any, message: str):
+async def test_an_impossible_placement_is_refused_before_anything_starts(environment: Any, message: str):
     from rl_rollout.generator_plugin import environment as plugin
 
     name = f"{__name__}:{'only_here' if environment is only_here else environment.__name__}"
@@ -466,7 +467,7 @@ async def test_a_placement_that_cannot_be_done_is_refused_before_anything_starts
         await play(environment)
 
 
-def test_a_functions_placement_is_its_attribute():
+def test_the_placement_of_a_factory_function_is_its_attribute():
     def factory(row: Any, options: Any) -> Any:
         return Blocks(row, options)
 

@@ -86,7 +86,7 @@ def test_a_rank_that_never_sends_runs_into_the_deadline(sync):
         list(FilesReceiver(sync[1]).receive(0))
 
 
-def test_nothing_is_left_and_nobody_else_may_read(sync):
+def test_a_sync_leaves_no_files_and_only_the_owner_may_read_them(sync):
     transport, rendezvous = sync
     send(transport, rendezvous)
     folders = [Path(folder) for folder in rendezvous.data["directories"]]
@@ -100,7 +100,7 @@ def test_a_world_of_another_size_is_refused(sync):
         sync[0].sender(sync[1], 0, 2)
 
 
-def test_a_rank_that_cannot_write_says_so(sync):
+def test_a_rank_that_cannot_write_raises_an_error(sync):
     transport, rendezvous = sync
     transport.close(rendezvous)
     with pytest.raises(WeightSyncError, match="rank 0 could not write weight version 0"):

@@ -87,7 +87,7 @@ async def test_a_forced_response_is_recorded_and_not_trained_on(placement: Place
     assert batch["rewards"].sum() == 7.0
 
 
-async def test_steps_keep_the_mask_apart_and_merged():
+async def test_the_mask_is_right_in_steps_and_in_their_merged_sequence():
     trajectory = await play(saying("a", "bcd"), step_wise=True)
     batch = collate([trajectory])
     assert marked(batch) == ["count= A$", "count= a$1,bcd$", "count= a$1,bcd$2,A$"]
@@ -103,7 +103,7 @@ async def test_an_episode_of_forced_responses_alone_trains_nothing():
     assert batch["sampled"].sum() == 6
 
 
-async def test_forced_tokens_are_no_drift_between_engine_and_trainer():
+async def test_forced_tokens_are_left_out_of_the_logprob_difference():
     batch = collate([await play(saying("a", "bcd"))])
     forced_T = batch["sampled"] & ~batch["loss_mask"]
     # The trainer's log-probs equal the engine's for free tokens and are far from them for forced tokens.
@@ -117,7 +117,7 @@ async def test_forced_tokens_are_no_drift_between_engine_and_trainer():
     assert math.isnan(rollout_agreement(spoiled, version=0)["rollout/logprob_diff_max"][0])
 
 
-async def test_a_forced_response_that_is_given_back_unfinished_starts_anew():
+async def test_an_aborted_forced_response_starts_again():
     def abort_after(request: GenerateRequest) -> int | None:
         return 2 if request.params.structural_tag and "." not in request.sample_id else None
 
@@ -130,7 +130,7 @@ async def test_a_forced_response_that_is_given_back_unfinished_starts_anew():
     assert first.seed != again.seed
 
 
-async def test_a_factory_that_does_not_say_that_its_environment_forces_responses_is_refused():
+async def test_a_factory_without_its_environments_structural_tag_fails_the_sample():
     def make(row: Any, options: Any) -> Forces:
         return Forces(row, options)
 

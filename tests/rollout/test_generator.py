@@ -256,7 +256,7 @@ async def test_chat_messages_go_through_the_template_with_its_settings(tokenizer
     assert trajectory.failure is None
 
 
-def test_text_is_taken_as_it_is(tokenizer):
+def test_text_prompts_are_encoded_without_special_tokens(tokenizer):
     tokenizer.add_special_tokens({"bos_token": "<eos>"})
     codec = TokenCodec(tokenizer, chat_template_kwargs={})
     assert list(codec.encode("1+")) == tokenizer("1+", add_special_tokens=False)["input_ids"]

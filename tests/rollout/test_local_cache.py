@@ -125,7 +125,7 @@ def completions(model):
     return {(sample.owner, sample.index): completion for sample, completion in ended}
 
 
-def test_samples_are_bit_for_bit_those_of_a_cache_that_is_copied_at_every_change(model, monkeypatch):
+def test_samples_equal_those_of_a_plain_cache_bit_for_bit(model, monkeypatch):
     found = completions(model)
     monkeypatch.setattr(rows, "RowCache", PlainCache)
     assert found == completions(model)
@@ -162,7 +162,7 @@ def copied(kind, num_tokens):
     return counter.num_bytes
 
 
-def test_what_is_copied_grows_with_the_tokens_and_not_with_their_square():
+def test_copied_bytes_grow_linearly_with_the_tokens():
     sampled = 4 * COLUMN_BYTES
     short, long = (copied(RowCache, count) / (sampled * count) for count in (1024, 4096))
     # A token is copied once when it is written and about twice more as the cache doubles; short rows are also copied
@@ -173,14 +173,14 @@ def test_what_is_copied_grows_with_the_tokens_and_not_with_their_square():
     assert long > 2 * short
 
 
-def test_the_rows_that_stay_keep_their_places_and_the_last_ones_fill_the_free_ones():
+def test_remaining_rows_keep_their_places_and_the_last_rows_fill_gaps():
     assert rows_without(6, np.array([1, 4])).tolist() == [0, 5, 2, 3]
     assert rows_without(6, np.array([4, 5])).tolist() == [0, 1, 2, 3]
     assert rows_without(6, np.array([0, 1, 2, 3])).tolist() == [4, 5]
     assert rows_without(2, np.array([0, 1])).tolist() == []
 
 
-def test_what_a_row_leaves_behind_that_is_not_finite_reaches_no_other_row():
+def test_non_finite_values_of_an_ended_row_reach_no_other_row():
     cache = RowCache()
     broken, whole = (
         [(torch.full((1, 1, width, 1), value), torch.full((1, 1, width, 1), value))]

@@ -101,7 +101,7 @@ def test_prompts_of_all_lengths_side_by_side_have_the_logprobs_of_a_plain_forwar
     assert largest_difference(model, ended) < 1e-5
 
 
-def test_a_wrong_position_or_mask_would_be_seen(model, monkeypatch):
+def test_a_wrong_position_or_mask_is_noticed(model, monkeypatch):
     """Negative control of the test above: if padding is treated as tokens, the log-probs are far off."""
     forward = Rows._forward
 
@@ -138,7 +138,7 @@ def test_samples_that_start_together_share_one_prefill_and_no_more_rows_run_than
     assert shapes == [(1, 3), (8, 1), (8, 1)] * 2
 
 
-def test_a_cache_that_is_not_recomputed_after_an_update_would_be_seen(model, monkeypatch):
+def test_a_cache_that_is_not_recomputed_after_an_update_is_noticed(model, monkeypatch):
     """After a weight update, log-probs are right if the cache is recomputed, and far off if it is not (negative
     control)."""
     differences = {}
@@ -189,7 +189,7 @@ def test_a_tied_weight_may_come_under_either_name_or_both(model):
         assert torch.equal(model.lm_head.weight, embedding)
 
 
-def test_what_does_not_fit_the_model_is_named_and_nothing_is_loaded(model):
+def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_loaded(model):
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     tensors = perturbed(model)
     norm = tensors["model.norm.weight"]
@@ -250,7 +250,7 @@ async def test_nan_weights_fail_the_request(model):
     await engine.close()
 
 
-async def test_a_request_that_waits_too_long_says_for_what_and_leaves_the_engine_usable(model):
+async def test_the_error_of_a_late_request_says_what_it_waited_for(model):
     engine = await start(model, timeout_s=0.3)
     await engine.pause()
     with pytest.raises(DeadlineError, match=r"waited 0\.3 s for request 'frozen' of the local engine"):
@@ -328,7 +328,7 @@ async def test_a_different_request_with_the_id_of_a_running_one_is_refused(model
         ({"num_samples": 0}, "num_samples 0"),
     ],
 )
-async def test_an_impossible_request_says_why(model, fields, message):
+async def test_the_error_of_an_impossible_request_gives_the_reason(model, fields, message):
     engine = await start(model)
     with pytest.raises(GenerationError, match=message):
         await engine.generate(attrs.evolve(request_of("impossible", SamplingParams(max_tokens=4)), **fields))

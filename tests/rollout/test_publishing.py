@@ -55,12 +55,12 @@ async def test_an_engine_samples_while_a_staged_version_arrives(model_path, tran
     assert await versions_sampled_meanwhile(model_path, transport) == (1,) * 4
 
 
-async def test_an_engine_pauses_while_a_version_comes_that_is_not_staged(model_path):
+async def test_an_engine_pauses_while_an_unstaged_version_arrives(model_path):
     """Negative control: broadcast does not stage versions."""
     assert await versions_sampled_meanwhile(model_path, "broadcast") == ()
 
 
-async def test_a_staged_version_that_does_not_arrive_pauses_nobody(model_path):
+async def test_a_failed_staged_version_does_not_pause_the_engine(model_path):
     engine = await local_engine(model_path)
     async with policy_of(model_path) as policy:
         trainer = Trainer(policy, engine, "files")

@@ -68,7 +68,7 @@ async def test_rewards_are_summed_by_weight_and_reported_by_name():
     assert result.metrics == {"reward_length": 2.0, "reward_right": 1.0, "reward_tokens": 6.0}
 
 
-async def test_functions_of_the_same_name_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+async def test_functions_of_the_same_name_are_numbered(monkeypatch: pytest.MonkeyPatch):
     for name in ("length_2", "length_3"):
         monkeypatch.setitem(globals(), name, tokens)
     result = await played({"prompt": "x"}, "length_3", "length", "length", "length_2", "length")
@@ -82,7 +82,7 @@ async def test_a_chat_prompt_has_completions_of_messages():
     assert (await played(chat, "length")).reward == 2.0
 
 
-async def test_a_function_that_has_nothing_to_say_counts_for_nothing():
+async def test_a_function_that_returns_none_is_ignored():
     result = await played({"prompt": "x"}, "silent", "length")
     assert (result.reward, result.metrics) == (2.0, {"reward_length": 2.0})
 
@@ -96,7 +96,7 @@ async def test_a_function_that_has_nothing_to_say_counts_for_nothing():
         ("needy", r"needs 'anser'; the row has prompt, answer\. Did you mean 'answer'\?"),
     ],
 )
-async def test_what_a_function_does_wrong_is_named(name: str, message: str):
+async def test_an_error_names_the_functions_fault(name: str, message: str):
     with pytest.raises(DataError, match=message):
         await played({"prompt": "x", "answer": "y"}, name)
 
@@ -112,7 +112,7 @@ def validate(config: Any) -> None:
     plugin.validate(spec)
 
 
-def test_the_key_alone_chooses_the_environment():
+def test_reward_functions_select_their_environment():
     config = config_of(f"environment.reward_functions=[{HERE}:length]")
     assert config.environment.env_class == "reward_functions"
     validate(config)
@@ -138,6 +138,6 @@ def test_the_key_alone_chooses_the_environment():
         ),
     ],
 )
-def test_what_cannot_judge_is_refused_before_a_run(overrides: list[str], error: type[Exception], message: str):
+def test_unusable_reward_functions_are_refused_before_a_run(overrides: list[str], error: type[Exception], message: str):
     with pytest.raises(error, match=message.replace(".", r"\.").replace("(", r"\(")):
         validate(config_of(*overrides))

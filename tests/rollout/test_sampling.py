@@ -36,7 +36,7 @@ def test_logprobs_are_those_of_the_slow_definition_and_dropped_tokens_are_never_
 
 
 @given(seed=st.integers(0, 2**32))
-def test_the_drawn_token_is_where_the_cumulative_distribution_passes_the_number(seed):
+def test_sampling_inverts_the_cumulative_distribution(seed):
     generator = torch.Generator().manual_seed(seed)
     logits_V = 3 * torch.randn(12, generator=generator)
     cumulative = np.cumsum(logits_V.log_softmax(-1).exp().double().numpy())
@@ -70,7 +70,7 @@ def test_top_k_keeps_exactly_k_among_equals():
     torch.testing.assert_close(logprobs, torch.full((100,), 1 / 3).log())
 
 
-def test_a_large_batch_worked_on_in_pieces_gives_the_same_tokens(monkeypatch):
+def test_a_large_batch_sampled_in_pieces_gives_the_same_tokens(monkeypatch):
     logits_BV = torch.randn(33, 50, generator=torch.Generator().manual_seed(0))
     numbers = np.random.default_rng(0).random(33)
     whole = draw_with(logits_BV, SamplingParams(top_p=0.9), numbers)

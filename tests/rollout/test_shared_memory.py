@@ -64,7 +64,7 @@ def test_a_changed_byte_names_the_tensor(sync):
         received(sync[1])
 
 
-def test_memory_that_was_read_is_used_again_and_memory_that_is_read_is_not():
+def test_a_segment_is_reused_only_after_its_last_reader():
     def path_of(value, version):
         rendezvous = shared_memory.open(num_ranks=1, num_engines=1)
         send(shared_memory, rendezvous, value, version)
@@ -85,7 +85,7 @@ def test_memory_that_was_read_is_used_again_and_memory_that_is_read_is_not():
     shared_memory.close(third)
 
 
-def test_writing_into_received_weights_changes_them_for_nobody_else(sync):
+def test_writing_into_received_weights_changes_no_other_copy(sync):
     send(*sync, 1.0)
     received(sync[1])["a"].fill_(7.0)
     assert received(sync[1])["a"].tolist() == [1.0] * 6
@@ -113,7 +113,7 @@ def test_a_rank_that_never_sends_runs_into_the_deadline(sync):
         received(sync[1])
 
 
-def test_a_rank_that_is_gone_is_named(sync):
+def test_the_error_of_a_lost_rank_names_the_rank(sync):
     send(*sync)
     (path,) = announcements(sync[1])
     entry = json.loads(path.read_text())
@@ -122,7 +122,7 @@ def test_a_rank_that_is_gone_is_named(sync):
         received(sync[1])
 
 
-def test_another_host_is_told_what_to_use(sync):
+def test_errors_on_another_host_name_the_key_to_set(sync):
     transport, rendezvous = sync
     elsewhere = attrs.evolve(rendezvous, data={**rendezvous.data, "host": "another"})
     with pytest.raises(WeightSyncError, match="serves one host, but an engine runs on another: set generator"):
@@ -131,7 +131,7 @@ def test_another_host_is_told_what_to_use(sync):
         send(transport, elsewhere)
 
 
-def test_segments_that_a_sync_did_not_need_are_given_back():
+def test_segments_that_a_sync_did_not_need_are_freed():
     rendezvous = shared_memory.open(num_ranks=1, num_engines=1)
     sender = shared_memory.sender(rendezvous, 0, 1)
     for size in (100, 200):
@@ -140,7 +140,7 @@ def test_segments_that_a_sync_did_not_need_are_given_back():
     shared_memory.close(rendezvous)
 
 
-def test_nobody_else_may_read(sync):
+def test_only_the_owner_may_read(sync):
     assert Path(sync[1].data["directory"]).stat().st_mode & 0o077 == 0
 
 

@@ -261,19 +261,19 @@ async def test_a_template_that_does_not_show_tools_ends_the_run():
         await play("chatml", row_with([CLOCK]), random.Random(0))
 
 
-async def test_tools_in_the_configuration_and_of_the_environment_are_one_too_many():
+async def test_tools_in_both_configuration_and_environment_are_refused():
     with pytest.raises(ConfigError, match=r"generator\.chat_template_kwargs: got 'tools', but the environment"):
         await play("tool_chatml", row_with([CLOCK]), random.Random(0), tools=[CALCULATOR])
     trajectory, _ = await play("tool_chatml", row_with([]), random.Random(0), tools=[CALCULATOR])
     assert '"add"' in trajectory.prompt_text
 
 
-async def test_text_shows_no_tools():
+async def test_a_text_prompt_with_tools_is_a_failure():
     trajectory, _ = await play("tool_chatml", row_with([CLOCK], "text"), random.Random(0))
     assert "the environment offers tools, which only a chat template can show, but its first" in trajectory.failure
 
 
-async def test_a_tools_method_that_is_not_async_is_a_failure_and_data_of_that_name_is_not_asked(
+async def test_a_synchronous_tools_method_fails_but_a_tools_attribute_is_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(UsesTools, "tools", lambda self: [CLOCK])
@@ -302,7 +302,7 @@ async def test_a_tools_method_that_is_not_async_is_a_failure_and_data_of_that_na
         ([CLOCK, CALCULATOR, CLOCK], "two of the environment's tools have the name 'time'"),
     ],
 )
-def test_what_is_no_list_of_tools_is_refused(tools: Any, message: str):
+def test_values_other_than_a_list_of_tools_are_refused(tools: Any, message: str):
     with pytest.raises(DataError, match=message):
         require_tools(tools)
 
@@ -318,7 +318,7 @@ def test_what_is_no_list_of_tools_is_refused(tools: Any, message: str):
         ({"role": "tool", "content": "3", "tool_call_id": 7}, "whose 'tool_call_id' is not text"),
     ],
 )
-def test_what_is_no_message_with_tool_calls_is_refused(message: Any, problem: str):
+def test_malformed_messages_with_tool_calls_are_refused(message: Any, problem: str):
     with pytest.raises(DataError, match=f"a prompt .*{problem}"):
         require_messages([message], "a prompt")
 

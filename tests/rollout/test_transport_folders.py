@@ -48,7 +48,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("transport", [files, shared_memory], ids=lambda transport: transport.name)
-def test_what_a_killed_run_left_is_named_after_it_and_goes_with_the_next_sync(transport, temporary: Path):
+def test_folders_of_a_killed_run_carry_its_name_and_the_next_sync_removes_them(transport, temporary: Path):
     pid = in_killed_process(lambda: transport.of_run("my run/1").open(num_ranks=1, num_engines=1))
     left = [*temporary.glob("rl-weights-*"), *Path("/dev/shm").glob(f"rl-weights-my_run_1-{pid}-*")]
     rendezvous = transport.open(num_ranks=1, num_engines=1)
@@ -59,14 +59,14 @@ def test_what_a_killed_run_left_is_named_after_it_and_goes_with_the_next_sync(tr
     assert not list(temporary.iterdir())
 
 
-def test_what_a_killed_run_left_in_memory_goes_with_a_sync_by_another_transport(temporary: Path):
+def test_shared_memory_of_a_killed_run_is_removed_by_any_transports_sync(temporary: Path):
     pid = in_killed_process(lambda: files.of_run("run").open(num_ranks=1, num_engines=1))
     assert list(Path("/dev/shm").glob(f"rl-weights-run-{pid}-*"))
     shared_memory.close(shared_memory.open(num_ranks=1, num_engines=1))
     assert not list(Path("/dev/shm").glob(f"rl-weights-run-{pid}-*"))
 
 
-def test_the_files_of_a_run_that_lives_stay(temporary: Path):
+def test_the_files_of_a_living_run_stay(temporary: Path):
     context = multiprocessing.get_context("fork")
     theirs, ends = context.Queue(), context.Event()
 
@@ -88,7 +88,7 @@ def test_the_files_of_a_run_that_lives_stay(temporary: Path):
     remove_folder(other)
 
 
-def test_a_folder_that_is_being_made_stays_as_long_as_anybody_makes_one(temporary: Path):
+def test_a_young_unlocked_folder_stays_while_any_process_makes_one(temporary: Path):
     """A young folder without a lock stays while any process is making a folder, because its maker may not have locked
     it yet. An old folder without a lock is removed all the same."""
     (temporary / "rl-weights-x-1-young").mkdir()
@@ -105,7 +105,7 @@ def test_a_folder_that_is_being_made_stays_as_long_as_anybody_makes_one(temporar
     assert not list(temporary.iterdir())
 
 
-def test_nothing_stays_of_processes_that_are_killed_while_they_make_and_remove_folders(temporary: Path):
+def test_processes_killed_while_making_and_removing_folders_leave_none(temporary: Path):
     def make_and_remove() -> None:
         while True:
             remove_folder(make_folder(temporary, "x"))

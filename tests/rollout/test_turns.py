@@ -118,13 +118,13 @@ async def test_steps_have_their_own_rewards_and_count_in_the_length():
     assert batch["trajectory_id"].tolist() == [0, 0, 0]
 
 
-async def test_a_single_turn_says_nothing_of_tokens_rewards():
+async def test_a_single_turn_records_no_token_rewards():
     trajectory = await play(saying("b"))
     assert trajectory.steps[0].token_rewards is None
     assert sample_of(trajectory, step=1, purpose="train").turns is None
 
 
-async def test_max_turns_ends_an_episode_with_what_it_has():
+async def test_max_turns_ends_an_episode_and_keeps_its_reward():
     trajectory = await play(saying("a", "a", "a", "a", "a"))
     assert masked(trajectory) == "count= A$1,A$2,A$3,A$"
     assert trajectory.end == "max_turns"
@@ -143,7 +143,7 @@ async def test_max_turns_ends_an_episode_with_what_it_has():
         ({"context_window": 16}, "count= A$1,A$2,A"),
     ],
 )
-async def test_a_conversation_that_outgrows_its_room_is_cut_and_says_so(limits: dict[str, int], text: str):
+async def test_a_conversation_that_outgrows_the_context_is_cut_and_marked(limits: dict[str, int], text: str):
     trajectory = await play(saying("a", "a", "a", "a"), limits=Limits(max_turns=4, **limits))
     assert trajectory.failure is None
     assert masked(trajectory) == text
@@ -221,7 +221,7 @@ async def test_a_text_observation_of_a_chat_is_a_users_message():
     assert masked(trajectory) == "u=x.a=A$.u=1,.a=B$"
 
 
-async def test_one_turn_is_the_default_and_an_environment_that_wants_more_says_which_key():
+async def test_one_turn_is_the_default_and_the_error_names_max_turns():
     trajectory = await play(saying("a"), limits=Limits())
     assert "wants another turn (done=False), but generator.max_turns is 1" in (trajectory.failure or "")
 
@@ -241,7 +241,7 @@ async def test_an_environment_that_does_not_answer_fails_its_sample_in_time():
     assert row["closed"] == [0]
 
 
-async def test_a_timeout_of_the_environments_own_is_its_own():
+async def test_a_timeout_error_raised_by_the_environment_is_reported_unchanged():
     class TimesOut(Counts):
         async def step(self, action: Any) -> StepResult:
             raise TimeoutError("the judge is slow")

@@ -80,7 +80,7 @@ async def test_stale_weights_stop_the_run_with_both_numbers(trainer):
     assert "(limit 0.001)" in message
 
 
-async def test_log_probs_that_are_no_numbers_are_a_breach(trainer, monkeypatch):
+async def test_nan_log_probs_are_a_breach(trainer, monkeypatch):
     await trainer.publish()
 
     async def score(sequences):
@@ -91,7 +91,7 @@ async def test_log_probs_that_are_no_numbers_are_a_breach(trainer, monkeypatch):
         await trainer.verification.probe(1)
 
 
-async def test_without_an_engine_in_service_a_probe_says_so_and_a_proof_fails(trainer, monkeypatch, caplog):
+async def test_without_a_running_engine_a_probe_warns_and_a_proof_fails(trainer, monkeypatch, caplog):
     await trainer.publish()
 
     async def score(sequences):
@@ -117,7 +117,7 @@ async def test_each_engine_is_compared(trainer, monkeypatch):
         await trainer.verification.probe(1)
 
 
-async def test_a_proof_that_noise_cannot_give_is_none(trainer, monkeypatch):
+async def test_noise_that_is_too_small_cannot_prove_the_weights(trainer, monkeypatch):
     monkeypatch.setattr(verification, "LEAST_NOISE", 1e-12)
     with pytest.raises(WeightSyncError, match="too little to prove that weights arrive"):
         await trainer.verification.prove()
@@ -130,7 +130,7 @@ async def test_probes_come_at_the_interval(trainer):
     assert probed == [True, False, True, False]
 
 
-async def test_a_resumed_run_probes_after_its_first_sync_and_then_at_the_versions_of_the_uninterrupted_one(trainer):
+async def test_a_resumed_run_probes_after_its_first_sync_and_then_as_if_uninterrupted(trainer):
     trainer.verification._settings = attrs.evolve(trainer.verification._settings, interval=2)
     await trainer.publish()
     probed = [version for version in range(3, 9) if await trainer.verification.after_sync(version)]
@@ -153,7 +153,7 @@ async def test_noise_fits_small_adapters(model_path, targets, caplog):
     await engine.close()
 
 
-async def test_an_engine_that_cannot_score_is_said_to_be_unverified(trainer, caplog):
+async def test_an_engine_that_cannot_score_is_reported_as_unverified(trainer, caplog):
     made = verification_of(trainer.verification._settings, trainer.policy, object(), trainer.publish)
     assert made is None
     assert "cannot score tokens" in caplog.text

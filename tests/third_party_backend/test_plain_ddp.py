@@ -31,12 +31,12 @@ def test_the_guide_shows_this_package():
 
 
 @pytest.mark.slow
-def test_it_is_listed_with_its_package(environment: dict[str, str]):
+def test_the_backend_is_listed_with_its_package(environment: dict[str, str]):
     assert "plain_ddp  plain-ddp 1.0" in run([COMMANDS / "rl", "plugins"], environment, HERE)
 
 
 @pytest.mark.slow
-def test_it_passes_the_suite_on_one_rank_and_on_two(environment: dict[str, str], tmp_path: Path):
+def test_the_backend_passes_the_suite_on_one_rank_and_on_two(environment: dict[str, str], tmp_path: Path):
     options = [
         "-q",
         "-p",
@@ -54,7 +54,7 @@ def test_it_passes_the_suite_on_one_rank_and_on_two(environment: dict[str, str],
 
 
 @pytest.mark.slow
-def test_it_trains_the_quick_starts_model_on_two_ranks(environment: dict[str, str], tmp_path: Path):
+def test_the_backend_trains_the_quick_starts_model_on_two_ranks(environment: dict[str, str], tmp_path: Path):
     write_data(tmp_path / "train.parquet", tmp_path / "held_out.parquet")
     write_model(tmp_path / "model", seed=0)
     overrides = {

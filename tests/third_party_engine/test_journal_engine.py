@@ -38,7 +38,7 @@ def refusal(arguments: list[str], environment: dict[str, str]) -> str:
     return result.stderr
 
 
-def test_it_imports_nothing_but_names_that_documented_modules_promise():
+def test_the_plug_in_imports_only_documented_names():
     for file in sorted((HERE / "journal_engine").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl_"):
@@ -50,7 +50,7 @@ def test_it_imports_nothing_but_names_that_documented_modules_promise():
                 assert str(node.module).count(".") <= 1, f"{file.name}: {node.module} is not a documented module"
 
 
-def test_its_parts_are_listed_with_their_package(environment: dict[str, str]):
+def test_the_plug_ins_parts_are_listed_with_their_package(environment: dict[str, str]):
     listed = " ".join(run([COMMANDS / "rl", "plugins"], environment, HERE).split())
     for name in ("journal", "short"):
         assert f"{name} journal-engine 1.0 journal_engine." in listed
@@ -71,12 +71,12 @@ def test_its_parts_are_listed_with_their_package(environment: dict[str, str]):
         ("num_engines=2", f"error: {ENGINE}.num_engines: got 2, but there is only one local engine"),
     ],
 )
-def test_a_wrong_value_is_refused_like_one_of_the_core(environment: dict[str, str], override: str, message: str):
+def test_a_wrong_value_of_the_plug_ins_key_is_refused(environment: dict[str, str], override: str, message: str):
     arguments = ["train", "quickstart", "--dry-run", f"{ENGINE}.backend=journal", f"{ENGINE}.{override}"]
     assert message in refusal(arguments, environment)
 
 
-def test_its_keys_are_shown_and_documented(environment: dict[str, str]):
+def test_the_plug_ins_keys_are_shown_and_documented(environment: dict[str, str]):
     keys = [f"{ENGINE}.backend=journal", f"{ENGINE}.journal_every=3", "generator.type=short"]
     shown = run([COMMANDS / "rl", "config", "quickstart", *keys], environment, HERE)
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in shown.splitlines()}
@@ -94,7 +94,7 @@ def test_its_keys_are_shown_and_documented(environment: dict[str, str]):
     )
 
 
-def test_it_trains_the_quick_starts_model(environment: dict[str, str], tmp_path: Path):
+def test_the_plug_in_trains_the_quick_starts_model(environment: dict[str, str], tmp_path: Path):
     write_data(tmp_path / "train.parquet", tmp_path / "held_out.parquet")
     write_model(tmp_path / "model", seed=0)
     overrides = {

@@ -83,7 +83,7 @@ def test_the_page_shows_the_rows_of_the_benchmark(benchmark_module: ModuleType):
 
 
 @pytest.mark.slow
-def test_without_a_gpu_the_benchmark_says_so(benchmark_module: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu_the_benchmark_is_skipped(benchmark_module: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(benchmark_module.main, [])
     assert result.exit_code == 0

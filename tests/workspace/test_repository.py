@@ -41,7 +41,7 @@ def test_no_file_names_a_package_index_or_a_path_of_one_machine():
 @pytest.mark.parametrize(
     "line", ["https://" + "pypi" + ".org/simple", "open('" + "/home" + "/someone/data')", "-f " + "/opt" + "/wheels"]
 )
-def test_such_a_line_is_found(line):
+def test_a_line_with_an_index_or_a_machines_path_is_found(line):
     assert foreign_places(f"fine\n{line}\nalso /usr/bin/env, my/work/x and packages/work/x\n") == [line]
 
 

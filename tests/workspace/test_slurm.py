@@ -87,7 +87,7 @@ def test_a_dry_run_and_a_mistake_start_nothing(job):
     assert "usage: sbatch" in err
 
 
-def test_a_node_that_does_not_come_ends_the_job_with_its_number(job):
+def test_a_missing_node_ends_the_job_before_training(job):
     code, calls, err = job("gsm8k", NODES_THAT_JOIN="1", RL_NODES_WAIT_S="10")
     assert code == 1
     assert "only 1 of 2 nodes joined Ray within 10 s" in err
@@ -108,5 +108,5 @@ def test_the_signal_before_the_end_reaches_the_run_and_its_exit_code_is_the_jobs
     assert calls[-1] == "saved"
 
 
-def test_the_script_is_sound():
+def test_the_script_passes_shellcheck():
     subprocess.run([Path(sys.executable).with_name("shellcheck"), SCRIPT], check=True)

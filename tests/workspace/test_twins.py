@@ -35,7 +35,7 @@ def twins(sources: dict[str, Path]) -> list[list[str]]:
     return [[place for _, place in same] for same in found.values() if len({package for package, _ in same}) > 1]
 
 
-def test_no_function_stands_in_two_packages():
+def test_no_function_is_duplicated_in_two_packages():
     found = twins({package: source_root(package) for package in PACKAGES})
     assert not found, "\n".join(" = ".join(places) for places in found)
 

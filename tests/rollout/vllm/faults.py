@@ -45,7 +45,7 @@ missing one before its own engine is given up.
 HUNG_AFTER_S = 20.0
 _LATE_S = 30.0
 """The time of a sync on a busy machine, and the time by which a deadline may be exceeded."""
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _CALLS: Mapping[When, tuple[str, float]] = {
     "pausing": ("pause", 0.02),
     "swapping": ("update_weights", 0.2),
@@ -191,8 +191,10 @@ class Cluster:
         """
         victim = random.Random(name).choice(self.members)
         processes = await self.processes(victim)
-        left_by_victim = Left.by([victim_process for those in processes.values() for victim_process in those])
-        hit = Hit(processes, fault)
+        left_by_victim = ServerResources.by(
+            [victim_process for those in processes.values() for victim_process in those]
+        )
+        hit = FaultInjection(processes, fault)
         requests = _requests(name)
         waiting: list[asyncio.Future[Completion]] = []
         try:
@@ -215,9 +217,9 @@ class Cluster:
             self.model.require_versions(asked, completion)
         await self.whole_again()
         self._require_no_folder()
-        await left_by_victim.require_nothing(but=Left.by(await self.all_processes()))
+        await left_by_victim.require_nothing(but=ServerResources.by(await self.all_processes()))
 
-    async def publish(self, transport: str = "files", hit: Hit | None = None) -> None:
+    async def publish(self, transport: str = "files", hit: FaultInjection | None = None) -> None:
         """Publishes the next version, as a trainer does at the end of a step; `hit` triggers its fault in the sync."""
         self.version += 1
         buckets = pack_buckets(self.model.tensors(self.version).items(), _BUCKET_BYTES)
@@ -228,7 +230,7 @@ class Cluster:
                 sending, self.client, TRANSPORTS[transport], self.version, max_bucket_bytes=_BUCKET_BYTES
             )
 
-    async def _publish_until_good(self, fault: Fault, hit: Hit) -> None:
+    async def _publish_until_good(self, fault: Fault, hit: FaultInjection) -> None:
         """Publishes until a sync succeeds, as a trainer does. A fault in a sync hits the first sync."""
         within_s = fault.noticed_within_s + _LATE_S
         if fault.is_in_sync:
@@ -276,7 +278,7 @@ class Cluster:
         syncing, took_s, waited_s = asyncio.ensure_future(sync), 0.0, 0.0
         while not syncing.done():
             has_server, began = bool(self.client._pool.up), time.monotonic()
-            await asyncio.wait([syncing], timeout=_LOOK_S)
+            await asyncio.wait([syncing], timeout=_POLL_S)
             if has_server:
                 took_s += time.monotonic() - began
             else:
@@ -320,7 +322,7 @@ class Cluster:
 
 
 @attrs.frozen
-class Left:
+class ServerResources:
     """The processes and files of servers, which must be gone when the servers have ended."""
 
     processes: frozenset[psutil.Process]
@@ -328,7 +330,7 @@ class Left:
     """The sockets and the segments in /dev/shm that the processes have opened by name."""
 
     @classmethod
-    def by(cls, processes: Iterable[psutil.Process]) -> Left:
+    def by(cls, processes: Iterable[psutil.Process]) -> ServerResources:
         """What these running processes have opened."""
         every, files = frozenset(processes), set[Path]()
         for process in every:
@@ -342,7 +344,7 @@ class Left:
             files |= {path for path in Path("/dev/shm").glob("sem.*") if _inode(path) in inodes}
         return cls(every, frozenset(files))
 
-    async def require_nothing(self, *, but: Left | None = None) -> None:
+    async def require_nothing(self, *, but: ServerResources | None = None) -> None:
         """Fails if a process or a file, other than those in `but`, is left after a minute."""
         processes = self.processes - (but.processes if but else set())
         files = self.files - (but.files if but else set())
@@ -359,7 +361,7 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-class Hit:
+class FaultInjection:
     """Triggers one fault and ends it."""
 
     def __init__(self, processes: Mapping[str, Sequence[psutil.Process]], fault: Fault) -> None:

@@ -85,7 +85,7 @@ async def status_of(server: RunningServer, path: str, token: str | None = None, 
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-async def test_without_a_token_nothing_but_health_answers_on_loopback_too(dense_server: RunningServer):
+async def test_without_a_token_no_post_route_answers_on_loopback(dense_server: RunningServer):
     """Tries every POST route without a token and with a wrong one, and the routes in `CONTROL` with the agents'
     token.
     """
@@ -226,7 +226,7 @@ async def test_a_receiver_that_no_transport_has_is_not_even_imported(
     assert await answer_of(dense_server, "health", {}) == ""
 
 
-def test_every_installed_transport_says_its_receiver():
+def test_every_installed_transport_names_its_receiver():
     assert receiver_of(FilesTransport(timeout_s=1.0)) in installed_receivers()
     assert {path.rpartition(":")[2] for path in installed_receivers()} >= {
         "FilesReceiver",
@@ -248,7 +248,7 @@ async def test_the_transport_of_the_run_that_started_a_server_needs_no_entry_poi
     await client.close()
 
 
-async def test_a_server_of_another_run_refuses_that_transport(moe_server: RunningServer):
+async def test_a_server_of_another_run_refuses_a_transport_that_is_not_installed(moe_server: RunningServer):
     client = await connect(moe_server)
     rendezvous = other.open(num_ranks=1, num_engines=1)
     try:
@@ -263,7 +263,7 @@ async def test_a_server_of_another_run_refuses_that_transport(moe_server: Runnin
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-async def test_an_error_names_no_path_but_those_of_its_request(dense_server: RunningServer, tmp_path: Path):
+async def test_an_error_names_only_the_paths_of_its_request(dense_server: RunningServer, tmp_path: Path):
     """The manifests name a file elsewhere, by an absolute path and through `..`, and a file that does not exist."""
     transport = FilesTransport(timeout_s=0.2)
     secret = tmp_path / "secret"
@@ -298,7 +298,7 @@ async def status_and_answer(server: RunningServer, path: str, body: bytes) -> tu
         return answer.status, (await answer.read()).decode(errors="replace")
 
 
-async def test_a_body_that_a_route_does_not_take_is_refused_and_the_server_goes_on(dense_server: RunningServer):
+async def test_an_invalid_body_is_refused_and_the_server_goes_on(dense_server: RunningServer):
     """If `max_tokens=2.5` reached the engine's core, it would end the core's input thread."""
     whole = wire.decode(wire.request_body(request("never-sampled", max_tokens=3)))
     for method, body, named in [
@@ -321,7 +321,7 @@ async def test_a_body_that_a_route_does_not_take_is_refused_and_the_server_goes_
     await client.close()
 
 
-async def test_what_vllm_refuses_stays_the_callers_fault(dense_server: RunningServer):
+async def test_requests_that_vllm_refuses_are_answered_with_4xx(dense_server: RunningServer):
     for asked, named in [
         ({"model": "policy", "prompt": "12", "max_tokens": 2.5}, "max_tokens"),
         ({"model": "policy", "prompt": "12", "max_tokens": 3, "temperature": -1}, "temperature"),

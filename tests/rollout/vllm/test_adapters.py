@@ -64,7 +64,7 @@ def without(*names: str) -> Callable[[Iterator[WeightBucket]], Iterator[WeightBu
     return part
 
 
-def both_of(layer: str) -> list[str]:
+def matrices_of(layer: str) -> list[str]:
     return [f"base_model.model.{layer}.lora_{matrix}.weight" for matrix in "AB"]
 
 
@@ -82,7 +82,7 @@ async def trainers_logprobs(policy: WorkerGroup, tokens: Sequence[int]) -> torch
 
 
 @pytest.mark.parametrize(("strategy", "transport"), [*(("fsdp", name) for name in TRANSPORTS), ("megatron", "files")])
-async def test_five_syncs_of_adapters_alone_are_the_trainers_and_a_stale_one_is_found(
+async def test_five_adapter_syncs_match_the_trainer_and_a_stale_adapter_is_found(
     adapter_server: RunningServer, strategy: str, transport: str
 ):
     client = await connect(adapter_server)
@@ -121,11 +121,11 @@ LAYERS = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj", 
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-async def test_a_layer_that_is_not_sent_fails_the_proof(adapter_server: RunningServer, layer: str):
+async def test_a_missing_layer_fails_the_proof(adapter_server: RunningServer, layer: str):
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, new_configuration()) as policy:
         trainer = trained(client, policy)
-        trainer.send_only(without(*both_of(layer)))
+        trainer.send_only(without(*matrices_of(layer)))
         with pytest.raises(WeightSyncError, match=REFUSED):
             await trainer.verification.prove()
     await client.close()
@@ -135,13 +135,13 @@ async def test_a_tensor_that_is_left_out_is_refused_by_the_engine(adapter_server
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, new_configuration()) as policy:
         trainer = trained(client, policy)
-        trainer.send_only(without(both_of(LAYERS[0])[1]))
+        trainer.send_only(without(matrices_of(LAYERS[0])[1]))
         with pytest.raises(WeightSyncError, match=r"the adapter does not have both matrices, A and B, of .*q_proj'\]"):
             await trainer.publish()
         trainer.send_only(None)
         await trainer.publish()
         good = trainer.version
-        trainer.send_only(without(*both_of(LAYERS[0])))
+        trainer.send_only(without(*matrices_of(LAYERS[0])))
         with pytest.raises(WeightSyncError, match=r"q_proj.lora_B.weight'\] are missing"):
             await trainer.publish()
         await client.resume()
@@ -164,7 +164,7 @@ def resized(name: str, rows: float, columns: float) -> Callable[[Iterator[Weight
 
 
 @pytest.mark.parametrize(("matrix", "rows", "columns"), [(0, 1, 0.5), (1, 0.5, 1), (1, 2, 1), (1, 1, 0.5)])
-async def test_a_matrix_that_does_not_have_its_layers_size_is_refused(
+async def test_a_matrix_that_does_not_fit_its_layer_is_refused(
     adapter_server: RunningServer, matrix: int, rows: float, columns: float
 ):
     """vLLM itself would fill part of the slot, or cut the matrix off, without an error."""
@@ -172,7 +172,7 @@ async def test_a_matrix_that_does_not_have_its_layers_size_is_refused(
     async with policy_of(adapter_server.model_path, LORA) as policy:
         trainer = trained(client, policy)
         await trainer.publish()
-        good, name = trainer.version, both_of(LAYERS[0])[matrix]
+        good, name = trainer.version, matrices_of(LAYERS[0])[matrix]
         trainer.send_only(resized(name, rows, columns))
         with pytest.raises(WeightSyncError, match=rf"{name} has the shape .*; expected .* for rank 4 and the engine's"):
             await trainer.publish()
@@ -185,7 +185,7 @@ async def test_a_matrix_that_does_not_have_its_layers_size_is_refused(
 
 @pytest.mark.parametrize("spoil", [cut_off, half])
 @pytest.mark.parametrize("transport", [FilesTransport(), BroadcastTransport(timeout_s=60.0)])
-async def test_a_spoiled_update_leaves_the_old_adapter_with_any_transport(
+async def test_a_damaged_update_leaves_the_old_adapter_with_any_transport(
     adapter_server: RunningServer, transport: Any, spoil: Any
 ):
     client = await connect(adapter_server)
@@ -272,7 +272,7 @@ async def greedy(client: RemoteInferenceClient, name: str) -> list[int]:
     return list(completion.tokens)
 
 
-async def test_two_adapters_by_name_are_pefts_and_the_policy_stays(adapter_server: RunningServer, tmp_path: Path):
+async def test_two_named_adapters_score_as_in_peft_and_the_policy_stays(adapter_server: RunningServer, tmp_path: Path):
     client = await connect(adapter_server)
     expected = {name: write_adapter(adapter_server.model_path, tmp_path / name, i) for i, name in enumerate("abc")}
     async with policy_of(adapter_server.model_path, LORA) as policy:
@@ -300,14 +300,16 @@ async def test_two_adapters_by_name_are_pefts_and_the_policy_stays(adapter_serve
     await client.close()
 
 
-async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_server: RunningServer, tmp_path: Path):
+async def test_an_adapter_that_cannot_be_served_leaves_the_previous_adapter(
+    adapter_server: RunningServer, tmp_path: Path
+):
     client = await connect(adapter_server)
     expected = write_adapter(adapter_server.model_path, tmp_path / "good", seed=7)
     write_adapter(adapter_server.model_path, tmp_path / "large", seed=8, rank=16)
     write_adapter(adapter_server.model_path, tmp_path / "short", seed=9)
     file = tmp_path / "short" / "adapter_model.safetensors"
     short = load_file(file)
-    short[both_of(LAYERS[0])[1]] = short[both_of(LAYERS[0])[1]][:1].clone()
+    short[matrices_of(LAYERS[0])[1]] = short[matrices_of(LAYERS[0])[1]][:1].clone()
     save_file(short, file)
     await client.load_lora_from_disk("kept", tmp_path / "good")
     refused = {
@@ -360,7 +362,7 @@ def named_adapters(engine: Any) -> tuple[NamedAdapters, dict[str, Any]]:
     return NamedAdapters(engine, models), held
 
 
-async def test_an_adapter_that_one_data_parallel_engine_cannot_serve_replaces_nothing_in_the_others():
+async def test_an_adapter_that_one_data_parallel_engine_refuses_changes_none():
     engine = TwoCores({("collective_rpc", 1): [None, "its rank is too high"]})
     adapters, held = named_adapters(engine)
     before = dict(held)
@@ -370,7 +372,7 @@ async def test_an_adapter_that_one_data_parallel_engine_cannot_serve_replaces_no
     assert held == before
 
 
-async def test_a_name_stands_for_nothing_where_only_a_part_of_the_engines_took_the_adapter():
+async def test_a_name_has_no_adapter_if_only_some_engines_loaded_it():
     engine = TwoCores({("add_lora", 1): OSError("the file is gone")})
     adapters, held = named_adapters(engine)
     with pytest.raises(GenerationError, match=r"loaded: the file is gone\. The name now has no adapter"):

@@ -88,7 +88,7 @@ async def broken(transport: Closable, *updates: Callable[[], Awaitable[Any]]) ->
 
 
 @pytest.mark.parametrize("first", [refuses, is_gone])
-def test_a_server_that_fails_breaks_a_sync_off_at_once_for_those_that_wait_in_it(first: Any):
+def test_a_failing_server_ends_the_sync_at_once_for_the_others(first: Any):
     async def work() -> None:
         transport = Closable()
         message, took_s, failed = await broken(transport, first, transport.taken)
@@ -101,7 +101,7 @@ def test_a_server_that_fails_breaks_a_sync_off_at_once_for_those_that_wait_in_it
     run_virtually(work())
 
 
-def test_a_server_that_does_not_end_its_part_of_a_broken_sync_is_given_up_as_hung():
+def test_a_server_that_stays_in_a_broken_sync_is_given_up_as_hung():
     async def work() -> None:
         _, took_s, failed = await broken(Closable(), refuses, never_answers)
         assert took_s == 0.0
@@ -112,7 +112,7 @@ def test_a_server_that_does_not_end_its_part_of_a_broken_sync_is_given_up_as_hun
     run_virtually(work())
 
 
-def test_the_only_server_that_hangs_in_a_sync_is_given_up_seconds_after_the_ranks_failed():
+def test_a_single_hung_server_is_given_up_seconds_after_the_ranks_failed():
     class Unjoined(Closable):
         async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
             await asyncio.sleep(30.0)
@@ -147,9 +147,7 @@ def test_a_staged_version_is_waited_for_on_every_server():
 
 
 @pytest.mark.parametrize(("comes_back_s", "expected_s"), [(0.0, 0.5), (40.0, 40.5), (None, 130.5)])
-def test_whether_a_server_was_lost_in_a_sync_is_said_when_it_is_known_and_one_is_up_again(
-    comes_back_s: float | None, expected_s: float
-):
+def test_a_lost_server_is_reported_once_a_server_is_up_again(comes_back_s: float | None, expected_s: float):
     """The news that the server is dead comes half a second after its refusal, as if its core had been killed."""
 
     async def work() -> None:
@@ -182,7 +180,7 @@ def test_whether_a_server_was_lost_in_a_sync_is_said_when_it_is_known_and_one_is
     run_virtually(work())
 
 
-def test_no_server_was_lost_where_none_is_given_up_for_seconds():
+def test_no_server_counts_as_lost_if_none_is_given_up_within_seconds():
     async def work() -> None:
         pool = Pool(2)
         refusing: Any = Scripted("vLLM server 0", refuses)

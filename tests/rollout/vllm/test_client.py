@@ -50,7 +50,7 @@ async def num_sampled(server: RunningServer) -> float:
 # --- each request once ----------------------------------------------------------------------------------------------
 
 
-async def test_an_answered_request_that_is_sent_again_is_answered_without_sampling_again(
+async def test_a_repeated_request_is_answered_without_sampling_again(
     client: RemoteInferenceClient, dense_server: RunningServer
 ):
     asked = request("again", seed=5, max_tokens=20, ignore_eos=True)
@@ -73,7 +73,7 @@ async def test_a_cancelled_request_leaves_the_server(client: RemoteInferenceClie
             await asyncio.sleep(0.01)
 
 
-async def test_a_deadline_names_what_was_waited_for(dense_server: RunningServer):
+async def test_a_missed_deadline_names_the_awaited_request_or_server(dense_server: RunningServer):
     client = await connect(dense_server)
     await client.pause("keep")
     client._timeout_s = 0.5
@@ -172,7 +172,7 @@ async def test_routed_experts_are_the_routers_own_choices(moe_client: RemoteInfe
         router.require_own_choices(asked, completion)
 
 
-async def test_an_aborted_request_has_the_routed_experts_of_what_it_has(
+async def test_an_aborted_request_has_the_routed_experts_of_its_tokens(
     moe_client: RemoteInferenceClient, moe_server: RunningServer
 ):
     asked = request("aborted", max_tokens=MAX_POSITIONS - 3, ignore_eos=True)
@@ -185,7 +185,7 @@ async def test_an_aborted_request_has_the_routed_experts_of_what_it_has(
     _Router(moe_server.model_path).require_own_choices(asked, completion)
 
 
-async def test_routed_experts_of_a_response_that_weights_changed_under_are_those_of_the_last_weights(
+async def test_routed_experts_after_an_update_are_those_of_the_new_weights(
     moe_client: RemoteInferenceClient, moe_server: RunningServer
 ):
     """The routes of all tokens are those of the last weights, also of the prompt and of tokens that earlier weights
@@ -259,7 +259,7 @@ async def test_thousands_of_requests_wait_at_the_same_time(client: RemoteInferen
     print(f"3000 requests in {time.monotonic() - began:.1f} s")
 
 
-async def test_a_sleeping_server_serves_when_all_of_it_is_awake(client: RemoteInferenceClient):
+async def test_a_sleeping_server_samples_only_once_weights_and_cache_are_awake(client: RemoteInferenceClient):
     waiting = asyncio.ensure_future(client.generate(request("asleep", seed=2, max_tokens=200, ignore_eos=True)))
     while not (await client.health()).num_running:
         await asyncio.sleep(0.01)

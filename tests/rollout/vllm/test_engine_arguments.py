@@ -18,7 +18,7 @@ from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix
 from tests.rollout.vllm.servers import make_spec
 
 
-def test_a_matrix_of_an_adapter_has_its_layers_size_where_that_is_known():
+def test_an_adapters_matrix_must_fit_its_layer():
     """The layer has 6 outputs and 4 inputs; the adapter has rank 2."""
     float32 = "float32"
     stored = {
@@ -55,7 +55,7 @@ def test_engine_arguments_come_from_the_configuration(tmp_path: Path):
     assert on_cpus.keys() <= known_arguments()
 
 
-def test_an_engine_has_places_for_adapters_that_are_sent_alone_and_for_them_only(tmp_path: Path):
+def test_lora_slots_exist_only_for_adapters_sent_without_base_weights(tmp_path: Path):
     def arguments(**lora: object) -> dict[str, object]:
         chosen = engine_arguments(make_spec(tmp_path, tmp_path, lora=lora), has_gpus=False)
         names = ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras")
@@ -68,13 +68,13 @@ def test_an_engine_has_places_for_adapters_that_are_sent_alone_and_for_them_only
     assert arguments(rank=9) == {}
 
 
-def test_the_ranks_of_adapters_are_vllms():
+def test_the_allowed_adapter_ranks_are_those_of_vllm():
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == MAX_LORA_RANKS
 
 
-def test_experts_with_adapters_are_left_to_gpus(tmp_path: Path):
+def test_experts_with_separate_adapters_are_refused_on_cpus(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
     spec = make_spec(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
     with pytest.raises(ConfigError, match=r"merge_lora: got false, but on CPUs vLLM cannot compute a Mixture of"):
@@ -105,7 +105,7 @@ def test_the_local_engine_refuses_adapters_alone(tmp_path: Path):
 @pytest.mark.parametrize(
     "engine", [{"tensor_parallel_size": 2, "expert_parallel_size": 2}, {"pipeline_parallel_size": 2}]
 )
-def test_what_vllms_cpu_build_cannot_do_is_refused_there(engine: dict[str, object], tmp_path: Path):
+def test_options_that_vllms_cpu_build_lacks_are_refused_on_cpus(engine: dict[str, object], tmp_path: Path):
     spec = make_spec(tmp_path, tmp_path, **engine)
     engine_arguments(spec, has_gpus=True)
     with pytest.raises(ConfigError, match="but on CPUs vLLM"):
@@ -130,7 +130,7 @@ def test_experts_are_not_split_over_data_parallel_engines_on_cpus(tmp_path: Path
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, False, "ray"),
     ],
 )
-def test_the_ranks_of_an_engine_are_processes_of_its_machine_where_they_fit(
+def test_an_engine_that_fits_one_machine_runs_its_ranks_as_processes(
     engine: dict[str, object], spans_nodes: bool, backend: str | None, tmp_path: Path
 ):
     arguments = engine_arguments(make_spec(tmp_path, tmp_path, **engine), has_gpus=True, spans_nodes=spans_nodes)
@@ -155,7 +155,7 @@ def test_engines_fill_the_gpus_that_they_share_node_by_node():
         shared_gpus(nodes, 0, 12)
 
 
-def test_an_engine_computes_on_its_own_gpus_and_sees_those_where_weights_may_lie():
+def test_an_engine_sees_its_own_gpus_first_and_then_the_others():
     place = shared_gpus({"node:a": 4}, 1, 2)
     assert place.visible(None) == "2,3,0,1"
     assert place.visible("4,5,6,7") == "6,7,4,5"
@@ -164,7 +164,7 @@ def test_an_engine_computes_on_its_own_gpus_and_sees_those_where_weights_may_lie
         place.visible("4,5")
 
 
-def test_the_threads_of_a_machine_are_shared_by_all_ranks(monkeypatch: pytest.MonkeyPatch):
+def test_all_ranks_share_the_threads_of_their_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
     assert cpu_environment(1)["OMP_NUM_THREADS"] == "8"
@@ -183,6 +183,8 @@ def test_the_threads_of_a_machine_are_shared_by_all_ranks(monkeypatch: pytest.Mo
         ({"external_server_urls": ["http://a:1", "http://b:1"]}, "num_engines: got 1.*set it to 2"),
     ],
 )
-def test_what_vllm_cannot_do_is_refused_before_anything_starts(engine: dict[str, object], message: str, tmp_path: Path):
+def test_options_that_vllm_lacks_are_refused_before_anything_starts(
+    engine: dict[str, object], message: str, tmp_path: Path
+):
     with pytest.raises(ConfigError, match=message):
         vllm.validate(make_spec(tmp_path, tmp_path, **engine))

@@ -28,8 +28,8 @@ from tests.rollout.vllm.faults import (
     TRANSPORTS,
     Cluster,
     Fault,
-    Left,
     Model,
+    ServerResources,
     faults_of_shard,
 )
 from tests.rollout.vllm.servers import make_spec, request, write_model
@@ -61,7 +61,7 @@ async def cluster(
     try:
         await cluster.publish()
         yield cluster
-        left = Left.by(await cluster.all_processes())
+        left = ServerResources.by(await cluster.all_processes())
     finally:
         await client.close()
     await left.require_nothing()
@@ -176,7 +176,7 @@ async def test_a_server_whose_worker_hangs_in_an_update_is_started_again(cluster
 @pytest.mark.timeout(2400)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
-async def test_a_core_that_dies_while_it_is_asked_whether_it_is_well_is_noticed(cluster: Cluster):
+async def test_a_core_that_dies_during_a_health_check_is_noticed(cluster: Cluster):
     """vLLM itself never answers a health request if the engine core dies meanwhile."""
     member = cluster.members[0]
     connection = member.connection

@@ -23,7 +23,7 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.transports.files import files
 from tests.rollout.forcing_environments import CALL, Forces
 from tests.rollout.vllm.servers import RunningServer, connect, publish, request, weights_of
-from tests.rollout.vllm.test_multi_turn import TOLERANCE, Watched, load, own_scores
+from tests.rollout.vllm.test_multi_turn import TOLERANCE, RecordingClient, load, own_scores
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ async def play(
     try:
         version = (await client.health()).version + 1
         await publish(client, files, weights_of(load(running)), version)
-        watched = Watched(client)
+        watched = RecordingClient(client)
         generator = EnvironmentGenerator(
             watched,  # pyright: ignore[reportArgumentType]
             TokenCodec(AutoTokenizer.from_pretrained(running.model_path), chat_template_kwargs={}),
@@ -74,7 +74,7 @@ def scored(running: RunningServer, batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("step_wise", [False, True])
-async def test_a_forced_call_can_always_be_read_and_only_the_turns_around_it_are_trained(
+async def test_a_forced_call_is_always_readable_and_only_other_turns_are_trained(
     dense_server: RunningServer, step_wise: bool
 ):
     trajectories, exchanges = await play(dense_server, Forces, step_wise=step_wise)
@@ -105,7 +105,7 @@ async def test_without_a_grammar_the_same_model_never_calls(dense_server: Runnin
     assert batch["loss_mask"].equal(batch["sampled"])
 
 
-async def test_weights_that_arrive_under_a_forced_response_do_not_break_it(dense_server: RunningServer):
+async def test_weights_that_arrive_during_a_forced_response_do_not_break_it(dense_server: RunningServer):
     client = await connect(dense_server)
     try:
         version = (await client.health()).version + 1

@@ -86,7 +86,9 @@ JSON_OBJECT = {"type": "json_object"}
         ("/v1/responses", {"input": "1", "store": False, "text": {"format": JSON_OBJECT}}),
     ],
 )
-async def test_json_of_a_model_that_has_no_braces_is_refused(dense_server: RunningServer, path: str, fields: object):
+async def test_json_output_of_a_model_without_brace_tokens_is_refused(
+    dense_server: RunningServer, path: str, fields: object
+):
     assert isinstance(fields, dict)
     asked = {"model": "policy", **fields}
     async with open_session(TOKENS.access) as session, session.post(dense_server.url + path, json=asked) as answer:
@@ -94,7 +96,7 @@ async def test_json_of_a_model_that_has_no_braces_is_refused(dense_server: Runni
 
 
 @pytest.mark.parametrize("kind", ["Application/JSON", "application/json\r\nContent-Type: text/plain"])
-async def test_a_body_is_checked_however_its_type_is_written(
+async def test_a_body_is_checked_whatever_its_content_type_header(
     client: RemoteInferenceClient, dense_server: RunningServer, kind: str
 ):
     """vLLM itself would never finish a request with such a number."""
@@ -110,14 +112,14 @@ async def test_a_body_is_checked_however_its_type_is_written(
     await require_serving(client, "after-a-number")
 
 
-async def test_a_websocket_passes_no_check_and_is_refused(dense_server: RunningServer):
+async def test_a_websocket_is_refused(dense_server: RunningServer):
     async with open_session(TOKENS.control) as session:
         with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
             await session.ws_connect(f"{dense_server.url}/v1/realtime")
         assert refusal.value.status == 403
 
 
-async def test_a_body_that_does_not_come_in_time_is_refused():
+async def test_a_body_that_arrives_too_late_is_refused():
     """The server also closes the connection; otherwise `reader.read` would run into its deadline."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

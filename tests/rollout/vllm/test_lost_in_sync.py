@@ -20,7 +20,7 @@ from tests.rollout.vllm.trainers import BUCKET_BYTES, Trainer, policy_of, servin
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("victim", ["core", "server"])
-async def test_an_only_engine_that_is_killed_in_a_broadcast_gets_the_version_when_it_is_back(
+async def test_a_single_engine_killed_in_a_broadcast_gets_the_version_after_restart(
     ray_for_servers: None, tmp_path: Path, victim: str
 ):
     model_path = write_model(tmp_path / "model")

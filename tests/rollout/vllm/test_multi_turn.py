@@ -65,7 +65,7 @@ class Chatters:
 
 
 @attrs.define(eq=False)
-class Watched:
+class RecordingClient:
     """A client that records requests and answers. It sends some requests twice, as in a retry."""
 
     client: RemoteInferenceClient
@@ -98,7 +98,7 @@ async def play(
     try:
         version = (await client.health()).version + 1
         await publish(client, files, weights_of(model), version)
-        watched = Watched(client)
+        watched = RecordingClient(client)
         generator = EnvironmentGenerator(
             watched,  # pyright: ignore[reportArgumentType]
             TokenCodec(AutoTokenizer.from_pretrained(running.model_path), chat_template_kwargs={}),
@@ -170,7 +170,7 @@ def load(running: RunningServer) -> Any:
 
 
 @pytest.mark.parametrize("step_wise", [False, True])
-async def test_dozens_of_conversations_are_exactly_what_the_server_had(dense_server: RunningServer, step_wise: bool):
+async def test_dozens_of_conversations_have_exactly_the_servers_tokens(dense_server: RunningServer, step_wise: bool):
     model = load(dense_server)
     trajectories, exchanges = await play(dense_server, model, num_episodes=48, step_wise=step_wise)
     require_the_engines_tokens(trajectories, exchanges)
@@ -183,7 +183,7 @@ async def test_dozens_of_conversations_are_exactly_what_the_server_had(dense_ser
             assert float(difference_T.max()) < TOLERANCE
 
 
-async def test_two_hundred_episodes_with_tools_are_what_the_server_kept(dense_server: RunningServer):
+async def test_two_hundred_episodes_with_tools_have_exactly_the_servers_tokens(dense_server: RunningServer):
     model, tools = load(dense_server), {"environment": Echo, "max_turns": 3, "asks_again": True}
     trajectories, kept = await play(dense_server, model, num_episodes=200, step_wise=False, **tools)
     require_the_engines_tokens(trajectories, kept)

@@ -63,7 +63,7 @@ async def test_a_servers_refusal_reaches_the_agent(client: RemoteInferenceClient
             await chat.chat.completions.create(model="another", messages=MESSAGES)  # pyright: ignore
 
 
-async def test_nothing_but_the_api_is_passed_on(client: RemoteInferenceClient):
+async def test_the_router_does_not_forward_a_control_route(client: RemoteInferenceClient):
     assert client.router_url is not None
     url = client.router_url.removesuffix("/v1") + "/rl/pause"
     async with open_session(TOKENS.access) as session, session.post(url, data=b"") as answer:

@@ -28,7 +28,7 @@ async def _pool(*versions: int) -> tuple[Pool, list[Member]]:
     return pool, pool.members
 
 
-async def test_a_session_stays_on_its_server_and_others_go_where_there_is_least_to_do():
+async def test_a_session_stays_on_its_server_and_others_go_to_the_least_loaded():
     pool, (first, second) = await _pool(0, 0)
     with pool.carries(first, 3):
         assert await pool.choose("episode", timeout_s=1) is second
@@ -61,7 +61,7 @@ async def test_the_idle_time_of_each_server_is_the_time_without_samples():
     assert client.idle_lap() == {"0": 0.0, "1": 0.0}
 
 
-async def test_a_server_with_other_weights_serves_nothing_until_it_has_the_current_ones():
+async def test_a_server_with_old_weights_serves_nothing_until_updated():
     pool, (old, _) = await _pool(-1, 0)
     assert [member.index for member in pool.serving] == [1]
     assert pool.lacks_weights
@@ -84,7 +84,7 @@ async def test_waiting_for_a_server_names_the_state_of_each():
     assert await waiting is second
 
 
-async def test_a_server_that_is_known_to_be_hung_is_started_again_though_it_answers():
+async def test_a_hung_server_is_restarted_even_if_it_answers():
     pool, server = Pool(1), StartedAgain()
     supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
     await supervisor.start()
@@ -177,7 +177,7 @@ class DoesNotStart:
     ],
     ids=["its own", "external"],
 )
-async def test_the_warning_about_a_lost_server_says_who_starts_it_again(
+async def test_the_warning_about_a_lost_server_says_who_restarts_it(
     server: Startable, told: str, retried: str, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.WARNING)
@@ -215,7 +215,7 @@ async def test_an_address_that_never_answers_is_named_with_the_key_that_limits_t
             writer.close()
 
 
-async def test_a_server_that_refuses_connections_is_reported_so_although_the_last_attempt_has_no_time(
+async def test_refused_connections_are_reported_even_if_the_last_attempt_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ):
     class Refusing:

@@ -20,7 +20,7 @@ FEW = {
 }
 
 
-def test_an_adapter_alone_is_trained_by_the_samples_of_two_servers(tmp_path: Path):
+def test_an_adapter_is_trained_on_the_samples_of_two_servers(tmp_path: Path):
     prepare(tmp_path)
     run = started(tmp_path, FEW, recipe="lora_two_servers")
     assert run.wait(timeout=500) == 0, (tmp_path / "printed").read_text()

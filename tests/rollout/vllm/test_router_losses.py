@@ -134,7 +134,7 @@ async def posted(scene: Scene, body: object = None) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("script", [never_answers, streams(2, never_answers)], ids=["whole", "stream"])
-async def test_a_request_ends_on_its_server_when_its_agent_leaves_and_is_asked_once(start, script):
+async def test_a_request_whose_agent_disconnects_is_cancelled_and_not_retried(start, script):
     scene = await start(script)
     asking = asyncio.ensure_future(posted(scene))
     while not scene.server.num_asked:
@@ -148,14 +148,14 @@ async def test_a_request_ends_on_its_server_when_its_agent_leaves_and_is_asked_o
 
 
 @pytest.mark.parametrize("loss", [breaks_off, breaks_off_half_way, streams(0, breaks_off), lacks_weights])
-async def test_a_server_that_is_lost_before_anything_was_passed_on_is_an_accident_nobody_hears_of(start, loss):
+async def test_a_request_is_retried_unnoticed_if_its_server_is_lost_before_answering(start, loss):
     scene = await start(loss, answers)
     assert await posted(scene) == (200, b'{"answered": true}')
     assert scene.server.num_asked == 2
     assert len(scene.suspected) == 1
 
 
-async def test_a_stream_that_breaks_off_ends_with_an_error_and_no_half_event(start):
+async def test_a_broken_stream_ends_with_an_error_and_without_a_partial_event(start):
     scene = await start(streams(2, breaks_off))
     status, body = await posted(scene)
     assert status == 200
@@ -166,7 +166,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_no_half_event(sta
     assert scene.server.num_asked == 1
 
 
-async def test_a_request_that_servers_are_lost_under_again_and_again_goes_to_no_other(start):
+async def test_a_request_that_loses_too_many_servers_is_not_retried(start):
     scene = await start(breaks_off)
     status, body = await posted(scene)
     assert status == 502
@@ -174,7 +174,7 @@ async def test_a_request_that_servers_are_lost_under_again_and_again_goes_to_no_
     assert scene.server.num_asked == MAX_LOST
 
 
-async def test_the_runs_own_request_goes_to_no_other_server_either(start):
+async def test_the_runs_own_request_is_not_retried_without_limit_either(start):
     """The server answers 502, because an engine that ends gives up its requests."""
 
     async def engine_ends(request: web.Request) -> web.StreamResponse:
@@ -194,7 +194,7 @@ async def test_no_request_outlives_its_deadline(start):
     await asyncio.wait_for(scene.server.left.wait(), 10)
 
 
-async def test_a_stream_that_outlives_its_deadline_says_so(start):
+async def test_a_stream_that_outlives_its_deadline_ends_with_an_error(start):
     scene = await start(streams(1, never_answers), timeout_s=0.5)
     _, body = await asyncio.wait_for(posted(scene), 10)
     assert b"the request's deadline has passed" in body
@@ -202,7 +202,7 @@ async def test_a_stream_that_outlives_its_deadline_says_so(start):
 
 
 @pytest.mark.parametrize("script", ["a stream", "one answer"])
-async def test_an_agent_that_does_not_read_is_left_when_its_deadline_is_over(start, script):
+async def test_an_agent_that_never_reads_is_disconnected_at_its_deadline(start, script):
     """The operating system buffers part of the answer, then accepts no more."""
 
     num_bytes = 20_000_000  # more than the operating system buffers for a client that does not read
@@ -263,7 +263,7 @@ async def test_a_request_moves_when_its_server_is_given_up(start):
 
 
 @pytest.mark.parametrize("name", [["a"], {"a": 1}, 7])
-async def test_a_name_that_is_no_text_is_refused(start, name):
+async def test_a_user_that_is_not_a_string_is_refused(start, name):
     scene = await start(answers)
     status, body = await posted(scene, {"user": name})
     assert (status, "user" in body.decode()) == (400, True)

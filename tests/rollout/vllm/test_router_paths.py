@@ -117,7 +117,7 @@ async def ask(address: tuple[str, int], target: str, headers: str = "", *, token
 
 
 @pytest.mark.parametrize("target", PASSED_ON)
-async def test_what_the_api_has_is_passed_on(server: RecordingServer, router: tuple[str, int], target: str):
+async def test_paths_of_the_api_are_forwarded(server: RecordingServer, router: tuple[str, int], target: str):
     status, body = await ask(router, target)
     assert status == 200
     assert "answered" in body
@@ -126,22 +126,20 @@ async def test_what_the_api_has_is_passed_on(server: RecordingServer, router: tu
 
 
 @pytest.mark.parametrize("target", REFUSED)
-async def test_a_path_that_means_another_place_is_refused(
-    server: RecordingServer, router: tuple[str, int], target: str
-):
+async def test_non_canonical_paths_are_refused(server: RecordingServer, router: tuple[str, int], target: str):
     status, _ = await ask(router, target)
     assert status == 400
     assert server.asked == []
 
 
 @pytest.mark.parametrize("target", ELSEWHERE)
-async def test_what_is_not_of_the_api_is_not_there(server: RecordingServer, router: tuple[str, int], target: str):
+async def test_paths_outside_the_api_are_not_found(server: RecordingServer, router: tuple[str, int], target: str):
     status, _ = await ask(router, target)
     assert status == 404
     assert server.asked == []
 
 
-async def test_an_agent_without_the_token_is_sent_away(server: RecordingServer, router: tuple[str, int]):
+async def test_an_agent_without_the_token_is_refused(server: RecordingServer, router: tuple[str, int]):
     assert (await ask(router, "/v1/models", token="another"))[0] == 401
     assert server.asked == []
 
@@ -152,7 +150,7 @@ async def test_an_absolute_target_reaches_no_other_host(server: RecordingServer,
     assert server.asked == ["/v1/models"]
 
 
-async def test_an_agent_learns_nothing_of_the_machine_from_a_lost_server(
+async def test_errors_about_a_lost_server_reveal_no_path_or_address(
     pool: Pool, router: tuple[str, int], server: RecordingServer
 ):
     member: Member = pool.members[0]

@@ -112,7 +112,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
         time.sleep(0.2)
 
 
-def test_a_server_that_says_it_is_ready_has_computed_with_every_engine(served):
+def test_a_ready_server_has_computed_with_every_engine(served):
     """Each engine has scored a prompt and sampled from it, so that whatever is compiled at first use is compiled at the
     start.
     """
@@ -130,7 +130,7 @@ def test_a_server_that_says_it_is_ready_has_computed_with_every_engine(served):
 
 
 @pytest.mark.parametrize("transport", ["files", "shared_memory", "broadcast"])
-async def test_every_rank_of_its_engine_receives_verified_weights(served, transport, monkeypatch):
+async def test_every_rank_of_an_engine_receives_verified_weights(served, transport, monkeypatch):
     monkeypatch.setenv(CONTROL_FILE_VARIABLE, str(served.token_file))
     client = await vllm.create(served.spec)
     assert client.num_weight_receivers() == served.split.num_workers
@@ -151,13 +151,13 @@ async def test_every_rank_of_its_engine_receives_verified_weights(served, transp
 
 
 @pytest.mark.parametrize("token", ["another token", ACCESS_TOKEN])
-async def test_without_its_token_a_run_is_told_what_to_set(served, token, monkeypatch):
+async def test_the_error_of_a_wrong_token_says_what_to_set(served, token, monkeypatch):
     monkeypatch.setenv(CONTROL_VARIABLE, token)
     with pytest.raises(GenerationError, match=f"requires its control token: set {CONTROL_FILE_VARIABLE}"):
         await vllm.create(served.spec)
 
 
-async def test_what_agents_are_told_opens_the_api_alone(served):
+async def test_the_agents_token_opens_the_api_only(served):
     (url,) = served.spec.options.external_server_urls
 
     async def status_of(method: str, path: str, token: str | None) -> int:
@@ -171,7 +171,7 @@ async def test_what_agents_are_told_opens_the_api_alone(served):
         assert await status_of("POST", "/scale_elastic_ep", token) == 401
 
 
-def test_nothing_of_a_server_that_is_killed_is_left_and_it_said_what_it_was_doing(served):
+def test_a_killed_server_leaves_no_process_and_has_logged_its_states(served):
     """Kills the shared server, so it must be the last test that uses it."""
     others = psutil.Process(served.process.pid).children(recursive=True)
     assert len(others) > served.split.num_workers, "expected a core per engine and its workers"
@@ -187,7 +187,7 @@ def test_nothing_of_a_server_that_is_killed_is_left_and_it_said_what_it_was_doin
     assert len(seconds) == 3
 
 
-async def test_a_run_that_is_not_told_the_token_does_not_start(tmp_path, monkeypatch):
+async def test_a_run_without_the_control_token_does_not_start(tmp_path, monkeypatch):
     monkeypatch.delenv(CONTROL_VARIABLE, raising=False)
     monkeypatch.delenv(CONTROL_FILE_VARIABLE, raising=False)
     spec = make_spec(tmp_path / "model", tmp_path, external_server_urls=["http://127.0.0.1:1"])

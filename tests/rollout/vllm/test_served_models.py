@@ -89,7 +89,7 @@ def lora(**fields: object) -> dict[str, object]:
         ("cut", lora(**ALONE), "model: got .* its adapter_config.json cannot be read"),
     ],
 )
-def test_a_judge_that_the_servers_cannot_be_is_refused(
+def test_a_judge_that_the_runs_servers_cannot_serve_is_refused(
     model: object, values: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -105,7 +105,7 @@ def test_a_judge_that_the_servers_cannot_be_is_refused(
     check_plugins(asking("base", tmp_path, **lora(rank=4, merge_lora=False)))
 
 
-def test_adapters_of_several_judges_need_a_place_each(tmp_path: Path):
+def test_each_judges_adapter_needs_a_slot(tmp_path: Path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text('{"r": 4}')
@@ -130,7 +130,7 @@ def test_a_key_for_the_runs_own_servers_is_refused():
     assert asked_models({"judge": options | {"url": "http://host/v1"}}) == {}
 
 
-def test_each_place_that_asks_gets_its_model_and_other_options_stay():
+def test_each_requested_url_becomes_its_model_and_other_options_stay():
     options = {"url": "inference_engine", "model": "base", "judge": {"url": "inference_engine", "model": "a/b"}}
     others = {"code": {"url": "http://host/v1", "model": "base"}, "top_k": 1}
     assert asked_models({**options, **others}) == {

@@ -110,7 +110,7 @@ def test_an_engine_that_refuses_its_arguments_is_not_started_again(
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
-def test_of_a_long_log_the_first_errors_of_the_last_start_are_shown(tmp_path: Path):
+def test_the_excerpt_of_a_long_log_begins_with_the_last_starts_errors(tmp_path: Path):
     log = tmp_path / "log"
     before = ["---- this server's process started: pid 1", "ERROR of an earlier start"]
     stack = [f"(EngineCore pid=3)   File {i}" for i in range(60)]

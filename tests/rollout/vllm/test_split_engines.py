@@ -76,7 +76,7 @@ SPLITS = {
         last="rank 1 of data-parallel engine 1",
     ),
 }
-IN_EVERY_RUN_OF_THE_TESTS = ("tensor", "both")
+QUICK_SPLITS = ("tensor", "both")
 _versions = itertools.count(1, 10)
 """Every version has a new number."""
 
@@ -103,9 +103,7 @@ def servers(
 
 
 @pytest.fixture(
-    params=[
-        name if name in IN_EVERY_RUN_OF_THE_TESTS else pytest.param(name, marks=pytest.mark.soak) for name in SPLITS
-    ]
+    params=[name if name in QUICK_SPLITS else pytest.param(name, marks=pytest.mark.soak) for name in SPLITS]
 )
 def split(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -176,7 +174,7 @@ async def tokens_by_engine(server: RunningServer) -> list[float]:
         return [float(count) for _, count in sorted(re.findall(counted, await answer.text(), re.MULTILINE))]
 
 
-async def test_an_engine_of_several_workers_computes_what_one_computes(
+async def test_an_engine_of_several_workers_computes_like_one_worker(
     servers: dict[str, RunningServer], client: RemoteInferenceClient, split: str
 ):
     model = Model(servers[split].model_path)
@@ -195,7 +193,7 @@ FAULTS: dict[Fault, str] = {
 }
 
 
-def test_a_worker_that_does_not_answer_leaves_nothing_that_could_be_served():
+def test_a_missing_worker_makes_the_weights_unservable():
     taken = {"manifest": {"version": 3, "tensors": {}}, "error": None, "is_intact": True}
     failed = {"manifest": None, "error": "no memory", "is_intact": True}
     assert _fault({"rank 0": taken, "rank 1": taken}, 2) == (None, True)
@@ -227,7 +225,7 @@ async def test_an_update_counts_when_every_worker_has_answered_for_itself(
     await model.require_served(client, split, await model.sync(client, FilesTransport()))
 
 
-async def test_the_probe_finds_the_engine_that_says_it_has_new_weights_and_computes_with_old_ones(
+async def test_the_probe_finds_an_engine_that_still_computes_with_old_weights(
     servers: dict[str, RunningServer],
 ):
     client = await connect(servers["both"])
@@ -245,7 +243,7 @@ async def test_the_probe_finds_the_engine_that_says_it_has_new_weights_and_compu
 
 
 @pytest.mark.asyncio
-async def test_a_core_that_dies_answers_no_request_with_what_it_had(servers: dict[str, RunningServer]):
+async def test_a_dying_core_returns_no_partial_answers(servers: dict[str, RunningServer]):
     """Must be the last test, because it kills an engine core. vLLM then ends the other cores and their requests."""
     running = servers["both"]
     processes = psutil.Process(running.pid).children(recursive=True)

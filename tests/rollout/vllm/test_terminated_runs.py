@@ -44,12 +44,12 @@ def terminated(tmp_path: Path, overrides: Mapping[str, Any], moment: str) -> str
     return said
 
 
-def test_while_its_servers_start_it_ends_in_order(tmp_path: Path):
+def test_a_run_terminated_while_servers_start_ends_cleanly(tmp_path: Path):
     said = terminated(tmp_path, {"generator.inference_engine.backend": "vllm"}, "vLLM server 0: loading")
     assert "interrupted; the run has no checkpoint yet" in said
 
 
-def test_while_it_trains_it_ends_with_a_checkpoint(tmp_path: Path):
+def test_a_run_terminated_in_training_ends_with_a_checkpoint(tmp_path: Path):
     said = terminated(tmp_path, {"trainer.placement.policy_num_gpus_per_node": 2}, "metrics.jsonl")
     (step,) = [int(line.split()[3].rstrip(";")) for line in said.splitlines() if line.startswith("interrupted after")]
     assert step > 0

@@ -25,7 +25,7 @@ def made(path: str) -> str:
     return given_tokens(makes_file=True, environment={CONTROL_FILE_VARIABLE: path}).control
 
 
-def test_a_server_makes_the_file_that_its_run_reads_and_nobody_else_can(tmp_path: Path):
+def test_a_server_creates_a_token_file_that_only_its_owner_can_read(tmp_path: Path):
     path = tmp_path / "token"
     with pytest.raises(ConfigError, match=r"cannot be read: No such file.*a server creates it"):
         given_tokens(environment={CONTROL_FILE_VARIABLE: str(path)})
@@ -60,7 +60,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int):
         ({CONTROL_VARIABLE: "a", ACCESS_VARIABLE: "a"}, "set two different values"),
     ],
 )
-def test_a_token_that_protects_nothing_is_refused(environment: dict[str, str], message: str):
+def test_missing_conflicting_and_equal_tokens_are_refused(environment: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=message):
         given_tokens(environment=environment)
 
@@ -81,13 +81,13 @@ def test_every_run_has_tokens_of_its_own(monkeypatch: pytest.MonkeyPatch):
     assert len({tokens.control for tokens in (*runs, tokens_of_run())}) == 3
 
 
-def test_a_run_and_its_external_servers_agree_on_what_agents_show():
+def test_a_run_and_its_external_servers_agree_on_the_agents_token():
     server, run = (given_tokens(environment={CONTROL_VARIABLE: "secret"}) for _ in range(2))
     assert server.access == run.access
     assert "secret" not in run.access
 
 
-def test_agents_find_their_token_in_a_file_that_nobody_else_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_agents_find_their_token_in_a_private_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(ACCESS_VARIABLE, raising=False)
     for _ in range(2):  # each run gets a new token
         tokens = tokens_of_run()
@@ -100,7 +100,7 @@ def test_agents_find_their_token_in_a_file_that_nobody_else_can_read(tmp_path: P
     assert not (tmp_path / "other").exists()
 
 
-def test_tokens_are_not_shown_where_their_record_is():
+def test_the_repr_of_tokens_hides_them():
     assert repr(Tokens(control="secret", access="hidden")) == "Tokens()"
 
 
@@ -141,7 +141,7 @@ def test_agents_get_the_api_and_nothing_that_changes_a_server(path: str, is_open
         ),
     ],
 )
-def test_an_error_keeps_the_paths_of_its_request_and_loses_all_others(text: str, told: str):
+def test_an_error_keeps_only_the_paths_of_its_request(text: str, told: str):
     body = wire.encode({"data": {"directories": ["/data/sync/"]}, "path": "/data/adapter", "number": 3, "root": "/"})
     assert without_other_paths(text, body) == told
     assert "/data" not in without_other_paths(text, b"\xc1 no MessagePack")

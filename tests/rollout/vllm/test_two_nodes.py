@@ -28,7 +28,7 @@ def cluster() -> Iterator[Any]:
     cluster.shutdown()
 
 
-def test_after_a_lost_node_the_same_command_goes_on(cluster: Any, tmp_path: Path):
+def test_after_a_lost_node_the_same_command_resumes_the_run(cluster: Any, tmp_path: Path):
     prepare(tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     with start(cluster, tmp_path, steps=100) as run:

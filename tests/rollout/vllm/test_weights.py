@@ -53,7 +53,7 @@ def half(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
 
 @pytest.mark.parametrize("spoil", [cut_off, half])
 @pytest.mark.parametrize("transport", [FilesTransport(), SharedMemoryTransport(), BroadcastTransport(timeout_s=60.0)])
-async def test_a_spoiled_update_leaves_the_old_version_or_nothing(dense_server, transport, spoil):
+async def test_a_damaged_update_leaves_the_old_version_or_nothing(dense_server, transport, spoil):
     client = await connect(dense_server)
     async with policy_of(dense_server.model_path) as policy:
         trainer = trained(client, policy, transport)
@@ -265,7 +265,7 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
-async def test_changes_that_break_off_are_healed_by_whole_weights(dense_server, transport, caplog):
+async def test_an_interrupted_delta_sync_is_healed_by_whole_weights(dense_server, transport, caplog):
     """With broadcast, the server is in quarantine until the whole weights arrive, as after any failed sync."""
     client = await connect(dense_server)
     async with policy_of(dense_server.model_path) as policy:
@@ -287,7 +287,7 @@ async def test_changes_that_break_off_are_healed_by_whole_weights(dense_server, 
     await client.close()
 
 
-async def test_agents_requests_at_a_server_that_is_quarantined_end_at_once(dense_server):
+async def test_agents_requests_end_at_once_when_their_server_is_quarantined(dense_server):
     """Requests do not wait for a good update. A plain request gets an error, so that the router tries another server;
     a stream ends with an error event."""
     client = await connect(dense_server)

@@ -95,7 +95,7 @@ def test_a_request_that_lacks_a_field_is_refused():
             msgspec.msgpack.decode(wire.encode(lacking), type=bodies.GenerateBody)
 
 
-def test_routed_experts_cost_one_byte_each():
+def test_each_routed_expert_takes_one_byte():
     def num_bytes(routed: np.ndarray | None) -> int:
         completion = Completion(
             tokens=(1,) * 1000,
@@ -131,7 +131,7 @@ async def test_a_repeated_request_joins_the_running_one_or_gets_its_answer():
         await calls.answer("id", b"another body", compute)
 
 
-async def test_a_failed_request_is_tried_anew_and_old_answers_make_room():
+async def test_failed_requests_are_retried_and_old_answers_are_evicted():
     calls, answers = Calls(max_kept_bytes=10), iter([b"12345", b"1234567"])
 
     async def fail() -> bytes:

@@ -209,13 +209,13 @@ def _fullest_moment(
     outside = sizes.outside * sizes.element if split else 0
     at_the_output = _Moment(held.at_output + output_sum, whole)
     in_layer = _Moment(held.in_layer, whole + buffer + output_gradient + summed)
-    in_last_layer = _Moment(held.in_last_layer, whole + output_gradient + summed + all_summed)
+    in_first_layer = _Moment(held.in_first_layer, whole + output_gradient + summed + all_summed)
     # Gradients outside the layers are summed last; a rank then holds the whole gradient and a copy in the sum's dtype.
     embedding_gradients = sizes.outside * sizes.element + (2 * output_gradient if sizes.is_tied else 0)
     embedded = _Moment(2 * held.hidden, outside + embedding_gradients + summed + all_summed)
     reduced_outside = sizes.outside * (sizes.element + sizes.reduced * (1 + 1 / num_shards)) if split else 0
     at_the_end = _Moment(0, reduced_outside + all_summed)
-    return max(at_the_output, in_layer, in_last_layer, embedded, at_the_end, key=lambda moment: moment.total)
+    return max(at_the_output, in_layer, in_first_layer, embedded, at_the_end, key=lambda moment: moment.total)
 
 
 def _whole_parameters(spec: WorkerSpec, scorer: Scorer, sizes: _Sizes, num_ranks: int) -> tuple[float, float]:

@@ -139,7 +139,7 @@ def field_key(name: str, passed: Container[str], where: str = "megatron_config")
     return f"{where}.transformer_config_kwargs.{name}" if name in passed else f"{where}.{name}"
 
 
-_OF_A_MESH = frozenset(
+_WITHOUT_EFFECT_ON_LOGPROBS = frozenset(
     {
         "sequence_parallel",
         "batch_p2p_comm",
@@ -163,11 +163,12 @@ computed, or add to the loss."""
 def one_rank_options(options: MegatronOptions) -> MegatronOptions:
     """Returns `options` for a single rank that computes the same log-probs as all ranks with `options` do."""
     plain = {field.name: field.default for field in attrs.fields(MegatronOptions)}
-    mesh = {name for name in _OWN_FIELDS if name.endswith("_size") or name.startswith("num_layers_in")} | _OF_A_MESH
-    passed = {name: value for name, value in options.transformer_config_kwargs.items() if name not in mesh}
+    mesh = {name for name in _OWN_FIELDS if name.endswith("_size") or name.startswith("num_layers_in")}
+    dropped = mesh | _WITHOUT_EFFECT_ON_LOGPROBS
+    passed = {name: value for name, value in options.transformer_config_kwargs.items() if name not in dropped}
     return attrs.evolve(
         options,
-        **{name: plain[name] for name in sorted(mesh & plain.keys())},
+        **{name: plain[name] for name in sorted(dropped & plain.keys())},
         freeze_moe_router=False,
         lora_config=LoraOptions(),
         optimizer_config_kwargs={},

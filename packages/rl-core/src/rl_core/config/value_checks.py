@@ -251,9 +251,9 @@ def _lora(config: Config) -> Iterator[ConfigError]:
     """Refuses a `max_cpu_loras` below `max_loras`, and LoRA keys that have no effect because no adapter is sent
     separately from the base weights."""
     policy, critic = config.trainer.policy.model.lora, config.trainer.critic.model.lora
-    served = LoraConfig()
+    defaults = LoraConfig()
     for key in ("merge_lora", "max_loras", "max_cpu_loras"):
-        if getattr(critic, key) != getattr(served, key):
+        if getattr(critic, key) != getattr(defaults, key):
             yield ConfigError(f"trainer.critic.model.lora.{key}: a critic is not sent to the engines; remove this key")
     where = "trainer.policy.model.lora"
     if not policy.merge_lora and policy.rank == 0:
@@ -262,7 +262,7 @@ def _lora(config: Config) -> Iterator[ConfigError]:
             "merge_lora=true"
         )
     for key in ("max_loras", "max_cpu_loras"):
-        if policy.merge_lora and getattr(policy, key) != getattr(served, key):
+        if policy.merge_lora and getattr(policy, key) != getattr(defaults, key):
             yield ConfigError(
                 f"{where}.{key}: got {getattr(policy, key)}, but an engine with merged weights serves no "
                 f"adapters; remove this key, or set {where}.merge_lora=false"

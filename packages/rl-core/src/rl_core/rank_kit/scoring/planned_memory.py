@@ -70,10 +70,10 @@ class ActivationBytes:
     @property
     def in_layer(self) -> float:
         """Bytes during the backward of the model's last layer, while all other layers still keep their `inputs`."""
-        return self.inputs * (self.num_layers - 1) + self.in_last_layer
+        return self.inputs * (self.num_layers - 1) + self.in_first_layer
 
     @property
-    def in_last_layer(self) -> float:
+    def in_first_layer(self) -> float:
         """Bytes during the backward of the model's first layer, after the backward of all other layers."""
         return self.kept + self.passing + self.hidden
 
