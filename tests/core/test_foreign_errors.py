@@ -34,8 +34,8 @@ def test_a_generator_that_means_to_end_the_run_ends_it_with_an_error_and_a_check
         return Play(error=error if group == 3 else None)
 
     run = ScriptedRun(tmp_path, Script(max_staleness=max_staleness, play=play))
-    told = rf"train:1: the generator ScriptedGenerator raised {type(error).__name__}\(.*\(scripted_run\.py:\d+\)"
-    with pytest.raises(ForeignCodeError, match=told):
+    message = rf"train:1: the generator ScriptedGenerator raised {type(error).__name__}\(.*\(scripted_run\.py:\d+\)"
+    with pytest.raises(ForeignCodeError, match=message):
         run.go()
     assert run.events[-1] == f"checkpoint {run.loop.steps_done}"
     assert run.loop.steps_done > 0
@@ -170,8 +170,8 @@ def test_code_that_leaves_is_named_although_a_tracker_wraps_the_way_out(monkeypa
         sys.exit(0)
 
     line = plug_in.__code__.co_firstlineno + 1
-    told = rf"raised SystemExit\(0\) \(test_foreign_errors\.py:{line}\)"
-    with pytest.raises(ForeignCodeError, match=told), code_of("a plug-in"):
+    message = rf"raised SystemExit\(0\) \(test_foreign_errors\.py:{line}\)"
+    with pytest.raises(ForeignCodeError, match=message), code_of("a plug-in"):
         plug_in()
 
 

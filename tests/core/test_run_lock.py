@@ -76,7 +76,7 @@ def ready(settings: dict[str, str], *, children: str = "") -> subprocess.Popen[s
     return process
 
 
-def told(process: subprocess.Popen[str]) -> None:
+def let_start(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -101,7 +101,7 @@ def holding(settings: dict[str, str], *, children: str = "") -> Iterator[tuple[s
     process = ready(settings, children=children)
     pids: list[int] = []
     try:
-        told(process)
+        let_start(process)
         pids = json.loads(said(process))["children"]
         yield process, pids
     finally:
@@ -190,7 +190,7 @@ def test_of_many_that_start_at_once_one_has_the_directories_and_all_others_name_
     starters = [ready(settings) for _ in range(12)]
     try:
         for starter in starters:
-            told(starter)
+            let_start(starter)
         answers = {starter.pid: said(starter) for starter in starters}
         winners = [pid for pid, answer in answers.items() if answer.startswith("{")]
         assert len(winners) == 1, answers

@@ -225,10 +225,10 @@ def test_what_a_callback_asks_for_is_done_at_the_end_of_that_step(tmp_path: Path
 
 def test_callbacks_get_the_directory_of_the_run_wherever_checkpoints_are(tmp_path: Path):
     run = ScriptedRun(tmp_path, Script(steps=1, settings={"checkpoint_root": tmp_path / "other" / "checkpoints"}))
-    told: list[tuple[object, ...]] = []
-    run.reports.on_run_start = lambda *arguments: told.append(arguments)
+    calls: list[tuple[object, ...]] = []
+    run.reports.on_run_start = lambda *arguments: calls.append(arguments)
     run.go()
-    assert told == [(tmp_path, 1, 1)]
+    assert calls == [(tmp_path, 1, 1)]
 
 
 @STALENESS

@@ -166,8 +166,8 @@ async def test_a_failure_names_rank_and_phase_and_keeps_its_cause(fault):
 
 
 async def test_a_rank_that_means_to_end_the_run_is_an_error_that_names_it():
-    told = r"policy rank 0 in forward raised SystemExit\(0\) \(test_workers_inline\.py:"
-    with pytest.raises(ForeignCodeError, match=told):
+    message = r"policy rank 0 in forward raised SystemExit\(0\) \(test_workers_inline\.py:"
+    with pytest.raises(ForeignCodeError, match=message):
         await forward(RecordedWorker("exit"))
 
 
@@ -183,8 +183,8 @@ async def test_a_worker_that_hangs_while_it_is_built_meets_the_deadline_of_start
             threading.Event().wait()
 
     launch = WorkerGroup.launch(HangingBackend(RecordedWorker()), SPEC, timeout_s=600, start_timeout_s=0.1)
-    told = r"rank 0 did not finish start within 0\.1 s \(trainer\.worker_start_timeout_s\)"
-    with pytest.raises(DeadlineError, match=told):
+    message = r"rank 0 did not finish start within 0\.1 s \(trainer\.worker_start_timeout_s\)"
+    with pytest.raises(DeadlineError, match=message):
         await launch
 
 

@@ -200,8 +200,8 @@ def test_a_file_of_rows_with_tools_is_read_and_a_wrong_one_is_named_before_the_r
     model = make_checkpoint(tmp_path / "model", max_position_embeddings=2048)
     tokenizer_with(TOOL_CHATML).save_pretrained(model)
     config = config_of(tmp_path, model, [ROW, {**ROW, "tools": "sum"}])
-    plugin, told = generator_spec(config)
-    generator = plugin.create(told, NoSampler())
+    plugin, spec = generator_spec(config)
+    generator = plugin.create(spec, NoSampler())
     rows = read_rows(config.data.train_data, key="data.train_data")
     with pytest.raises(DataError, match=r"rows\.jsonl:2.*the row's 'tools' are not JSON"):
         fitting_rows(rows, generator, config, "generator.sampling_params")

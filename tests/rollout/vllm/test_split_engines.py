@@ -210,10 +210,10 @@ def test_a_worker_that_does_not_answer_leaves_nothing_that_could_be_served():
 async def test_an_update_counts_when_every_worker_has_answered_for_itself(
     servers: dict[str, RunningServer], client: RemoteInferenceClient, split: str, fault: Fault
 ):
-    told = FAULTS[fault].format(first=SPLITS[split].first, last=SPLITS[split].last)
+    message = FAULTS[fault].format(first=SPLITS[split].first, last=SPLITS[split].last)
     model = Model(servers[split].model_path)
     good = await model.sync(client, FilesTransport())
-    with pytest.raises(WeightSyncError, match=told):
+    with pytest.raises(WeightSyncError, match=message):
         await model.sync(client, OtherTransport(fault=fault))
     await client.resume()
     if (fault, split) == ("raises", "tensor"):
