@@ -126,12 +126,12 @@ def test_yaml_is_read_by_the_rules_of_its_version_1_2(tmp_path: Path):
     }
 
 
-def test_a_recipe_may_be_a_function_or_stand_at_an_import_path():
+def test_a_recipe_may_be_a_function_or_an_object_at_an_import_path():
     assert load("layered_recipes:make_recipe").config.trainer.epochs == 2
     assert load("layered_recipes:recipe").recipe is not None
 
 
-def test_a_recipe_that_is_not_there_or_is_none_is_refused():
+def test_missing_recipes_wrong_objects_and_missing_tiny_variants_are_refused():
     with pytest.raises(PluginError, match=r"'layerd' is not among the installed recipes .* Did you mean 'layered'\?"):
         load("layerd")
     with pytest.raises(PluginError, match=r"is not a recipe: it is an object of type int\. Expected a"):

@@ -192,7 +192,7 @@ def test_an_unknown_backend_names_the_nearest():
         from_mapping({"trainer.strategy": "fspd"})
 
 
-def test_every_default_loads_as_what_it_is():
+def test_every_default_loads_unchanged():
     """The loader accepts every default of the configuration classes."""
     from rl_core.config.resolving import as_mapping
 
@@ -301,18 +301,18 @@ def test_every_mistake_of_a_file_and_of_the_overrides_on_it_is_reported(tmp_path
     assert f", {file}:3)" in str(raised.value)
 
 
-def test_an_unknown_recipe_stands_alone():
+def test_an_unknown_recipe_is_the_only_error_reported():
     with pytest.raises(PluginError, match="'nope' is not among the installed recipes"):
         load("nope", ["trainer.sead=1", "trainer.epochs=lots"])
 
 
-def test_one_mistake_is_raised_as_what_it_is():
+def test_a_single_mistake_is_raised_as_its_own_error():
     with pytest.raises(ConfigError, match=r"^trainer\.sead: unknown key") as raised:
         from_mapping({}, ["trainer.sead=1"])
     assert type(raised.value) is ConfigError
 
 
-def test_several_mistakes_survive_the_way_to_another_process():
+def test_several_mistakes_can_be_pickled():
     with pytest.raises(ConfigErrors) as raised:
         from_mapping({"trainer.sead": 1, "trainer.strategy": "fspd"})
     copy = pickle.loads(pickle.dumps(raised.value))

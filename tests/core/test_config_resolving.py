@@ -80,7 +80,7 @@ def test_servers_on_a_ray_that_is_joined_may_be_on_other_hosts(monkeypatch):
     )
 
 
-def test_a_given_value_stands_against_its_rule():
+def test_a_given_value_overrides_its_rule():
     config = from_mapping({"trainer.ckpt_path": "elsewhere", "generator.inference_engine.model_dtype": "float16"})
     assert (str(config.ckpt_dir), config.engine_dtype) == ("elsewhere", "float16")
 
@@ -90,7 +90,7 @@ def test_resolving_twice_changes_nothing():
     assert resolve(config) == config
 
 
-def test_every_rule_speaks_of_a_key_and_gives_it_a_value():
+def test_every_rule_gives_a_value_to_a_key_without_a_default():
     config = from_mapping({"trainer.policy.model.path": "model", "environment.reward_functions": "rewards:short"})
     for rule in RULES:
         assert rule.key in known_paths(Config)
@@ -138,7 +138,7 @@ def test_the_written_file_is_complete_and_loads_to_the_same_configuration(tmp_pa
     }
 
 
-def test_a_changed_key_of_the_written_file_moves_what_follows_from_it(tmp_path: Path):
+def test_changing_a_key_of_the_written_file_updates_the_values_derived_from_it(tmp_path: Path):
     config = from_mapping({"trainer.run_name": "first", "trainer.export_path": "kept"})
     moved = reloaded(config, tmp_path, "trainer.run_dir=second", "generator.sampling_params.temperature=0.5")
     assert (str(moved.ckpt_dir), str(moved.export_dir), moved.temperature) == ("second/checkpoints", "kept", 0.5)

@@ -72,13 +72,13 @@ def test_truncation_caps_and_masking_drops():
     assert ratio_mask(LOG_RATIOS, MASK, low=0.6).tolist() == [True, True, True, False, False, False, True]
 
 
-def test_bounds_belong_to_what_is_kept():
+def test_a_ratio_at_a_bound_is_kept():
     one = torch.zeros(1)
     kept = torch.ones(1, dtype=torch.bool)
     assert ratio_mask(one, kept, low=1.0, high=1.0).tolist() == [True]
 
 
-def test_one_outlier_takes_its_whole_sequence_along():
+def test_one_outlier_drops_its_whole_sequence():
     assert outlier_sequence_mask(LOG_RATIOS, MASK, SEQUENCE, high=3.0).tolist() == [False] * 3 + [
         True,
         True,
@@ -116,7 +116,7 @@ def test_sequence_masks_drop_by_geometric_mean_or_product():
     assert corrected(sequence_mask_metric="product")[1] == [False] * 5 + [False, True]
 
 
-def test_each_step_sees_what_the_one_before_left():
+def test_each_correction_step_uses_the_mask_left_by_the_previous_one():
     weights, mask, metrics = corrected(
         outlier_token_is_threshold_high=7.0,  # only the untrained token is above the bound
         token_mask_is_threshold_low=0.4,
