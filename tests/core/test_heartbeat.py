@@ -50,7 +50,7 @@ def unseen(second: int) -> None:
 
 @pytest.mark.parametrize("works", [computes, writes, waits_for_disk])
 @pytest.mark.parametrize("answers", [True, False])
-def test_ranks_are_alive_while_one_works_whether_it_answers_or_not_and_the_others_answer(works, answers):
+def test_ranks_are_alive_while_one_works_and_the_others_answer(works, answers):
     assert not watched(60, [works, idles], answers=[answers, True]).dead(60.0)
 
 
@@ -119,7 +119,7 @@ def test_the_pulse_of_a_real_process_tells_computing_from_waiting_and_from_being
     os.kill(child.pid, signal.SIGCONT)
 
 
-def test_where_only_its_own_process_can_be_read_no_other_gets_its_pulse(monkeypatch, child):
+def test_on_other_platforms_only_the_own_process_can_be_read(monkeypatch, child):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert pulse_of(os.getpid()).cpu_s > 0
     with pytest.raises(OSError, match=f"process {child.pid} cannot be read on darwin"):

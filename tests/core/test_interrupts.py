@@ -45,7 +45,7 @@ def test_the_first_signal_stops_and_its_bounce_is_ignored(number: int):
     assert stops == [1]
 
 
-def test_a_second_hangup_does_nothing_although_the_first_is_not_yet_answered(monkeypatch: pytest.MonkeyPatch):
+def test_a_second_hangup_is_ignored_even_before_the_first_is_handled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_BOUNCE_S", 0.05)
     interrupts, stops = Interrupts(), []
 
@@ -61,7 +61,7 @@ def test_a_second_hangup_does_nothing_although_the_first_is_not_yet_answered(mon
     assert stops == [1]
 
 
-def test_a_later_second_signal_cancels_and_the_clean_up_is_whole():
+def test_a_later_second_signal_cancels_the_work_and_its_clean_up_completes():
     interrupts, events = Interrupts(), []
 
     async def work() -> None:
@@ -175,7 +175,7 @@ def test_a_signal_that_another_thread_gets_is_answered_while_the_loop_waits():
     assert time.monotonic() - started < 30
 
 
-def test_a_clean_up_that_hangs_can_be_left(monkeypatch: pytest.MonkeyPatch):
+def test_a_clean_up_that_hangs_can_be_interrupted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "CLOSE_S", 0.05)
 
     async def work() -> None:

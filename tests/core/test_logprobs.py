@@ -67,7 +67,7 @@ def test_gradcheck(with_entropy):
 
 
 @pytest.mark.parametrize("frozen", ["hidden_TH", "weight_VH", "bias_V"])
-def test_what_needs_no_gradient_gets_none_and_changes_nothing(frozen):
+def test_inputs_that_need_no_gradient_get_none(frozen):
     tensors, targets_T = inputs()
     expected = dict(
         zip(tensors, value_and_gradients(full_logprobs, tensors, targets_T, ("logprobs", "entropies"))[1], strict=True)

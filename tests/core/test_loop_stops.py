@@ -104,7 +104,7 @@ def test_groups_that_wait_to_be_trained_on_are_in_the_checkpoint_and_not_played_
     assert (sample.start_version, sample.reward, [list(one.tokens) for one in sample.steps]) == (0, 0.25, [[1, 2]])
 
 
-def test_a_failed_sample_of_a_group_that_waits_is_counted_once_where_an_error_ends_the_run(tmp_path: Path):
+def test_a_failed_sample_of_a_waiting_group_is_counted_once_after_an_error(tmp_path: Path):
     """The failing run writes the sample immediately, under a step that it never reaches. Its checkpoint has the sample
     too."""
     rewards = {2: (0.25, None)}
@@ -126,7 +126,7 @@ def test_a_failed_sample_of_a_group_that_waits_is_counted_once_where_an_error_en
     assert sum(row["rollout/failed"] for row in resumed.reports.rows.values()) == 1.0
 
 
-def test_a_group_that_a_checkpoint_does_not_list_is_seen(tmp_path: Path):
+def test_require_nothing_is_lost_detects_a_group_missing_from_a_checkpoint(tmp_path: Path):
     """Negative control of `require_nothing_is_lost`."""
     run = ScriptedRun(tmp_path, attrs.evolve(EVERYTHING, steps=6), buffer_class=ForgetsWhatIsFinished)
     run.log.when("finish 2", run.loop.stop, after_s=0.5)
@@ -192,7 +192,7 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
             assert sum(row["rollout/dropped_failed"] for row in rows) == 1.0
 
 
-def test_a_run_that_ends_well_or_is_stopped_saves_no_more_than_it_was_told(tmp_path: Path):
+def test_runs_that_end_without_an_error_save_nothing_extra(tmp_path: Path):
     """Negative control: a run that ends well saves no checkpoint, and a stopped one saves one and no model."""
     script = Script(settings={"model_path": tmp_path / "model"})
     assert ScriptedRun(tmp_path, script).go().events_of("save", "end", "export") == ["end 3", "export model"]
@@ -202,7 +202,7 @@ def test_a_run_that_ends_well_or_is_stopped_saves_no_more_than_it_was_told(tmp_p
 
 
 @STALENESS
-def test_a_model_that_a_kill_came_before_is_written_by_the_run_that_goes_on(tmp_path: Path, max_staleness: int):
+def test_a_resumed_run_writes_a_model_whose_export_was_killed(tmp_path: Path, max_staleness: int):
     settings = {"ckpt_interval": 2, "hf_save_interval": 2}
     run = ScriptedRun(tmp_path, Script(steps=4, max_staleness=max_staleness, settings=settings)).go()
     state = load_state(tmp_path / "checkpoints" / "step_000002")
