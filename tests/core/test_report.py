@@ -153,12 +153,12 @@ def test_every_curve_is_there_with_a_title_and_a_description_in_words(tmp_path):
     assert len(svgs[-1].findall(".//path")) == 6
 
 
-def test_what_the_environment_measured_is_drawn_without_an_evaluation_too():
+def test_metrics_of_the_environment_are_drawn_even_without_an_evaluation():
     rows = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in metric_rows(5)]
     assert "digits right" in [chart.title for chart in run_charts(rows).others]
 
 
-def test_the_page_loads_nothing_and_forbids_itself_to(tmp_path):
+def test_the_page_loads_nothing_and_its_policy_forbids_loading(tmp_path):
     html = html_of(run_directory(tmp_path / "run"))
     page = Page(html)
     loading = {"src", "href", "srcset", "action", "data", "poster", "background", "xlink:href"}
@@ -304,14 +304,14 @@ def test_a_log_axis_holds_its_positive_values_in_whole_decades(values):
     assert 2 <= len(axis.ticks) <= 7
 
 
-def test_a_point_stands_where_its_step_and_value_say():
+def test_a_point_is_at_its_step_and_value():
     svg = ElementTree.fromstring(line_chart("t", [Series(label="a", points=[(0, 0.0), (5, 1.0), (10, 0.5)], color=1)]))
     path = svg.find(".//path")
     assert path is not None
     assert path.get("d") == "M0,1000 500,0 1000,500"
 
 
-def test_layers_stand_on_each_other():
+def test_layers_are_stacked():
     layers = [Series(label=name, points=[(1, 1.0), (2, 3.0)], color=i) for i, name in enumerate("ab", start=1)]
     lower, upper = ElementTree.fromstring(stacked_chart("t", layers)).findall(".//path")
     assert lower.get("d") == "M0,833.3 500,833.3 500,500 1000,500 1000,1000 500,1000 500,1000 0,1000Z"
@@ -361,7 +361,7 @@ def test_ticks_of_close_values_are_decimal_numbers_that_tell_neighbours_apart():
         ([0], {"Start": "held out: step 0 · training: step 1", "End": "training: step 6"}),
     ],
 )
-def test_evaluations_stand_at_the_stage_of_their_step(tmp_path, evaluated: list[int], expected: dict[str, str]):
+def test_evaluations_are_shown_at_the_stage_of_their_step(tmp_path, evaluated: list[int], expected: dict[str, str]):
     run_dir = run_directory(tmp_path / "run", num_steps=6)
     rows = [sample_row(step, purpose="eval") for step in evaluated] + [sample_row(step) for step in range(1, 7)]
     write_lines(run_dir / "samples.jsonl", rows)
@@ -409,7 +409,7 @@ def test_the_right_answer_is_read_from_the_row(row: dict[str, object], expected:
     assert answer_of(row) == expected
 
 
-def test_a_run_whose_generation_ran_ahead_shows_how_old_samples_were_and_who_waited(tmp_path: Path):
+def test_an_asynchronous_run_shows_staleness_and_idle_times(tmp_path: Path):
     ahead = {"rollout/staleness_max": 4.0, "rollout/staleness_mean": 1.25, "time/generation_idle": 0.5}
     write_lines(tmp_path / "metrics.jsonl", [row | (ahead if row["step"] else {}) for row in metric_rows(5)])
     text = Page(write_report(tmp_path).read_text()).text

@@ -164,7 +164,7 @@ async def test_nothing_is_moved_or_written_in_a_directory_that_is_no_run(tmp_pat
     open_run_directory(config_of(other, resume_mode=mode))
 
 
-async def test_a_run_is_known_from_its_first_moment_and_one_that_made_no_mark_by_its_files(tmp_path: Path):
+async def test_a_run_is_recognised_by_its_mark_or_without_one_by_its_files(tmp_path: Path):
     new, old, fetched = (tmp_path / name for name in ("new", "old", "fetched"))
     open_run_directory(config_of(new))
     open_run_directory(config_of(new, seed=2))
@@ -180,7 +180,7 @@ async def test_a_run_is_known_from_its_first_moment_and_one_that_made_no_mark_by
     assert all((run_dir / MARK).exists() for run_dir in (new, old, fetched))
 
 
-async def test_a_checkpoint_that_was_being_fetched_is_no_strangers(tmp_path: Path):
+async def test_a_partly_fetched_checkpoint_does_not_make_a_directory_foreign(tmp_path: Path):
     (tmp_path / "run" / "checkpoints" / "step_000004.partial").mkdir(parents=True)
     (tmp_path / "run" / "logs").mkdir()
     open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))
@@ -196,7 +196,7 @@ async def test_directories_that_are_named_like_checkpoints_are_left_alone(tmp_pa
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["step_1", "step_2"]
 
 
-async def test_what_a_save_left_that_did_not_end_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_remains_of_an_unfinished_save_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     await write_run(tmp_path / "run", rows=range(5), checkpoints=[2])
     (tmp_path / "run" / "checkpoints" / "step_000004.partial" / "policy").mkdir(parents=True)
     open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))
@@ -232,7 +232,7 @@ async def test_a_replaced_branch_can_be_taken_up_again(tmp_path: Path):
     assert steps_in(tmp_path / "run.1" / "metrics.jsonl") == [0, 1, 2]
 
 
-async def test_checkpoints_elsewhere_are_kept_apart_too(tmp_path: Path):
+async def test_replaced_checkpoints_in_another_directory_are_moved_aside_too(tmp_path: Path):
     await write_run(tmp_path / "run", rows=range(3), checkpoints=[])
     await write_run(tmp_path / "disk", rows=range(0), checkpoints=[2])
     checkpoints = tmp_path / "disk" / "checkpoints"
@@ -244,7 +244,7 @@ async def test_checkpoints_elsewhere_are_kept_apart_too(tmp_path: Path):
     assert (tmp_path / "run.1" / "metrics.jsonl").exists()
 
 
-async def test_starting_over_without_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_starting_over_without_a_checkpoint_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     await write_run(tmp_path / "run", rows=range(3), checkpoints=[])
     with caplog.at_level(logging.WARNING):
         open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))

@@ -104,7 +104,7 @@ async def test_the_next_save_waits_for_the_one_before_and_old_ones_go_when_it_is
 
 
 @pytest.mark.parametrize("wait", ["poll", "finish", "save"])
-async def test_what_went_wrong_in_the_background_is_raised_at_the_next_wait(wait, tmp_path, models, new_saver):
+async def test_an_error_in_the_background_is_raised_at_the_next_wait(wait, tmp_path, models, new_saver):
     saver = new_saver()
     await saver.save(state(1))
     models.write()
@@ -116,7 +116,7 @@ async def test_what_went_wrong_in_the_background_is_raised_at_the_next_wait(wait
     assert list_checkpoints(tmp_path) == []
 
 
-async def test_a_disk_that_stays_full_is_told_once_and_so_is_the_first_checkpoint_after_it(
+async def test_a_full_disk_and_the_first_checkpoint_after_it_are_logged_once(
     models: RecordedModels,
     new_saver: Callable[..., CheckpointSaver],
     monkeypatch: pytest.MonkeyPatch,
