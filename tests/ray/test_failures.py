@@ -98,7 +98,7 @@ async def test_a_rank_that_hangs_ends_the_call_soon_after_the_deadline_and_says_
     assert 3 <= raised.value.seconds < 13  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def test_a_worker_that_hangs_while_it_is_built_meets_the_deadline_of_starts():
+async def test_a_worker_that_hangs_in_its_constructor_meets_the_start_deadline():
     spec = spec_of(phase="start", rank=1, fault="hang")
     message = r"of 2 ranks did not finish start within 20 s \(trainer\.worker_start_timeout_s\)"
     with pytest.raises(DeadlineError, match=message):

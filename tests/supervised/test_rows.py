@@ -131,7 +131,7 @@ def test_a_score_is_read_behind_the_whole_response():
     assert shown(codec, encode.response({"prompt": "a", "completion": "b"})) == "ab<eos>{<eos>}"
 
 
-def test_people_see_the_parts_apart():
+def test_text_shows_gaps_between_trained_parts():
     codec, encode = encoder()
     sequence = encode.response({"messages": say("a", "b", "c", "d")})
     prompt, response = text_parts(codec, sequence)
@@ -183,7 +183,7 @@ def test_a_tokenizer_without_an_end_is_refused():
         )
 
 
-def test_rows_that_hold_their_prompt_in_another_way_are_read(tmp_path: Path):
+def test_prompts_of_token_id_rows_and_preference_pairs_are_read(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
     conversation = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "%s"}]'
     file.write_text(
