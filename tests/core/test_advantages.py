@@ -126,7 +126,7 @@ def test_gae_worked_by_hand():
     assert returns_T.tolist() == [0.8125, 0.0, 1.25, 1.0, 5.0]
 
 
-def test_gae_with_lambda_one_is_return_minus_value_and_with_zero_the_one_step_error():
+def test_gae_is_return_minus_value_at_lambda_one_and_the_td_error_at_zero():
     rewards_T, values_T = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 0.25, 2.0])
     mask_T, sequence_T = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     stream = (rewards_T, values_T, mask_T, sequence_T)

@@ -478,7 +478,7 @@ def test_a_worker_that_computes_in_bfloat16_passes_the_bfloat16_check(tmp_path: 
     run_check(ComputesInBfloat16, ONE, BFLOAT16, tmp_path)
 
 
-def test_the_suite_finds_a_worker_that_resumes_only_at_the_world_size_it_saved_with(tmp_path: Path):
+def test_the_suite_finds_a_worker_that_resumes_only_at_its_world_size(tmp_path: Path):
     suite = suite_of(plain.ReadsTheFileOfItsRank)
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()

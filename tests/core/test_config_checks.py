@@ -193,7 +193,7 @@ def test_all_wrong_plug_ins_are_reported_at_once_without_follow_up_errors(functi
 @pytest.mark.parametrize(
     "name", ["", " ", ".", "..", "...", ".hidden", "a/b", "/a", "../x", "a/..", "a\0b", "\0", "${trainer.seed}/x"]
 )
-def test_a_run_name_that_is_no_directory_below_runs_is_refused(name: str):
+def test_a_run_name_that_is_not_a_directory_below_runs_is_refused(name: str):
     config = from_mapping({"trainer.run_name": name})
     with pytest.raises(ConfigError, match=r"trainer\.run_name: got '.*'; .* set trainer\.run_dir"):
         check_values(config)

@@ -186,7 +186,7 @@ def test_false_does_not_pass_for_a_harmless_zero():
 MODELS = ("policy", "ref", "critic")
 
 
-def test_the_tables_shadow_no_key_and_their_successors_exist():
+def test_tables_of_foreign_keys_contain_no_own_key_and_their_successors_exist():
     known = {*known_paths(Config), *installed_paths()}
     assert not known & {*ALIASES, *RENAMED, *UNSUPPORTED, *TAKEN_AS, *SUCCESSORS, *LOSS_SECTIONS}
     named = (*ALIASES.values(), *RENAMED.values(), *TAKEN_AS.values(), *(one.key for one in SUCCESSORS.values()))

@@ -96,7 +96,7 @@ def test_two_spellings_of_a_key_are_one_key():
     assert config.trainer.use_sample_packing is False
 
 
-def test_an_override_of_a_file_is_no_repetition(tmp_path: Path):
+def test_overriding_a_key_of_a_file_causes_no_warning(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("trainer.seed: 1\n")
     assert load(str(file), ["trainer.seed=2"]).config.trainer.seed == 2
@@ -166,7 +166,7 @@ def test_a_key_that_is_not_text_is_refused():
         from_mapping({"environment": {"options": {1: 2}}})
 
 
-def test_the_effective_value_of_a_key_that_a_function_has_a_default_for_is_shown(tmp_path: Path):
+def test_a_functions_own_default_is_shown_as_the_value_of_its_key(tmp_path: Path):
     key = "trainer.algorithm"
     given = {f"{key}.policy_loss_type": "gspo", f"{key}.eps_clip_high": 0.1, "trainer.policy.model.path": "m"}
     path = tmp_path / "run.yaml"

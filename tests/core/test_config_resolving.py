@@ -164,7 +164,7 @@ _VALUES = st.recursive(
 
 @settings(max_examples=60)
 @given(value=_VALUES)
-def test_any_value_survives_the_file(value: object):
+def test_any_value_can_be_written_and_read_unchanged(value: object):
     read = yaml.load(yaml.dump(value, Dumper=Yaml12Dumper, allow_unicode=True), Loader=Yaml12Loader)
     assert read == value
     assert type(read) is type(value)
@@ -178,7 +178,7 @@ def test_any_value_survives_the_file(value: object):
     steps=st.none() | st.integers(1, 99),
     temperature=st.floats(0.1, 2),
 )
-def test_any_configuration_survives_the_file(
+def test_any_configuration_can_be_written_and_read_unchanged(
     tmp_path_factory: pytest.TempPathFactory, seed: int, lr: float, name: str, steps: int | None, temperature: float
 ):
     config = Config()

@@ -146,9 +146,7 @@ def test_masked_importance_sampling_is_the_token_mask_with_token_weights():
 
 @pytest.mark.parametrize("missing", [NAN, float("inf"), float("-inf")])
 @pytest.mark.parametrize("settings", [{}, {"tis_ratio_type": "sequence"}, {"sequence_mask_metric": "geometric"}])
-def test_a_missing_engine_logprob_drops_its_token_from_mask_and_denominator_and_touches_no_other(
-    missing: float, settings: dict[str, Any]
-):
+def test_a_missing_engine_logprob_drops_only_its_own_token(missing: float, settings: dict[str, Any]):
     rollout_T = torch.tensor([missing, -1.0, -1.0, missing])
     old_T = torch.full((4,), -1.0)
     mask_T = torch.tensor([True, True, True, False])

@@ -130,7 +130,7 @@ async def test_the_critics_values_become_the_baseline_and_the_returns_its_target
     assert batch["advantages"].tolist() == [0, 0.75, 0.75, 0, -0.25, -0.25, 0, 0.75, 0.75, 0, 0.75, 0.75]
 
 
-async def test_the_critic_has_its_own_mini_batches_weights_and_columns():
+async def test_the_critic_has_its_own_mini_batches_loss_weights_and_columns():
     _, policy, critic = make_groups()
     update = ppo(policy, critic)
     batch, _ = update.prepare(await update.score(make_batch()))

@@ -198,7 +198,7 @@ def test_data_sets_are_read_by_directory_and_split(tmp_path: Path, monkeypatch: 
         read(f"{tmp_path}/one@train")
 
 
-def test_a_data_set_of_the_hub_is_read_from_what_an_earlier_run_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_data_set_of_the_hub_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
     (tmp_path / "sums").mkdir()

@@ -27,7 +27,7 @@ STALENESS = pytest.mark.parametrize("max_staleness", [0, 2])
 
 @pytest.mark.parametrize("error", ENDS, ids=NAMES)
 @STALENESS
-def test_a_generator_that_means_to_end_the_run_ends_it_with_an_error_and_a_checkpoint(
+def test_an_exit_or_cancellation_in_the_generator_is_an_error_with_a_checkpoint(
     tmp_path: Path, max_staleness: int, error: BaseException
 ):
     def play(group: int) -> Play:
@@ -63,7 +63,7 @@ def test_exits_and_cancellations_within_an_evaluation_are_errors_and_not_stops(t
     ],
 )
 @pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()], ids=NAMES[:2])
-def test_a_part_that_means_to_end_the_run_ends_it_with_an_error_and_a_checkpoint(
+def test_an_exit_or_cancellation_in_foreign_code_is_an_error_with_a_checkpoint(
     tmp_path: Path, event: str, whose: str, saved: int, error: BaseException
 ):
     run = ScriptedRun(tmp_path, Script(errors={event: error}, settings={"ckpt_interval": 1}))
@@ -175,7 +175,7 @@ def test_code_that_exits_is_named_even_if_a_tracker_wraps_sys_exit(monkeypatch: 
         plug_in()
 
 
-async def test_an_error_of_a_thread_that_nobody_waits_for_any_more_is_not_logged(caplog: pytest.LogCaptureFixture):
+async def test_a_late_error_of_an_abandoned_thread_is_not_logged(caplog: pytest.LogCaptureFixture):
     may_fail = threading.Event()
 
     def fails() -> None:

@@ -63,7 +63,7 @@ def test_a_rank_that_neither_answers_nor_works_is_frozen_while_others_work(froze
     )
 
 
-def test_a_first_pulse_that_takes_longer_than_the_silence_is_no_sign_of_a_frozen_rank():
+def test_a_slow_first_pulse_does_not_mean_that_a_rank_is_frozen():
     heartbeats = Heartbeats(1, silence_s=4.0, now_s=0.0)
     heartbeats.note(0, computes(6), has_answered=False, now_s=6.0)
     assert not heartbeats.dead(6.0), "a single pulse has nothing to compare with"

@@ -182,7 +182,7 @@ def test_a_runs_model_is_pushed(hub: ThreadingHTTPServer, tmp_path: Path):
     assert "hf_secret" not in result.stdout + result.stderr
 
 
-def test_what_cannot_be_pushed_says_why(hub: ThreadingHTTPServer, tmp_path: Path):
+def test_the_error_of_a_failed_push_says_why(hub: ThreadingHTTPServer, tmp_path: Path):
     (tmp_path / "run").mkdir()
     nothing = push(tmp_path / "run", "me/mine", tmp_path, address_of(hub), HF_TOKEN="x")
     assert (nothing.returncode, "has no model (config.json and *.safetensors" in nothing.stderr) == (2, True)

@@ -81,7 +81,7 @@ def test_a_later_second_signal_cancels_the_work_and_its_clean_up_completes():
     assert events == ["stop", "closed"]
 
 
-def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discarded():
+def test_closing_the_terminal_stops_the_work_once_and_discards_its_output():
     """The child's terminal is closed while it works. Its shell sends a second SIGHUP later than a bounce."""
     child, terminal = pty.fork()
     if child == 0:
@@ -109,7 +109,7 @@ def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discard
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
-def test_output_to_a_terminal_is_discarded_although_it_is_closed_only_after_the_signal():
+def test_after_a_hangup_output_is_discarded_even_before_the_terminal_closes():
     child, terminal = pty.fork()
     if child == 0:
         interrupts, stops = Interrupts(), []

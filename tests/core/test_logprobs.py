@@ -142,7 +142,7 @@ def test_a_bias_of_minus_infinity_is_a_vocabulary_without_that_token(function, u
             assert not left[[1, 4, 7, 9]].any()
 
 
-def test_no_tokens_is_no_error():
+def test_an_empty_stream_is_allowed():
     hidden_TH = torch.zeros(0, 3, requires_grad=True)
     logprobs_T, entropies_T = chunked_logprobs(
         hidden_TH, torch.zeros(5, 3), torch.zeros(0, dtype=torch.int64), temperature=1.0, chunk_tokens=4

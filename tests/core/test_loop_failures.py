@@ -19,9 +19,7 @@ from tests.core.scripted_run import Play, RestartedEngine, Script, ScriptedEngin
 
 
 @STALENESS
-def test_a_generator_that_raises_ends_the_run_after_the_step_under_way_with_its_own_error_and_a_checkpoint(
-    tmp_path: Path, max_staleness: int
-):
+def test_an_error_of_the_generator_is_raised_after_the_step_under_way_is_saved(tmp_path: Path, max_staleness: int):
     """At staleness 0 the step waits for the failing group; otherwise the error comes during another step, which
     finishes."""
     boom = OSError("the environment is gone")
@@ -51,7 +49,7 @@ def test_a_generator_that_raises_ends_the_run_after_the_step_under_way_with_its_
     ],
 )
 @STALENESS
-def test_an_error_ends_the_run_at_once_and_saves_a_step_with_complete_weights(
+def test_an_error_ends_the_run_and_saves_a_step_with_complete_weights(
     tmp_path: Path, max_staleness: int, event: str, error: Exception, after: list[str]
 ):
     """After the error nothing is trained, published or evaluated, and a failed write is not tried again. An engine
@@ -76,9 +74,7 @@ def test_an_error_ends_the_run_at_once_and_saves_a_step_with_complete_weights(
 
 @STALENESS
 @pytest.mark.parametrize("num_scored", [2, 3])
-def test_groups_that_were_taken_when_the_error_came_are_played_again(
-    tmp_path: Path, max_staleness: int, num_scored: int
-):
+def test_groups_of_a_step_that_failed_are_played_again(tmp_path: Path, max_staleness: int, num_scored: int):
     run = ScriptedRun(tmp_path, Script(steps=5, max_staleness=max_staleness))
     update: Any = run.update
     score, scored = update.score, []
@@ -162,7 +158,7 @@ class LosesItself(ScriptedEngine):
 
 
 @pytest.mark.parametrize("num_losses", [1, 2])
-def test_a_run_outlives_its_only_engine_that_is_lost_in_a_sync(tmp_path: Path, num_losses: int):
+def test_a_run_survives_the_loss_of_its_only_engine_in_a_sync(tmp_path: Path, num_losses: int):
     class Lost(LosesItself):
         pass
 

@@ -378,7 +378,7 @@ def test_a_key_of_two_engines_is_read_by_the_chosen_one(tmp_path: Path, monkeypa
 # --- plug-ins that cannot be used -----------------------------------------------------------------------------------
 
 
-def test_the_keys_of_a_missing_engine_are_kept_unchecked_and_the_run_is_refused():
+def test_keys_of_a_missing_engine_are_kept_unchecked_but_the_run_is_refused():
     with pytest.warns(ConfigWarning, match=rf"{ENGINE}: beam_widht: kept unchecked: .*'beem' is not among .* 'beam'\?"):
         config = config_of(backend="beem", beam_widht=2)
     assert yaml.safe_load(dump_yaml(config))["generator"]["inference_engine"]["beam_widht"] == 2

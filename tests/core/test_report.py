@@ -223,7 +223,7 @@ def test_the_same_directory_gives_the_same_page(tmp_path):
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3])
-def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, num_rows):
+def test_a_run_with_few_or_no_steps_has_a_page(tmp_path, num_rows):
     write_lines(tmp_path / "metrics.jsonl", metric_rows(30)[:num_rows])
     page = Page(html_of(tmp_path))
     assert ("No training step has been finished yet." in page.text) == (num_rows < 2)
@@ -343,7 +343,7 @@ def test_sampled_tokens_are_those_that_the_policy_sampled(tmp_path):
     )
 
 
-def test_ticks_of_close_values_are_decimal_numbers_that_tell_neighbours_apart():
+def test_ticks_of_close_values_are_distinct_decimal_numbers():
     for low, high in ((6.90420, 6.90423), (690_420.0, 690_420.5), (1.00001, 1.00002), (-3.00002, -3.00001)):
         labels = [label for _, label in linear_axis([low, high]).ticks]
         assert len(set(labels)) == len(labels)
@@ -383,7 +383,7 @@ def test_a_sample_shows_what_was_expected_and_a_chat_without_its_template(tmp_pa
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": "I look."}, {"content": [{"text": "I look."}]}])
-def test_a_chat_with_a_call_shows_what_was_called_and_never_the_word_none(tmp_path, content: dict[str, object]):
+def test_a_chat_shows_its_tool_calls_and_never_the_word_none(tmp_path, content: dict[str, object]):
     run_dir = run_directory(tmp_path / "run")
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "Käse"}}}
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", **content, "tool_calls": [call]}]

@@ -119,7 +119,7 @@ async def test_a_run_does_not_move_the_model_that_it_starts_from(tmp_path: Path)
         open_run_directory(from_mapping({"trainer.policy.model.path": str(run_dir / "model" / "start"), **values}))
 
 
-async def test_a_directory_with_files_of_such_names_that_no_run_wrote_is_refused_untouched(tmp_path: Path):
+async def test_a_directory_with_a_foreign_metrics_file_is_refused_untouched(tmp_path: Path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text('{"loss": 0.1}\n{"loss": 0.2}\n')
     for mode in ("none", "latest"):

@@ -341,7 +341,7 @@ ENGINE_WITH_OPTIONS = attrs.evolve(
         ("in_words", (1, 2), "states contract_version = '1', not a whole number; {} 1 to 2. Set contract_version to"),
     ],
 )
-def test_a_version_that_is_not_accepted_is_one_error_that_says_what_to_change(
+def test_an_unsupported_contract_version_is_an_error_that_says_what_to_change(
     monkeypatch: pytest.MonkeyPatch,
     given: str,
     origin: str,

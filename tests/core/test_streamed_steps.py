@@ -118,9 +118,7 @@ def test_a_stop_at_any_moment_loses_no_group(tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_groups_of_a_step_that_a_stop_cuts_off_are_stored_where_generation_runs_ahead(
-    tmp_path: Path, max_staleness: int
-):
+def test_groups_of_an_interrupted_step_are_stored_if_generation_runs_ahead(tmp_path: Path, max_staleness: int):
 
     def play(group: int) -> Play:
         return Play(seconds=500.0 if group == 3 else 10.0)
@@ -141,7 +139,7 @@ def test_groups_of_a_step_that_a_stop_cuts_off_are_stored_where_generation_runs_
 @pytest.mark.parametrize(
     ("event", "is_saved"), [("add 2: 4", False), ("train 2", False), ("score", True), ("finish 3", True)]
 )
-def test_an_error_in_the_middle_of_a_step_saves_the_step_before_where_nothing_failed_on_the_ranks(
+def test_an_error_within_a_step_saves_the_previous_step_unless_a_rank_failed(
     tmp_path: Path, event: str, is_saved: bool
 ):
     run = ScriptedRun(tmp_path, STREAMED)
@@ -156,7 +154,7 @@ def test_an_error_in_the_middle_of_a_step_saves_the_step_before_where_nothing_fa
         require_nothing_is_lost(run, run.resumed())
 
 
-def test_an_engine_that_is_lost_in_the_middle_of_a_step_gets_its_weights_for_the_step_to_go_on(tmp_path: Path):
+def test_an_engine_restarted_within_a_step_gets_weights_so_that_the_step_continues(tmp_path: Path):
     run = ScriptedRun(tmp_path, STREAMED, engine_class=RestartedEngine)
     assert isinstance(run.engine, RestartedEngine)
     run.log.when("add 1: 2", run.engine.restart, after_s=2.5)
@@ -165,7 +163,7 @@ def test_an_engine_that_is_lost_in_the_middle_of_a_step_gets_its_weights_for_the
     assert run.time_of("restart") < run.time_of("add 1: 1")
 
 
-def test_a_group_that_never_ends_is_a_deadline_that_counts_what_was_trained_on(tmp_path: Path):
+def test_the_deadline_error_for_an_endless_group_counts_the_trained_groups(tmp_path: Path):
     script = attrs.evolve(STREAMED, play=lambda group: Play(seconds=1e9 if group == 4 else 10.0))
     run = ScriptedRun(tmp_path, script)
     with pytest.raises(DeadlineError, match=r"step 2: 2 of 3 groups were finished in 600 s"):

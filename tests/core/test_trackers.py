@@ -56,7 +56,7 @@ def test_a_resumed_run_has_no_step_twice_and_keeps_the_earlier_bytes(tmp_path):
 
 
 @given(cut=st.integers(min_value=0, max_value=200), first_step=st.integers(min_value=0, max_value=6))
-def test_a_file_that_was_cut_at_any_byte_is_continued_without_a_broken_row(tmp_path_factory, cut, first_step):
+def test_a_file_cut_at_any_byte_is_continued_without_a_broken_row(tmp_path_factory, cut, first_step):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     lines = [json.dumps({"step": step, "text": "ä ⁻⁴ 語"}, ensure_ascii=False) + "\n" for step in range(5)]
     data = "".join(lines).encode()[:cut]

@@ -283,7 +283,7 @@ async def test_kl_in_the_reward_does_not_turn_successes_into_failures(estimator:
     assert plain["advantages"].view(4, 3)[:, -1].sign().tolist() == [1.0, -1.0, 1.0, -1.0]
 
 
-async def test_each_mini_batch_is_weighted_over_itself_and_carries_only_what_the_loss_reads():
+async def test_each_mini_batch_has_its_own_weights_and_only_the_needed_columns():
     group = FakeGroup()
     update = update_with(group)
     batch, _ = update.prepare(await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [1, 1, 2, 3])))
