@@ -60,7 +60,7 @@ def test_defaults_are_those_of_the_classes():
         ("trainer.resume_mode=none", "resume_mode", "none"),
     ],
 )
-def test_an_override_is_read_as_its_key_wants_it(override: str, key: str, value: object):
+def test_an_override_is_read_with_the_type_of_its_key(override: str, key: str, value: object):
     loaded = getattr(from_mapping({}, [override]).trainer, key)
     assert loaded == value
     assert type(loaded) is type(value)
@@ -88,7 +88,7 @@ def test_an_override_is_read_as_its_key_wants_it(override: str, key: str, value:
         ("=3", r"an override is key\.path=value"),
     ],
 )
-def test_a_value_of_another_type_names_key_value_place_and_what_is_expected(override: str, message: str):
+def test_the_error_for_a_wrong_type_names_key_value_place_and_expectation(override: str, message: str):
     with pytest.raises(ConfigError, match=message):
         from_mapping({}, [override])
 
@@ -151,7 +151,7 @@ def test_an_installed_backends_section_is_loaded_exactly(tmp_path: Path, monkeyp
         from_mapping({"trainer.policy.slim_config.width": 0})
 
 
-def test_the_selected_backends_section_is_there_with_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_section_of_the_selected_backend_has_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install_backend(tmp_path, monkeypatch, "slim")
     config = from_mapping({"trainer.strategy": "slim"})
     assert config.trainer.policy.options("slim_config").width == 1

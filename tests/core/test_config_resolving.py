@@ -24,7 +24,7 @@ def reloaded(config: Config, tmp_path: Path, *overrides: str) -> Config:
     return loaded.config
 
 
-def test_derived_values_follow_from_what_is_given():
+def test_derived_values_follow_from_the_given_keys():
     config = from_mapping(
         {"trainer.run_name": "try", "trainer.bf16": False, "generator.sampling_params.temperature": 0.7}
     )

@@ -173,7 +173,7 @@ def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
         ({"eps_clip_low": 0.1, "policy_loss_params.eps_clip_low": 0.05}, {"eps_clip_low": 0.05, "eps_clip_high": 4e-4}),
     ],
 )
-def test_a_losss_own_default_wins_over_a_general_key_that_nobody_gave(
+def test_a_losss_own_default_wins_over_the_default_of_a_general_key(
     functions: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
 ):
     """A value that is set applies even if it equals 0.2, the default of other losses. Writing the configuration to a

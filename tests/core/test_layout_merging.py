@@ -213,7 +213,7 @@ def test_shuffled_rows_give_the_same_sequences(seed):
     assert contents(merge_steps(batch)[0]) == contents(merge_steps(shuffled)[0])
 
 
-def test_a_batch_in_which_nothing_merges_stays_as_it_is():
+def test_a_batch_in_which_nothing_merges_stays_unchanged():
     batch = Batch.from_sequences([step(9, 0, [1], [2], last=True), step(3, 0, [4, 5], [6], last=True)])
     merged, merge = merge_steps(batch)
     assert all(torch.equal(merged[name], batch[name]) for name in batch)

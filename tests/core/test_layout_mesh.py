@@ -99,7 +99,7 @@ def test_the_error_for_an_impossible_mesh_names_the_nearest_possible_ones():
         Mesh(world_size=8, virtual_pipeline=2)
 
 
-def test_experts_are_split_like_dense_matrices_unless_told_otherwise():
+def test_experts_are_split_like_dense_matrices_by_default():
     assert Mesh(world_size=8, tensor=4).expert_tensor == 4
     assert Mesh(world_size=8, tensor=4, expert_tensor=1, expert=8).expert_data == 1
 

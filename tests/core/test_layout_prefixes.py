@@ -137,7 +137,7 @@ LONG = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=60), min_size=1
 
 @settings(max_examples=200)
 @given(sequences=LONG, slack=st.integers(0, 60), slots=st.sampled_from([None, 1, 4]), ranks=st.sampled_from([1, 2, 5]))
-def test_families_are_planned_within_the_limits_of_what_is_computed(
+def test_families_are_planned_within_the_limits_on_tokens_and_sequences(
     sequences: Sequences, slack: int, slots: int | None, ranks: int
 ):
     offsets, _ = stream_of(sequences)

@@ -73,7 +73,7 @@ def test_a_stream_with_a_limited_encoding_still_gets_its_line():
     assert raw.getvalue().startswith(b"Zahlen: 1/1 steps ? gr??e 1.00")
 
 
-def test_the_work_goes_on_if_the_reader_of_its_output_has_ended():
+def test_the_work_continues_if_the_reader_of_its_output_has_ended():
     reader, writer = os.pipe()
     os.close(reader)
     done, stream, clock = 0, os.fdopen(writer, "w"), Clock()

@@ -63,7 +63,7 @@ async def test_each_checkpoint_is_copied_and_old_copies_are_deleted(tmp_path: Pa
     assert CheckpointCopies(address).steps() == ["step_000002", "step_000010"]
 
 
-async def test_another_machine_goes_on_from_the_newest_copy(tmp_path: Path, address: str):
+async def test_another_machine_resumes_from_the_newest_copy(tmp_path: Path, address: str):
     await saver(tmp_path / "here", address).save(state_of(3))
     keys = {"trainer.run_dir": str(tmp_path / "there"), "trainer.ckpt_path": address}
     config = from_mapping(keys)

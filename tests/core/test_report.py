@@ -172,7 +172,7 @@ def test_the_page_loads_nothing_and_its_policy_forbids_loading(tmp_path):
     assert policy.startswith("default-src 'none'")
 
 
-def test_what_the_policy_said_and_what_the_user_wrote_is_text_never_markup(tmp_path):
+def test_texts_of_policy_and_user_are_never_markup(tmp_path):
     page = Page(html_of(run_directory(tmp_path / "run")))
     assert [tag for tag, _ in page.elements].count("script") == 1
     assert "img" not in [tag for tag, _ in page.elements]
@@ -371,7 +371,7 @@ def test_evaluations_are_shown_at_the_stage_of_their_step(tmp_path, evaluated: l
     assert all(steps in Page(html).text for steps in expected.values())
 
 
-def test_a_sample_shows_what_was_expected_and_a_chat_without_its_template(tmp_path):
+def test_a_sample_shows_the_expected_answer_and_a_chat_without_its_template(tmp_path):
     run_dir = run_directory(tmp_path / "run")
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     templated = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>"

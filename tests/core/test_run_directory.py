@@ -41,7 +41,7 @@ def saved(root: Path) -> list[str]:
     return [path.name for path in list_checkpoints(root)]
 
 
-async def test_going_back_in_a_run_keeps_all_later_steps_beside_it(tmp_path: Path):
+async def test_going_back_in_a_run_moves_all_later_steps_aside(tmp_path: Path):
     run_dir = tmp_path / "run"
     await write_run(run_dir, rows=range(7), checkpoints=[2, 4, 6])
     for file in ("model/config.json", "model/step_000002/config.json", "model/step_000004/config.json", "report.html"):
@@ -67,7 +67,7 @@ async def test_going_back_in_a_run_keeps_all_later_steps_beside_it(tmp_path: Pat
     assert steps_in(run_dir / "replaced_2" / "metrics.jsonl") == [2]
 
 
-async def test_after_going_back_latest_goes_on_with_the_new_branch(tmp_path: Path):
+async def test_after_going_back_latest_resumes_the_new_branch(tmp_path: Path):
     run_dir = tmp_path / "run"
     await write_run(run_dir, rows=range(7), checkpoints=[2, 4, 6])
     set_aside_later_steps(config_of(run_dir), 2)
@@ -210,7 +210,7 @@ async def test_latest_takes_the_newest_checkpoint_where_the_rows_are_lost(tmp_pa
     assert open_run_directory(config).state.step == 4
 
 
-async def test_resuming_from_another_run_moves_the_one_that_is_there_aside(tmp_path: Path):
+async def test_resuming_from_another_run_moves_the_existing_run_aside(tmp_path: Path):
     await write_run(tmp_path / "first", rows=range(5), checkpoints=[4])
     await write_run(tmp_path / "second", rows=range(7), checkpoints=[2, 6])
     path = tmp_path / "first" / "checkpoints" / "step_000004"

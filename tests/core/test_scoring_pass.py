@@ -89,7 +89,7 @@ def test_a_kl_term_of_the_loss_needs_no_scoring_pass():
     assert scoring_of(ONE_STEP | kl | {f"{ALGORITHM}.policy_loss_type": "reinforce"}).first_is_own
 
 
-def test_routes_of_the_scoring_pass_keep_it():
+def test_replaying_routes_of_the_scoring_pass_requires_it():
     replay = {"moe_enable_routing_replay": True}
     key = "trainer.policy.megatron_config"
     changes = {"trainer.strategy": "megatron", f"{key}.moe_enable_routing_replay": True}
@@ -102,7 +102,7 @@ def test_routes_of_the_scoring_pass_keep_it():
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_backend_of_an_earlier_contract_keeps_the_pass(version: int):
+def test_a_backend_of_an_earlier_contract_requires_the_scoring_pass(version: int):
     scoring = scoring_of(ONE_STEP | {"trainer.strategy": f"{__name__}:of_version_{version}"})
     assert scoring.covers_batch
     assert f"follows version {version} of the backend contract; from version 3 on, no scoring" in scoring.reason

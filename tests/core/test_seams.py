@@ -232,7 +232,7 @@ def test_a_factory_without_a_declared_return_type_is_accepted(made: Any):
 
 
 @pytest.mark.parametrize("path", ["math:pi", "os:getcwd", f"{HERE}:StepsWithoutAction.step", "nowhere:at_all"])
-def test_what_prepares_a_recipe_takes_the_configuration(path: str):
+def test_prepare_of_a_recipe_must_accept_the_configuration(path: str):
     with pytest.raises(PluginError, match=f"^the recipe's `prepare`: '{re.escape(path)}'"):
         plugins.load_preparation(path)
 

@@ -116,7 +116,7 @@ class ManyEngines(ScriptedEngine):
         return {str(engine): seconds * (engine % 2) for engine in range(40)}
 
 
-def test_rows_say_how_long_each_engine_had_nothing_to_do(tmp_path: Path):
+def test_rows_have_the_idle_time_of_each_engine(tmp_path: Path):
     run = ScriptedRun(tmp_path, Script(), engine_class=ManyEngines, clock=virtual_now).go()
     for row in run.reports.rows.values():
         assert row["time/engine_idle"] == row["time/step"] / 2

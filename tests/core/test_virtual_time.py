@@ -10,7 +10,7 @@ import pytest
 from tests.core.virtual_time import Deadlock, run_virtually
 
 
-def test_timers_fire_in_order_at_their_own_times_and_nobody_waits():
+def test_timers_fire_in_order_at_their_own_virtual_times():
     started, seen = time.monotonic(), []
 
     async def wait(seconds: float) -> None:

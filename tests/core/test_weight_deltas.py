@@ -263,7 +263,7 @@ def unchecked(with_changes: Callable[..., WeightBucket]) -> Callable[..., Weight
     return run
 
 
-def test_an_engine_that_wrote_into_what_it_received_refuses_the_changes(sides):
+def test_an_engine_that_overwrote_received_tensors_refuses_the_changes(sides):
     first = trained(sample_tensors())
     _, arrived, _ = sides.sync(first, after(WHOLE, "2"))
     arrived["second.weight"].fill_(3.0)
@@ -286,7 +286,7 @@ def test_a_tensor_of_another_shape_is_sent_whole(sides):
     assert "second.weight" in sides.names_sent
 
 
-def test_a_sync_without_deltas_leaves_no_base(sides):
+def test_a_sync_without_deltas_keeps_no_base(sides):
     rendezvous = MemoryTransport().open(num_ranks=1, num_engines=1)
     MemoryTransport().sender(rendezvous, 0, 1).send(pack_buckets(sample_tensors().items(), 64), 1)
     assert len(list(received(MemoryReceiver(rendezvous), 1, None, sides.engine))) > 1

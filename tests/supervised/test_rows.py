@@ -120,7 +120,7 @@ def test_at_least_one_role_is_trained_on():
         ({"labels": [-100, -100, 5, 6]}, [0, 0, 1, 1]),
     ],
 )
-def test_token_ids_are_taken_as_they_are(columns: dict[str, Any], trained: list[int]):
+def test_token_ids_are_used_unchanged(columns: dict[str, Any], trained: list[int]):
     sequence = encoder()[1].response({"input_ids": [7, 4, 5, 6], **columns})
     assert sequence.tokens == (7, 4, 5, 6)
     assert list(sequence.trained) == [bool(value) for value in trained]
