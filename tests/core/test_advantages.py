@@ -56,7 +56,7 @@ def test_dr_grpo_leaves_the_deviation_out():
     assert grpo_advantages(SCORES, GROUPS, grpo_norm_by_std=False).tolist() == [1.5, -1.5, -1.5, 1.5, 0.0]
 
 
-def test_grpo_gives_equal_scores_nothing_even_where_their_mean_is_not_exact():
+def test_grpo_gives_equal_scores_zero_advantages_even_if_the_mean_is_rounded():
     scores_N = torch.full((7,), 0.1)
     assert grpo_advantages(scores_N, torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
 
@@ -85,7 +85,7 @@ def test_opo_weighs_the_baseline_by_length():
     assert opo_advantages(SCORES, GROUPS, LENGTHS).tolist() == [2.0, -0.75, -1.0, 2.25, 0.0]
 
 
-def test_opo_gives_a_group_without_tokens_nothing():
+def test_opo_gives_a_group_without_tokens_zero_advantages():
     lengths_N = torch.zeros(2, dtype=torch.int64)
     assert opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), lengths_N).tolist() == [0.0, 0.0]
 
@@ -126,7 +126,7 @@ def test_gae_worked_by_hand():
     assert returns_T.tolist() == [0.8125, 0.0, 1.25, 1.0, 5.0]
 
 
-def test_gae_with_lambda_one_is_return_minus_value_and_with_zero_the_one_step_error():
+def test_gae_is_return_minus_value_at_lambda_one_and_the_td_error_at_zero():
     rewards_T, values_T = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 0.25, 2.0])
     mask_T, sequence_T = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     stream = (rewards_T, values_T, mask_T, sequence_T)
@@ -150,7 +150,7 @@ def test_pass_at_k_advantages_worked_by_hand():
 
 
 @pytest.mark.parametrize("estimator", [maxrl_advantages, functools.partial(pass_at_k_advantages, k=2)])
-def test_success_is_the_environments_and_a_penalty_a_reward_of_its_own(estimator: Callable[..., Tensor]):
+def test_success_comes_from_the_environment_and_penalties_are_separate_rewards(estimator: Callable[..., Tensor]):
     """With a KL penalty, one success has a negative score and one failure a positive score. Which samples are successes
     stays the same."""
     outcomes_N, group_N = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0, 1])
@@ -170,7 +170,7 @@ def test_pass_at_k_estimates_without_bias():
 
 
 @pytest.mark.parametrize(("correct", "samples"), [(0, 3), (5, 4), (-1, 4)])
-def test_pass_at_k_refuses_counts_that_cannot_be(correct: int, samples: int):
+def test_pass_at_k_refuses_impossible_counts(correct: int, samples: int):
     with pytest.raises(DataError, match=f"prompt 1 has {correct} correct of {samples}"):
         pass_at_k(torch.tensor([4, correct]), torch.tensor([4, samples]), k=4)
 

@@ -35,7 +35,7 @@ def test_weights_of_several_files_are_found_by_their_index(tmp_path):
     torch.testing.assert_close(found, WEIGHTS, rtol=0, atol=0)
 
 
-def test_a_state_is_there_when_all_its_files_are(tmp_path):
+def test_a_state_exists_only_if_all_its_files_exist(tmp_path):
     (tmp_path / "rank0").write_bytes(b"12345")
     with pytest.raises(CheckpointError, match=r"state\.json: missing or incomplete"):
         require_complete_state(tmp_path)

@@ -468,17 +468,17 @@ def test_the_suite_finds_a_wrong_worker(worker_class, variant: Variant, check: s
         run_check(worker_class, variant, check, tmp_path)
 
 
-def test_names_that_are_not_the_checkpoints_are_counted_and_the_first_are_shown(tmp_path: Path):
+def test_the_error_counts_missing_and_unexpected_names_and_shows_the_first(tmp_path: Path):
     check = "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"
     with pytest.raises(AssertionError, match=r"24 missing, such as model\.emb.*; 24 unexpected, such as module\.m"):
         run_check(ExportsWithAPrefix, ONE, check, tmp_path)
 
 
-def test_a_worker_that_computes_in_bfloat16_passes_and_misses_float32_as_far_as_it_says(tmp_path: Path):
+def test_a_worker_that_computes_in_bfloat16_passes_the_bfloat16_check(tmp_path: Path):
     run_check(ComputesInBfloat16, ONE, BFLOAT16, tmp_path)
 
 
-def test_the_suite_finds_a_worker_that_resumes_at_its_own_world_size_only(tmp_path: Path):
+def test_the_suite_finds_a_worker_that_resumes_only_at_its_world_size(tmp_path: Path):
     suite = suite_of(plain.ReadsTheFileOfItsRank)
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
@@ -511,7 +511,7 @@ def proofs(tmp_path, monkeypatch):
         (plain.Dies, r"ended with exit code 7(.|\n)*\ncannot go on"),
     ],
 )
-def test_the_suite_finds_a_backend_whose_model_is_another(worker_class, complaint, tmp_path, proofs, monkeypatch):
+def test_the_suite_finds_a_backend_that_computes_another_model(worker_class, complaint, tmp_path, proofs, monkeypatch):
     if worker_class is plain.Dies:  # a forked proof has no error output
         monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)
     with pytest.raises(ConfigError, match=complaint):
@@ -519,7 +519,7 @@ def test_the_suite_finds_a_backend_whose_model_is_another(worker_class, complain
 
 
 @pytest.mark.slow
-def test_the_suite_passes_a_backend_whose_model_is_that_of_transformers(tmp_path, proofs, monkeypatch):
+def test_the_suite_passes_a_backend_that_computes_the_model_of_transformers(tmp_path, proofs, monkeypatch):
     monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # not forked, as in a run
     prove(PlainWorker, tmp_path)
 
@@ -545,7 +545,7 @@ def test_every_check_that_compares_numbers_has_a_wrong_worker():
     assert set(checks()) == {check for _, _, check in FAULTS} | set(without)
 
 
-def test_a_check_is_left_out_by_its_name_and_with_a_reason_only():
+def test_leaving_out_a_check_needs_its_name_and_a_reason():
     for left_out in ({"test_of_nothing": "a reason"}, {checks()[0]: " "}):
         with pytest.raises(TypeError, match="left_out"):
             type("Suite", (BackendConformance,), {"left_out": left_out})
@@ -558,7 +558,7 @@ def test_a_worker_that_attends_over_a_whole_micro_batch_differs_by_far_more_than
     assert (wrong["logprobs"] - right["logprobs"]).abs().max() > 0.1
 
 
-def test_only_ranks_of_the_same_kind_are_taken_from_the_check_before(tmp_path: Path):
+def test_ranks_of_an_earlier_check_are_reused_only_for_the_same_spec(tmp_path: Path):
     suite, kept = suite_of(PlainWorker), KeptRanks()
     with open_case(suite.backend, suite.options, TWO, tmp_path, kept=kept) as case:
         first = case.start()

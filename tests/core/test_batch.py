@@ -73,7 +73,7 @@ def test_expert_numbers_take_the_first_dtype_that_holds_all_of_them(largest, dty
     assert batch["routed_experts"].tolist() == [token for part in routes for token in part]
 
 
-def test_a_prompt_is_what_stands_before_the_first_sampled_token():
+def test_the_prompt_ends_before_the_first_sampled_token():
     assert Batch.from_sequences(TWO).prompt_lengths.tolist() == [1, 2]
     turns = [{"tokens": [1, 2, 3, 4], "sampled": [False, True, False, True]}, {"tokens": [1], "sampled": [True]}]
     assert Batch.from_sequences(turns).prompt_lengths.tolist() == [1, 0]
@@ -118,7 +118,7 @@ def test_a_permutation_and_its_inverse_give_the_batch_back(batch, random):
 
 
 @given(batches())
-def test_what_is_saved_is_loaded(tmp_path_factory, batch):
+def test_a_saved_batch_loads_unchanged(tmp_path_factory, batch):
     path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
     batch.save(path)
     require_equal(Batch.load(path), batch)
@@ -135,7 +135,7 @@ def test_half_a_file_is_refused(tmp_path):
 # --- the rectangle --------------------------------------------------------------------------------------------------
 
 
-def test_padding_stands_on_the_left_and_the_width_is_the_longest_sequence():
+def test_sequences_are_padded_on_the_left_to_the_longest():
     padded = Batch.from_sequences(TWO).to_padded(pad_token_id=99)
     assert padded.columns["tokens"].tolist() == [[5, 6, 7], [99, 8, 9]]
     assert padded.attention_mask.tolist() == [[True, True, True], [False, True, True]]
@@ -152,7 +152,7 @@ def test_long_prompts_with_short_responses_do_not_widen_the_rectangle():
     assert padded.columns["sampled"][:, -10:].all()
 
 
-def test_padding_was_sampled_by_no_policy_version():
+def test_padding_has_policy_version_minus_one():
     batch = Batch.from_sequences([{"tokens": [1], "policy_version": [3]}, {"tokens": [1, 2], "policy_version": [3, 4]}])
     assert batch.to_padded(pad_token_id=0).columns["policy_version"].tolist() == [[-1, 3], [3, 4]]
 
@@ -162,7 +162,7 @@ def test_the_stream_comes_back_from_the_rectangle(batch, pad_token_id):
     require_equal(Batch.from_padded(batch.to_padded(pad_token_id=pad_token_id)), batch)
 
 
-def test_rectangles_padded_on_both_sides_are_read_too():
+def test_rectangles_padded_on_both_sides_can_be_read():
     mask = torch.tensor([[False, True, True, False], [True, True, True, True]])
     tokens = torch.tensor([[0, 1, 2, 0], [3, 4, 5, 6]])
     batch = Batch.from_padded(PaddedBatch(attention_mask=mask, columns={"tokens": tokens}))
@@ -178,7 +178,7 @@ def test_rectangles_padded_on_both_sides_are_read_too():
         ([[1, 1], [1, 0]], r"expected bool \[N, W\], got torch.int64 \[2, 2\]; convert .* with .bool\(\)"),
     ],
 )
-def test_masks_that_are_no_padding_are_refused(mask, message):
+def test_masks_that_do_not_describe_padding_are_refused(mask, message):
     mask = torch.tensor(mask)
     with pytest.raises(ShapeError, match=message):
         Batch.from_padded(
@@ -186,14 +186,14 @@ def test_masks_that_are_no_padding_are_refused(mask, message):
         )
 
 
-def test_a_mask_that_is_no_tensor_is_refused():
+def test_a_mask_that_is_not_a_tensor_is_refused():
     mask: Any = [[True, True]]
     with pytest.raises(ShapeError, match="attention_mask: expected a bool tensor"):
         Batch.from_padded(PaddedBatch(attention_mask=mask, columns={"tokens": torch.zeros(1, 2, dtype=torch.int64)}))
 
 
 @pytest.mark.parametrize("given", [[[5, 6]], np.array([[5, 6]])])
-def test_a_column_that_is_no_tensor_is_refused(given):
+def test_a_column_that_is_not_a_tensor_is_refused(given):
     mask = torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ShapeError, match=r"tokens: expected a tensor, got (list|ndarray); .*torch\.as_tensor"):
         Batch.from_padded(PaddedBatch(attention_mask=mask, columns={"tokens": given}))
@@ -269,7 +269,7 @@ def test_a_number_that_a_column_cannot_hold_is_named(name, values, message, give
         Batch.from_sequences([{"tokens": [1, 2], name: given(values)}])
 
 
-def test_what_does_not_fit_together_is_named():
+def test_errors_name_missing_columns_and_sizes_that_do_not_fit():
     batch = Batch.from_sequences(TWO)
     with pytest.raises(ShapeError, match=r"no column 'reward'.*Did you mean 'rewards'"):
         batch["reward"]

@@ -29,7 +29,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 @given(batches(), st.data())
-def test_what_arrives_is_the_selected_batch(batch, data):
+def test_received_arrays_give_the_selected_batch(batch, data):
     sequences = data.draw(st.lists(st.integers(0, batch.num_sequences - 1), min_size=1, max_size=8))
     received = Batch.from_arrays(batch.to_arrays(np.array(sequences)))
     expected = batch.select(sequences)
@@ -40,7 +40,7 @@ def test_what_arrives_is_the_selected_batch(batch, data):
         assert torch.equal(received[name], expected[name])
 
 
-def test_what_arrives_is_a_view():
+def test_a_received_batch_is_a_view_of_its_arrays():
     batch = Batch.from_sequences([{"tokens": [1, 2, 3]}, {"tokens": [4]}])
     arrays = batch.to_arrays(np.array([1, 0]))
     for values in arrays.values():

@@ -103,7 +103,7 @@ async def test_no_group_is_started_that_no_step_needs():
     assert await start_all_possible(buffer, 0) == 6
 
 
-async def test_a_dropped_group_gives_its_room_to_another_one():
+async def test_another_group_may_start_after_a_drop():
     buffer = make_buffer(groups_per_step=2, max_staleness=0, steps=1)
     assert await start_all_possible(buffer, 0) == 2
     await buffer.drop(0)
@@ -134,7 +134,7 @@ async def test_training_waits_for_a_group_that_would_expire_although_enough_othe
     assert [group.group_id for group in await buffer.take(1)] == [1]
 
 
-async def test_what_generation_failed_with_reaches_the_training_task():
+async def test_an_error_of_generation_is_raised_in_the_training_task():
     buffer = make_buffer(groups_per_step=1, max_staleness=0, steps=1)
     await buffer.fail(GenerationError("the engine is gone"))
     with pytest.raises(GenerationError, match="the engine is gone"):
@@ -150,7 +150,7 @@ async def test_what_generation_failed_with_reaches_the_training_task():
     drop_rate=st.sampled_from([0.0, 0.3]),
     seed=st.integers(0, 10_000),
 )
-def test_whatever_order_groups_finish_in_each_is_trained_on_within_the_bound_and_none_is_wasted(
+def test_each_group_is_trained_on_within_the_bound_in_any_order_of_finishing(
     groups_per_step: int, max_staleness: int, ahead: float, steps: int, drop_rate: float, seed: int
 ):
     rng = random.Random(seed)
@@ -196,7 +196,7 @@ def test_whatever_order_groups_finish_in_each_is_trained_on_within_the_bound_and
     assert max(staleness for _, staleness in trained) <= max_staleness
 
 
-async def test_the_bound_is_what_makes_training_wait(monkeypatch: pytest.MonkeyPatch):
+async def test_without_the_rule_training_does_not_wait_for_an_expiring_group(monkeypatch: pytest.MonkeyPatch):
     """Negative control: without the rule, training does not wait for the group that would expire."""
     monkeypatch.setattr(
         GroupBuffer,

@@ -27,7 +27,7 @@ async def test_a_checkpoint_gives_back_the_state_it_was_written_with(tmp_path: P
     assert list_checkpoints(tmp_path) == [path]
 
 
-async def test_a_save_that_does_not_end_leaves_the_previous_checkpoint_the_newest(tmp_path: Path):
+async def test_after_an_unfinished_save_the_previous_checkpoint_is_the_newest(tmp_path: Path):
     first = await save_checkpoint(tmp_path, state(9))
 
     async def killed(directory: Path) -> None:
@@ -103,7 +103,7 @@ async def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path: Path):
     assert load_state(path) == state(3)
 
 
-async def test_a_checkpoint_whose_removal_was_interrupted_counts_for_nothing(tmp_path: Path):
+async def test_a_partly_removed_checkpoint_is_ignored(tmp_path: Path):
     """A kill during `rmtree` leaves some of the files. The directory is renamed first, because otherwise it could look
     complete."""
     path = await save_checkpoint(tmp_path, state(3))
@@ -123,7 +123,7 @@ async def test_a_checkpoint_whose_removal_was_interrupted_counts_for_nothing(tmp
     assert list_unfinished(tmp_path), "the remains must be listed, so that the next run removes them"
 
 
-async def test_sizes_alone_are_compared_where_nothing_else_was_listed(tmp_path: Path):
+async def test_a_checkpoint_that_lists_only_file_sizes_can_be_loaded(tmp_path: Path):
     path = await save_checkpoint(tmp_path, state(3))
     listing = json.loads((path / "complete.json").read_text())
     sizes = {name: entry["bytes"] for name, entry in listing.items()}

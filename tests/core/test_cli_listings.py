@@ -51,7 +51,7 @@ def test_plugins_are_listed_with_their_package_and_broken_ones_marked(
     assert "no_such_module" in broken
 
 
-def test_doctor_says_what_is_there_and_how_to_add_what_is_not(rl: Run, tmp_path: Path):
+def test_doctor_lists_what_is_installed_and_how_to_add_the_rest(rl: Run, tmp_path: Path):
     code, out, _ = rl("doctor")
     assert code == 0
     for subject in ("python", "cores", "torch", "rl-core", "run directory"):
@@ -77,7 +77,7 @@ def test_doctor_finds_either_build_of_vllm(rl: Run, monkeypatch: pytest.MonkeyPa
     assert line in [found.split()[: len(line)] for found in out.splitlines()]
 
 
-def test_doctor_warns_of_a_pair_that_was_not_tested_and_says_which_is(rl: Run, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_warns_of_an_untested_pair_of_versions_and_names_a_tested_one(rl: Run, monkeypatch: pytest.MonkeyPatch):
     installed = {"torch": "2.13.0+cpu", "vllm": "0.32.0", "transformers": "5.19.0", "megatron-core": "0.16.1"}
 
     def version(name: str) -> str:
@@ -101,6 +101,6 @@ def test_doctor_warns_of_a_pair_that_was_not_tested_and_says_which_is(rl: Run, m
     assert warnings() == []
 
 
-def test_columns_stand_below_each_other():
+def test_columns_are_aligned():
     assert columns([("a", "long", "x"), ("bcd", "e", "")]) == ["a    long  x", "bcd  e"]
     assert columns([]) == []

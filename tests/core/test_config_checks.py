@@ -139,7 +139,7 @@ def test_an_impossible_value_or_combination_is_one_clear_error(overrides: str, m
         ),
     ],
 )
-def test_values_are_refused_together_and_none_because_of_another(overrides: str, keys: list[str]):
+def test_all_wrong_values_are_reported_at_once_without_follow_up_errors(overrides: str, keys: list[str]):
     assert mistaken(lambda: check_values(from_mapping({}, overrides.split()))) == keys
 
 
@@ -166,7 +166,7 @@ def test_missing_files_are_named_together_and_each_once(files: Path):
     assert mistaken(lambda: check_files(config)) == [*expected, "trainer.resume_path", "trainer.run_dir"]
 
 
-def test_plug_ins_are_refused_together_and_none_because_of_another(functions: dict[str, Any]):
+def test_all_wrong_plug_ins_are_reported_at_once_without_follow_up_errors(functions: dict[str, Any]):
     algorithm = "trainer.algorithm"
     changes = {
         "generator.type": "x",
@@ -193,7 +193,7 @@ def test_plug_ins_are_refused_together_and_none_because_of_another(functions: di
 @pytest.mark.parametrize(
     "name", ["", " ", ".", "..", "...", ".hidden", "a/b", "/a", "../x", "a/..", "a\0b", "\0", "${trainer.seed}/x"]
 )
-def test_a_run_name_that_is_no_directory_below_runs_is_refused(name: str):
+def test_a_run_name_that_is_not_a_directory_below_runs_is_refused(name: str):
     config = from_mapping({"trainer.run_name": name})
     with pytest.raises(ConfigError, match=r"trainer\.run_name: got '.*'; .* set trainer\.run_dir"):
         check_values(config)
@@ -211,7 +211,7 @@ def test_a_scoring_temperature_other_than_the_sampling_one_warns():
         check_values(from_mapping({"trainer.algorithm.temperature": 0.9}))
 
 
-def test_bounds_are_of_keys_that_exist():
+def test_every_bound_belongs_to_an_existing_key():
     assert {*BOUNDS, *ABOVE_ZERO} <= set(known_paths(Config))
 
 
@@ -246,7 +246,7 @@ def test_a_missing_file_is_named_with_its_key(files: Path, change: dict[str, Any
         check_files(from_mapping(complete | change))
 
 
-def test_what_is_going_to_be_made_may_be_missing_but_not_wrong(files: Path):
+def test_files_that_will_be_created_may_be_missing_but_not_wrong(files: Path):
     config = from_mapping({"data.train_data": ["new.parquet"], "trainer.policy.model.path": "./new"})
     check_files(config, makes={"new.parquet", "./new"})
     with pytest.raises(ConfigError, match=r"the file new\.parquet does not exist"):
@@ -258,7 +258,7 @@ def test_what_is_going_to_be_made_may_be_missing_but_not_wrong(files: Path):
         check_files(config, makes={"new.parquet", "./new"})
 
 
-def test_a_models_name_is_left_to_the_backend_and_an_unused_reference_is_not_looked_at(files: Path):
+def test_names_of_models_and_unused_references_are_not_checked_as_paths(files: Path):
     check_files(from_mapping({"data.train_data": "train.parquet", "trainer.policy.model.path": "some/model"}))
     check_files(
         from_mapping(
@@ -313,14 +313,14 @@ def test_own_functions_are_accepted_everywhere(functions: dict[str, Any]):
         ({"generator.sampling_params.top_p": 0.9}, ConfigError, "this engine returns raw log-probs"),
     ],
 )
-def test_every_plug_in_is_asked_before_a_run(
+def test_every_plug_in_is_checked_before_a_run(
     functions: dict[str, Any], change: dict[str, Any], error: type, message: str
 ):
     with pytest.raises(error, match=message):
         check_plugins(from_mapping(functions | change))
 
 
-def test_a_plug_in_of_an_installed_package_that_lacks_it_is_not_to_be_installed_again(
+def test_the_hint_for_a_missing_plug_in_is_to_upgrade_an_installed_package(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setitem(plugins._PACKAGES, ("rl_core.backends", "later"), "rl-core")
@@ -331,7 +331,7 @@ def test_a_plug_in_of_an_installed_package_that_lacks_it_is_not_to_be_installed_
         plugins.load("rl_core.backends", "later")
 
 
-def test_files_without_a_folder_of_all_machines_are_refused_on_several():
+def test_the_files_transport_needs_a_shared_folder_on_several_machines():
     from rl_core.config.checks import check_plugins
     from rl_rollout.transports.files import FilesTransport
 
@@ -346,7 +346,7 @@ def test_files_without_a_folder_of_all_machines_are_refused_on_several():
     FilesTransport(directory="/shared").validate_nodes(2)
 
 
-def test_changes_alone_are_for_whole_weights_and_engines_that_take_them(functions: dict[str, Any]):
+def test_weight_sync_delta_needs_whole_weights_and_an_engine_that_takes_changes(functions: dict[str, Any]):
     key, model = "generator.inference_engine.weight_sync_delta", {"trainer.policy.model.path": "model", **functions}
     check_plugins(from_mapping({**model, key: True, "generator.inference_engine.backend": "local"}))
     with pytest.raises(ConfigError, match=rf"{key}: got true, but the engine '{IDLE}:engine' takes whole weights only"):

@@ -56,7 +56,7 @@ def test_a_documented_key_loads_without_a_warning(override: str):
         from_mapping({}, [override])
 
 
-def test_a_backends_section_without_a_model_is_that_of_the_trained_models_or_of_the_reference():
+def test_a_backend_section_without_a_model_applies_to_trained_models_or_the_reference():
     keys = ["train.zero_optimization.sub_group_size=1e8", "eval.zero_optimization.offload_param.device=cpu"]
     config = from_mapping({}, [f"deepspeed_config.{key}" for key in keys])
     options = [model.options("deepspeed_config") for model in (config.trainer.policy, config.trainer.critic)]
@@ -106,7 +106,7 @@ def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, s
         "generator.sampling_params.logprobs=1",
     ],
 )
-def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(override: str):
+def test_a_foreign_key_without_effect_is_dropped_with_a_warning(override: str):
     with pytest.warns(ConfigWarning, match="has no effect and can be removed"):
         assert from_mapping({}, [override]) == from_mapping({})
 
@@ -141,12 +141,12 @@ def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(o
         (["trainer.num_logger_train_samples=3"], ["trainer.num_logged_samples=3"]),
     ],
 )
-def test_a_key_under_another_name_is_taken_with_a_warning(overrides: list[str], same: list[str]):
+def test_a_key_with_another_name_here_is_read_with_a_warning(overrides: list[str], same: list[str]):
     with pytest.warns(ConfigWarning, match="here and was read as that key"):
         assert from_mapping({}, overrides) == from_mapping({}, same)
 
 
-def test_an_asynchronous_run_is_one_by_its_staleness():
+def test_fully_async_runs_are_described_by_their_staleness():
     staleness = "trainer.fully_async.max_staleness_steps=2"
     with pytest.warns(ConfigWarning) as said:
         config = from_mapping({}, ["trainer.fully_async.enabled=true", staleness])
@@ -159,7 +159,7 @@ def test_an_asynchronous_run_is_one_by_its_staleness():
         from_mapping({}, ["trainer.fully_async.enabled=true"])
 
 
-def test_a_backend_of_the_weight_sync_has_other_names():
+def test_nccl_and_gloo_are_names_of_the_broadcast_transport():
     for name in ("nccl", "gloo"):
         engine = from_mapping({}, [f"generator.inference_engine.weight_sync_backend={name}"]).generator.inference_engine
         assert engine.weight_sync_backend == "broadcast"
@@ -173,12 +173,12 @@ def test_parameters_of_a_loss_that_is_not_chosen_are_dropped_with_a_warning():
         assert from_mapping({}, ["trainer.algorithm.cispo.cispo_anchor=rollout"]) == from_mapping({})
 
 
-def test_megatrons_switch_for_adapters_is_everyones():
+def test_merge_lora_of_the_megatron_section_sets_the_models_key():
     config = from_mapping({}, ["trainer.policy.megatron_config.lora_config.merge_lora=false"])
     assert not config.trainer.policy.model.lora.merge_lora
 
 
-def test_a_harmless_value_is_compared_with_its_type():
+def test_false_does_not_pass_for_a_harmless_zero():
     with pytest.raises(ConfigError, match=r"generator\.inference_engine\.num_prefill: not supported"):
         from_mapping({}, ["generator.inference_engine.num_prefill=false"])
 
@@ -186,7 +186,7 @@ def test_a_harmless_value_is_compared_with_its_type():
 MODELS = ("policy", "ref", "critic")
 
 
-def test_the_tables_shadow_no_key_and_their_successors_exist():
+def test_tables_of_foreign_keys_contain_no_own_key_and_their_successors_exist():
     known = {*known_paths(Config), *installed_paths()}
     assert not known & {*ALIASES, *RENAMED, *UNSUPPORTED, *TAKEN_AS, *SUCCESSORS, *LOSS_SECTIONS}
     named = (*ALIASES.values(), *RENAMED.values(), *TAKEN_AS.values(), *(one.key for one in SUCCESSORS.values()))

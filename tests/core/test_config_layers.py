@@ -96,7 +96,7 @@ def test_two_spellings_of_a_key_are_one_key():
     assert config.trainer.use_sample_packing is False
 
 
-def test_an_override_of_a_file_is_no_repetition(tmp_path: Path):
+def test_overriding_a_key_of_a_file_causes_no_warning(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("trainer.seed: 1\n")
     assert load(str(file), ["trainer.seed=2"]).config.trainer.seed == 2
@@ -126,12 +126,12 @@ def test_yaml_is_read_by_the_rules_of_its_version_1_2(tmp_path: Path):
     }
 
 
-def test_a_recipe_may_be_a_function_or_stand_at_an_import_path():
+def test_a_recipe_may_be_a_function_or_an_object_at_an_import_path():
     assert load("layered_recipes:make_recipe").config.trainer.epochs == 2
     assert load("layered_recipes:recipe").recipe is not None
 
 
-def test_a_recipe_that_is_not_there_or_is_none_is_refused():
+def test_missing_recipes_wrong_objects_and_missing_tiny_variants_are_refused():
     with pytest.raises(PluginError, match=r"'layerd' is not among the installed recipes .* Did you mean 'layered'\?"):
         load("layerd")
     with pytest.raises(PluginError, match=r"is not a recipe: it is an object of type int\. Expected a"):
@@ -166,7 +166,7 @@ def test_a_key_that_is_not_text_is_refused():
         from_mapping({"environment": {"options": {1: 2}}})
 
 
-def test_the_effective_value_of_a_key_that_a_function_has_a_default_for_is_shown(tmp_path: Path):
+def test_a_functions_own_default_is_shown_as_the_value_of_its_key(tmp_path: Path):
     key = "trainer.algorithm"
     given = {f"{key}.policy_loss_type": "gspo", f"{key}.eps_clip_high": 0.1, "trainer.policy.model.path": "m"}
     path = tmp_path / "run.yaml"

@@ -60,7 +60,7 @@ def test_defaults_are_those_of_the_classes():
         ("trainer.resume_mode=none", "resume_mode", "none"),
     ],
 )
-def test_an_override_is_read_as_its_key_wants_it(override: str, key: str, value: object):
+def test_an_override_is_read_with_the_type_of_its_key(override: str, key: str, value: object):
     loaded = getattr(from_mapping({}, [override]).trainer, key)
     assert loaded == value
     assert type(loaded) is type(value)
@@ -88,7 +88,7 @@ def test_an_override_is_read_as_its_key_wants_it(override: str, key: str, value:
         ("=3", r"an override is key\.path=value"),
     ],
 )
-def test_a_value_of_another_type_names_key_value_place_and_what_is_expected(override: str, message: str):
+def test_the_error_for_a_wrong_type_names_key_value_place_and_expectation(override: str, message: str):
     with pytest.raises(ConfigError, match=message):
         from_mapping({}, [override])
 
@@ -151,7 +151,7 @@ def test_an_installed_backends_section_is_loaded_exactly(tmp_path: Path, monkeyp
         from_mapping({"trainer.policy.slim_config.width": 0})
 
 
-def test_the_selected_backends_section_is_there_with_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_section_of_the_selected_backend_has_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install_backend(tmp_path, monkeypatch, "slim")
     config = from_mapping({"trainer.strategy": "slim"})
     assert config.trainer.policy.options("slim_config").width == 1
@@ -192,7 +192,7 @@ def test_an_unknown_backend_names_the_nearest():
         from_mapping({"trainer.strategy": "fspd"})
 
 
-def test_every_default_loads_as_what_it_is():
+def test_every_default_loads_unchanged():
     """The loader accepts every default of the configuration classes."""
     from rl_core.config.resolving import as_mapping
 
@@ -301,18 +301,18 @@ def test_every_mistake_of_a_file_and_of_the_overrides_on_it_is_reported(tmp_path
     assert f", {file}:3)" in str(raised.value)
 
 
-def test_an_unknown_recipe_stands_alone():
+def test_an_unknown_recipe_is_the_only_error_reported():
     with pytest.raises(PluginError, match="'nope' is not among the installed recipes"):
         load("nope", ["trainer.sead=1", "trainer.epochs=lots"])
 
 
-def test_one_mistake_is_raised_as_what_it_is():
+def test_a_single_mistake_is_raised_as_its_own_error():
     with pytest.raises(ConfigError, match=r"^trainer\.sead: unknown key") as raised:
         from_mapping({}, ["trainer.sead=1"])
     assert type(raised.value) is ConfigError
 
 
-def test_several_mistakes_survive_the_way_to_another_process():
+def test_several_mistakes_can_be_pickled():
     with pytest.raises(ConfigErrors) as raised:
         from_mapping({"trainer.sead": 1, "trainer.strategy": "fspd"})
     copy = pickle.loads(pickle.dumps(raised.value))

@@ -16,7 +16,7 @@ from rl_core.config.resolving import value_at
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
-def test_the_page_in_docs_is_the_one_that_the_classes_give():
+def test_the_reference_page_in_docs_is_up_to_date():
     assert PAGE.read_text(encoding="utf-8") == reference_page(), (
         "stale; run: python -m rl_core.config.reference > docs/configuration.md"
     )

@@ -24,7 +24,7 @@ def reloaded(config: Config, tmp_path: Path, *overrides: str) -> Config:
     return loaded.config
 
 
-def test_derived_values_follow_from_what_is_given():
+def test_derived_values_follow_from_the_given_keys():
     config = from_mapping(
         {"trainer.run_name": "try", "trainer.bf16": False, "generator.sampling_params.temperature": 0.7}
     )
@@ -80,7 +80,7 @@ def test_servers_on_a_ray_that_is_joined_may_be_on_other_hosts(monkeypatch):
     )
 
 
-def test_a_given_value_stands_against_its_rule():
+def test_a_given_value_overrides_its_rule():
     config = from_mapping({"trainer.ckpt_path": "elsewhere", "generator.inference_engine.model_dtype": "float16"})
     assert (str(config.ckpt_dir), config.engine_dtype) == ("elsewhere", "float16")
 
@@ -90,7 +90,7 @@ def test_resolving_twice_changes_nothing():
     assert resolve(config) == config
 
 
-def test_every_rule_speaks_of_a_key_and_gives_it_a_value():
+def test_every_rule_gives_a_value_to_a_key_without_a_default():
     config = from_mapping({"trainer.policy.model.path": "model", "environment.reward_functions": "rewards:short"})
     for rule in RULES:
         assert rule.key in known_paths(Config)
@@ -138,7 +138,7 @@ def test_the_written_file_is_complete_and_loads_to_the_same_configuration(tmp_pa
     }
 
 
-def test_a_changed_key_of_the_written_file_moves_what_follows_from_it(tmp_path: Path):
+def test_changing_a_key_of_the_written_file_updates_the_values_derived_from_it(tmp_path: Path):
     config = from_mapping({"trainer.run_name": "first", "trainer.export_path": "kept"})
     moved = reloaded(config, tmp_path, "trainer.run_dir=second", "generator.sampling_params.temperature=0.5")
     assert (str(moved.ckpt_dir), str(moved.export_dir), moved.temperature) == ("second/checkpoints", "kept", 0.5)
@@ -164,7 +164,7 @@ _VALUES = st.recursive(
 
 @settings(max_examples=60)
 @given(value=_VALUES)
-def test_any_value_survives_the_file(value: object):
+def test_any_value_can_be_written_and_read_unchanged(value: object):
     read = yaml.load(yaml.dump(value, Dumper=Yaml12Dumper, allow_unicode=True), Loader=Yaml12Loader)
     assert read == value
     assert type(read) is type(value)
@@ -178,7 +178,7 @@ def test_any_value_survives_the_file(value: object):
     steps=st.none() | st.integers(1, 99),
     temperature=st.floats(0.1, 2),
 )
-def test_any_configuration_survives_the_file(
+def test_any_configuration_can_be_written_and_read_unchanged(
     tmp_path_factory: pytest.TempPathFactory, seed: int, lr: float, name: str, steps: int | None, temperature: float
 ):
     config = Config()

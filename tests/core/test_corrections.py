@@ -72,13 +72,13 @@ def test_truncation_caps_and_masking_drops():
     assert ratio_mask(LOG_RATIOS, MASK, low=0.6).tolist() == [True, True, True, False, False, False, True]
 
 
-def test_bounds_belong_to_what_is_kept():
+def test_a_ratio_at_a_bound_is_kept():
     one = torch.zeros(1)
     kept = torch.ones(1, dtype=torch.bool)
     assert ratio_mask(one, kept, low=1.0, high=1.0).tolist() == [True]
 
 
-def test_one_outlier_takes_its_whole_sequence_along():
+def test_one_outlier_drops_its_whole_sequence():
     assert outlier_sequence_mask(LOG_RATIOS, MASK, SEQUENCE, high=3.0).tolist() == [False] * 3 + [
         True,
         True,
@@ -116,7 +116,7 @@ def test_sequence_masks_drop_by_geometric_mean_or_product():
     assert corrected(sequence_mask_metric="product")[1] == [False] * 5 + [False, True]
 
 
-def test_each_step_sees_what_the_one_before_left():
+def test_each_correction_step_uses_the_mask_left_by_the_previous_one():
     weights, mask, metrics = corrected(
         outlier_token_is_threshold_high=7.0,  # only the untrained token is above the bound
         token_mask_is_threshold_low=0.4,
@@ -146,9 +146,7 @@ def test_masked_importance_sampling_is_the_token_mask_with_token_weights():
 
 @pytest.mark.parametrize("missing", [NAN, float("inf"), float("-inf")])
 @pytest.mark.parametrize("settings", [{}, {"tis_ratio_type": "sequence"}, {"sequence_mask_metric": "geometric"}])
-def test_a_missing_engine_logprob_drops_its_token_from_mask_and_denominator_and_touches_no_other(
-    missing: float, settings: dict[str, Any]
-):
+def test_a_missing_engine_logprob_drops_only_its_own_token(missing: float, settings: dict[str, Any]):
     rollout_T = torch.tensor([missing, -1.0, -1.0, missing])
     old_T = torch.full((4,), -1.0)
     mask_T = torch.tensor([True, True, True, False])

@@ -130,7 +130,7 @@ async def test_the_critics_values_become_the_baseline_and_the_returns_its_target
     assert batch["advantages"].tolist() == [0, 0.75, 0.75, 0, -0.25, -0.25, 0, 0.75, 0.75, 0, 0.75, 0.75]
 
 
-async def test_the_critic_has_its_own_mini_batches_weights_and_columns():
+async def test_the_critic_has_its_own_mini_batches_loss_weights_and_columns():
     _, policy, critic = make_groups()
     update = ppo(policy, critic)
     batch, _ = update.prepare(await update.score(make_batch()))
@@ -144,14 +144,14 @@ async def test_the_critic_has_its_own_mini_batches_weights_and_columns():
     assert metrics["policy/loss"] == (2.0, 1.0)
 
 
-async def test_both_train_at_the_same_time_on_devices_of_their_own():
+async def test_critic_and_policy_train_at_the_same_time_on_separate_devices():
     events, policy, critic = make_groups()
     update = ppo(policy, critic)
     await update.train(update.prepare(await update.score(make_batch()))[0], step=1)
     assert events.index("critic starts") < events.index("policy ends")
 
 
-async def test_they_train_one_after_the_other_where_they_take_turns():
+async def test_critic_and_policy_train_one_after_the_other_on_shared_devices():
     events, policy, critic = make_groups(shares=True)
     update = ppo(policy, critic)
     await update.train(update.prepare(await update.score(make_batch()))[0], step=1)
@@ -194,7 +194,7 @@ def test_a_run_has_a_critic_exactly_when_its_estimator_reads_values():
     assert update_settings(resolve(without)).critic is None
 
 
-def test_the_critic_is_told_its_own_section_and_starts_from_the_policys_model():
+def test_the_critic_has_its_own_section_and_starts_from_the_policys_model():
     values = {
         "trainer.policy.model.path": "some/model",
         "trainer.policy.model.lora.rank": 8,

@@ -161,7 +161,7 @@ def test_a_bad_line_of_a_csv_file_is_named(tmp_path: Path, text: str, message: s
         read_rows([tmp_path / "a.csv"], key="data.train_data")
 
 
-def test_files_elsewhere_are_read_as_files_here_are(tmp_path: Path):
+def test_remote_files_are_read_like_local_ones(tmp_path: Path):
     import fsspec
 
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -198,7 +198,7 @@ def test_data_sets_are_read_by_directory_and_split(tmp_path: Path, monkeypatch: 
         read(f"{tmp_path}/one@train")
 
 
-def test_a_data_set_of_the_hub_is_read_from_what_an_earlier_run_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_data_set_of_the_hub_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
     (tmp_path / "sums").mkdir()
@@ -215,7 +215,7 @@ def test_a_data_set_of_the_hub_is_read_from_what_an_earlier_run_stored(tmp_path:
         read_rows(["org/sums:other"], key="data.train_data")
 
 
-def test_a_data_set_that_is_nowhere_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_error_for_a_missing_data_set_names_files_and_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     with pytest.raises(ConfigError, match=r"org/no-such-set@train: there is no such file .* HF_HUB_OFFLINE"):
         read_rows(["org/no-such-set@train"], key="data.train_data")

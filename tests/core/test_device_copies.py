@@ -11,7 +11,7 @@ from rl_core.rank_kit.device_copies import is_pinned_first, on_device
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def test_only_what_lies_in_host_memory_and_goes_to_a_gpu_is_pinned():
+def test_only_copies_from_host_memory_to_a_gpu_are_pinned():
     tensor = torch.arange(3)
     assert is_pinned_first(tensor, GPU)
     assert is_pinned_first(tensor, torch.device("cuda", 1))
@@ -23,13 +23,13 @@ def test_only_what_lies_in_host_memory_and_goes_to_a_gpu_is_pinned():
         assert not is_pinned_first(torch.empty(3), GPU)
 
 
-def test_what_is_there_is_not_copied():
+def test_a_tensor_already_on_the_device_is_not_copied():
     tensor = torch.arange(3)
     assert on_device(tensor, CPU) is tensor
 
 
 @pytest.mark.gpu
-def test_what_arrives_is_what_was_sent_though_the_source_is_gone_by_then():
+def test_copies_are_correct_although_their_sources_are_freed_at_once():
     busy = torch.randn(4096, 4096, device=GPU)
     for _ in range(20):
         busy = busy @ busy

@@ -26,13 +26,13 @@ SAMPLED = torch.tensor([False, True, True, False, True, True])
         (0.5, [0.0, 0.5, -0.5, 0.0, -0.5, 0.0]),
     ],
 )
-def test_numbers_worked_by_hand(clip: float, expected: list[float]):
+def test_distillation_advantages_worked_by_hand(clip: float, expected: list[float]):
     found = distillation_advantages(STUDENT, TEACHER, SAMPLED, distillation_clip=clip)
     assert found.advantages_T.tolist() == expected
     assert found.returns_T.tolist() == expected
 
 
-def test_nothing_is_held_back_unless_it_is_asked_for():
+def test_advantages_are_not_clipped_by_default():
     assert distillation_advantages(STUDENT, TEACHER, SAMPLED).advantages_T.tolist() == [
         0.0,
         0.75,
@@ -43,7 +43,7 @@ def test_nothing_is_held_back_unless_it_is_asked_for():
     ]
 
 
-def test_the_mean_over_what_the_student_samples_is_minus_the_reverse_divergence():
+def test_the_mean_over_the_students_samples_is_minus_the_reverse_kl():
     student_V, teacher_V = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
     everything_V = torch.ones(3, dtype=torch.bool)
     advantages_V = distillation_advantages(student_V.log(), teacher_V.log(), everything_V).advantages_T
@@ -51,7 +51,7 @@ def test_the_mean_over_what_the_student_samples_is_minus_the_reverse_divergence(
     assert float((student_V * advantages_V).sum()) == pytest.approx(-math.log(2) / 4, rel=1e-6)
 
 
-def test_a_teacher_and_a_student_that_changed_places_are_seen():
+def test_swapping_teacher_and_student_flips_the_signs():
     found = distillation_advantages(TEACHER, STUDENT, SAMPLED).advantages_T
     assert found.tolist() == [0.0, -0.75, 3.0, 0.0, 12.0, 0.0]
 

@@ -318,7 +318,7 @@ def test_a_wrong_environment_is_rejected(wrong, check):
         getattr(Suite(), check)()
 
 
-def test_an_environment_that_awaits_holds_nobody_up():
+def test_an_environment_that_awaits_does_not_delay_others():
     class Suite(TestGuess):
         factory = AwaitsAsLong
         rewards: ClassVar = {"4": 1.0}

@@ -27,15 +27,15 @@ STALENESS = pytest.mark.parametrize("max_staleness", [0, 2])
 
 @pytest.mark.parametrize("error", ENDS, ids=NAMES)
 @STALENESS
-def test_a_generator_that_means_to_end_the_run_ends_it_with_an_error_and_a_checkpoint(
+def test_an_exit_or_cancellation_in_the_generator_is_an_error_with_a_checkpoint(
     tmp_path: Path, max_staleness: int, error: BaseException
 ):
     def play(group: int) -> Play:
         return Play(error=error if group == 3 else None)
 
     run = ScriptedRun(tmp_path, Script(max_staleness=max_staleness, play=play))
-    told = rf"train:1: the generator ScriptedGenerator raised {type(error).__name__}\(.*\(scripted_run\.py:\d+\)"
-    with pytest.raises(ForeignCodeError, match=told):
+    message = rf"train:1: the generator ScriptedGenerator raised {type(error).__name__}\(.*\(scripted_run\.py:\d+\)"
+    with pytest.raises(ForeignCodeError, match=message):
         run.go()
     assert run.events[-1] == f"checkpoint {run.loop.steps_done}"
     assert run.loop.steps_done > 0
@@ -46,7 +46,7 @@ def test_a_generator_that_means_to_end_the_run_ends_it_with_an_error_and_a_check
 
 
 @pytest.mark.parametrize("error", ENDS, ids=NAMES)
-def test_an_evaluation_that_is_cancelled_from_within_is_no_stop(tmp_path: Path, error: BaseException):
+def test_exits_and_cancellations_within_an_evaluation_are_errors_and_not_stops(tmp_path: Path, error: BaseException):
     script = Script(eval_rows=1, eval_play=Play(error=error), settings={"eval_before_train": True})
     with pytest.raises(ForeignCodeError, match="held_out:0: the generator ScriptedGenerator raised"):
         ScriptedRun(tmp_path, script).go()
@@ -63,7 +63,7 @@ def test_an_evaluation_that_is_cancelled_from_within_is_no_stop(tmp_path: Path, 
     ],
 )
 @pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()], ids=NAMES[:2])
-def test_a_part_that_means_to_end_the_run_ends_it_with_an_error_and_a_checkpoint(
+def test_an_exit_or_cancellation_in_foreign_code_is_an_error_with_a_checkpoint(
     tmp_path: Path, event: str, whose: str, saved: int, error: BaseException
 ):
     run = ScriptedRun(tmp_path, Script(errors={event: error}, settings={"ckpt_interval": 1}))
@@ -79,7 +79,7 @@ def raises(error: BaseException) -> Callable[[], None]:
     return code
 
 
-def test_exceptions_keyboard_interrupts_and_ones_own_cancellation_stay_what_they_are():
+def test_exceptions_keyboard_interrupts_and_a_tasks_own_cancellation_are_not_converted():
     """Negative control: these are not converted."""
     for error in (ValueError("wrong"), StopIteration(), KeyboardInterrupt()):
         with pytest.raises(type(error)) as caught, code_of("somebody's code"):
@@ -95,7 +95,7 @@ def test_exceptions_keyboard_interrupts_and_ones_own_cancellation_stay_what_they
         run_virtually(cancelled())
 
 
-def test_a_coroutine_that_is_thrown_away_ends_in_silence():
+def test_closing_an_unfinished_coroutine_raises_no_error():
     @attrs.frozen
     class Waits:
         def __await__(self):
@@ -110,7 +110,7 @@ def test_a_coroutine_that_is_thrown_away_ends_in_silence():
     coroutine.close()
 
 
-async def test_work_is_none_only_where_it_was_to_stop():
+async def test_unless_set_returns_none_only_after_the_event():
     async def gives_up() -> int:
         raise asyncio.CancelledError
 
@@ -125,7 +125,7 @@ async def test_work_is_none_only_where_it_was_to_stop():
     assert await unless_set(stop, waits()) is None
 
 
-def test_a_run_outside_of_the_loop_does_not_end_as_if_it_was_done_or_interrupted():
+def test_exits_and_cancellations_outside_the_training_loop_are_errors_too():
     async def leaves() -> None:
         sys.exit(0)
 
@@ -137,7 +137,7 @@ def test_a_run_outside_of_the_loop_does_not_end_as_if_it_was_done_or_interrupted
             Interrupts().run(work)
 
 
-def test_an_exit_in_a_task_of_its_own_reaches_who_waits_for_it_and_nobody_else():
+def test_an_exit_in_a_separate_task_reaches_only_the_task_that_awaits_it():
     """asyncio would let the SystemExit leave the event loop and end everything in it."""
 
     async def leaves() -> None:
@@ -157,7 +157,7 @@ def test_an_exit_in_a_task_of_its_own_reaches_who_waits_for_it_and_nobody_else()
     assert Interrupts().run(work) == "done"
 
 
-def test_code_that_leaves_is_named_although_a_tracker_wraps_the_way_out(monkeypatch: pytest.MonkeyPatch):
+def test_code_that_exits_is_named_even_if_a_tracker_wraps_sys_exit(monkeypatch: pytest.MonkeyPatch):
     leave = sys.exit
 
     class Hooks:
@@ -170,12 +170,12 @@ def test_code_that_leaves_is_named_although_a_tracker_wraps_the_way_out(monkeypa
         sys.exit(0)
 
     line = plug_in.__code__.co_firstlineno + 1
-    told = rf"raised SystemExit\(0\) \(test_foreign_errors\.py:{line}\)"
-    with pytest.raises(ForeignCodeError, match=told), code_of("a plug-in"):
+    message = rf"raised SystemExit\(0\) \(test_foreign_errors\.py:{line}\)"
+    with pytest.raises(ForeignCodeError, match=message), code_of("a plug-in"):
         plug_in()
 
 
-async def test_an_error_of_a_thread_that_nobody_waits_for_any_more_is_not_logged(caplog: pytest.LogCaptureFixture):
+async def test_a_late_error_of_an_abandoned_thread_is_not_logged(caplog: pytest.LogCaptureFixture):
     may_fail = threading.Event()
 
     def fails() -> None:

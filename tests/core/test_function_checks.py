@@ -58,7 +58,7 @@ BY_COVARIANCE = (
 
 @pytest.mark.parametrize("loss", UNKNOWN)
 @pytest.mark.parametrize("tis_ratio_type", ["token", "sequence"])
-def test_weights_of_a_correction_are_refused_where_nobody_says_how_the_loss_takes_them(
+def test_correction_weights_are_refused_for_losses_that_do_not_declare_their_use(
     functions: dict[str, Any], loss: str, tis_ratio_type: str
 ):
     chosen = functions | {"trainer.algorithm.policy_loss_type": loss}
@@ -74,7 +74,7 @@ def test_weights_of_a_correction_are_refused_where_nobody_says_how_the_loss_take
 
 
 @pytest.mark.parametrize("loss", UNKNOWN)
-def test_such_a_loss_wants_to_be_told_what_happens_to_samples_of_earlier_weights(functions: dict[str, Any], loss: str):
+def test_stale_samples_of_an_undeclared_loss_need_an_explicit_off(functions: dict[str, Any], loss: str):
     stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
     message = rf"tis_ratio_type: 'token' is the default with trainer\.max_staleness=2.*'{loss}'.*=off.*max_staleness=0"
     for refuses in (check_plugins, update_settings):
@@ -86,7 +86,7 @@ def test_such_a_loss_wants_to_be_told_what_happens_to_samples_of_earlier_weights
 
 
 @pytest.mark.parametrize("loss", BY_COVARIANCE)
-def test_losses_that_say_how_they_take_weights_are_corrected_by_default(functions: dict[str, Any], loss: str):
+def test_losses_that_declare_their_use_of_weights_are_corrected_by_default(functions: dict[str, Any], loss: str):
     stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
     check_plugins(from_mapping(stale))
     assert (correction_params(from_mapping(stale)) or {})["tis_ratio_type"] == "token"
@@ -100,9 +100,7 @@ def test_losses_that_say_how_they_take_weights_are_corrected_by_default(function
         {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 5.0},
     ],
 )
-def test_masks_of_a_correction_go_with_every_loss_that_weighs_advantages(
-    functions: dict[str, Any], mask: dict[str, Any]
-):
+def test_correction_masks_work_with_undeclared_losses(functions: dict[str, Any], mask: dict[str, Any]):
     masked = {f"{CORRECTION}.{name}": value for name, value in mask.items()}
     loss = {"trainer.algorithm.policy_loss_type": "own_functions:loss_of_best_tokens"}
     assert mask.items() <= dict(correction_params(from_mapping(functions | loss | masked)) or {}).items()
@@ -128,7 +126,7 @@ def test_a_loss_that_chooses_tokens_by_something_else_is_corrected_by_default(fu
         "own_functions:watched_maxrl",
     ],
 )
-def test_kl_in_the_reward_goes_with_estimators_of_successes(functions: dict[str, Any], estimator: str):
+def test_kl_in_the_reward_works_with_estimators_of_successes(functions: dict[str, Any], estimator: str):
     """However the estimator is named, it also reads the environment's rewards, without the KL penalty."""
     chosen = functions | {"trainer.algorithm.advantage_estimator": estimator}
     if "pass_at_k" in estimator:
@@ -141,7 +139,7 @@ def test_kl_in_the_reward_goes_with_estimators_of_successes(functions: dict[str,
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce++", "own_functions:advantages"])
-def test_kl_in_the_reward_goes_with_estimators_that_compare_scores(functions: dict[str, Any], estimator: str):
+def test_kl_in_the_reward_works_with_estimators_that_compare_scores(functions: dict[str, Any], estimator: str):
     chosen = {"trainer.algorithm.advantage_estimator": estimator, "trainer.algorithm.use_kl_in_reward": True}
     assert update_settings(from_mapping(functions | chosen)).kl_in_reward == "k3"
 
@@ -175,7 +173,7 @@ def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
         ({"eps_clip_low": 0.1, "policy_loss_params.eps_clip_low": 0.05}, {"eps_clip_low": 0.05, "eps_clip_high": 4e-4}),
     ],
 )
-def test_a_losss_own_default_wins_over_a_general_key_that_nobody_gave(
+def test_a_losss_own_default_wins_over_the_default_of_a_general_key(
     functions: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
 ):
     """A value that is set applies even if it equals 0.2, the default of other losses. Writing the configuration to a
@@ -216,9 +214,7 @@ def test_nothing_warns_of_a_key_that_the_user_did_not_choose(functions: dict[str
     ("key", "value"),
     [("zero_variance_filter", True), ("dynamic_sampling.type", "filter"), ("dynamic_sampling.type", "replace")],
 )
-def test_groups_are_not_chosen_by_their_samples_alone_where_a_greedy_answer_is_the_baseline(
-    functions: dict[str, Any], key: str, value: Any
-):
+def test_filters_of_equal_rewards_are_refused_with_a_greedy_baseline(functions: dict[str, Any], key: str, value: Any):
     remax = functions | {"trainer.algorithm.advantage_estimator": "remax"}
     check_plugins(from_mapping(remax))
     assert needs_greedy_answers(from_mapping(remax))
@@ -228,7 +224,7 @@ def test_groups_are_not_chosen_by_their_samples_alone_where_a_greedy_answer_is_t
         check_plugins(from_mapping(remax | {f"trainer.algorithm.{key}": value}))
 
 
-def test_parameters_come_from_params_then_from_the_key_of_that_name_then_from_the_function(functions: dict[str, Any]):
+def test_parameters_come_from_params_then_from_their_key_then_from_the_function(functions: dict[str, Any]):
     config = from_mapping(functions | {"trainer.algorithm.eps_clip_low": 0.1, "trainer.algorithm.gamma": 0.9})
     assert loss_params(config) == {"eps_clip_low": 0.1}
     assert advantage_params(config) == {"gamma": 0.9, "grpo_norm_by_std": True}

@@ -68,12 +68,12 @@ async def test_samples_in_order_with_steps_or_a_failure_are_accepted():
         ((trajectory(0, step([1, 2], 1), failure="x"), GOOD[1]), "sample 0 with 1 steps and failure 'x'"),
     ],
 )
-async def test_an_answer_to_another_question_is_refused(answer: tuple[Trajectory, ...], message: str):
+async def test_answers_that_do_not_fit_the_request_are_refused(answer: tuple[Trajectory, ...], message: str):
     with pytest.raises(GenerationError, match=f"train.jsonl:7: the generator Answers.*{message}"):
         await generate_group(Answers(answer), REQUEST)
 
 
-def test_rewards_lie_where_the_step_says_else_on_its_last_sampled_token():
+def test_without_token_rewards_a_steps_reward_is_on_its_last_sampled_token():
     several = step([1, 2, 3, 4], 1, reward=3.0, token_rewards=[0.0, 1.0, 0.0, 2.0])
     batch = collate([trajectory(0, several), trajectory(1, step([1, 2, 3], 1))])
     assert batch["rewards"].tolist() == [0, 1, 0, 2, 0, 0, 1]

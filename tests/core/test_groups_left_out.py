@@ -104,9 +104,7 @@ def test_failed_samples_are_written_with_their_step_counted_by_kind_and_warned_o
 
 
 @STALENESS
-def test_more_failures_than_allowed_stop_the_run_with_a_checkpoint_and_are_all_written(
-    tmp_path: Path, max_staleness: int
-):
+def test_too_many_failures_stop_the_run_with_a_checkpoint_and_are_all_written(tmp_path: Path, max_staleness: int):
     """Up to four of each step's eight samples may fail."""
     rewards = {0: (0.0, 1.0, None, None)}
 
@@ -160,7 +158,7 @@ def test_failures_that_a_run_accepted_do_not_stop_the_run_that_resumes_it(tmp_pa
     assert resumed.reports.rows[2]["rollout/failed"] == 3.0
 
 
-def test_more_failures_in_an_evaluation_than_allowed_stop_the_run_and_it_is_evaluated_again(tmp_path: Path):
+def test_too_many_failures_in_an_evaluation_stop_the_run_before_its_row(tmp_path: Path):
     script = Script(
         play=lambda group: Play(rewards=(0.0, 1.0, 0.0)),
         eval_rows=2,
@@ -189,7 +187,7 @@ def test_groups_without_a_signal_are_dropped_until_too_many_of_them_end_the_run(
     assert run.events[-3:] == ["fail GenerationError", "save 1", "checkpoint 1"]
 
 
-def test_a_batch_that_is_given_up_is_taken_again_from_new_groups_of_the_same_version(tmp_path: Path):
+def test_a_discarded_batch_is_replaced_by_new_groups_of_the_same_version(tmp_path: Path):
     def play(group: int) -> Play:
         return Play(rewards=(1.0, 1.0) if group in (2, 3) else (0.0, 1.0))
 
@@ -205,7 +203,7 @@ REJECTING = {"replace": {"min_replace_ratio": 0.6}, "filter": {"drop_zero_varian
 @pytest.mark.parametrize("rule", REJECTING)
 @pytest.mark.parametrize("useless", [(4, 5), (4, 5, 6, 7), (2, 3, 5)])
 @STALENESS
-def test_a_last_batch_that_is_given_up_is_taken_again_too(
+def test_a_discarded_last_batch_is_replaced_too(
     tmp_path: Path, max_staleness: int, useless: tuple[int, ...], rule: str
 ):
     def play(group: int) -> Play:
@@ -218,7 +216,7 @@ def test_a_last_batch_that_is_given_up_is_taken_again_too(
 
 @pytest.mark.parametrize("rule", REJECTING)
 @STALENESS
-def test_a_stop_at_any_moment_loses_no_group_where_batches_are_given_up(
+def test_a_stop_at_any_moment_loses_no_group_if_batches_are_discarded(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int, rule: str
 ):
     """Each group is trained on once, rejected with its batch, dropped, or still outstanding at the end."""

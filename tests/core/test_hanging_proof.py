@@ -34,7 +34,7 @@ def wait_until(holds: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_proof_leaves_no_process_and_its_folders_go_with_the_next_start(
+def test_a_killed_proof_leaves_no_process_and_the_next_start_removes_its_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model, file, temporary = tmp_path / "model", tmp_path / "pid", tmp_path / "temporary"

@@ -50,7 +50,7 @@ def unseen(second: int) -> None:
 
 @pytest.mark.parametrize("works", [computes, writes, waits_for_disk])
 @pytest.mark.parametrize("answers", [True, False])
-def test_ranks_are_alive_while_one_works_whether_it_answers_or_not_and_the_others_answer(works, answers):
+def test_ranks_are_alive_while_one_works_and_the_others_answer(works, answers):
     assert not watched(60, [works, idles], answers=[answers, True]).dead(60.0)
 
 
@@ -63,7 +63,7 @@ def test_a_rank_that_neither_answers_nor_works_is_frozen_while_others_work(froze
     )
 
 
-def test_a_first_pulse_that_takes_longer_than_the_silence_is_no_sign_of_a_frozen_rank():
+def test_a_slow_first_pulse_does_not_mean_that_a_rank_is_frozen():
     heartbeats = Heartbeats(1, silence_s=4.0, now_s=0.0)
     heartbeats.note(0, computes(6), has_answered=False, now_s=6.0)
     assert not heartbeats.dead(6.0), "a single pulse has nothing to compare with"
@@ -119,7 +119,7 @@ def test_the_pulse_of_a_real_process_tells_computing_from_waiting_and_from_being
     os.kill(child.pid, signal.SIGCONT)
 
 
-def test_where_only_its_own_process_can_be_read_no_other_gets_its_pulse(monkeypatch, child):
+def test_on_other_platforms_only_the_own_process_can_be_read(monkeypatch, child):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert pulse_of(os.getpid()).cpu_s > 0
     with pytest.raises(OSError, match=f"process {child.pid} cannot be read on darwin"):

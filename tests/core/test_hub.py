@@ -154,7 +154,7 @@ def test_a_name_server_that_never_answers_is_given_up(tmp_path: Path):
     assert "http://hub.invalid cannot be reached (no answer within 0.5 s)" in result.stderr
 
 
-def test_a_name_that_the_hub_does_not_have_is_said(hub: ThreadingHTTPServer, tmp_path: Path):
+def test_a_name_that_the_hub_does_not_have_is_reported(hub: ThreadingHTTPServer, tmp_path: Path):
     result = python(FETCH.replace("org/model", "org/other"), tmp_path, address_of(hub))
     assert "trainer.policy.model.path: org/other: " in result.stderr
     assert "Is the name spelled correctly?" in result.stderr
@@ -182,7 +182,7 @@ def test_a_runs_model_is_pushed(hub: ThreadingHTTPServer, tmp_path: Path):
     assert "hf_secret" not in result.stdout + result.stderr
 
 
-def test_what_cannot_be_pushed_says_why(hub: ThreadingHTTPServer, tmp_path: Path):
+def test_the_error_of_a_failed_push_says_why(hub: ThreadingHTTPServer, tmp_path: Path):
     (tmp_path / "run").mkdir()
     nothing = push(tmp_path / "run", "me/mine", tmp_path, address_of(hub), HF_TOKEN="x")
     assert (nothing.returncode, "has no model (config.json and *.safetensors" in nothing.stderr) == (2, True)

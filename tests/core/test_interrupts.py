@@ -46,7 +46,7 @@ def test_the_first_signal_stops_and_its_bounce_is_ignored(number: int):
     assert stops == [1]
 
 
-def test_a_second_hangup_does_nothing_although_the_first_is_not_yet_answered(monkeypatch: pytest.MonkeyPatch):
+def test_a_second_hangup_is_ignored_even_before_the_first_is_handled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_BOUNCE_S", 0.05)
     interrupts, stops = Interrupts(), []
 
@@ -62,7 +62,7 @@ def test_a_second_hangup_does_nothing_although_the_first_is_not_yet_answered(mon
     assert stops == [1]
 
 
-def test_a_later_second_signal_cancels_and_the_clean_up_is_whole():
+def test_a_later_second_signal_cancels_the_work_and_its_clean_up_completes():
     interrupts, events = Interrupts(), []
 
     async def work() -> None:
@@ -82,7 +82,7 @@ def test_a_later_second_signal_cancels_and_the_clean_up_is_whole():
     assert events == ["stop", "closed"]
 
 
-def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discarded():
+def test_closing_the_terminal_stops_the_work_once_and_discards_its_output():
     """The child's terminal is closed while it works. A second SIGHUP comes too late to count as a bounce."""
     child, terminal = pty.fork()
     if child == 0:
@@ -110,7 +110,7 @@ def test_a_terminal_that_is_closed_stops_the_work_once_and_its_output_is_discard
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
-def test_output_to_a_terminal_is_discarded_although_it_is_closed_only_after_the_signal():
+def test_after_a_hangup_output_is_discarded_even_before_the_terminal_closes():
     child, terminal = pty.fork()
     if child == 0:
         interrupts, stops = Interrupts(), []
@@ -176,7 +176,7 @@ def test_a_signal_that_another_thread_gets_is_answered_while_the_loop_waits():
     assert time.monotonic() - started < 30
 
 
-def test_a_clean_up_that_hangs_can_be_left(monkeypatch: pytest.MonkeyPatch):
+def test_a_clean_up_that_hangs_can_be_interrupted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "CLOSE_S", 0.05)
 
     async def work() -> None:

@@ -111,7 +111,7 @@ def test_part_members_list_every_item_once_under_its_part(costs, num_parts):
     assert all((part_N[items] == part).all() for part, items in enumerate(members))
 
 
-def test_a_cost_that_is_no_cost_is_named():
+def test_invalid_costs_are_refused():
     with pytest.raises(ShapeError, match=r"costs_N\[1\] is nan"):
         greedy_partition([1.0, float("nan")], 2)
     with pytest.raises(ShapeError, match="num_parts is 0"):
@@ -172,7 +172,7 @@ def test_tight_budgets_are_packed_tightly():
     ]
 
 
-def test_a_budget_that_needs_more_micro_batches_than_the_tokens_suggest_adds_a_whole_multiple():
+def test_extra_micro_batches_for_a_tight_budget_come_in_whole_multiples():
     plan = plan_micro_batches([6, 6, 6, 6, 6, 1], num_data_ranks=1, max_tokens=10, multiple=2)
     assert [m.tolist() for m in plan[0]] == [
         [0],
@@ -184,7 +184,7 @@ def test_a_budget_that_needs_more_micro_batches_than_the_tokens_suggest_adds_a_w
     ]  # two sequences of 6 tokens exceed 10, and the number of micro-batches must be even
 
 
-def test_a_later_rank_that_needs_more_micro_batches_gives_as_many_to_the_earlier_ones():
+def test_all_ranks_get_as_many_micro_batches_as_the_rank_that_needs_most():
     def halves(costs_N, num_parts) -> np.ndarray:
         return np.array([0, 0, 0, 0, 1, 1, 1])
 
@@ -231,7 +231,7 @@ def test_a_sequence_over_the_budget_is_named_with_its_padding():
         plan_micro_batches([5, 14, 2], num_data_ranks=2, max_tokens=15, sequence_multiple=8)
 
 
-def test_lengths_that_are_no_lengths_are_refused():
+def test_invalid_lengths_are_refused():
     with pytest.raises(ShapeError, match="sequence 1 has 0 tokens"):
         plan_micro_batches([5, 0], num_data_ranks=1)
     with pytest.raises(ShapeError, match="float64"):

@@ -176,7 +176,7 @@ def test_the_gradient_is_that_of_training_on_the_steps(seed):
     assert (together - apart).norm() <= 1e-14 * apart.norm()
 
 
-def test_taking_the_later_steps_columns_in_place_of_the_first_ones_changes_the_gradient():
+def test_the_loss_mask_of_the_last_step_gives_another_gradient():
     batch = random_steps(np.random.default_rng(0), 6)
     merged, merge = merge_steps(batch)
     tail = batch.select(torch.from_numpy(merge.last_step))
@@ -213,7 +213,7 @@ def test_shuffled_rows_give_the_same_sequences(seed):
     assert contents(merge_steps(batch)[0]) == contents(merge_steps(shuffled)[0])
 
 
-def test_a_batch_in_which_nothing_merges_stays_as_it_is():
+def test_a_batch_in_which_nothing_merges_stays_unchanged():
     batch = Batch.from_sequences([step(9, 0, [1], [2], last=True), step(3, 0, [4, 5], [6], last=True)])
     merged, merge = merge_steps(batch)
     assert all(torch.equal(merged[name], batch[name]) for name in batch)

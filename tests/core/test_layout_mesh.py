@@ -43,7 +43,7 @@ def test_a_world_size_alone_is_pure_data_parallel():
     assert mesh.micro_batch_multiple == mesh.sequence_multiple == mesh.micro_batch_tokens_multiple() == 1
 
 
-def test_sixteen_ranks_stand_where_megatron_puts_them():
+def test_sixteen_ranks_have_the_coordinates_that_megatron_gives_them():
     mesh = Mesh(world_size=16, tensor=2, context=2, pipeline=2, expert=4, expert_tensor=1)
     assert mesh.groups("tensor")[:2] == [[0, 1], [2, 3]]
     assert mesh.groups("context")[:2] == [[0, 2], [1, 3]]
@@ -80,13 +80,13 @@ def test_groups_of_an_axis_partition_the_ranks_and_have_its_size(mesh, axis):
 
 
 @given(meshes())
-def test_one_rank_per_part_of_the_batch_returns_results_and_it_is_on_the_last_stage(mesh):
+def test_one_last_stage_rank_per_part_of_the_batch_returns_results(mesh):
     returning = [rank for rank in range(mesh.world_size) if mesh.returns_results(rank)]
     assert [mesh.data_rank(rank) for rank in returning] == list(range(mesh.data))
     assert all(mesh.coordinates(rank).pipeline == mesh.pipeline - 1 for rank in returning)
 
 
-def test_an_arrangement_that_does_not_fit_names_the_nearest_that_do():
+def test_the_error_for_an_impossible_mesh_names_the_nearest_possible_ones():
     with pytest.raises(ConfigError) as error:
         Mesh(world_size=16, tensor=2, pipeline=3, context=2)
     assert "tensor 2 × context 2 × pipeline 3 = 12 does not divide the 16 ranks" in str(error.value)
@@ -99,7 +99,7 @@ def test_an_arrangement_that_does_not_fit_names_the_nearest_that_do():
         Mesh(world_size=8, virtual_pipeline=2)
 
 
-def test_experts_are_split_like_dense_matrices_unless_told_otherwise():
+def test_experts_are_split_like_dense_matrices_by_default():
     assert Mesh(world_size=8, tensor=4).expert_tensor == 4
     assert Mesh(world_size=8, tensor=4, expert_tensor=1, expert=8).expert_data == 1
 
@@ -176,7 +176,7 @@ def test_every_split_that_exists_is_found():
                 pipeline_chunks(num_layers, pipeline, virtual_pipeline=virtual_pipeline)
 
 
-def test_a_split_that_cannot_be_says_what_would_fit():
+def test_the_error_for_an_impossible_split_says_what_would_fit():
     with pytest.raises(ConfigError, match=r"27 layers .* over 2 stages.*Set num_first=13"):
         pipeline_chunks(27, 2)
     with pytest.raises(ConfigError, match="Set num_last=6"):
@@ -189,6 +189,6 @@ def test_a_split_that_cannot_be_says_what_would_fit():
         pipeline_chunks(8, 1, num_first=4)
 
 
-def test_the_remedy_in_the_message_is_a_remedy():
+def test_the_splits_that_the_messages_suggest_are_possible():
     assert pipeline_chunks(27, 2, num_first=13) == [(0, 13), (13, 14)]
     assert pipeline_chunks(28, 4, num_first=6, num_last=6) == [(0, 6), (6, 8), (14, 8), (22, 6)]

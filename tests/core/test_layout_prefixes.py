@@ -55,9 +55,7 @@ def test_tokens_share_a_cell_only_with_the_same_tokens_before_them(sequences: Se
 
 @settings(max_examples=300)
 @given(sequences=SEQUENCES, least_saved=st.sampled_from([1, 3]), multiple=st.sampled_from([1, 4]))
-def test_a_model_is_given_every_token_that_precedes_one_and_sees_those_before_it(
-    sequences: Sequences, least_saved: int, multiple: int
-):
+def test_a_cell_attends_to_exactly_the_tokens_of_its_prefix(sequences: Sequences, least_saved: int, multiple: int):
     offsets, tokens_T = stream_of(sequences)
     forest = forest_of(sequences, least_saved)
     cells = input_cells(forest, offsets, total_multiple=multiple)
@@ -88,7 +86,7 @@ def seen_cells(length_M: NDArray[np.int64], parent_M: NDArray[np.int64]) -> list
     return [[*before.get(cell, []), *range(start, cell + 1)] for cell, start in enumerate(starts.tolist())]
 
 
-def test_what_else_a_model_reads_of_a_token_keeps_tokens_apart():
+def test_tokens_with_different_other_inputs_do_not_share_a_cell():
     offsets, tokens_T = stream_of([[1, 2, 3], [1, 2, 4]])
     routes_TLK = np.zeros((6, 2, 1), np.uint8)
     assert prefix_forest(offsets, tokens_T, routes_TLK, least_saved=1).num_cells == 4
@@ -102,7 +100,7 @@ def test_sharing_few_tokens_is_not_worth_it():
     assert forest_of(sequences, least_saved=3).num_cells == 7
 
 
-def test_what_is_saved_counts_a_shared_beginning_once_where_a_longer_one_is_shared_too():
+def test_saved_tokens_of_nested_shared_beginnings_are_counted_once():
     """All four share the first token, and each pair a longer prefix. Sharing within the pairs leaves two cells
     for the first token, so sharing it among all four saves only one more."""
     sequences = [[1, *([group] * 5), answer] for group in (2, 3) for answer in (4, 5)]
@@ -111,7 +109,7 @@ def test_what_is_saved_counts_a_shared_beginning_once_where_a_longer_one_is_shar
 
 
 @pytest.mark.parametrize("shared", [1, 31, 32, 33, 95, 96, 97, 300])
-def test_long_beginnings_are_compared_to_where_they_part(shared: int):
+def test_long_beginnings_are_shared_up_to_their_first_difference(shared: int):
     sequences = [[*([7] * shared), *rest] for rest in ([1, 2], [3], [1, 4, 5], [1, 2])]
     offsets, tokens_T = stream_of(sequences)
     routes_TLK = np.zeros((len(tokens_T), 2, 1), np.int16)
@@ -121,7 +119,7 @@ def test_long_beginnings_are_compared_to_where_they_part(shared: int):
         assert prefix_forest(offsets, tokens_T, routed, least_saved=1).num_cells == len(unlike)
 
 
-def test_groups_that_share_little_are_families_of_their_own():
+def test_groups_that_share_little_are_separate_families():
     """64 groups of 16 answers of 100 tokens. All prompts share 8 tokens; the answers of a group share all 200."""
     sequences = [[*([7] * 8), *([group] * 192), *range(100, 200)] for group in range(64) for _ in range(16)]
     for i, tokens in enumerate(sequences):
@@ -139,7 +137,7 @@ LONG = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=60), min_size=1
 
 @settings(max_examples=200)
 @given(sequences=LONG, slack=st.integers(0, 60), slots=st.sampled_from([None, 1, 4]), ranks=st.sampled_from([1, 2, 5]))
-def test_families_are_planned_within_the_limits_of_what_is_computed(
+def test_families_are_planned_within_the_limits_on_tokens_and_sequences(
     sequences: Sequences, slack: int, slots: int | None, ranks: int
 ):
     offsets, _ = stream_of(sequences)
@@ -175,7 +173,7 @@ def test_groups_do_not_leave_ranks_idle(num_groups: int, most_tokens: int):
     assert all(len({sequences[i][0] for i in family}) == 1 for family in members)
 
 
-def test_the_forest_of_a_chain_of_turns_is_the_last_of_them():
+def test_the_forest_of_a_chain_of_turns_has_the_cells_of_the_last_turn():
     turns = [list(range(n)) for n in (20, 40, 60, 80)]
     forest = forest_of(turns)
     assert forest.num_cells == 80

@@ -10,5 +10,5 @@ def test_ranges_are_short():
     assert ranges(()) == "-"
 
 
-def test_ranges_as_a_page_writes_them():
+def test_ranges_in_the_notation_of_the_docs():
     assert ranges([3, 4, 7], dash="–", separator=", ") == "3–4, 7"

@@ -67,7 +67,7 @@ def test_gradcheck(with_entropy):
 
 
 @pytest.mark.parametrize("frozen", ["hidden_TH", "weight_VH", "bias_V"])
-def test_what_needs_no_gradient_gets_none_and_changes_nothing(frozen):
+def test_inputs_that_need_no_gradient_get_none(frozen):
     tensors, targets_T = inputs()
     expected = dict(
         zip(tensors, value_and_gradients(full_logprobs, tensors, targets_T, ("logprobs", "entropies"))[1], strict=True)
@@ -142,7 +142,7 @@ def test_a_bias_of_minus_infinity_is_a_vocabulary_without_that_token(function, u
             assert not left[[1, 4, 7, 9]].any()
 
 
-def test_no_tokens_is_no_error():
+def test_an_empty_stream_is_allowed():
     hidden_TH = torch.zeros(0, 3, requires_grad=True)
     logprobs_T, entropies_T = chunked_logprobs(
         hidden_TH, torch.zeros(5, 3), torch.zeros(0, dtype=torch.int64), temperature=1.0, chunk_tokens=4

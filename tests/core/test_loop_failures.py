@@ -19,9 +19,7 @@ from tests.core.scripted_run import Play, RestartedEngine, Script, ScriptedEngin
 
 
 @STALENESS
-def test_a_generator_that_raises_ends_the_run_after_the_step_under_way_with_its_own_error_and_a_checkpoint(
-    tmp_path: Path, max_staleness: int
-):
+def test_an_error_of_the_generator_is_raised_after_the_step_under_way_is_saved(tmp_path: Path, max_staleness: int):
     """At staleness 0 the step waits for the failing group; otherwise the error comes during another step, which
     finishes."""
     boom = OSError("the environment is gone")
@@ -51,7 +49,7 @@ def test_a_generator_that_raises_ends_the_run_after_the_step_under_way_with_its_
     ],
 )
 @STALENESS
-def test_an_error_of_a_part_ends_the_run_there_and_saves_the_last_step_where_its_weights_are_whole(
+def test_an_error_ends_the_run_and_saves_a_step_with_complete_weights(
     tmp_path: Path, max_staleness: int, event: str, error: Exception, after: list[str]
 ):
     """After the error nothing is trained, published or evaluated, and a failed write is not tried again. An engine
@@ -76,9 +74,7 @@ def test_an_error_of_a_part_ends_the_run_there_and_saves_the_last_step_where_its
 
 @STALENESS
 @pytest.mark.parametrize("num_scored", [2, 3])
-def test_groups_that_were_taken_when_the_error_came_are_played_again(
-    tmp_path: Path, max_staleness: int, num_scored: int
-):
+def test_groups_of_a_step_that_failed_are_played_again(tmp_path: Path, max_staleness: int, num_scored: int):
     run = ScriptedRun(tmp_path, Script(steps=5, max_staleness=max_staleness))
     update: Any = run.update
     score, scored = update.score, []
@@ -96,7 +92,7 @@ def test_groups_that_were_taken_when_the_error_came_are_played_again(
     require_nothing_is_lost(run, run.resumed())
 
 
-def test_an_error_after_which_nothing_can_be_saved_is_still_the_error(tmp_path: Path, caplog: Any):
+def test_an_error_is_raised_even_if_nothing_can_be_saved_after_it(tmp_path: Path, caplog: Any):
     errors = {"send 2": WorkerError("rank 0 died"), "save 2": WorkerError("the ranks have ended")}
     with pytest.raises(WorkerError, match="rank 0 died"):
         ScriptedRun(tmp_path, Script(errors=errors)).go()
@@ -118,9 +114,7 @@ def test_an_evaluation_in_which_everything_fails_ends_the_run_before_the_row(tmp
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)], ids=["one is lost", "one comes back"])
-def test_a_sync_that_another_number_of_engines_broke_is_done_again_for_those_that_are_there(
-    tmp_path: Path, before: int, after: int
-):
+def test_a_sync_broken_by_a_changed_number_of_engines_is_repeated(tmp_path: Path, before: int, after: int):
     class TwoEngines(ScriptedEngine):
         num_alive = before
 
@@ -164,7 +158,7 @@ class LosesItself(ScriptedEngine):
 
 
 @pytest.mark.parametrize("num_losses", [1, 2])
-def test_a_run_outlives_its_only_engine_that_is_lost_in_a_sync(tmp_path: Path, num_losses: int):
+def test_a_run_survives_the_loss_of_its_only_engine_in_a_sync(tmp_path: Path, num_losses: int):
     class Lost(LosesItself):
         pass
 
@@ -210,7 +204,7 @@ def test_a_sync_that_fails_with_all_engines_alive_ends_the_run_with_its_own_erro
     ],
     ids=["between two steps", "while a step changes the weights", "in the middle of a sync"],
 )
-def test_an_engine_that_comes_back_gets_the_version_at_once_or_with_the_step_that_is_changing_it(
+def test_a_restarted_engine_gets_weights_at_once_or_from_the_step_under_way(
     tmp_path: Path, event: str, after_s: float, expected: list[str], num_syncs: int
 ):
     run = ScriptedRun(tmp_path, Script(), engine_class=RestartedEngine)
@@ -223,7 +217,7 @@ def test_an_engine_that_comes_back_gets_the_version_at_once_or_with_the_step_tha
     assert len(run.events_of("send")) == num_syncs
 
 
-def test_a_group_that_never_ends_is_a_deadline_that_says_what_is_missing(tmp_path: Path):
+def test_a_group_that_never_ends_is_a_deadline_error_that_says_what_is_missing(tmp_path: Path):
     script = Script(
         play=lambda group: Play(seconds=1e9 if group == 3 else 10.0), settings={"generation_timeout_s": 600.0}
     )
@@ -234,7 +228,7 @@ def test_a_group_that_never_ends_is_a_deadline_that_says_what_is_missing(tmp_pat
     assert run.time_of("save 1") == run.time_of("row 1") + 600.0
 
 
-def test_an_evaluation_that_never_ends_is_a_deadline_and_what_it_played_ends_with_it(tmp_path: Path):
+def test_an_evaluation_that_never_ends_is_a_deadline_error_and_is_cancelled(tmp_path: Path):
     script = Script(
         eval_rows=3, eval_play=Play(seconds=1e9), settings={"eval_interval": 2, "generation_timeout_s": 90.0}
     )
@@ -247,9 +241,7 @@ def test_an_evaluation_that_never_ends_is_a_deadline_and_what_it_played_ends_wit
 
 
 @pytest.mark.parametrize(("ckpt_interval", "waits_from"), [(1, "row 2"), (3, "copy 3")], ids=["next save", "end"])
-def test_ranks_that_never_finish_a_save_in_the_background_are_a_deadline(
-    tmp_path: Path, ckpt_interval: int, waits_from: str
-):
+def test_a_background_save_that_never_ends_is_a_deadline_error(tmp_path: Path, ckpt_interval: int, waits_from: str):
     """The next save, and the end of the run, wait for the unfinished save until the deadline."""
     settings = {"ckpt_interval": ckpt_interval, "saves_in_background": True, "worker_timeout_s": 300.0}
     run = ScriptedRun(tmp_path, Script(save_s=1e9, settings=settings))
@@ -272,7 +264,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 @pytest.mark.parametrize("error", [FULL, WeightSyncError("rank 0 could not write to /tmp/x: No space left on device")])
 @STALENESS
-def test_a_weight_sync_that_finds_no_room_is_done_again_once_there_is_some(
+def test_a_weight_sync_without_disk_space_is_repeated_once_there_is_some(
     tmp_path: Path, max_staleness: int, error: Exception, caplog: pytest.LogCaptureFixture
 ):
     script = Script(max_staleness=max_staleness, errors=Once({"send 2": error}))
@@ -289,7 +281,9 @@ def test_a_weight_sync_that_never_finds_room_ends_the_run_with_a_checkpoint(tmp_
     assert run.events[-2:] == ["save 2", "checkpoint 2"]
 
 
-def test_a_model_that_found_no_room_is_written_by_the_next_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_model_export_without_disk_space_is_repeated_by_the_next_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     script = Script(steps=6, settings={"hf_save_interval": 2}, errors=Once({"export 2": FULL, "export 3": FULL}))
     run = ScriptedRun(tmp_path, script).go()
     assert run.events_of("export") == [f"export {step}" for step in (2, 3, 4, 6)]

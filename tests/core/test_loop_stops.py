@@ -48,7 +48,7 @@ def test_a_stop_in_the_middle_of_a_phase_finishes_the_step_and_saves_it(tmp_path
 
 
 @STALENESS
-def test_a_stop_while_a_step_waits_for_its_groups_waits_for_none_of_them(tmp_path: Path, max_staleness: int):
+def test_a_stop_does_not_wait_for_the_groups_of_a_step(tmp_path: Path, max_staleness: int):
     script = Script(steps=6, max_staleness=max_staleness, play=lambda group: Play(seconds=60.0 + group % 2))
     run = ScriptedRun(tmp_path, script)
     last = max_staleness + 1
@@ -75,9 +75,7 @@ class ForgetsWhatIsFinished(RecordedBuffer):
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_groups_that_wait_to_be_trained_on_are_in_the_checkpoint_and_not_played_again(
-    tmp_path: Path, max_staleness: int
-):
+def test_finished_groups_are_in_the_checkpoint_and_not_played_again(tmp_path: Path, max_staleness: int):
     """When the run ends, group 3 is still being played, and group 2 is finished with one failed sample."""
 
     def play(group: int) -> Play:
@@ -104,7 +102,7 @@ def test_groups_that_wait_to_be_trained_on_are_in_the_checkpoint_and_not_played_
     assert (sample.start_version, sample.reward, [list(one.tokens) for one in sample.steps]) == (0, 0.25, [[1, 2]])
 
 
-def test_a_failed_sample_of_a_group_that_waits_is_counted_once_where_an_error_ends_the_run(tmp_path: Path):
+def test_a_failed_sample_of_a_waiting_group_is_counted_once_after_an_error(tmp_path: Path):
     """The failing run writes the sample immediately, under a step that it never reaches. Its checkpoint has the sample
     too."""
     rewards = {2: (0.25, None)}
@@ -126,7 +124,7 @@ def test_a_failed_sample_of_a_group_that_waits_is_counted_once_where_an_error_en
     assert sum(row["rollout/failed"] for row in resumed.reports.rows.values()) == 1.0
 
 
-def test_a_group_that_a_checkpoint_does_not_list_is_seen(tmp_path: Path):
+def test_require_nothing_is_lost_detects_a_group_missing_from_a_checkpoint(tmp_path: Path):
     """Negative control of `require_nothing_is_lost`."""
     run = ScriptedRun(tmp_path, attrs.evolve(EVERYTHING, steps=6), buffer_class=ForgetsWhatIsFinished)
     run.log.when("finish 2", run.loop.stop, after_s=0.5)
@@ -192,7 +190,7 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
             assert sum(row["rollout/dropped_failed"] for row in rows) == 1.0
 
 
-def test_a_run_that_ends_well_or_is_stopped_saves_no_more_than_it_was_told(tmp_path: Path):
+def test_runs_that_end_without_an_error_save_nothing_extra(tmp_path: Path):
     """Negative control: a run that ends well saves no checkpoint, and a stopped one saves one and no model."""
     script = Script(settings={"model_path": tmp_path / "model"})
     assert ScriptedRun(tmp_path, script).go().events_of("save", "end", "export") == ["end 3", "export model"]
@@ -202,7 +200,7 @@ def test_a_run_that_ends_well_or_is_stopped_saves_no_more_than_it_was_told(tmp_p
 
 
 @STALENESS
-def test_a_model_that_a_kill_came_before_is_written_by_the_run_that_goes_on(tmp_path: Path, max_staleness: int):
+def test_a_resumed_run_writes_a_model_whose_export_was_killed(tmp_path: Path, max_staleness: int):
     settings = {"ckpt_interval": 2, "hf_save_interval": 2}
     run = ScriptedRun(tmp_path, Script(steps=4, max_staleness=max_staleness, settings=settings)).go()
     state = load_state(tmp_path / "checkpoints" / "step_000002")
@@ -214,7 +212,7 @@ def test_a_model_that_a_kill_came_before_is_written_by_the_run_that_goes_on(tmp_
 
 
 @STALENESS
-def test_a_run_that_is_ended_at_any_moment_leaves_no_task_and_a_whole_last_checkpoint(
+def test_a_run_cancelled_at_any_moment_leaves_complete_checkpoints_and_no_task(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int
 ):
     """Cancels the run, as a second signal does. `ScriptedRun.work` fails if a task is left."""
@@ -241,7 +239,7 @@ def ended_after(run: ScriptedRun, seconds: float) -> None:
     run_virtually(work())
 
 
-def test_a_resumed_run_publishes_its_version_and_plays_what_was_under_way_before_anything_new(tmp_path: Path):
+def test_a_resumed_run_publishes_its_version_and_plays_unfinished_groups_first(tmp_path: Path):
     script = Script(
         steps=4, groups_per_step=2, max_staleness=1, settings={"ckpt_interval": 2, "eval_before_train": True}
     )
@@ -256,7 +254,7 @@ def test_a_resumed_run_publishes_its_version_and_plays_what_was_under_way_before
     assert list(resumed.reports.rows) == [3, 4], "the evaluation before training must not be repeated"
 
 
-def test_a_run_that_is_stopped_before_it_started_all_earlier_groups_again_loses_none(tmp_path: Path):
+def test_a_second_stop_before_all_stored_groups_restarted_loses_none(tmp_path: Path):
     """The second run has less room: groups of the first run wait, and start before new ones."""
     run = ScriptedRun(tmp_path, Script(steps=6, max_staleness=3))
     run.log.when("train 1", run.loop.stop)

@@ -108,7 +108,7 @@ def test_covariance_losses_are_those_of_verl_under_a_correction(name, settings):
     assert verl_losses(name, scaled, logprobs_T, settings) != pytest.approx(expected, rel=1e-3)
 
 
-def test_what_the_loss_reads_as_weights_is_one_without_a_correction():
+def test_correction_weights_are_one_without_a_correction():
     columns, _, sequence_T = mini_batch()
     del columns["correction_weights"]
     made = objective_from_spec(LossSpec(name="kl_cov")).prepare(columns, sequence_T, seed=0)
@@ -128,7 +128,7 @@ def bounded(logprobs_T, advantages_T):
 
 
 @pytest.mark.parametrize("loss", [with_penalty, of_the_mean, bounded])
-def test_a_loss_that_weights_would_not_scale_is_found_out(loss):
+def test_a_loss_that_weights_do_not_scale_is_detected(loss):
     """In each of these losses, multiplying a token's advantage by a weight does not multiply its loss by it."""
     objective = Objective(loss)
     objective.try_out()

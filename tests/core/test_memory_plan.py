@@ -73,7 +73,7 @@ def test_engine_and_policy_take_turns_on_shared_devices():
     assert found["save policy"].device_bytes == 10 + 20 + 40 + 5 + 2 * MAX_FILE_BYTES + 7 + processes
 
 
-def test_on_devices_of_their_own_nobody_leaves():
+def test_on_separate_devices_nothing_is_offloaded():
     config = config_of(trainer__placement__colocate_all=False)
     found = peaks(config, [policy()], ENGINE, context=10)
     train, sync = (
@@ -86,14 +86,14 @@ def test_on_devices_of_their_own_nobody_leaves():
     assert (generate.devices, generate.device_bytes) == ("engine", 200 + 50 + 4 * 10 * 2)
 
 
-def test_who_cannot_leave_is_counted_beside_training():
+def test_an_engine_that_cannot_sleep_counts_during_training():
     asynchronous = config_of(trainer__max_staleness=1)
     found = by_phase(peaks(asynchronous, [policy()], ENGINE, context=10, device_bytes=10_000))
     assert found["train policy"].device_bytes == 10 + 20 + 40 + 81 + 3 + 5_000 + 2 * PROCESS_BYTES
     assert "generate" not in found
 
 
-def test_what_is_offloaded_or_freed_is_not_on_the_device():
+def test_offloaded_and_freed_tensors_do_not_count_on_the_device():
     on_host = policy(on_host=("parameters", "gradients", "optimizer"), frees_gradients=True)
     found = by_phase(peaks(config_of(), [on_host], None, context=10))
     assert found["train policy"].device_bytes == 81 + 3
@@ -103,7 +103,7 @@ def test_what_is_offloaded_or_freed_is_not_on_the_device():
     assert "gradients" not in freed["sync"].parts
 
 
-def test_an_optimizer_that_stays_is_there_while_the_engine_generates():
+def test_an_optimizer_that_is_not_offloaded_counts_during_generation():
     found = by_phase(peaks(config_of(), [policy(keeps_optimizer=True)], ENGINE, context=10, device_bytes=10_000))
     assert found["generate"].device_bytes == 5_000 + 40 + 2 * PROCESS_BYTES
     assert found["generate"].host_bytes == 2 * 10
@@ -132,13 +132,13 @@ def test_a_background_save_copies_the_state_on_the_host():
     assert copied - plain == 2 * (10 + 40)
 
 
-def test_keys_and_values_get_what_the_share_leaves():
+def test_the_kv_cache_gets_the_rest_of_the_engines_share():
     room = serving(ENGINE, config_of(), 10, 600)
     assert (room.tokens, room.sequences) == ((300 - 200 - 50) // 2, 2)
     assert serving(ENGINE, config_of(), 10, 10_000).tokens == 4 * 10, "no more than the engine can ever process at once"
 
 
-def test_what_does_not_fit_is_named_with_what_to_do():
+def test_phases_and_kv_caches_that_do_not_fit_are_named():
     found = peaks(config_of(), [policy()], None, context=10)
     require_room(found, device_bytes=2**40, host_bytes=2**40)
     with pytest.raises(

@@ -21,6 +21,6 @@ def test_the_earlier_name_gives_the_same_objects_and_says_where_they_are(name: s
     assert getattr(module, public) is getattr(moved, public)
 
 
-def test_what_was_never_there_is_still_missing():
+def test_a_name_that_never_existed_is_still_missing():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("rl_core.never_there")

@@ -25,7 +25,7 @@ def test_noise_is_standard_normal():
     assert neighbours == pytest.approx(0.0, abs=4 * 2**-10)
 
 
-def test_a_parts_elements_have_the_places_that_they_have_in_the_whole():
+def test_element_indices_of_a_part_are_those_in_the_whole():
     whole = torch.arange(4 * 6 * 5).reshape(4, 6, 5)
     assert torch.equal(element_index((4, 6, 5), (0, 0, 0), (4, 6, 5)), whole)
     assert torch.equal(element_index((2, 3, 5), (1, 3, 0), (4, 6, 5)), whole[1:3, 3:6])

@@ -79,7 +79,7 @@ def test_of_several_measurements_the_worst_is_shown(tmp_path: Path, monkeypatch:
     assert worst == {"gradients": 5e-7, "half the batch": 1e-7}
 
 
-def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_written_without_the_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     write_down(ROWS[0])

@@ -21,7 +21,7 @@ def noise(pieces: list[Piece], seed: int = 1, scale: float = 0.5) -> list[torch.
     return added
 
 
-def test_the_noise_of_a_piece_is_that_part_of_the_wholes():
+def test_a_piece_gets_its_part_of_the_whole_parameters_noise():
     parameter = torch.randn(12, 10, generator=torch.Generator().manual_seed(0))
     (expected,) = noise([whole(parameter)])
     corners = [(0, 0), (5, 0), (0, 4), (5, 4)]
@@ -42,7 +42,7 @@ def test_the_noise_of_a_piece_is_that_part_of_the_wholes():
 
 
 @pytest.mark.parametrize(("parameter", "expected"), [(2.0, 1.0), (0.0, 0.5 * 400**-0.5)], ids=["large", "zero"])
-def test_its_size_is_a_part_of_the_parameters_or_of_an_initialisations(parameter: float, expected: float):
+def test_noise_scales_with_the_parameter_or_if_zero_with_an_initialisation(parameter: float, expected: float):
     (found,) = noise([whole(torch.full((300, 400), parameter))])
     assert float(found.square().mean().sqrt()) == pytest.approx(expected, rel=0.02)  # about ten standard errors
 

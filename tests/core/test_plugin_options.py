@@ -208,7 +208,7 @@ def sources(loaded: Any) -> dict[str, tuple[Any, str]]:
 # --- the chosen plug-in's keys --------------------------------------------------------------------------------------
 
 
-async def test_an_engine_is_told_its_own_keys_beside_what_every_engine_is_told():
+async def test_an_engines_spec_has_its_own_options_and_those_of_every_engine():
     config = config_of(backend="beam", beam_width=8, **{"cache.policy": "fifo"}, num_engines=3)
     plugin, spec = engine_spec(config)
     assert isinstance(plugin, InferencePlugin)
@@ -261,7 +261,7 @@ def test_a_wrong_own_key_is_reported_like_a_key_of_the_core(override: str, messa
         from_mapping(given, [override])
 
 
-def test_the_plug_in_is_asked_with_its_options_before_a_run():
+def test_the_plug_in_validates_its_options_before_a_run():
     refused = config_of(
         backend="beam", beam_width=9, max_num_seqs=8, weight_sync_backend="tests.core.idle_plugins:transport"
     )
@@ -282,14 +282,14 @@ def test_own_keys_are_shown_with_their_source_and_written_into_the_runs_file(tmp
     assert load(str(file)).config == loaded.config
 
 
-def test_a_path_may_name_an_own_key():
+def test_a_path_may_refer_to_a_plug_ins_own_key():
     values = {f"{ENGINE}.backend": "beam", "trainer.run_name": f"beam${{{ENGINE}.beam_width}}"}
     assert str(from_mapping(values).run_dir) == "runs/beam4"
     with pytest.raises(ConfigError, match="is not a key"):
         from_mapping({"trainer.run_name": f"beam${{{ENGINE}.beam_width}}"})
 
 
-def test_a_key_that_means_something_elsewhere_belongs_to_the_engine_that_brings_it():
+def test_a_plug_ins_own_key_takes_precedence_over_a_foreign_key_of_that_name():
     assert config_of(backend="beam", num_prefill=9).generator.inference_engine.options.num_prefill == 9
     with pytest.warns(ConfigWarning, match=r"num_prefill: without effect: only backend=beam reads it; this run has"):
         config_of(num_prefill=9)
@@ -316,7 +316,7 @@ def test_every_key_of_our_own_plug_ins_has_a_text_that_ends_as_a_sentence(sectio
 # --- the keys of plug-ins that are not chosen -----------------------------------------------------------------------
 
 
-def test_a_key_of_another_installed_engine_is_kept_and_said_to_have_no_effect(tmp_path: Path):
+def test_a_key_of_another_installed_engine_is_kept_with_a_warning(tmp_path: Path):
     reason = "only backend=vllm reads it; this run has backend=beam"
     keys = rf"{ENGINE}\.tensor_parallel_size, {ENGINE}\.host"
     given = [f"{ENGINE}.backend=beam", f"{ENGINE}.tensor_parallel_size=2", f"{ENGINE}.host=h"]
@@ -346,20 +346,20 @@ def test_a_file_that_was_written_for_one_engine_runs_with_another(tmp_path: Path
     assert "heartbeat_interval_s" not in dump_yaml(config)
 
 
-def test_a_recipes_keys_are_no_reason_to_warn_who_chose_another_engine():
+def test_keys_of_a_recipe_cause_no_warning_with_another_engine():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load("rl_beam:recipe", [f"{ENGINE}.backend=local"])
 
 
-def test_a_value_of_an_engine_that_is_not_chosen_is_checked_all_the_same():
+def test_values_for_an_engine_that_is_not_chosen_are_checked_too():
     with pytest.raises(ConfigError, match=rf"{ENGINE}\.beam_width: got 'x' \(str, "):
         config_of(beam_width="x")
     with pytest.raises(ConfigError, match=rf"{ENGINE}\.beam_width: got 0; expected at least 1"):
         config_of(beam_width=0)
 
 
-def test_a_name_that_two_engines_have_is_the_chosen_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_key_of_two_engines_is_read_by_the_chosen_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, monkeypatch, "rl_text", "from rl_beam import text_engine", inference__atext="rl_text:text_engine")
     assert (
         config_of(backend="vllm", tensor_parallel_size=2).generator.inference_engine.options.tensor_parallel_size == 2
@@ -378,7 +378,7 @@ def test_a_name_that_two_engines_have_is_the_chosen_ones(tmp_path: Path, monkeyp
 # --- plug-ins that cannot be used -----------------------------------------------------------------------------------
 
 
-def test_the_keys_of_a_missing_engine_are_kept_unchecked_and_the_run_is_refused():
+def test_keys_of_a_missing_engine_are_kept_unchecked_but_the_run_is_refused():
     with pytest.warns(ConfigWarning, match=rf"{ENGINE}: beam_widht: kept unchecked: .*'beem' is not among .* 'beam'\?"):
         config = config_of(backend="beem", beam_widht=2)
     assert yaml.safe_load(dump_yaml(config))["generator"]["inference_engine"]["beam_widht"] == 2
@@ -420,7 +420,7 @@ odd = PlainBackend(worker_class=PlainWorker, name="odd", config_section="odd_con
         from_mapping({"trainer.policy.model.path": "model", "trainer.strategy": "odd", **given})
 
 
-def test_a_broken_engine_is_named_where_an_unknown_key_may_be_its(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unknown_key_warns_of_broken_engines_that_may_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, monkeypatch, "rl_broken", "import no_such_module", inference__broken="rl_broken:engine")
     config_of(beam_width=4)
     with (
@@ -442,7 +442,7 @@ def test_an_unresolved_configuration_says_so_when_asked_for_a_spec():
 # --- generators -----------------------------------------------------------------------------------------------------
 
 
-def test_a_generator_brings_keys_of_its_own():
+def test_a_generator_can_have_its_own_keys():
     values = {"trainer.policy.model.path": "model", "generator.type": "retrying", "environment.options.depth": 3}
     config = from_mapping({**values, "generator.retries": 2})
     plugin, spec = generator_spec(config)
@@ -464,7 +464,7 @@ def test_a_generator_brings_keys_of_its_own():
 # --- plug-ins of contract 1 -----------------------------------------------------------------------------------------
 
 
-async def test_an_engine_of_contract_1_gets_the_whole_configuration_with_its_keys_where_they_stood():
+async def test_an_engine_of_contract_1_gets_the_configuration_with_keys_at_their_old_places():
     config = config_of(backend="rl_old:engine", tensor_parallel_size=2, served_model_name="me")
     check_plugins(attrs.evolve(config))
     plugin, spec = engine_spec(config)
@@ -479,7 +479,7 @@ async def test_an_engine_of_contract_1_gets_the_whole_configuration_with_its_key
         config_of(backend="rl_old:engine", beam_widht=2)
 
 
-def test_a_generator_of_contract_1_gets_the_whole_configuration_with_its_keys_where_they_stood():
+def test_a_generator_of_contract_1_gets_the_configuration_with_keys_at_their_old_places():
     values = {"trainer.policy.model.path": "model", "generator.type": "rl_old:create_generator"}
     config = from_mapping({**values, "generator.max_concurrency": 3, f"{ENGINE}.backend": "vllm"})
     plugin, spec = generator_spec(config)
@@ -490,7 +490,7 @@ def test_a_generator_of_contract_1_gets_the_whole_configuration_with_its_keys_wh
     assert given.trainer == config.trainer
 
 
-def test_the_keys_of_contract_1_are_those_that_our_plug_ins_have_now():
+def test_the_contract_1_configuration_has_all_keys_of_our_plug_ins():
     config = from_mapping({f"{ENGINE}.backend": "vllm"})
     old: Any = contract_one_config(config).generator
     for now, then in ((config.generator, old), (config.generator.inference_engine, old.inference_engine)):

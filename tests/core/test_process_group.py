@@ -27,7 +27,7 @@ def test_a_rank_without_a_process_group_agrees_with_itself():
             call(refuse)
 
 
-def test_a_second_process_group_in_one_process_says_why_there_is_one_and_what_to_do():
+def test_the_error_for_a_second_process_group_says_what_to_do():
     join_process_group(RankInfo(), torch.device("cpu"))
     try:
         assert agree(lambda: 1) == 1

@@ -65,7 +65,7 @@ def test_piped_output_has_no_control_characters():
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
 
 
-def test_a_stream_that_cannot_say_everything_still_gets_its_line():
+def test_a_stream_with_a_limited_encoding_still_gets_its_line():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     with Progress("Zahlen", 1, stream=stream) as progress:
@@ -73,7 +73,7 @@ def test_a_stream_that_cannot_say_everything_still_gets_its_line():
     assert raw.getvalue().startswith(b"Zahlen: 1/1 steps ? gr??e 1.00")
 
 
-def test_the_work_goes_on_if_the_reader_of_its_output_has_ended():
+def test_the_work_continues_if_the_reader_of_its_output_has_ended():
     reader, writer = os.pipe()
     os.close(reader)
     done, stream, clock = 0, os.fdopen(writer, "w"), Clock()
@@ -87,7 +87,7 @@ def test_the_work_goes_on_if_the_reader_of_its_output_has_ended():
         stream.close()
 
 
-def test_a_number_that_was_given_once_stays_on_show():
+def test_a_number_given_once_stays_in_the_display():
     stream, clock = io.StringIO(), Clock()
     with Progress("run", 9, stream=stream, clock=clock) as progress:
         clock.now += 3
@@ -165,5 +165,5 @@ def test_numbers_are_short(value, text):
     assert readable(value) == text
 
 
-def test_durations_are_said_in_the_two_largest_units():
+def test_durations_are_shown_in_their_two_largest_units():
     assert [duration(s) for s in (0.4, 59.6, 185, 7800)] == ["0 s", "1 min 00 s", "3 min 05 s", "2 h 10 min"]

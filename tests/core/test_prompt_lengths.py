@@ -68,7 +68,7 @@ async def test_a_prompt_that_is_too_long_is_named_with_both_numbers(tmp_path):
         await kept(config, TRAINING)
 
 
-async def test_the_engines_own_limit_counts_where_it_is_smaller_and_a_model_that_is_not_known_has_none(tmp_path):
+async def test_a_smaller_limit_of_the_engine_wins_and_unknown_models_have_none(tmp_path):
     keys = {"generator__inference_engine__engine_init_kwargs": {"max_model_len": 24}}
     config = config_of(tmp_path / "model", positions={"max_position_embeddings": 40}, **keys)
     assert context_of(config) == (24, "generator.inference_engine.engine_init_kwargs.max_model_len")

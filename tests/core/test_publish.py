@@ -28,7 +28,7 @@ class LosesAnEngine:
     async def resume(self) -> None: ...
 
 
-async def test_an_engine_that_is_lost_while_it_pauses_is_not_waited_for():
+async def test_a_sync_does_not_wait_for_an_engine_lost_while_pausing():
     expected: list[int] = []
 
     def open_sync(*, num_ranks: int, num_engines: int) -> Rendezvous:

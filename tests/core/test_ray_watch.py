@@ -53,7 +53,9 @@ def test_a_node_manager_that_died_is_found_at_once_and_named(
     assert [record.getMessage().count("raylet") for record in caplog.records] == [2]
 
 
-def test_servers_that_end_after_the_watch_are_not_lost(watch: RayWatch, raylet: socket.socket, gcs: socket.socket):
+def test_servers_that_end_after_the_watch_closed_are_not_reported(
+    watch: RayWatch, raylet: socket.socket, gcs: socket.socket
+):
     watch.close()
     raylet.close()
     gcs.close()

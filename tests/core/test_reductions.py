@@ -119,7 +119,7 @@ def test_weights_move_with_their_sequences_in_any_order(name: str, stream: Strea
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 @given(stream=streams(), cut=st.floats(0, 1))
-def test_parts_of_a_mini_batch_add_up_and_weights_made_per_part_would_not(name: str, stream: Stream, cut: float):
+def test_parts_of_a_mini_batch_add_up_only_with_weights_of_the_whole(name: str, stream: Stream, cut: float):
     losses_T, group_N = stream.normal(), stream.groups()
     weights_T = weights_of(name, stream.mask_T, stream.sequence_T, group_N)
     at = sum(stream.lengths[: round(cut * len(stream.lengths))])

@@ -55,7 +55,7 @@ def address() -> str:
     return f"memory://{uuid.uuid4().hex}/checkpoints"
 
 
-async def test_each_checkpoint_is_copied_and_old_ones_go_there_too(tmp_path: Path, address: str):
+async def test_each_checkpoint_is_copied_and_old_copies_are_deleted(tmp_path: Path, address: str):
     saving = saver(tmp_path / "here", address, keep=2)
     for step in (1, 2, 10):
         await saving.save(state_of(step))
@@ -63,7 +63,7 @@ async def test_each_checkpoint_is_copied_and_old_ones_go_there_too(tmp_path: Pat
     assert CheckpointCopies(address).steps() == ["step_000002", "step_000010"]
 
 
-async def test_another_machine_goes_on_from_the_newest_copy(tmp_path: Path, address: str):
+async def test_another_machine_resumes_from_the_newest_copy(tmp_path: Path, address: str):
     await saver(tmp_path / "here", address).save(state_of(3))
     keys = {"trainer.run_dir": str(tmp_path / "there"), "trainer.ckpt_path": address}
     config = from_mapping(keys)
@@ -76,7 +76,7 @@ async def test_another_machine_goes_on_from_the_newest_copy(tmp_path: Path, addr
         await fetch_checkpoint(from_mapping({**keys, "trainer.resume_mode": "none"}))
 
 
-async def test_a_run_that_goes_on_from_a_copy_says_which_settings_and_rows_are_others(
+async def test_resuming_from_a_copy_reports_changed_settings_and_rows(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     data = {"data.train_data": [str(tmp_path / "train.jsonl")], "data.val_data": [str(tmp_path / "few.jsonl")]}
@@ -148,7 +148,7 @@ async def test_a_store_that_never_answers_stops_neither_a_run_nor_its_end(
     assert time.monotonic() - begun < 20
 
 
-def test_other_directories_are_of_this_machine(tmp_path: Path):
+def test_only_checkpoints_may_be_at_a_remote_address(tmp_path: Path):
     config = from_mapping({"trainer.run_dir": str(tmp_path), "trainer.export_path": "s3://bucket/model"})
     assert copies_of(config) is None
     with pytest.raises(ConfigError, match=r"trainer\.export_path: s3://bucket/model is a remote address"):

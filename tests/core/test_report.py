@@ -153,12 +153,12 @@ def test_every_curve_is_there_with_a_title_and_a_description_in_words(tmp_path):
     assert len(svgs[-1].findall(".//path")) == 6
 
 
-def test_what_the_environment_measured_is_drawn_without_an_evaluation_too():
+def test_metrics_of_the_environment_are_drawn_even_without_an_evaluation():
     rows = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in metric_rows(5)]
     assert "digits right" in [chart.title for chart in run_charts(rows).others]
 
 
-def test_the_page_loads_nothing_and_forbids_itself_to(tmp_path):
+def test_the_page_loads_nothing_and_its_policy_forbids_loading(tmp_path):
     html = html_of(run_directory(tmp_path / "run"))
     page = Page(html)
     loading = {"src", "href", "srcset", "action", "data", "poster", "background", "xlink:href"}
@@ -172,7 +172,7 @@ def test_the_page_loads_nothing_and_forbids_itself_to(tmp_path):
     assert policy.startswith("default-src 'none'")
 
 
-def test_what_the_policy_said_and_what_the_user_wrote_is_text_never_markup(tmp_path):
+def test_texts_of_policy_and_user_are_never_markup(tmp_path):
     page = Page(html_of(run_directory(tmp_path / "run")))
     assert [tag for tag, _ in page.elements].count("script") == 1
     assert "img" not in [tag for tag, _ in page.elements]
@@ -223,7 +223,7 @@ def test_the_same_directory_gives_the_same_page(tmp_path):
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3])
-def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, num_rows):
+def test_a_run_with_few_or_no_steps_has_a_page(tmp_path, num_rows):
     write_lines(tmp_path / "metrics.jsonl", metric_rows(30)[:num_rows])
     page = Page(html_of(tmp_path))
     assert ("No training step has been finished yet." in page.text) == (num_rows < 2)
@@ -304,14 +304,14 @@ def test_a_log_axis_holds_its_positive_values_in_whole_decades(values):
     assert 2 <= len(axis.ticks) <= 7
 
 
-def test_a_point_stands_where_its_step_and_value_say():
+def test_a_point_is_at_its_step_and_value():
     svg = ElementTree.fromstring(line_chart("t", [Series(label="a", points=[(0, 0.0), (5, 1.0), (10, 0.5)], color=1)]))
     path = svg.find(".//path")
     assert path is not None
     assert path.get("d") == "M0,1000 500,0 1000,500"
 
 
-def test_layers_stand_on_each_other():
+def test_layers_are_stacked():
     layers = [Series(label=name, points=[(1, 1.0), (2, 3.0)], color=i) for i, name in enumerate("ab", start=1)]
     lower, upper = ElementTree.fromstring(stacked_chart("t", layers)).findall(".//path")
     assert lower.get("d") == "M0,833.3 500,833.3 500,500 1000,500 1000,1000 500,1000 500,1000 0,1000Z"
@@ -343,7 +343,7 @@ def test_sampled_tokens_are_those_that_the_policy_sampled(tmp_path):
     )
 
 
-def test_ticks_of_close_values_are_decimal_numbers_that_tell_neighbours_apart():
+def test_ticks_of_close_values_are_distinct_decimal_numbers():
     for low, high in ((6.90420, 6.90423), (690_420.0, 690_420.5), (1.00001, 1.00002), (-3.00002, -3.00001)):
         labels = [label for _, label in linear_axis([low, high]).ticks]
         assert len(set(labels)) == len(labels)
@@ -361,7 +361,7 @@ def test_ticks_of_close_values_are_decimal_numbers_that_tell_neighbours_apart():
         ([0], {"Start": "held out: step 0 · training: step 1", "End": "training: step 6"}),
     ],
 )
-def test_evaluations_stand_at_the_stage_of_their_step(tmp_path, evaluated: list[int], expected: dict[str, str]):
+def test_evaluations_are_shown_at_the_stage_of_their_step(tmp_path, evaluated: list[int], expected: dict[str, str]):
     run_dir = run_directory(tmp_path / "run", num_steps=6)
     rows = [sample_row(step, purpose="eval") for step in evaluated] + [sample_row(step) for step in range(1, 7)]
     write_lines(run_dir / "samples.jsonl", rows)
@@ -371,7 +371,7 @@ def test_evaluations_stand_at_the_stage_of_their_step(tmp_path, evaluated: list[
     assert all(steps in Page(html).text for steps in expected.values())
 
 
-def test_a_sample_shows_what_was_expected_and_a_chat_without_its_template(tmp_path):
+def test_a_sample_shows_the_expected_answer_and_a_chat_without_its_template(tmp_path):
     run_dir = run_directory(tmp_path / "run")
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     templated = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>"
@@ -383,7 +383,7 @@ def test_a_sample_shows_what_was_expected_and_a_chat_without_its_template(tmp_pa
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": "I look."}, {"content": [{"text": "I look."}]}])
-def test_a_chat_with_a_call_shows_what_was_called_and_never_the_word_none(tmp_path, content: dict[str, object]):
+def test_a_chat_shows_its_tool_calls_and_never_the_word_none(tmp_path, content: dict[str, object]):
     run_dir = run_directory(tmp_path / "run")
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "Käse"}}}
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", **content, "tool_calls": [call]}]
@@ -409,7 +409,7 @@ def test_the_right_answer_is_read_from_the_row(row: dict[str, object], expected:
     assert answer_of(row) == expected
 
 
-def test_a_run_whose_generation_ran_ahead_shows_how_old_samples_were_and_who_waited(tmp_path: Path):
+def test_an_asynchronous_run_shows_staleness_and_idle_times(tmp_path: Path):
     ahead = {"rollout/staleness_max": 4.0, "rollout/staleness_mean": 1.25, "time/generation_idle": 0.5}
     write_lines(tmp_path / "metrics.jsonl", [row | (ahead if row["step"] else {}) for row in metric_rows(5)])
     text = Page(write_report(tmp_path).read_text()).text

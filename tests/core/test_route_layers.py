@@ -35,7 +35,7 @@ def shape_of(layers: list[int], num_layers: int = NUM_LAYERS) -> RouteShape:
 
 
 @given(LAYERS, st.data())
-def test_a_rank_reads_of_its_part_what_it_would_read_of_the_whole_batch(layers, data):
+def test_a_rank_reads_the_same_routes_from_its_part_as_from_the_batch(layers, data):
     """Checks both micro-batches and parts that were converted to arrays, as for another process."""
     batch = batch_of([2, 1, 3])
     sequences = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
@@ -55,7 +55,7 @@ def test_routes_of_neighbouring_layers_are_not_copied():
         assert routes_of(part, [3, 4]).data_ptr() == batch["routed_experts"][0, 3].data_ptr()
 
 
-def test_a_rank_that_reads_all_layers_gets_the_batch_as_it_is():
+def test_a_batch_is_passed_unchanged_if_no_layer_would_be_removed():
     batch, without = batch_of([2, 1]), batch_of([2, 1]).without_columns("routed_experts", "routed")
     part = with_routes_of(batch, [1, 2])
     assert with_routes_of(batch, None) is batch

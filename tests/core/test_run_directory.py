@@ -41,7 +41,7 @@ def saved(root: Path) -> list[str]:
     return [path.name for path in list_checkpoints(root)]
 
 
-async def test_going_back_in_a_run_keeps_all_later_steps_beside_it(tmp_path: Path):
+async def test_going_back_in_a_run_moves_all_later_steps_aside(tmp_path: Path):
     run_dir = tmp_path / "run"
     await write_run(run_dir, rows=range(7), checkpoints=[2, 4, 6])
     for file in ("model/config.json", "model/step_000002/config.json", "model/step_000004/config.json", "report.html"):
@@ -67,7 +67,7 @@ async def test_going_back_in_a_run_keeps_all_later_steps_beside_it(tmp_path: Pat
     assert steps_in(run_dir / "replaced_2" / "metrics.jsonl") == [2]
 
 
-async def test_after_going_back_latest_goes_on_with_the_new_branch(tmp_path: Path):
+async def test_after_going_back_latest_resumes_the_new_branch(tmp_path: Path):
     run_dir = tmp_path / "run"
     await write_run(run_dir, rows=range(7), checkpoints=[2, 4, 6])
     set_aside_later_steps(config_of(run_dir), 2)
@@ -119,7 +119,7 @@ async def test_a_run_does_not_move_the_model_that_it_starts_from(tmp_path: Path)
         open_run_directory(from_mapping({"trainer.policy.model.path": str(run_dir / "model" / "start"), **values}))
 
 
-async def test_a_directory_with_files_of_such_names_that_no_run_wrote_is_refused_untouched(tmp_path: Path):
+async def test_a_directory_with_a_foreign_metrics_file_is_refused_untouched(tmp_path: Path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text('{"loss": 0.1}\n{"loss": 0.2}\n')
     for mode in ("none", "latest"):
@@ -164,7 +164,7 @@ async def test_nothing_is_moved_or_written_in_a_directory_that_is_no_run(tmp_pat
     open_run_directory(config_of(other, resume_mode=mode))
 
 
-async def test_a_run_is_known_from_its_first_moment_and_one_that_made_no_mark_by_its_files(tmp_path: Path):
+async def test_a_run_is_recognised_by_its_mark_or_without_one_by_its_files(tmp_path: Path):
     new, old, fetched = (tmp_path / name for name in ("new", "old", "fetched"))
     open_run_directory(config_of(new))
     open_run_directory(config_of(new, seed=2))
@@ -180,7 +180,7 @@ async def test_a_run_is_known_from_its_first_moment_and_one_that_made_no_mark_by
     assert all((run_dir / MARK).exists() for run_dir in (new, old, fetched))
 
 
-async def test_a_checkpoint_that_was_being_fetched_is_no_strangers(tmp_path: Path):
+async def test_a_partly_fetched_checkpoint_does_not_make_a_directory_foreign(tmp_path: Path):
     (tmp_path / "run" / "checkpoints" / "step_000004.partial").mkdir(parents=True)
     (tmp_path / "run" / "logs").mkdir()
     open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))
@@ -196,7 +196,7 @@ async def test_directories_that_are_named_like_checkpoints_are_left_alone(tmp_pa
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["step_1", "step_2"]
 
 
-async def test_what_a_save_left_that_did_not_end_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_remains_of_an_unfinished_save_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     await write_run(tmp_path / "run", rows=range(5), checkpoints=[2])
     (tmp_path / "run" / "checkpoints" / "step_000004.partial" / "policy").mkdir(parents=True)
     open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))
@@ -210,7 +210,7 @@ async def test_latest_takes_the_newest_checkpoint_where_the_rows_are_lost(tmp_pa
     assert open_run_directory(config).state.step == 4
 
 
-async def test_resuming_from_another_run_moves_the_one_that_is_there_aside(tmp_path: Path):
+async def test_resuming_from_another_run_moves_the_existing_run_aside(tmp_path: Path):
     await write_run(tmp_path / "first", rows=range(5), checkpoints=[4])
     await write_run(tmp_path / "second", rows=range(7), checkpoints=[2, 6])
     path = tmp_path / "first" / "checkpoints" / "step_000004"
@@ -232,7 +232,7 @@ async def test_a_replaced_branch_can_be_taken_up_again(tmp_path: Path):
     assert steps_in(tmp_path / "run.1" / "metrics.jsonl") == [0, 1, 2]
 
 
-async def test_checkpoints_elsewhere_are_kept_apart_too(tmp_path: Path):
+async def test_replaced_checkpoints_in_another_directory_are_moved_aside_too(tmp_path: Path):
     await write_run(tmp_path / "run", rows=range(3), checkpoints=[])
     await write_run(tmp_path / "disk", rows=range(0), checkpoints=[2])
     checkpoints = tmp_path / "disk" / "checkpoints"
@@ -244,7 +244,7 @@ async def test_checkpoints_elsewhere_are_kept_apart_too(tmp_path: Path):
     assert (tmp_path / "run.1" / "metrics.jsonl").exists()
 
 
-async def test_starting_over_without_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_starting_over_without_a_checkpoint_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     await write_run(tmp_path / "run", rows=range(3), checkpoints=[])
     with caplog.at_level(logging.WARNING):
         open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))

@@ -76,7 +76,7 @@ def ready(settings: dict[str, str], *, children: str = "") -> subprocess.Popen[s
     return process
 
 
-def told(process: subprocess.Popen[str]) -> None:
+def let_start(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -101,7 +101,7 @@ def holding(settings: dict[str, str], *, children: str = "") -> Iterator[tuple[s
     process = ready(settings, children=children)
     pids: list[int] = []
     try:
-        told(process)
+        let_start(process)
         pids = json.loads(said(process))["children"]
         yield process, pids
     finally:
@@ -118,7 +118,7 @@ def tree(root: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def test_a_second_process_is_told_pid_host_and_start_of_the_first_and_changes_nothing(tmp_path: Path):
+def test_a_second_process_names_the_first_in_its_error_and_changes_nothing(tmp_path: Path):
     begun = datetime.now().astimezone().replace(microsecond=0)
     with holding(settings_of(tmp_path / "run")) as (first, _):
         before = tree(tmp_path)
@@ -151,7 +151,7 @@ def test_directories_are_free_again_and_nothing_is_left_when_a_run_ends(tmp_path
 
 
 @pytest.mark.parametrize("ends_by", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_run_keeps_nobody_out_whatever_children_outlive_it(tmp_path: Path, ends_by: signal.Signals):
+def test_the_lock_of_a_killed_run_is_free_even_if_its_children_live(tmp_path: Path, ends_by: signal.Signals):
     with holding(settings_of(tmp_path / "run"), children="with children") as (first, children):
         first.send_signal(ends_by)
         first.wait()
@@ -181,7 +181,7 @@ def test_a_forked_child_that_unwinds_leaves_the_lock_to_its_parent(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_stale", [False, True], ids=["fresh", "after a kill"])
-def test_of_many_that_start_at_once_one_has_the_directories_and_all_others_name_it(tmp_path: Path, is_stale: bool):
+def test_of_many_simultaneous_starts_one_wins_and_the_others_name_it(tmp_path: Path, is_stale: bool):
     settings = settings_of(tmp_path / "run", export_path=tmp_path / "models" / "run")
     if is_stale:
         with holding(settings) as (killed, _):
@@ -190,7 +190,7 @@ def test_of_many_that_start_at_once_one_has_the_directories_and_all_others_name_
     starters = [ready(settings) for _ in range(12)]
     try:
         for starter in starters:
-            told(starter)
+            let_start(starter)
         answers = {starter.pid: said(starter) for starter in starters}
         winners = [pid for pid, answer in answers.items() if answer.startswith("{")]
         assert len(winners) == 1, answers
@@ -245,7 +245,7 @@ def test_directories_of_two_runs_do_not_overlap(
             assert tree(tmp_path) == before
 
 
-def test_runs_side_by_side_do_not_meet(tmp_path: Path):
+def test_runs_in_sibling_directories_do_not_lock_each_other_out(tmp_path: Path):
     with (
         holding(settings_of(tmp_path / "a", ckpt_path=tmp_path / "ckpts" / "a")),
         holding(settings_of(tmp_path / "b", ckpt_path=tmp_path / "ckpts" / "b")),
@@ -303,7 +303,7 @@ print(len(list(Path(sys.argv[1]).iterdir())))
 files are left after release."""
 
 
-def test_a_directory_below_one_that_cannot_be_written_has_its_lock_inside():
+def test_a_directory_with_a_read_only_parent_has_its_lock_inside():
     with tempfile.TemporaryDirectory() as above:  # other users may enter this folder, unlike pytest's own
         run_dir = Path(above) / "run"
         run_dir.mkdir()
@@ -345,7 +345,7 @@ def test_a_holder_that_has_not_written_its_name_yet_is_waited_for(tmp_path: Path
             assert time.monotonic() - begin > run_lock._PATIENCE_S
 
 
-def test_one_that_only_looks_keeps_nobody_out(tmp_path: Path):
+def test_a_process_that_only_checks_the_lock_does_not_keep_others_out(tmp_path: Path):
     path = tmp_path / ".run.rl-lock"
     path.touch()
     with path.open() as file:
@@ -376,9 +376,7 @@ def named_by_another_host(run_dir: Path) -> Path:
     return path
 
 
-def test_a_process_of_another_host_whose_lock_is_not_seen_keeps_others_out_while_it_shows_life(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_lock_of_another_host_holds_while_its_file_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_lock, "_WATCH_S", 1.0)
     path, config = named_by_another_host(tmp_path / "run"), config_of(tmp_path / "run")
     touching = delayed(0.3, lambda: os.utime(path))
@@ -392,7 +390,7 @@ def test_a_process_of_another_host_whose_lock_is_not_seen_keeps_others_out_while
     assert path.exists()
 
 
-def test_what_a_dead_process_of_another_host_left_is_taken_over_after_one_watch(
+def test_a_lock_left_by_another_host_is_taken_over_after_one_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(run_lock, "_WATCH_S", 0.5)
@@ -406,7 +404,7 @@ def test_what_a_dead_process_of_another_host_left_is_taken_over_after_one_watch(
     assert not path.exists()
 
 
-def test_a_run_shows_life_while_it_holds_its_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_touches_its_lock_file_while_it_holds_its_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_lock, "_BEAT_S", 0.05)
     with held_directories(config_of(tmp_path / "run")):
         (path,) = tmp_path.glob(".run.rl-lock")
@@ -415,7 +413,7 @@ def test_a_run_shows_life_while_it_holds_its_directories(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_without_locks_a_run_of_this_host_is_told_by_its_process_and_signs_of_life(
+def test_without_file_locks_a_live_process_of_this_host_keeps_others_out(
     is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def unknown_here(*_: object) -> None:

@@ -87,7 +87,7 @@ async def test_a_checkpoint_is_complete_when_save_returns_or_once_all_ranks_have
     assert list_unfinished(tmp_path) == []
 
 
-async def test_the_next_save_waits_for_the_one_before_and_old_ones_go_when_it_is_complete(tmp_path, models, new_saver):
+async def test_a_save_waits_for_the_previous_one_and_deletes_old_checkpoints_when_complete(tmp_path, models, new_saver):
     saver = new_saver(keep=1, timeout_s=0.2)
     await saver.save(state(1))
     with pytest.raises(DeadlineError, match=r"step_000001\.partial: waited 0\.2 s \(trainer\.worker_timeout_s\)"):
@@ -104,7 +104,7 @@ async def test_the_next_save_waits_for_the_one_before_and_old_ones_go_when_it_is
 
 
 @pytest.mark.parametrize("wait", ["poll", "finish", "save"])
-async def test_what_went_wrong_in_the_background_is_raised_at_the_next_wait(wait, tmp_path, models, new_saver):
+async def test_an_error_in_the_background_is_raised_at_the_next_wait(wait, tmp_path, models, new_saver):
     saver = new_saver()
     await saver.save(state(1))
     models.write()
@@ -116,7 +116,7 @@ async def test_what_went_wrong_in_the_background_is_raised_at_the_next_wait(wait
     assert list_checkpoints(tmp_path) == []
 
 
-async def test_a_disk_that_stays_full_is_told_once_and_so_is_the_first_checkpoint_after_it(
+async def test_a_full_disk_and_the_first_checkpoint_after_it_are_logged_once(
     models: RecordedModels,
     new_saver: Callable[..., CheckpointSaver],
     monkeypatch: pytest.MonkeyPatch,

@@ -33,28 +33,28 @@ def scoring_of(changes: dict[str, Any]) -> ScoringPass:
 
 
 @pytest.mark.parametrize("loss", ["regular", "dual_clip", "gspo", "cispo", "sapo", "decoupled_ppo", "dro"])
-def test_a_loss_takes_its_own_logprobs_in_the_first_step_and_later_mini_batches_are_scored(loss: str):
+def test_only_mini_batches_after_the_first_are_scored_before_the_update(loss: str):
     scoring = scoring_of({f"{ALGORITHM}.policy_loss_type": loss})
     assert (scoring.covers_batch, scoring.first_is_own, scoring.keeps_first) == (False, True, True)
     assert scoring.extent == "mini-batches from the second of 2"
     assert scoring.reason == f"the first optimizer step computes its own old log-probs (policy_loss_type={loss})"
 
 
-def test_one_optimizer_step_per_batch_needs_no_pass():
+def test_one_optimizer_step_per_batch_needs_no_scoring_pass():
     text = "none: the first optimizer step computes its own old log-probs (policy_loss_type=regular)"
     assert str(scoring_of(ONE_STEP)) == text
     several = scoring_of(ONE_STEP | {"trainer.update_epochs_per_batch": 2})
     assert several.reason.endswith("its own old log-probs, kept for later epochs (policy_loss_type=regular)")
 
 
-def test_staleness_alone_does_not_matter_but_its_correction_does():
+def test_the_off_policy_correction_needs_the_scoring_pass_but_staleness_does_not():
     stale = {"trainer.max_staleness": 2, "trainer.placement.colocate_all": False}
     assert "off-policy correction" in scoring_of(stale).reason
     assert scoring_of(stale | {f"{ALGORITHM}.off_policy_correction.tis_ratio_type": "off"}).first_is_own
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "rollout_is", "dppo"])
-def test_a_loss_that_compares_with_nothing_old_needs_none_and_the_engine_is_still_compared(loss: str):
+def test_losses_without_old_logprobs_need_no_scoring_pass(loss: str):
     scoring = scoring_of({f"{ALGORITHM}.policy_loss_type": loss})
     assert (scoring.covers_batch, scoring.first_is_own, scoring.keeps_first) == (False, False, True)
 
@@ -71,7 +71,7 @@ def test_a_loss_that_compares_with_nothing_old_needs_none_and_the_engine_is_stil
         ({"trainer.log_sample_logprobs": True}, "log_sample_logprobs"),
     ],
 )
-def test_who_reads_scores_before_the_update_keeps_the_pass(changes: dict[str, Any], reader: str):
+def test_settings_that_read_scores_before_the_update_need_the_scoring_pass(changes: dict[str, Any], reader: str):
     scoring = scoring_of(ONE_STEP | changes)
     assert scoring.covers_batch
     assert scoring.extent == "every batch"
@@ -79,17 +79,17 @@ def test_who_reads_scores_before_the_update_keeps_the_pass(changes: dict[str, An
     assert scoring.scores == (("logprobs", "entropies") if reader.endswith("top_entropy") else ("logprobs",))
 
 
-def test_the_values_of_a_critic_are_not_the_policys_scores():
+def test_a_critic_does_not_require_the_policys_scoring_pass():
     assert scoring_of(ONE_STEP | {f"{ALGORITHM}.advantage_estimator": "gae"}).first_is_own
 
 
-def test_a_kl_term_of_the_loss_may_compare_with_its_own_logprobs():
+def test_a_kl_term_of_the_loss_needs_no_scoring_pass():
     kl = {f"{ALGORITHM}.use_kl_loss": True, f"{ALGORITHM}.kl_estimator_type": "k3_unbiased"}
     assert scoring_of(ONE_STEP | kl).first_is_own
     assert scoring_of(ONE_STEP | kl | {f"{ALGORITHM}.policy_loss_type": "reinforce"}).first_is_own
 
 
-def test_routes_of_the_scoring_pass_keep_it():
+def test_replaying_routes_of_the_scoring_pass_requires_it():
     replay = {"moe_enable_routing_replay": True}
     key = "trainer.policy.megatron_config"
     changes = {"trainer.strategy": "megatron", f"{key}.moe_enable_routing_replay": True}
@@ -102,7 +102,7 @@ def test_routes_of_the_scoring_pass_keep_it():
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_backend_of_an_earlier_contract_keeps_the_pass(version: int):
+def test_a_backend_of_an_earlier_contract_requires_the_scoring_pass(version: int):
     scoring = scoring_of(ONE_STEP | {"trainer.strategy": f"{__name__}:of_version_{version}"})
     assert scoring.covers_batch
     assert f"follows version {version} of the backend contract; from version 3 on, no scoring" in scoring.reason

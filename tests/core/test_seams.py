@@ -192,7 +192,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("group", "path", "problem"), WRONG)
-def test_what_cannot_stand_at_a_seam_is_named_with_the_key_and_what_is_expected(group: str, path: str, problem: str):
+def test_an_unfit_plug_in_is_named_with_its_key_and_what_is_expected(group: str, path: str, problem: str):
     with pytest.raises(PluginError) as refusal:
         plugins.load(group, path, key="some.key")
     message = str(refusal.value)
@@ -202,7 +202,7 @@ def test_what_cannot_stand_at_a_seam_is_named_with_the_key_and_what_is_expected(
 
 
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in RIGHT.items() for name in names])
-def test_what_follows_the_contract_is_taken_as_it_is(group: str, name: str):
+def test_plug_ins_of_the_current_contract_are_loaded_unchanged(group: str, name: str):
     assert plugins.load(group, f"{IDLE}:{name}", key="some.key") is getattr(idle_plugins, name)
 
 
@@ -222,7 +222,7 @@ def test_a_plug_in_of_another_seam_is_refused(seam: str, group: str, name: str):
 
 
 @pytest.mark.parametrize("made", [Any, object, "Any"])
-def test_a_factory_that_does_not_say_what_it_makes_is_taken(made: Any):
+def test_a_factory_without_a_declared_return_type_is_accepted(made: Any):
     def factory(row: Any, options: Any) -> Any: ...
 
     factory.__annotations__["return"] = made
@@ -232,7 +232,7 @@ def test_a_factory_that_does_not_say_what_it_makes_is_taken(made: Any):
 
 
 @pytest.mark.parametrize("path", ["math:pi", "os:getcwd", f"{HERE}:StepsWithoutAction.step", "nowhere:at_all"])
-def test_what_prepares_a_recipe_takes_the_configuration(path: str):
+def test_prepare_of_a_recipe_must_accept_the_configuration(path: str):
     with pytest.raises(PluginError, match=f"^the recipe's `prepare`: '{re.escape(path)}'"):
         plugins.load_preparation(path)
 
@@ -341,7 +341,7 @@ ENGINE_WITH_OPTIONS = attrs.evolve(
         ("in_words", (1, 2), "states contract_version = '1', not a whole number; {} 1 to 2. Set contract_version to"),
     ],
 )
-def test_a_version_that_is_not_accepted_is_one_error_that_says_what_to_change(
+def test_an_unsupported_contract_version_is_an_error_that_says_what_to_change(
     monkeypatch: pytest.MonkeyPatch,
     given: str,
     origin: str,
@@ -368,7 +368,7 @@ def test_a_version_that_is_not_accepted_is_one_error_that_says_what_to_change(
         ("first", {}, [1]),
     ],
 )
-def test_an_earlier_version_goes_on_through_the_adapters_of_the_later_ones(
+def test_plug_ins_of_earlier_versions_pass_through_the_later_adapters(
     monkeypatch: pytest.MonkeyPatch, name: str, adapters: dict[int, str], history: list[int]
 ):
     accept(monkeypatch, current=3, added={"options_class": 2}, adapters=adapters)
@@ -378,20 +378,20 @@ def test_an_earlier_version_goes_on_through_the_adapters_of_the_later_ones(
         assert plugins.load("rl_core.inference", given) is engine, "a plug-in must be adapted only once"
 
 
-def test_what_a_version_asks_for_is_asked_of_that_version(monkeypatch: pytest.MonkeyPatch):
+def test_requirements_of_a_version_do_not_apply_to_earlier_ones(monkeypatch: pytest.MonkeyPatch):
     accept(monkeypatch, current=3, added={"options_class": 2})
     assert plugins.load("rl_core.inference", "first", key=KEY).contract_version == 1
     with pytest.raises(PluginError, match=r"'third_without_options' is not an inference .* has no options_class"):
         plugins.load("rl_core.inference", "third_without_options", key=KEY)
 
 
-def test_an_adapter_that_makes_no_plug_in_of_the_current_contract_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_an_adapter_that_does_not_reach_the_current_contract_is_detected(monkeypatch: pytest.MonkeyPatch):
     accept(monkeypatch, current=2, added={"options_class": 2}, adapters={1: "versioned_engines:to_an_old_one"})
     with pytest.raises(PluginError, match=r"'first' is not an inference engine: .* has no options_class"):
         plugins.load("rl_core.inference", "first", key=KEY)
 
 
-def test_a_plug_in_of_another_seam_is_no_version_of_this_one(monkeypatch: pytest.MonkeyPatch):
+def test_a_plug_in_of_another_seam_is_not_taken_for_an_earlier_version(monkeypatch: pytest.MonkeyPatch):
     accept(monkeypatch, current=2, added={"options_class": 2}, adapters={1: SECOND})
     with pytest.raises(PluginError, match=r"not an inference engine: .* has no validate, create"):
         plugins.load("rl_core.inference", f"{IDLE}:transport", key=KEY)
@@ -399,13 +399,13 @@ def test_a_plug_in_of_another_seam_is_no_version_of_this_one(monkeypatch: pytest
         plugins.load("rl_core.inference", "math:sqrt", key=KEY)
 
 
-def test_a_factory_may_state_a_version_and_need_not(monkeypatch: pytest.MonkeyPatch):
+def test_a_factorys_contract_version_is_checked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(idle_plugins.Environment, "contract_version", 2, raising=False)
     with pytest.raises(PluginError, match=r"an environment in tests\.core\.idle_plugins, was written for version 2"):
         plugins.load("rl_core.environments", f"{IDLE}:Environment", key="environment.env_class")
 
 
-def test_every_version_of_every_contract_stands_in_the_documents():
+def test_every_version_of_every_contract_is_documented():
     text = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
     section = text.partition("\n## Contract versions\n")[2].partition("\n## ")[0]
     rows = set(re.findall(r"^\| `(rl_core\.\w+)` \| (\d+) \|", section, flags=re.MULTILINE))

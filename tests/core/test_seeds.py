@@ -20,7 +20,7 @@ def test_a_seed_is_the_same_in_every_process():
     assert printed == {f"{seed_of(7, 3, 0)} {seed_of('a', 1)}\n"}
 
 
-def test_a_seed_is_the_hash_that_the_docstring_names():
+def test_a_seed_has_its_documented_value():
     assert seed_of(7, 3, 0) == KNOWN
 
 

@@ -64,7 +64,7 @@ def test_the_filter_is_incomplete_if_too_few_groups_are_informative():
     assert nothing.rows_R.tolist() == []
 
 
-def test_groups_kept_by_one_call_of_the_filter_count_in_the_next():
+def test_groups_kept_by_the_filter_count_in_its_next_call():
     first = dynamic_sampling_filter(SCORES, GROUPS, num_groups=4)
     scores_N = torch.cat([SCORES[first.rows_R], torch.tensor([0.0, 1.0])])
     group_N = torch.cat([first.group_R, torch.tensor([12, 12])])

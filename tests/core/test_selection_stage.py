@@ -65,7 +65,7 @@ def test_groups_without_a_signal_are_replaced_by_copies_of_useful_ones():
     ]
 
 
-def test_a_batch_with_too_little_signal_is_given_up_and_too_many_in_a_row_stop_the_run():
+def test_batches_with_too_little_signal_are_discarded_until_too_many_stop_the_run():
     stage = selection(min_replace_ratio=0.5)
     poor = [finished(1, 0, 1), finished(2, 1, 1), finished(3, 1, 1)]
     assert stage.chosen(poor) is None

@@ -45,7 +45,7 @@ def batch_of(*sequences: list[int]) -> Batch:
     return Batch.from_sequences([{"tokens": tokens} for tokens in sequences])
 
 
-async def test_log_probs_lie_on_the_stream_however_many_requests_they_take(monkeypatch: pytest.MonkeyPatch):
+async def test_log_probs_are_on_their_tokens_for_any_number_of_requests(monkeypatch: pytest.MonkeyPatch):
     batch, engine = batch_of([1, 2, 3], [4, 5], [6, 7, 8, 9]), ScriptedEngine()
     whole_T = await ServedReference(engine, timeout_s=1.0).logprobs(batch)
     assert whole_T.tolist() == [0, -2, -3, 0, -5, 0, -7, -8, -9]
@@ -143,7 +143,7 @@ def test_a_reference_with_another_vocabulary_is_refused(vocabulary: object, mess
     ],
     ids=["engine", "option", "temperature", "options without an engine"],
 )
-def test_an_engine_that_cannot_score_for_this_run_is_refused_before_it(
+def test_a_reference_engine_unfit_for_the_run_is_refused_before_the_start(
     values: dict[str, object], message: str, tmp_path: Path
 ):
     path = str(tokenizer(tmp_path / "policy", {"a": 0}))

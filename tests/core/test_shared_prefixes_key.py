@@ -43,7 +43,7 @@ def test_auto_shares_where_the_backend_can_and_micro_batches_are_packed(role: Ro
         ("fsdp", {"use_sample_packing": False}, r"the rows of a padded .*set trainer\.use_sample_packing=true"),
     ],
 )
-def test_sharing_that_is_asked_for_and_impossible_is_refused(strategy: str, trainer: dict[str, Any], reason: str):
+def test_share_prefixes_true_is_refused_where_it_is_impossible(strategy: str, trainer: dict[str, Any], reason: str):
     with pytest.raises(ConfigError, match=rf"^trainer\.share_prefixes: {reason}"):
         shares(strategy, share_prefixes=True, **trainer)
     assert not shares(strategy, share_prefixes=False, **trainer)

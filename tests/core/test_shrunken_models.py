@@ -52,7 +52,7 @@ def small(**changes: Any) -> dict[str, Any]:
     return shrunken({**QWEN3, **changes}, "here")
 
 
-def test_what_is_not_a_size_stays():
+def test_fields_that_are_not_sizes_are_kept():
     found = small(some_new_field="kept", quantization_config={"bits": 4})
     for name in ("model_type", "architectures", "head_dim", "rms_norm_eps", "tie_word_embeddings", "some_new_field"):
         assert found[name] == {**QWEN3, "some_new_field": "kept"}[name]
@@ -62,7 +62,7 @@ def test_what_is_not_a_size_stays():
     assert found["eos_token_id"] < found["vocab_size"]
 
 
-def test_it_is_small():
+def test_a_shrunken_model_has_two_layers_and_small_sizes():
     found = small()
     assert found["num_hidden_layers"] == len(found["layer_types"]) == 2
     assert found["hidden_size"] == found["num_attention_heads"] * 128 == 512
@@ -77,7 +77,7 @@ def test_it_is_small():
     per_head=st.sampled_from([None, 20, 100]),
     remainder=st.integers(0, 5),
 )
-def test_what_divides_what_stays(groups, per_group, size, per_head, remainder):
+def test_shrunken_head_counts_keep_their_divisibility(groups, per_group, size, per_head, remainder):
     heads = groups * per_group
     hidden = heads * (per_head or size) + min(remainder, heads - 1)
     found = small(num_attention_heads=heads, num_key_value_heads=groups, head_dim=size, hidden_size=hidden)
@@ -108,7 +108,7 @@ def test_what_divides_what_stays(groups, per_group, size, per_head, remainder):
         ({"per_layer_config": {"7": {"rms_norm_eps": 1.0}}}, {"per_layer_config": {"2": {"rms_norm_eps": 1.0}}}),
     ],
 )
-def test_each_kind_of_layer_is_there(fields, expected):
+def test_every_kind_of_layer_is_kept(fields, expected):
     found = small(**fields)
     assert {name: found[name] for name in expected} == expected
 
@@ -119,13 +119,13 @@ def test_windows_are_shorter_than_a_sequence():
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3", "linear"])
-def test_frequencies_that_are_the_same_at_any_length_stay(kind):
+def test_rope_parameters_that_do_not_depend_on_length_are_kept(kind):
     rope = {"rope_type": kind, "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
     assert small(rope_parameters=rope)["rope_parameters"] == rope
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "one_of_tomorrow"])
-def test_frequencies_that_depend_on_the_length_change_within_a_sequence(kind):
+def test_length_dependent_rope_switches_within_a_test_sequence(kind):
     rope = {"rope_type": kind, "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
     found = small(rope_parameters=rope, max_position_embeddings=131072)
     original = found["rope_parameters"]["original_max_position_embeddings"]
@@ -135,7 +135,7 @@ def test_frequencies_that_depend_on_the_length_change_within_a_sequence(kind):
     assert alone["max_position_embeddings"] < MANY_TOKENS
 
 
-def test_as_many_experts_of_as_many_groups_are_chosen():
+def test_expert_routing_keeps_its_groups_and_counts():
     found = shrunken(V3, "here")
     for name in ("num_experts_per_tok", "n_group", "topk_group", "qk_nope_head_dim", "qk_rope_head_dim"):
         assert found[name] == V3[name]
@@ -146,7 +146,7 @@ def test_as_many_experts_of_as_many_groups_are_chosen():
     assert shrunken({**V3, "n_routed_experts": 255}, "here")["n_routed_experts"] % 8 == 1
 
 
-def test_what_is_no_language_model_alone_cannot_be_made_small():
+def test_configurations_of_several_models_or_without_sizes_are_refused():
     with pytest.raises(ConfigError, match=r"here: .* combines several models"):
         small(text_config={}, vision_config={})
     with pytest.raises(ConfigError, match="here: its configuration has no hidden_size"):

@@ -40,7 +40,7 @@ def require_generation_as_far_ahead_as_it_may(run: ScriptedRun) -> None:
     depth_and_bound=st.sampled_from([(0, 0), (1, 1), (3, 3), (0, 2), (1, 2), (1, 4), (2, 4)]),
     seed=st.integers(0, 10_000),
 )
-def test_however_long_things_take_the_bound_holds_and_generation_runs_as_far_ahead_as_it_may(
+def test_with_any_durations_the_bound_holds_and_generation_runs_fully_ahead(
     tmp_path_factory: pytest.TempPathFactory, depth_and_bound: tuple[int, int], seed: int
 ):
     depth, bound = depth_and_bound
@@ -101,7 +101,7 @@ class StartsBeforePublishing(TrainingLoop):
 
 
 @STALENESS
-def test_a_bound_that_is_off_by_one_is_seen(tmp_path: Path, max_staleness: int):
+def test_the_checks_detect_a_bound_that_is_off_by_one(tmp_path: Path, max_staleness: int):
     """Negative controls of the checks above."""
     script = Script(steps=6, max_staleness=max_staleness)
     loose = ScriptedRun(tmp_path / "loose", script, buffer_class=OneMoreVersion).go()

@@ -18,9 +18,7 @@ ONE_FORCED = attrs.evolve(FREE, loss_mask=[False, True, False])
     ("steps", "share"),
     [([FREE, FREE], None), ([FREE, FORCED], 0.5), ([FREE, ONE_FORCED], 0.25), ([FORCED, FORCED], 1.0)],
 )
-def test_the_share_of_forced_tokens_shows_how_much_of_a_step_is_not_trained_on(
-    steps: list[TrajectoryStep], share: float | None
-):
+def test_the_row_has_the_share_of_forced_tokens(steps: list[TrajectoryStep], share: float | None):
     trajectories = tuple(trajectory(1, one) for one in steps)
     group = FinishedGroup(group_id=1, start_version=3, trajectories=trajectories)
     row = rollout_metrics([group], collate(trajectories), version=3, bound=0)

@@ -188,7 +188,7 @@ def test_a_resumed_run_keeps_what_it_can_train_on_within_its_bound():
         ("trainer.algorithm.advantage_estimator", False),
     ],
 )
-def test_groups_are_played_again_where_a_setting_changed_by_which_they_were_played(
+def test_only_changes_of_settings_that_affect_generation_discard_stored_groups(
     tmp_path: Path, key: str, is_alike: bool
 ):
     settings = {"trainer.max_training_steps": 1, "generator.n_samples_per_prompt": 1}

@@ -57,7 +57,7 @@ def test_groups_are_trained_on_while_others_of_the_step_are_still_played(tmp_pat
     assert samples[0] == samples[1], "both must have the samples in the same order"
 
 
-def test_a_part_is_all_that_finished_while_the_one_before_was_trained(tmp_path: Path):
+def test_a_part_has_all_groups_that_finished_while_the_previous_one_was_trained(tmp_path: Path):
     script = attrs.evolve(
         STREAMED, steps=1, groups_per_step=6, train_s=57.0, play=lambda group: Play(seconds=10.0 + group)
     )
@@ -65,7 +65,7 @@ def test_a_part_is_all_that_finished_while_the_one_before_was_trained(tmp_path: 
     assert run.taken == [(1, [0]), (1, [1, 2, 3, 4, 5])]
 
 
-def test_one_step_ahead_a_place_is_left_for_the_group_that_would_expire(tmp_path: Path):
+def test_with_depth_one_a_place_is_kept_for_the_group_that_would_expire(tmp_path: Path):
     """Group 0 takes 100 s. With a staleness bound of 1 it must be in step 2, which meanwhile trains on group 3 and
     keeps a place free."""
     script = Script(
@@ -85,7 +85,7 @@ def test_one_step_ahead_a_place_is_left_for_the_group_that_would_expire(tmp_path
     depth_and_bound=st.sampled_from([(0, 0), (1, 1), (3, 3), (0, 2), (1, 2), (1, 4), (2, 4)]),
     seed=st.integers(0, 10_000),
 )
-def test_however_long_things_take_each_group_is_trained_on_once_within_the_bound(
+def test_with_any_durations_each_group_is_trained_on_once_within_the_bound(
     tmp_path_factory: pytest.TempPathFactory, depth_and_bound: tuple[int, int], seed: int
 ):
     depth, bound = depth_and_bound
@@ -118,9 +118,7 @@ def test_a_stop_at_any_moment_loses_no_group(tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_groups_of_a_step_that_a_stop_cuts_off_are_stored_where_generation_runs_ahead(
-    tmp_path: Path, max_staleness: int
-):
+def test_groups_of_an_interrupted_step_are_stored_if_generation_runs_ahead(tmp_path: Path, max_staleness: int):
 
     def play(group: int) -> Play:
         return Play(seconds=500.0 if group == 3 else 10.0)
@@ -141,7 +139,7 @@ def test_groups_of_a_step_that_a_stop_cuts_off_are_stored_where_generation_runs_
 @pytest.mark.parametrize(
     ("event", "is_saved"), [("add 2: 4", False), ("train 2", False), ("score", True), ("finish 3", True)]
 )
-def test_an_error_in_the_middle_of_a_step_saves_the_step_before_where_nothing_failed_on_the_ranks(
+def test_an_error_within_a_step_saves_the_previous_step_unless_a_rank_failed(
     tmp_path: Path, event: str, is_saved: bool
 ):
     run = ScriptedRun(tmp_path, STREAMED)
@@ -156,7 +154,7 @@ def test_an_error_in_the_middle_of_a_step_saves_the_step_before_where_nothing_fa
         require_nothing_is_lost(run, run.resumed())
 
 
-def test_an_engine_that_is_lost_in_the_middle_of_a_step_gets_its_weights_for_the_step_to_go_on(tmp_path: Path):
+def test_an_engine_restarted_within_a_step_gets_weights_so_that_the_step_continues(tmp_path: Path):
     run = ScriptedRun(tmp_path, STREAMED, engine_class=RestartedEngine)
     assert isinstance(run.engine, RestartedEngine)
     run.log.when("add 1: 2", run.engine.restart, after_s=2.5)
@@ -165,7 +163,7 @@ def test_an_engine_that_is_lost_in_the_middle_of_a_step_gets_its_weights_for_the
     assert run.time_of("restart") < run.time_of("add 1: 1")
 
 
-def test_a_group_that_never_ends_is_a_deadline_that_counts_what_was_trained_on(tmp_path: Path):
+def test_the_deadline_error_for_an_endless_group_counts_the_trained_groups(tmp_path: Path):
     script = attrs.evolve(STREAMED, play=lambda group: Play(seconds=1e9 if group == 4 else 10.0))
     run = ScriptedRun(tmp_path, script)
     with pytest.raises(DeadlineError, match=r"step 2: 2 of 3 groups were finished in 600 s"):
@@ -199,7 +197,7 @@ def could_be_trained(
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_a_part_is_the_most_that_leaves_every_other_group_its_place(data: st.DataObject):
+def test_a_part_has_as_many_groups_as_the_bound_allows(data: st.DataObject):
     """Compares the buffer's choice with the definition, which tries each number of finished groups, oldest first, and
     assigns all other groups to steps."""
     size, bound = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
@@ -243,7 +241,7 @@ def test_a_part_is_the_most_that_leaves_every_other_group_its_place(data: st.Dat
 # --- the whole step's batch -------------------------------------------------------------------------------------------
 
 
-def test_the_batch_of_parts_in_any_order_is_that_of_the_groups_at_once(tmp_path: Path):
+def test_parts_in_any_order_give_the_batch_of_all_groups(tmp_path: Path):
     run = ScriptedRun(tmp_path, Script())
     generator: Any = run.loop._generator
     groups = []

@@ -74,7 +74,7 @@ def require(changes: dict[str, Any]) -> None:
     ],
     ids=lambda changes: ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in changes.items()) or "grpo",
 )
-def test_what_needs_nothing_of_other_groups_may_be_streamed(changes: dict[str, Any]):
+def test_settings_that_treat_groups_independently_may_be_streamed(changes: dict[str, Any]):
     require(changes)
 
 
@@ -113,19 +113,19 @@ def test_what_needs_nothing_of_other_groups_may_be_streamed(changes: dict[str, A
         ({"trainer.strategy": f"{__name__}:with_own_losses"}, r"^trainer\.policy\.fsdp_config: enables auxiliary"),
     ],
 )
-def test_what_would_give_another_step_is_refused_with_what_to_do(changes: dict[str, Any], message: str):
+def test_settings_that_streaming_would_change_are_refused_with_a_remedy(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message) as refused:
         require(changes)
     assert "trainer.stream_groups=false" in str(refused.value)
 
 
-def test_several_reasons_are_told_together():
+def test_all_reasons_against_streaming_are_reported_at_once():
     with pytest.raises(ConfigError, match=r"colocate_all(.|\n)*update_epochs_per_batch"):
         require({"trainer.placement.colocate_all": True, "trainer.update_epochs_per_batch": 3})
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 16])
-def test_a_small_dependence_on_other_groups_is_seen(num_samples: int):
+def test_a_small_dependence_on_other_groups_is_detected(num_samples: int):
     """Negative control: each advantage contains a thousandth of the batch's mean."""
     config = from_mapping({**STREAMED, "generator.n_samples_per_prompt": max(num_samples, 2)})
     settings = attrs.evolve(update_settings(config), estimator_params={})
@@ -137,7 +137,7 @@ def test_a_small_dependence_on_other_groups_is_seen(num_samples: int):
     assert difference_alone(attrs.evolve(settings, estimator=leaking), num_samples=num_samples) > 1e-5
 
 
-def test_not_a_number_beside_other_groups_is_a_difference():
+def test_nan_caused_by_other_groups_counts_as_a_difference():
     config = from_mapping(STREAMED)
 
     def undefined(scores_N: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def test_no_process_is_left_after_a_case(tmp_path: Path):
     assert ended(pids)
 
 
-def test_a_rank_gets_its_sequences_and_its_plan_in_an_order_of_their_own():
+def test_the_suite_shuffles_a_ranks_sequences_and_plan_consistently():
     batch = Batch.from_sequences([{"tokens": [i] * (i + 1)} for i in range(6)])
     sequences = np.array([0, 2, 3, 5])
     shuffled = _shuffled(Part(sequences=sequences, sent=sequences, plan=((0, 1), (2, 3))))

@@ -30,7 +30,7 @@ REJECTED = (AssertionError, Failed)
         ),
     ],
 )
-def test_a_suite_that_was_not_told_what_to_test_fails_and_is_not_passed_over(suite, begin, message, request):
+def test_a_suite_without_a_subject_fails_and_is_not_skipped(suite, begin, message, request):
     class TestNothing(suite):
         row: ClassVar = {}
 

@@ -56,7 +56,7 @@ def test_a_resumed_run_has_no_step_twice_and_keeps_the_earlier_bytes(tmp_path):
 
 
 @given(cut=st.integers(min_value=0, max_value=200), first_step=st.integers(min_value=0, max_value=6))
-def test_a_file_that_was_cut_at_any_byte_is_continued_without_a_broken_row(tmp_path_factory, cut, first_step):
+def test_a_file_cut_at_any_byte_is_continued_without_a_broken_row(tmp_path_factory, cut, first_step):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     lines = [json.dumps({"step": step, "text": "ä ⁻⁴ 語"}, ensure_ascii=False) + "\n" for step in range(5)]
     data = "".join(lines).encode()[:cut]
@@ -92,7 +92,7 @@ def test_a_broken_line_in_the_middle_is_named_and_the_file_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["removed", "moved", "replaced"])
-def test_a_row_is_not_written_to_a_file_that_has_left_its_path(tmp_path: Path, change: str):
+def test_writing_to_a_moved_or_replaced_file_is_an_error(tmp_path: Path, change: str):
     path = tmp_path / "run" / "metrics.jsonl"
     log = StepLog(path, first_step=0)
     log.write([{"step": 0}])
@@ -165,7 +165,7 @@ def test_samples_of_steps_that_are_run_again_are_dropped(tmp_path):
     assert [sample.step for sample in read_samples(tmp_path)] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
 
 
-def test_an_evaluation_that_is_done_again_leaves_the_training_samples_of_its_step(tmp_path):
+def test_a_repeated_evaluation_keeps_the_training_samples_of_its_step(tmp_path):
     for evaluates_again in (False, True, True):
         writer = SamplesWriter(tmp_path / "samples.jsonl", first_step=3, evaluates_again=evaluates_again)
         for step in (1, 2) if not evaluates_again else ():
@@ -249,7 +249,7 @@ def test_the_console_shows_the_numbers_a_reader_follows(tmp_path, capsys):
     assert last.startswith("quickstart: 2/2 steps · held-out accuracy 0.250 · reward 0.500 · tokens/s 3,600 · after ")
 
 
-def test_the_console_shows_how_many_samples_failed_so_far_from_the_first_one_on(tmp_path, capsys):
+def test_the_console_shows_the_number_of_failed_samples_once_there_are_any(tmp_path, capsys):
     tracker = ConsoleTracker(None, tmp_path / "run", total_steps=9, first_step=0)
     tracker.log(0, {"eval/failed": 0.0})
     tracker.log(1, {"rollout/failed": 3.0, "rollout/failed/OSError": 3.0})
@@ -260,7 +260,7 @@ def test_the_console_shows_how_many_samples_failed_so_far_from_the_first_one_on(
     assert "failed samples 6" in last
 
 
-def test_every_sample_that_failed_is_written_beside_the_few_others(tmp_path):
+def test_all_failed_samples_are_written_besides_num_logged_samples(tmp_path):
     config = from_mapping({"trainer.num_logged_samples": 1, "trainer.logger": []})
     reporter = RunReporter(config, tmp_path, total_steps=2, steps_done=None)
     failed = [
@@ -275,7 +275,7 @@ def test_every_sample_that_failed_is_written_beside_the_few_others(tmp_path):
     assert samples == [*(("train", *each) for each in lost), ("eval", 0, True), *(("eval", *each) for each in lost)]
 
 
-def test_a_row_that_is_written_again_replaces_the_one_that_was_there(tmp_path):
+def test_a_row_written_again_replaces_the_earlier_row(tmp_path):
     config = from_mapping({"trainer.logger": []})
     first = RunReporter(config, tmp_path, total_steps=3, steps_done=None)
     for step in (1, 2):

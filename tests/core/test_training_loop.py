@@ -61,7 +61,7 @@ def test_a_slow_group_is_overtaken_by_others_until_it_would_be_too_old(tmp_path:
     assert run.time_of("take 4: 1") == run.time_of("finish 1") == 35.0
 
 
-def test_one_step_ahead_under_a_wide_bound_a_slow_group_is_overtaken_and_others_are_young(tmp_path: Path):
+def test_with_depth_one_and_a_wide_bound_only_the_slow_group_is_stale(tmp_path: Path):
     """Group 1 takes 60 s, a step 8 s. With pipeline depth 1 and staleness bound 4, steps 1 to 4 overtake group 1, and
     step 5 waits for it. All other groups are trained on at most one version after their start."""
 
@@ -84,7 +84,7 @@ def test_one_step_ahead_under_a_wide_bound_a_slow_group_is_overtaken_and_others_
     assert waiting.reports.rows[9]["rollout/staleness_mean"] > 3.0 > run.reports.rows[9]["rollout/staleness_mean"]
 
 
-def test_rows_say_who_waited_for_whom_and_what_was_queued(tmp_path: Path):
+def test_rows_have_idle_times_and_queued_groups(tmp_path: Path):
     """Worked by hand: a group takes 10 s, scoring 1 s, training 5 s, a sync 2 s; the first sync is at 0."""
     names = ("time/step", "time/generate", "time/generation_idle", "rollout/queued_groups", "rollout/groups_under_way")
 
@@ -116,7 +116,7 @@ class ManyEngines(ScriptedEngine):
         return {str(engine): seconds * (engine % 2) for engine in range(40)}
 
 
-def test_rows_say_how_long_each_engine_had_nothing_to_do(tmp_path: Path):
+def test_rows_have_the_idle_time_of_each_engine(tmp_path: Path):
     run = ScriptedRun(tmp_path, Script(), engine_class=ManyEngines, clock=virtual_now).go()
     for row in run.reports.rows.values():
         assert row["time/engine_idle"] == row["time/step"] / 2
@@ -183,7 +183,7 @@ def test_the_row_of_a_step_is_written_before_its_checkpoint_and_after_its_evalua
     assert all("eval/reward" in row for row in run.reports.rows.values())
 
 
-def test_a_checkpoint_in_the_background_is_complete_at_a_step_boundary_and_at_the_end_at_the_latest(tmp_path: Path):
+def test_a_background_checkpoint_completes_at_a_step_boundary_or_the_end(tmp_path: Path):
     script = Script(steps=3, save_s=20.0, settings={"ckpt_interval": 1, "saves_in_background": True})
     run = ScriptedRun(tmp_path, script).go()
     assert run.events_of("row", "copy", "checkpoint", "take", "end") == [
@@ -212,7 +212,7 @@ def test_an_evaluation_pauses_neither_the_engine_nor_the_groups_under_way(tmp_pa
     assert ["finish" in part for part in during] == [True, True, False, False], "all groups are finished by step 3"
 
 
-def test_what_a_callback_asks_for_is_done_at_the_end_of_that_step(tmp_path: Path):
+def test_a_callbacks_requests_are_fulfilled_at_the_end_of_the_step(tmp_path: Path):
     answers = {1: Control(save=True), 2: Control(evaluate=True), 3: Control(stop=True)}
     run = ScriptedRun(tmp_path, Script(steps=5, eval_rows=1, answers=answers)).go()
     assert run.events_of("evaluate", "evaluated", "row", "save", "checkpoint", "end") == [
@@ -225,10 +225,10 @@ def test_what_a_callback_asks_for_is_done_at_the_end_of_that_step(tmp_path: Path
 
 def test_callbacks_get_the_directory_of_the_run_wherever_checkpoints_are(tmp_path: Path):
     run = ScriptedRun(tmp_path, Script(steps=1, settings={"checkpoint_root": tmp_path / "other" / "checkpoints"}))
-    told: list[tuple[object, ...]] = []
-    run.reports.on_run_start = lambda *arguments: told.append(arguments)
+    calls: list[tuple[object, ...]] = []
+    run.reports.on_run_start = lambda *arguments: calls.append(arguments)
     run.go()
-    assert told == [(tmp_path, 1, 1)]
+    assert calls == [(tmp_path, 1, 1)]
 
 
 @STALENESS

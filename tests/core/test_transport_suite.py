@@ -259,7 +259,7 @@ class TestStuck(WeightTransportConformance):
 
 
 @pytest.mark.slow
-def test_pytest_itself_ends_with_a_transport_that_never_does(tmp_path: Path):
+def test_pytest_ends_even_if_a_transport_never_does(tmp_path: Path):
     (tmp_path / "test_stuck.py").write_text(STUCK_SUITE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:timeout", "test_stuck.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)

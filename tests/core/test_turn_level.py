@@ -80,7 +80,7 @@ def test_by_hand():
     gamma=st.sampled_from([0.0, 0.5, 1.0]),
     norm=st.booleans(),
 )
-def test_it_is_the_slow_definition_also_where_each_turn_is_a_sequence(step_wise, episodes, gamma, norm):
+def test_turn_level_advantages_equal_the_slow_definition(step_wise, episodes, gamma, norm):
     groups = [i % 3 for i in range(len(episodes))]
     batch = batch_of(episodes, groups, step_wise=step_wise)
     made = with_advantages(batch, turn_level_advantages, {"gamma": gamma, "grpo_norm_by_std": norm})
@@ -90,7 +90,7 @@ def test_it_is_the_slow_definition_also_where_each_turn_is_a_sequence(step_wise,
     assert actual == pytest.approx(slow_advantages(episodes, groups, gamma=gamma, norm=norm), rel=1e-4, abs=1e-4)
 
 
-def test_with_one_turn_per_trajectory_it_is_grpo():
+def test_with_one_turn_per_trajectory_turn_level_is_grpo():
     batch = batch_of([[(2, 1.0)], [(1, 0.0)], [(3, 0.5)], [(2, 0.5)]], [0, 0, 0, 1], step_wise=False)
     estimator = load_estimator("turn_level", {})
     made, grpo = with_advantages(batch, estimator, {}), with_advantages(batch, grpo_advantages, {})

@@ -74,7 +74,7 @@ except ConfigErrors as found:
 """Checks a run's files as a user who can neither enter the first folder nor read the second file."""
 
 
-def test_a_user_without_rights_is_told_each_path_with_its_key():
+def test_every_path_that_the_user_may_not_read_is_named_with_its_key():
     with tempfile.TemporaryDirectory() as folder:  # other users may enter this folder, unlike pytest's own
         above = Path(folder)
         closed, unread = above / "closed", above / "unread.jsonl"

@@ -182,13 +182,13 @@ def test_forced_tokens_do_not_change_the_advantages_of_the_others(name: str):
     assert made["advantages"].any()
 
 
-def test_the_reward_of_an_episode_that_is_forced_whole_reaches_no_other_episode():
+def test_the_reward_of_a_fully_forced_episode_affects_no_other_episode():
     batch = episodes([[0, 0, 0], [0, 1], [0, 1, 1]], forced=True)
     made = with_advantages(batch, reinforce_plus_plus_advantages, {})
     assert made["returns"].tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_an_estimator_that_needs_what_no_run_makes_is_refused_by_parameter():
+def test_an_estimator_with_an_unknown_parameter_is_refused():
     with pytest.raises(PluginError, match="parameter 'lengths_P'; an estimator reads scores_N"):
         load_estimator(f"{__name__}:needs_what_nobody_makes", {})
 
@@ -234,7 +234,7 @@ def covariance_choice(batch: Batch) -> list[int]:
     return kl_cov_columns(*columns, kl_cov_frac=0.34)["x_cov_top"].nonzero().squeeze(1).tolist()
 
 
-def test_a_mask_leaves_covariances_those_of_the_kept_tokens_and_weights_leave_them_as_they_are():
+def test_covariances_are_of_kept_tokens_and_ignore_correction_weights():
     rollout_T = torch.tensor([0.0, -0.2, -1.0, 0.0, -2.0, -1.5, 0.0, -0.5, -3.0])
     old_T = torch.tensor([0.0, -0.1, -1.1, 0.0, -2.1, -3.5, 0.0, -0.4, -1.0])
     advantages_T = torch.tensor([0.0, 0.9, 0.9, 0.0, -1.0, -1.0, 0.0, 0.1, 0.1])
@@ -271,7 +271,7 @@ async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficien
 
 
 @pytest.mark.parametrize(("estimator", "params"), [(maxrl_advantages, {}), (pass_at_k_advantages, {"k": 2})])
-async def test_kl_in_the_reward_makes_no_failure_of_a_success(estimator: Any, params: dict[str, Any]):
+async def test_kl_in_the_reward_does_not_turn_successes_into_failures(estimator: Any, params: dict[str, Any]):
     """A KL of 10 nats per token at coefficient 0.1 makes every score negative; the same two samples stay successes."""
     changes = {"estimator": estimator, "estimator_params": params}
     update = update_with(FakeGroup(logprob=-1.0), FakeGroup(logprob=-11.0), kl_in_reward="k1", **changes)
@@ -283,7 +283,7 @@ async def test_kl_in_the_reward_makes_no_failure_of_a_success(estimator: Any, pa
     assert plain["advantages"].view(4, 3)[:, -1].sign().tolist() == [1.0, -1.0, 1.0, -1.0]
 
 
-async def test_each_mini_batch_is_weighted_over_itself_and_carries_only_what_the_loss_reads():
+async def test_each_mini_batch_has_its_own_weights_and_only_the_needed_columns():
     group = FakeGroup()
     update = update_with(group)
     batch, _ = update.prepare(await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [1, 1, 2, 3])))

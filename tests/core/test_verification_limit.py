@@ -71,7 +71,7 @@ async def prove(sides: Sides, settings: VerificationSettings) -> None:
     await WeightVerification(settings, cast(Any, sides), sides, sides.publish).prove()
 
 
-async def test_a_right_pretrained_model_in_bfloat16_is_proved():
+async def test_a_correct_pretrained_model_in_bfloat16_passes():
     settings = settings_of()
     assert settings.limit == LIMITS["bfloat16"] < BETWEEN_RIGHT_SIDES
     await prove(Sides(PRETRAINED), settings)

@@ -10,7 +10,7 @@ import pytest
 from tests.core.virtual_time import Deadlock, run_virtually
 
 
-def test_timers_fire_in_order_at_their_own_times_and_nobody_waits():
+def test_timers_fire_in_order_at_their_own_virtual_times():
     started, seen = time.monotonic(), []
 
     async def wait(seconds: float) -> None:
@@ -25,7 +25,7 @@ def test_timers_fire_in_order_at_their_own_times_and_nobody_waits():
     assert time.monotonic() - started < 60
 
 
-def test_a_deadline_fires_and_what_is_ready_comes_before_any_timer():
+def test_a_deadline_fires_and_ready_tasks_run_before_any_timer():
     async def work() -> float:
         for _ in range(1000):
             await asyncio.sleep(0)
@@ -38,7 +38,7 @@ def test_a_deadline_fires_and_what_is_ready_comes_before_any_timer():
     assert run_virtually(work()) == 60.0
 
 
-def test_work_for_a_thread_is_done_at_once_and_its_error_is_raised():
+def test_work_for_a_thread_runs_at_once_and_raises_its_error():
     async def work() -> None:
         timer = asyncio.create_task(asyncio.sleep(1.0))
         assert await asyncio.to_thread(lambda: 7) == 7
@@ -50,7 +50,7 @@ def test_work_for_a_thread_is_done_at_once_and_its_error_is_raised():
     run_virtually(work())
 
 
-def test_a_loop_in_which_everything_waits_for_ever_is_an_error():
+def test_a_loop_in_which_every_task_waits_forever_is_an_error():
     async def work() -> None:
         await asyncio.Event().wait()
 

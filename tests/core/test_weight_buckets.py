@@ -17,7 +17,7 @@ def bytes_of(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_a_checksum_is_zlibs():
+def test_checksums_are_those_of_zlib():
     for tensor in sample_tensors().values():
         assert tensor_record(tensor).checksum == zlib.crc32(bytes_of(tensor))
 
@@ -37,7 +37,7 @@ def test_packing_into_memory_gives_the_bytes_and_checksums_of_packing(bucket_byt
         assert again.checksums == written.checksums, "a bucket that is already packed must keep its checksums"
 
 
-def test_a_bucket_that_is_kept_has_the_bytes_of_when_it_was_drawn():
+def test_a_kept_bucket_does_not_change_with_the_weights():
     weights = {"a": torch.zeros(4), "b": torch.ones(4)}
     buckets = pack_buckets(weights.items(), 16)
     first = next(buckets)
@@ -53,7 +53,7 @@ def test_a_bucket_that_is_kept_has_the_bytes_of_when_it_was_drawn():
     assert second.names == ("b",)
 
 
-def test_other_data_takes_the_place_of_the_tensors():
+def test_evolving_a_bucket_with_other_data_drops_its_parts():
     (bucket,) = pack_buckets([("a", torch.zeros(4))], 16)
     (late,) = [attrs.evolve(b) for b in pack_buckets([("a", torch.zeros(4))], 16)]
     assert late.parts is not None
@@ -63,7 +63,7 @@ def test_other_data_takes_the_place_of_the_tensors():
     assert bucket.num_bytes == late.num_bytes == other.num_bytes == 16
 
 
-def test_a_bucket_of_nothing_is_refused_and_an_empty_one_is_not():
+def test_a_bucket_needs_data_or_parts_but_may_be_empty():
     with pytest.raises(ValueError, match="neither `data` nor `parts`"):
         WeightBucket(names=("a",), dtypes=("float32",), shapes=((1,),))
     assert WeightBucket(names=(), dtypes=(), shapes=(), parts=()).data.numel() == 0

@@ -62,7 +62,7 @@ def test_a_tensor_with_its_changes_is_the_new_one_bit_for_bit(dtype, num_element
     assert same_bits(old, before)
 
 
-def test_every_bit_counts_and_not_the_number_it_stands_for():
+def test_changes_are_found_by_bits_and_not_by_values():
     old = torch.tensor([0.0, float("nan"), 1.0] + [2.0] * 40)
     new = torch.tensor([-0.0, float("nan"), 1.0] + [2.0] * 40)
     new.view(torch.int32)[1] ^= 1
@@ -74,7 +74,7 @@ def test_every_bit_counts_and_not_the_number_it_stands_for():
 
 
 @pytest.mark.parametrize(("distance", "count", "width"), [(254, 2, 1), (255, 2, 1), (2000, 2, 2), (70_000, 3, 2)])
-def test_long_distances_take_two_bytes_or_are_filled(distance, count, width):
+def test_long_distances_take_two_bytes_or_an_extra_element(distance, count, width):
     """The elements 0 and `distance` change: distances up to 255 fit into one byte and up to 65,535 into two."""
     new = torch.zeros(80_000, dtype=torch.bfloat16)
     new[[0, distance]] = 1.0
@@ -93,7 +93,7 @@ def test_a_fiftieth_of_bfloat16_takes_less_than_4_percent():
     assert changes.data.numel() < 0.04 * old.nbytes
 
 
-def test_nothing_changed_is_nothing_sent():
+def test_an_unchanged_tensor_has_no_changes():
     tensor = torch.randn(50)
     changes = take_changes(tensor.clone(), tensor)
     assert changes is not None

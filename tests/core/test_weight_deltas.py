@@ -93,7 +93,7 @@ def sides() -> Sides:
     return sides
 
 
-def test_changes_arrive_as_whole_weights_again_and_again(sides):
+def test_repeated_deltas_give_the_engine_the_whole_weights(sides):
     tensors, delta = sample_tensors(), WHOLE
     for step in range(4):
         tensors, delta = trained(tensors, step), after(delta, str(step))
@@ -105,7 +105,7 @@ def test_changes_arrive_as_whole_weights_again_and_again(sides):
         assert "first.weight/changes" in sides.names_sent
 
 
-def test_a_whole_sync_is_what_it_is_without_deltas():
+def test_a_whole_sync_sends_plain_tensors():
     sides = Sides()
     sent, arrived, manifest = sides.sync(sample_tensors(), WHOLE)
     require_equal(arrived, sample_tensors())
@@ -124,7 +124,7 @@ def test_the_bytes_that_are_sent_are_counted(sides):
     assert sent.num_sent_bytes == 100 * 3 + table_bytes
 
 
-def test_what_an_engine_keeps_is_never_written_again(sides):
+def test_tensors_kept_by_an_engine_are_not_overwritten(sides):
     tensors, delta, kept = sample_tensors(), WHOLE, []
     for step in range(3):
         tensors, delta = trained(tensors, step), after(delta, str(step))
@@ -133,7 +133,7 @@ def test_what_an_engine_keeps_is_never_written_again(sides):
         require_equal(arrived, tensors)
 
 
-def test_what_a_rank_trains_on_does_not_change_what_it_holds(sides):
+def test_training_in_place_does_not_change_the_kept_base(sides):
     tensors = sample_tensors()
     sides.sync(tensors, after(WHOLE, "2"))
     for tensor in tensors.values():
@@ -175,7 +175,7 @@ def test_an_engine_that_was_started_again_refuses_changes(sides):
     require_healed(sides, sample_tensors())
 
 
-def test_a_rank_that_does_not_hold_the_base_says_so_and_drains_its_weights(sides):
+def test_a_rank_without_the_base_raises_and_drains_its_weights(sides):
     drained = []
 
     def buckets() -> Iterator[WeightBucket]:
@@ -190,7 +190,7 @@ def test_a_rank_that_does_not_hold_the_base_says_so_and_drains_its_weights(sides
     assert sides.rank.id is None
 
 
-def test_a_rank_that_broke_off_holds_no_base(sides):
+def test_a_rank_that_failed_while_sending_keeps_no_base(sides):
     def breaks() -> Iterator[WeightBucket]:
         yield from pack_buckets(list(sample_tensors().items())[:2], BUCKET_BYTES)
         raise ArithmeticError("this rank broke")
@@ -241,7 +241,7 @@ def test_a_torn_delta_is_refused_and_healed_by_whole_weights(sides, spoil):
     require_healed(sides, tensors)
 
 
-def test_without_the_check_of_the_result_a_flipped_bit_is_loaded(sides, monkeypatch):
+def test_without_the_check_of_changed_tensors_a_flipped_bit_is_loaded(sides, monkeypatch):
     """Negative control of the test above: without this check, only the comparison of the manifests notices the bit."""
     real = weight_deltas.tensor_record
     monkeypatch.setattr(weight_deltas, "_with_changes", unchecked(weight_deltas._with_changes))
@@ -263,7 +263,7 @@ def unchecked(with_changes: Callable[..., WeightBucket]) -> Callable[..., Weight
     return run
 
 
-def test_an_engine_that_wrote_into_what_it_received_refuses_the_changes(sides):
+def test_an_engine_that_overwrote_received_tensors_refuses_the_changes(sides):
     first = trained(sample_tensors())
     _, arrived, _ = sides.sync(first, after(WHOLE, "2"))
     arrived["second.weight"].fill_(3.0)
@@ -272,7 +272,7 @@ def test_an_engine_that_wrote_into_what_it_received_refuses_the_changes(sides):
     require_healed(sides, first)
 
 
-def test_a_tensor_that_is_left_out_is_missed_and_a_new_one_comes_whole(sides):
+def test_a_new_tensor_is_sent_whole_and_a_missing_one_is_an_error(sides):
     tensors = trained(sample_tensors())
     more = {**tensors, "new.weight": torch.ones(3)}
     require_equal(sides.sync(more, after(WHOLE, "2"))[1], more)
@@ -280,13 +280,13 @@ def test_a_tensor_that_is_left_out_is_missed_and_a_new_one_comes_whole(sides):
         sides.sync(tensors, after(after(WHOLE, "2"), "3"))
 
 
-def test_a_tensor_of_another_shape_goes_whole(sides):
+def test_a_tensor_of_another_shape_is_sent_whole(sides):
     tensors = {**sample_tensors(), "second.weight": torch.zeros(2, 8, dtype=torch.bfloat16)}
     require_equal(sides.sync(tensors, after(WHOLE, "2"))[1], tensors)
     assert "second.weight" in sides.names_sent
 
 
-def test_a_sync_without_deltas_leaves_no_base(sides):
+def test_a_sync_without_deltas_keeps_no_base(sides):
     rendezvous = MemoryTransport().open(num_ranks=1, num_engines=1)
     MemoryTransport().sender(rendezvous, 0, 1).send(pack_buckets(sample_tensors().items(), 64), 1)
     assert len(list(received(MemoryReceiver(rendezvous), 1, None, sides.engine))) > 1

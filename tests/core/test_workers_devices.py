@@ -43,7 +43,7 @@ def tenants(**policy: Any) -> tuple[SharedDevices, Tenant, Tenant, list[str]]:
     return devices, *both, events
 
 
-async def test_whoever_has_its_turn_finds_the_others_gone_and_only_what_it_needs_comes_back():
+async def test_a_turn_offloads_other_workers_and_loads_only_what_is_needed():
     devices, policy, reference, events = tenants()
     async with devices.given_to(policy):
         events.append("policy forward")
@@ -70,7 +70,7 @@ async def test_whoever_has_its_turn_finds_the_others_gone_and_only_what_it_needs
     ]
 
 
-async def test_an_optimizer_that_is_to_stay_stays():
+async def test_an_optimizer_with_keeps_optimizer_is_not_offloaded():
     devices, policy, reference, events = tenants(keeps_optimizer=True)
     async with devices.given_to(reference):
         pass
@@ -101,7 +101,7 @@ async def test_workers_that_cannot_move_do_not_wait_for_a_turn():
     assert events == ["both"]
 
 
-async def test_all_leave_when_the_devices_are_cleared_and_those_removed_are_not_asked():
+async def test_clearing_the_devices_offloads_all_workers_that_were_not_removed():
     devices, policy, _, events = tenants()
     devices.remove(policy)
     devices.remove(policy)

@@ -105,7 +105,7 @@ async def forward(worker: RecordedWorker, *, timeout_s: float = 30.0) -> dict[st
             await group.close()
 
 
-async def test_one_thread_that_is_not_the_controllers_makes_all_calls():
+async def test_all_calls_are_made_by_one_thread_other_than_the_controllers():
     worker = RecordedWorker()
     scores = await forward(worker)
     assert scores["logprobs"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -125,7 +125,7 @@ async def test_a_call_that_is_newer_than_the_backend_names_both_versions():
         await group.close()
 
 
-async def test_a_model_gets_what_it_reads_and_a_plan_of_its_own_part():
+async def test_a_worker_gets_the_columns_it_reads_and_its_own_plan():
     worker = RecordedWorker()
     await forward(worker)
     assert worker.columns == ["tokens"]
@@ -139,7 +139,7 @@ async def test_a_model_gets_what_it_reads_and_a_plan_of_its_own_part():
         ("short", r"logprobs: a rank returned shape \[1\] for a part of 5 tokens; expected one entry per token"),
     ],
 )
-async def test_scores_that_are_missing_or_too_short_say_what_was_expected(fault: str, message: str):
+async def test_the_error_for_missing_or_short_scores_says_what_was_expected(fault: str, message: str):
     with pytest.raises(WorkerError, match=message):
         await forward(RecordedWorker(fault))
 
@@ -165,26 +165,26 @@ async def test_a_failure_names_rank_and_phase_and_keeps_its_cause(fault):
     assert isinstance(raised.value.__cause__, ValueError | TimeoutError)
 
 
-async def test_a_rank_that_means_to_end_the_run_is_an_error_that_names_it():
-    told = r"policy rank 0 in forward raised SystemExit\(0\) \(test_workers_inline\.py:"
-    with pytest.raises(ForeignCodeError, match=told):
+async def test_an_exit_on_a_rank_is_an_error_that_names_the_rank():
+    message = r"policy rank 0 in forward raised SystemExit\(0\) \(test_workers_inline\.py:"
+    with pytest.raises(ForeignCodeError, match=message):
         await forward(RecordedWorker("exit"))
 
 
-async def test_a_users_mistake_comes_through_as_it_is():
+async def test_a_users_mistake_is_raised_unchanged():
     with pytest.raises(CheckpointError, match=r"^told to fail$"):
         await forward(RecordedWorker("user"))
 
 
-async def test_a_worker_that_hangs_while_it_is_built_meets_the_deadline_of_starts():
+async def test_a_worker_that_hangs_in_its_constructor_meets_the_start_deadline():
     @attrs.frozen
     class HangingBackend(RecordedBackend):
         def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Any:
             threading.Event().wait()
 
     launch = WorkerGroup.launch(HangingBackend(RecordedWorker()), SPEC, timeout_s=600, start_timeout_s=0.1)
-    told = r"rank 0 did not finish start within 0\.1 s \(trainer\.worker_start_timeout_s\)"
-    with pytest.raises(DeadlineError, match=told):
+    message = r"rank 0 did not finish start within 0\.1 s \(trainer\.worker_start_timeout_s\)"
+    with pytest.raises(DeadlineError, match=message):
         await launch
 
 
@@ -229,7 +229,7 @@ def test_several_ranks_without_ray_name_the_extra_that_brings_it():
 
 
 @pytest.mark.parametrize(("max_tokens", "num_shared", "num_apart"), [(192, 1, 8), (128, 2, 16)])
-async def test_a_budget_of_tokens_counts_what_the_samples_of_a_prompt_share_once(max_tokens, num_shared, num_apart):
+async def test_shared_prompt_tokens_count_once_in_the_token_budget(max_tokens, num_shared, num_apart):
     """A prompt of 64 tokens has 16 answers of 8 tokens: 192 tokens together, or 16 × 72 separately."""
     sequences = [[*range(64), *range(100 * i, 100 * i + 8)] for i in range(1, 17)]
     batch, counts = Batch.from_sequences([{"tokens": tokens} for tokens in sequences]), []

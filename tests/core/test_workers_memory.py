@@ -41,7 +41,7 @@ def faults(*arguments: str, **environment: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the allocator of glibc")
-def test_what_is_freed_is_used_again_without_page_faults():
+def test_freed_memory_is_used_again_without_page_faults():
     given_back = faults()
     assert given_back > 400_000, "the control must fault on each 4 KiB page of 1.8 GiB"
     assert faults("keep") < given_back / 10

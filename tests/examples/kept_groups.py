@@ -58,9 +58,9 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
         source = played[group]
         if sizes.dynamic_sampling == "replace" and group not in informative:
             others = [played[other] for other in informative if step_of.get(other) == step]
-            source = next((other for other in others if _told(other, sizes) == samples), None)
+            source = next((other for other in others if _expected_rows(other, sizes) == samples), None)
             assert source, f"group {group}: its rows equal no other group of its step"
-        assert samples == _told(source, sizes), f"group {group} is not what was played last"
+        assert samples == _expected_rows(source, sizes), f"group {group} is not what was played last"
         assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, (
             f"group {group} breaks the staleness bound in step {step}"
         )
@@ -144,11 +144,11 @@ def _in_samples(run_dir: Path, sizes: Sizes) -> tuple[dict[int, tuple[int, list[
 
 
 def _compared(sizes: Sizes) -> tuple[str, ...]:
-    told = ("sample", "response", "reward")
-    return (*told, "tokens", "rollout_logprobs") if sizes.with_tokens else told
+    names = ("sample", "response", "reward")
+    return (*names, "tokens", "rollout_logprobs") if sizes.with_tokens else names
 
 
-def _told(entry: Mapping[str, Any], sizes: Sizes) -> list[Any]:
+def _expected_rows(entry: Mapping[str, Any], sizes: Sizes) -> list[Any]:
     """What the rows of samples must say about a played group."""
     return [[sample[name] for name in _compared(sizes)] for sample in _good(entry)]
 

@@ -94,9 +94,9 @@ def test_the_recipe_makes_only_its_own_missing_files(tmp_path: Path, monkeypatch
 
 def test_the_error_for_missing_data_says_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    told = r"train\.parquet does not exist .*; make it from GSM8K's own two files: python -m rl_examples\.gsm8k_data"
+    message = r"train\.parquet does not exist .*; make it from GSM8K's own two files: python -m rl_examples\.gsm8k_data"
     for name in ("gsm8k", "qwen3_30b_a3b"):
-        with pytest.raises(ConfigErrors, match=told):
+        with pytest.raises(ConfigErrors, match=message):
             preflight(load(name))
     with pytest.raises(ConfigErrors) as raised:
         preflight(load("gsm8k", ["data.train_data=[mine.parquet]", "data.val_data=[more.parquet]"]))

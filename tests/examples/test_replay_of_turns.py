@@ -159,14 +159,14 @@ def test_training_replays_the_newest_routes(place: str, model: Path, tmp_path: P
     with opened(place, model, tmp_path / "case") as case:
         for played, broken_batch in zip((whole, steps), broken, strict=True):
             group = case.start()
-            told = with_routes(played.batch, played.last_routes)
-            assert torch.equal(played.batch["routed"], told["routed"])
+            newest = with_routes(played.batch, played.last_routes)
+            assert torch.equal(played.batch["routed"], newest["routed"])
             batch, reference = trainable(played.batch, case.reference), case.new_reference()
-            expected = ForcedNumbers.of(reference, trainable(told, case.reference))
+            expected = ForcedNumbers.of(reference, trainable(newest, case.reference))
             scores = require_replayed(group, batch, expected)
             if "routed_experts" in scores:  # only Megatron's ranks report the routes that they took
-                routed_T = told["routed"]
-                assert torch.equal(scores["routed_experts"][routed_T], told["routed_experts"][routed_T].short())
+                routed_T = newest["routed"]
+                assert torch.equal(scores["routed_experts"][routed_T], newest["routed_experts"][routed_T].short())
             # Negative control: each token keeps the first route that it got.
             with pytest.raises(AssertionError, match="log-probs differ"):
                 require_replayed(group, trainable(broken_batch, case.reference), expected)

@@ -169,13 +169,13 @@ def test_a_run_names_each_change_once(
 def test_changed_held_out_rows_cause_a_warning(
     stopped: Path, small_run: BuildConfig, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    told = "data.val_data: the rows differ from those of step_000004"
+    message = "data.val_data: the rows differ from those of step_000004"
     same = other_rows(start / "few.parquet", tmp_path / "same.parquet", lambda table: table)
     preflight(small_run(stopped, data__val_data=[same]))
-    assert told not in caplog.text
+    assert message not in caplog.text
     fewer = other_rows(start / "few.parquet", tmp_path / "fewer.parquet", lambda table: table.slice(0, 30))
     preflight(small_run(stopped, data__val_data=[fewer]))
-    assert told in caplog.text
+    assert message in caplog.text
 
 
 def test_a_length_limit_that_selects_other_prompts_is_refused(stopped: Path, small_run: BuildConfig, tmp_path: Path):
@@ -301,8 +301,8 @@ def test_a_sync_without_room_names_its_folder(tmp_path: Path):
     def send() -> None:
         rendezvous = transport.open(num_ranks=1, num_engines=1)
         buckets = pack_buckets([("weight", torch.zeros(30 << 20, dtype=torch.uint8))], 1 << 30)
-        told = f"weight version 1 to {disk}/rl-weights-.*: .*No space left"
-        with pytest.raises(WeightSyncError, match=told) as raised:
+        message = f"weight version 1 to {disk}/rl-weights-.*: .*No space left"
+        with pytest.raises(WeightSyncError, match=message) as raised:
             transport.sender(rendezvous, 0, 1).send(buckets, 1)
         assert is_disk_full(raised.value)
         transport.close(rendezvous)

@@ -137,8 +137,8 @@ def test_adapters_that_are_sent_alone_are_those_of_pefts_file(checkpoint: Path, 
     assert set(sent) == set(kept)
     assert all(tensor.equal(kept[name]) for name, tensor in sent.items())
     written = peft.LoraConfig.from_pretrained(tmp_path / "adapter").to_dict()
-    told = alone.peft_config()
-    assert [written[name] for name in ("r", "lora_alpha")] == [told["r"], told["lora_alpha"]] == [4, 8]
+    config = alone.peft_config()
+    assert [written[name] for name in ("r", "lora_alpha")] == [config["r"], config["lora_alpha"]] == [4, 8]
     assert not any(".lora_" in name for name in sent_by(adapted(checkpoint)))
     in_bfloat16 = adapted(checkpoint, alone, bf16=True)
     assert {tensor.dtype for tensor in sent_by(in_bfloat16).values()} == {torch.bfloat16}

@@ -87,7 +87,7 @@ def test_flat_parameters_are_planned_with_their_padding(world_size, family, tmp_
 def planned(tmp_path, world_size=4, *, options=None, **spec):
     path = make_checkpoint(tmp_path / "model", num_hidden_layers=4)
     model = ModelConfig(path=str(path), lora=spec.pop("lora", LoraConfig()))
-    told = {
+    fields = {
         "role": "policy",
         "optimizer": OptimizerConfig(),
         "bf16": True,
@@ -98,7 +98,7 @@ def planned(tmp_path, world_size=4, *, options=None, **spec):
         "seed": 0,
         **spec,
     }
-    built = WorkerSpec(model=model, options=options or FsdpOptions(), **told)
+    built = WorkerSpec(model=model, options=options or FsdpOptions(), **fields)
     return fsdp.plan(built, world_size, micro_batch_tokens=256, num_micro_batches=1)[0]
 
 

@@ -79,8 +79,8 @@ async def test_a_rank_that_raises_is_named_with_its_traceback_while_the_others_w
 
 @pytest.mark.parametrize(("fault", "raises"), [("system_exit", "SystemExit(0)"), ("cancelled", "CancelledError()")])
 async def test_an_exit_raised_in_a_rank_is_an_error_that_names_the_rank(tmp_path, fault, raises):
-    told = rf"^policy rank 1 in optim_step raised {re.escape(raises)} \(gloo_backend\.py:"
-    with pytest.raises(ForeignCodeError, match=told) as raised:
+    message = rf"^policy rank 1 in optim_step raised {re.escape(raises)} \(gloo_backend\.py:"
+    with pytest.raises(ForeignCodeError, match=message) as raised:
         await step(tmp_path, phase="optim_step", rank=1, fault=fault)
     assert raised.value.seconds < 10  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -93,15 +93,15 @@ async def test_the_error_of_a_hanging_rank_comes_soon_after_the_deadline_with_it
     assert "2 of 2 ranks did not finish optim_step within 3 s (trainer.worker_timeout_s)" in message
     assert "policy rank 0 of 2 (node 127.0.0.1, pid " in message
     assert "in all_reduce" in message, "the message must say that rank 0 waits in all_reduce, for rank 1"
-    told = "in _fail_in (gloo_backend.py" if fault == "hang" else "did not answer when asked what it was doing"
-    assert told in message
+    detail = "in _fail_in (gloo_backend.py" if fault == "hang" else "did not answer when asked what it was doing"
+    assert detail in message
     assert 3 <= raised.value.seconds < 13  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def test_a_worker_that_hangs_while_it_is_built_meets_the_deadline_of_starts():
+async def test_a_worker_that_hangs_in_its_constructor_meets_the_start_deadline():
     spec = spec_of(phase="start", rank=1, fault="hang")
-    told = r"of 2 ranks did not finish start within 20 s \(trainer\.worker_start_timeout_s\)"
-    with pytest.raises(DeadlineError, match=told):
+    message = r"of 2 ranks did not finish start within 20 s \(trainer\.worker_start_timeout_s\)"
+    with pytest.raises(DeadlineError, match=message):
         await WorkerGroup.launch(GlooBackend(), spec, ranks_per_node=2, timeout_s=600, start_timeout_s=20)
 
 

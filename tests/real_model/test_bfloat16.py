@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from rl_core.interfaces import OptimizerConfig
-from rl_core.testing.bfloat16 import Baseline, course
+from rl_core.testing.bfloat16 import Baseline, measure_results
 from rl_core.testing.parity import Measurement, write_down
 from rl_core.testing.ranks import RankGroup
 from rl_fsdp import FsdpOptions
@@ -36,7 +36,7 @@ def test_bfloat16_errs_by_little_more_than_plain_transformers(name: str, baselin
     spec = attrs.evolve(spec_of(real_model(), options, bf16=True), optimizer=OPTIMIZER)
     group = RankGroup(backend, spec, world_size, directory=tmp_path, timeout_s=1800)
     try:
-        found = course(group, baseline.batches, LIMITS, group.weights)
+        found = measure_results(group, baseline.batches, LIMITS, group.weights)
     finally:
         group.close()
     own, plain = map(attrs.asdict, baseline.errors(found))

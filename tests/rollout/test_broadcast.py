@@ -311,7 +311,7 @@ def test_closing_the_sync_ends_a_rank_that_waits_for_a_lost_receiver(threads):
 def test_closing_the_sync_ends_a_broadcast_under_way(threads):
     transport = BroadcastTransport(timeout_s=250.0)
     rendezvous = transport.open(num_ranks=1, num_engines=1)
-    is_told, may_go_on = threading.Event(), threading.Event()
+    is_announced, may_go_on = threading.Event(), threading.Event()
 
     class WaitsBeforeSending(broadcast_ends.BroadcastSender):
         """Announces a bucket and opens its group, but sends nothing until the test allows it."""
@@ -319,13 +319,13 @@ def test_closing_the_sync_ends_a_broadcast_under_way(threads):
         def _open_group(self, channel, data, version):
             group = super()._open_group(channel, data, version)
             channel.append(broadcast_ends.description(next(pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES)), 0))
-            is_told.set()
+            is_announced.set()
             may_go_on.wait(120)
             return group
 
     sending = threads.submit(WaitsBeforeSending(rendezvous, 0).send, pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES), 0)
     receiving = threads.submit(receive, rendezvous)
-    assert is_told.wait(60)
+    assert is_announced.wait(60)
     with pytest.raises(TimeoutError):
         receiving.result(0.5)
     transport.close(rendezvous)

@@ -145,7 +145,7 @@ def test_metrics_are_means_over_pairs_however_long_they_are():
     assert metrics["pair_preferred"] - metrics["pair_other"] == pytest.approx(metrics["pair_margin"], rel=1e-4)
 
 
-def test_equal_rewards_and_a_response_that_is_alone_have_no_loss():
+def test_equal_rewards_and_single_responses_have_no_loss():
     batch = random_pairs(3)
     rewards_T = batch["rewards"].clone()
     rewards_T[batch["group_id"][batch.sequence_index] == 0] = 0.0

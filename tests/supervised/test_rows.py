@@ -120,7 +120,7 @@ def test_at_least_one_role_is_trained_on():
         ({"labels": [-100, -100, 5, 6]}, [0, 0, 1, 1]),
     ],
 )
-def test_token_ids_are_taken_as_they_are(columns: dict[str, Any], trained: list[int]):
+def test_token_ids_are_used_unchanged(columns: dict[str, Any], trained: list[int]):
     sequence = encoder()[1].response({"input_ids": [7, 4, 5, 6], **columns})
     assert sequence.tokens == (7, 4, 5, 6)
     assert list(sequence.trained) == [bool(value) for value in trained]
@@ -131,7 +131,7 @@ def test_a_score_is_read_behind_the_whole_response():
     assert shown(codec, encode.response({"prompt": "a", "completion": "b"})) == "ab<eos>{<eos>}"
 
 
-def test_people_see_the_parts_apart():
+def test_text_shows_gaps_between_trained_parts():
     codec, encode = encoder()
     sequence = encode.response({"messages": say("a", "b", "c", "d")})
     prompt, response = text_parts(codec, sequence)
@@ -183,7 +183,7 @@ def test_a_tokenizer_without_an_end_is_refused():
         )
 
 
-def test_rows_that_hold_their_prompt_in_another_way_are_read(tmp_path: Path):
+def test_prompts_of_token_id_rows_and_preference_pairs_are_read(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
     conversation = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "%s"}]'
     file.write_text(

@@ -139,7 +139,7 @@ def test_the_comparison_notices_missing_schemas_and_another_role():
     assert list(others.trained) != trained[: len(others.trained)]
 
 
-def test_what_is_shown_and_what_is_trained_on():
+def test_the_prompt_shows_the_tools_and_only_assistant_turns_are_trained_on():
     tokenizer = tokenizer_with(TOOL_CHATML)
     sequence = encoded(tokenizer, ROW)
     trained, was = [], False
@@ -175,7 +175,7 @@ def test_masks_are_those_of_a_published_template():
         assert not any(expected[count:])
 
 
-def test_json_text_and_a_list_are_the_same_and_nothing_is_no_tool():
+def test_tools_may_be_json_text_or_a_list_or_empty():
     tokenizer = tokenizer_with(TOOL_CHATML)
     assert encoded(tokenizer, {**ROW, "tools": json.dumps(TOOLS)}) == encoded(tokenizer, ROW)
     without = encoded(tokenizer, {"messages": MESSAGES})
@@ -192,7 +192,7 @@ def test_a_template_that_does_not_show_tools_is_refused(template: str):
     encoded(tokenizer_with(template), {"messages": messages})
 
 
-def test_a_file_of_rows_with_tools_is_read_and_a_wrong_one_is_named_before_the_run(tmp_path: Path):
+def test_a_row_with_invalid_tools_is_named_before_the_run(tmp_path: Path):
     from rl_core.config import generator_spec
     from rl_core.testing.models import make_checkpoint
     from rl_core.trainer.preflight import NoSampler
@@ -200,8 +200,8 @@ def test_a_file_of_rows_with_tools_is_read_and_a_wrong_one_is_named_before_the_r
     model = make_checkpoint(tmp_path / "model", max_position_embeddings=2048)
     tokenizer_with(TOOL_CHATML).save_pretrained(model)
     config = config_of(tmp_path, model, [ROW, {**ROW, "tools": "sum"}])
-    plugin, told = generator_spec(config)
-    generator = plugin.create(told, NoSampler())
+    plugin, spec = generator_spec(config)
+    generator = plugin.create(spec, NoSampler())
     rows = read_rows(config.data.train_data, key="data.train_data")
     with pytest.raises(DataError, match=r"rows\.jsonl:2.*the row's 'tools' are not JSON"):
         fitting_rows(rows, generator, config, "generator.sampling_params")

@@ -150,14 +150,14 @@ def test_supervised_fine_tuning_on_conversations_with_tools(chat_model: Path, tm
     of_chat(chat_model, tmp_path, rows, rows)
 
 
-def test_schemas_that_the_model_is_not_shown_are_seen(chat_model: Path, tmp_path: Path):
+def test_the_comparison_detects_schemas_that_the_model_does_not_see(chat_model: Path, tmp_path: Path):
     rows = [{"messages": [*row["prompt"], row["right"]], "tools": TOOLS} for row in conversations(7)]
     without = [{"messages": row["messages"]} for row in rows]
     with pytest.raises(AssertionError):
         of_chat(chat_model, tmp_path, without, rows)
 
 
-def test_one_token_more_is_seen(model: Path, tmp_path: Path):
+def test_the_comparison_detects_one_extra_token(model: Path, tmp_path: Path):
     rows = [{name: row[name] for name in ("prompt", "completion")} for row in sums(7)]
     right = gradient(config_of(tmp_path / "right", model, rows), tmp_path / "right")
     rows[3]["completion"] += "0"

@@ -56,9 +56,9 @@ def first_batch(config: Config) -> Batch:
     """The batch of all rows."""
 
     async def generated() -> Batch:
-        plugin, told = generator_spec(config)
-        plugin.validate(told)
-        generator, settings = plugin.create(told, NoSampler()), train_rollouts(config)
+        plugin, spec = generator_spec(config)
+        plugin.validate(spec)
+        generator, settings = plugin.create(spec, NoSampler()), train_rollouts(config)
         rows = read_rows(config.data.train_data, key="data.train_data")
         requests = [group_request(row, number, 0, settings) for number, row in enumerate(rows)]
         groups = [await generate_group(generator, request) for request in requests]

@@ -68,7 +68,7 @@ class Environment:
         foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
         return run([self.folder / "bin" / command, *args], self.folder, without=foreign, code=int(fails))
 
-    def install_as_told(self, arguments: str) -> None:
+    def install_by_hint(self, arguments: str) -> None:
         """Installs the arguments of a printed `pip install` hint, without `pip check`, whose complaints are allowed
         here."""
         self._pip("install", "--quiet", *arguments.split())
@@ -128,7 +128,7 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     # The doctor reports what Megatron lacks, and after that installation Megatron works.
     missing = environment.run("rl", "doctor", fails=True)
     (command,) = re.findall(r"^MISSING +megatron-bridge +pip install (.*?)(?:  |$)", missing, flags=re.MULTILINE)
-    environment.install_as_told(command)
+    environment.install_by_hint(command)
     make_checkpoint(environment.folder / "model", family="llama")
     losses = environment.run("python", "-c", MEGATRON_RANK.replace("range(20)", "range(2)")).splitlines()
     first, second = (float(line.split()[1].rstrip(",")) for line in losses if line.startswith("loss "))

@@ -101,14 +101,14 @@ async def test_a_hung_server_is_restarted_even_if_it_answers():
 
 
 class StartedAgain:
-    """A server that answers every route and records what it was told."""
+    """A server that answers every route and records its requests."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
         self._runners: list[web.AppRunner] = []
 
     async def start(self) -> ServerAddress:
-        self.told.clear()
+        self.requests.clear()
         app = web.Application()
         app.router.add_post("/rl/{name}", self._answer)
         runner = web.AppRunner(app)
@@ -120,7 +120,7 @@ class StartedAgain:
     async def _answer(self, request: web.Request) -> web.Response:
         name, arguments = request.match_info["name"], wire.decode(await request.read())
         if name != "health":
-            self.told.append((name, arguments))
+            self.requests.append((name, arguments))
         health = {"quarantine": None, "version": -1, "vocab_size": 8, "num_workers": 1}
         return web.Response(body=wire.encode(health if name == "health" else {}))
 
@@ -138,17 +138,17 @@ async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
     supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
     await supervisor.start()
     adapter = ("load_adapter", {"name": "judge", "path": "/at"})
-    assert server.told == [adapter, ("sleep", {"level": 2}), ("wake", {"tags": []})]
+    assert server.requests == [adapter, ("sleep", {"level": 2}), ("wake", {"tags": []})]
     await supervisor.close()
 
     pool.wanted = pool.wanted.awake(["weights"])
     await supervisor.start()
-    assert server.told == [adapter, ("sleep", {"level": 2}), ("wake", {"tags": ["weights"]})]
+    assert server.requests == [adapter, ("sleep", {"level": 2}), ("wake", {"tags": ["weights"]})]
     await supervisor.close()
 
     pool.wanted = pool.wanted.awake(["kv_cache"])
     await supervisor.start()
-    assert server.told == [adapter]
+    assert server.requests == [adapter]
     await supervisor.close()
 
 
@@ -166,7 +166,7 @@ class DoesNotStart:
 
 
 @pytest.mark.parametrize(
-    ("server", "told", "retried"),
+    ("server", "first", "retried"),
     [
         (DoesNotStart(), "vLLM server 0 has failed; it is restarted: hung", "vLLM server 0 could not be restarted: "),
         (
@@ -178,7 +178,7 @@ class DoesNotStart:
     ids=["its own", "external"],
 )
 async def test_the_warning_about_a_lost_server_says_who_restarts_it(
-    server: Startable, told: str, retried: str, caplog: pytest.LogCaptureFixture
+    server: Startable, first: str, retried: str, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.WARNING)
     pool, (member,) = await _pool(0)
@@ -193,7 +193,7 @@ async def test_the_warning_about_a_lost_server_says_who_restarts_it(
     await asyncio.gather(watching, return_exceptions=True)
     await supervisor._session.close()
     said = [record.getMessage() for record in caplog.records]
-    assert said[0] == told
+    assert said[0] == first
     assert said[1].startswith(retried)
 
 
@@ -208,8 +208,10 @@ async def test_an_address_that_never_answers_is_named_with_the_key_that_limits_t
     held: list[asyncio.StreamWriter] = []
     async with await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0) as silent:
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-        told = rf"waited 0\.2 s \(generator\.inference_engine\.start_timeout_s\) for the server at {url}: {reason}\. "
-        with pytest.raises(DeadlineError, match=told):
+        message = (
+            rf"waited 0\.2 s \(generator\.inference_engine\.start_timeout_s\) for the server at {url}: {reason}\. "
+        )
+        with pytest.raises(DeadlineError, match=message):
             await ExternalServer(url, "token", timeout_s=0.2).start()
         for writer in held:
             writer.close()

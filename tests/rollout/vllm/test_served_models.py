@@ -138,10 +138,10 @@ def test_each_requested_url_becomes_its_model_and_other_options_stay():
         "environment.options.judge": Path("a/b"),
     }
     served = {place: ServedModel(url="http://host/v1", name=place, key="") for place in asked_models(options)}
-    told = with_served_models({**options, **others}, served)
-    assert told["url"].name == "environment.options"
-    assert told["judge"]["url"].name == "environment.options.judge"
-    assert others.items() <= told.items()
+    options_of_run = with_served_models({**options, **others}, served)
+    assert options_of_run["url"].name == "environment.options"
+    assert options_of_run["judge"]["url"].name == "environment.options.judge"
+    assert others.items() <= options_of_run.items()
     assert with_served_models(others, {}) == others
 
 

@@ -208,10 +208,10 @@ def test_a_missing_worker_makes_the_weights_unservable():
 async def test_an_update_counts_when_every_worker_has_answered_for_itself(
     servers: dict[str, RunningServer], client: RemoteInferenceClient, split: str, fault: Fault
 ):
-    told = FAULTS[fault].format(first=SPLITS[split].first, last=SPLITS[split].last)
+    message = FAULTS[fault].format(first=SPLITS[split].first, last=SPLITS[split].last)
     model = Model(servers[split].model_path)
     good = await model.sync(client, FilesTransport())
-    with pytest.raises(WeightSyncError, match=told):
+    with pytest.raises(WeightSyncError, match=message):
         await model.sync(client, OtherTransport(fault=fault))
     await client.resume()
     if (fault, split) == ("raises", "tensor"):

@@ -140,7 +140,7 @@ def train(source: str, overrides: tuple[str, ...], tiny: bool, dry_run: bool) ->
     except RLError as error:
         can_resume = isinstance(error, StorageError) or not isinstance(error, _NOT_RESUMED)
         if can_resume and runs.has_checkpoint(loaded):
-            click.get_current_context().obj["resume"] = runs.resume_command(loaded)
+            click.get_current_context().obj["resume"] = runs.resume_hint(loaded)
         raise
 
 

@@ -31,10 +31,10 @@ def train(loaded: configuration.Loaded, started: float) -> int:
     try:
         summary = run_training(loaded, started=started)
     except KeyboardInterrupt:
-        click.echo(f"interrupted; {resume_command(loaded)}", err=True)
+        click.echo(f"interrupted; {resume_hint(loaded)}", err=True)
         return 130
     if summary.interrupted:
-        click.echo(f"interrupted after step {summary.steps}; {resume_command(loaded)}", err=True)
+        click.echo(f"interrupted after step {summary.steps}; {resume_hint(loaded)}", err=True)
         return 130
     _show_summary(summary)
     return 0
@@ -103,7 +103,7 @@ def has_checkpoint(loaded: configuration.Loaded) -> bool:
     return newest_config(loaded.config.run_dir).exists() and bool(list_checkpoints(loaded.config.ckpt_dir))
 
 
-def resume_command(loaded: configuration.Loaded) -> str:
+def resume_hint(loaded: configuration.Loaded) -> str:
     """Returns a message that says how to resume the run from its newest checkpoint or, if it has none, how to start it
     again."""
     from rl_core.trainer.checkpoint import list_checkpoints

@@ -142,8 +142,8 @@ def _validate_reference_engine(config: Config) -> None:
             "generator.sampling_params.temperature to 1, or remove trainer.ref.inference_backend, so that ranks "
             "compute the reference's log-probs"
         )
-    engine, told = found
-    engine.validate(told)
+    engine, spec = found
+    engine.validate(spec)
 
 
 def _gather_unloadable(config: Config, keys: Iterable[str], mistakes: Mistakes) -> None:
@@ -169,13 +169,13 @@ def _has_engine(config: Config, mistakes: Mistakes) -> bool:
 
 
 def _validate_generator(config: Config) -> None:
-    generator, told = generator_spec(config)
-    generator.validate(told)
+    generator, spec = generator_spec(config)
+    generator.validate(spec)
 
 
 def _validate_engine(config: Config) -> None:
-    engine, told = engine_spec(config)
-    engine.validate(told)
+    engine, spec = engine_spec(config)
+    engine.validate(spec)
 
 
 def gather_room(config: Config, mistakes: Mistakes) -> None:

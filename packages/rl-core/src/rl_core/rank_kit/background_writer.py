@@ -65,9 +65,9 @@ class BackgroundWriter:
         try:
             self._finish(self._writing.result())
         except (OSError, RuntimeError, CheckpointException) as error:
-            told = state_not_written(self._directory, error, "in the background")
-            self._found_no_room = isinstance(told, DiskFullError)
-            raise told from error
+            failure = state_not_written(self._directory, error, "in the background")
+            self._found_no_room = isinstance(failure, DiskFullError)
+            raise failure from error
         self._writing = None
         return True
 

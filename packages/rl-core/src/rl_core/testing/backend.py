@@ -48,7 +48,7 @@ from rl_core.interfaces import (
 from rl_core.rank_kit.model_proof import require_proof
 from rl_core.rank_kit.state_files import write_state_list
 from rl_core.rank_kit.weight_buckets import unpack_bucket
-from rl_core.testing.bfloat16 import Baseline, course, make_batches
+from rl_core.testing.bfloat16 import Baseline, make_batches, measure_results
 from rl_core.testing.cases import (
     LIMITS,
     LOSS,
@@ -605,7 +605,7 @@ class BackendConformance:
         if key not in _baselines:
             _baselines[key] = Baseline.of(spec, partial(make_batches, **batches))
         group, baseline = case.start(spec), _baselines[key]
-        found = course(group, baseline.batches, LIMITS, group.weights)
+        found = measure_results(group, baseline.batches, LIMITS, group.weights)
         own, plain = map(attrs.asdict, baseline.errors(found))
         for name, unit in plain.items():
             message = f"differs from float32 by {own[name]:.1e}, plain transformers in bfloat16 by {unit:.1e}"

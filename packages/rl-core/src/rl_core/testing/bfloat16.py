@@ -74,7 +74,7 @@ def _add_to(trained: nn.Parameter, computing: nn.Parameter) -> None:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Course:
+class Results:
     """A worker's results: scores and gradients of some batches, and weights after three optimizer steps."""
 
     logprobs_T: Tensor
@@ -135,9 +135,9 @@ class Baseline:
     batches: Sequence[Batch]
     before: Mapping[str, Tensor]
     """The weights before the optimizer steps."""
-    exact: Course
+    exact: Results
     """The results in float32."""
-    plain: Course
+    plain: Results
     """The results of plain transformers in bfloat16, with float32 weights."""
 
     @classmethod
@@ -146,21 +146,23 @@ class Baseline:
         `spec.model` must be stored in bfloat16."""
         reference = ReferenceWorker(spec)
         before, batches = weights_of(reference), batches_of(reference)
-        exact = course(reference, batches, None, partial(weights_of, reference))
+        exact = measure_results(reference, batches, None, partial(weights_of, reference))
         del reference  # frees its model before the next is loaded: real models take gigabytes
         worker = Bfloat16Worker(spec)
-        plain = course(worker, batches, None, partial(weights_of, worker))
+        plain = measure_results(worker, batches, None, partial(weights_of, worker))
         return cls(batches=batches, before=before, exact=exact, plain=plain)
 
-    def errors(self, found: Course) -> tuple[Errors, Errors]:
+    def errors(self, found: Results) -> tuple[Errors, Errors]:
         """Returns the errors of `found` and those of `plain`. Weights are compared in the dtype of `found`."""
         rounded = {name: self.plain.weights[name].to(weight.dtype) for name, weight in found.weights.items()}
         plain = attrs.evolve(self.plain, weights=rounded)
         return errors(found, self.exact, self.before), errors(plain, self.exact, self.before)
 
 
-def course(worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable[[], Mapping[str, Tensor]]) -> Course:
-    """Runs the computations of a `Course` with a worker, and returns the results.
+def measure_results(
+    worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable[[], Mapping[str, Tensor]]
+) -> Results:
+    """Runs the computations of a `Results` with a worker, and returns the results.
 
     Args:
         worker: has `forward`, `forward_backward`, `gradients` and `optim_step`: a worker or a `RankGroup`.
@@ -180,7 +182,7 @@ def course(worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable
         worker.forward_backward(*pair, LossSpec(name="cross_entropy"), temperature=TEMPERATURE)
         worker.optim_step()
     scored = [scores_T[is_scored(batch)] for scores_T, batch in zip(scores, batches, strict=True)]
-    return Course(logprobs_T=torch.cat(scored), gradients=gradients, weights=weights())
+    return Results(logprobs_T=torch.cat(scored), gradients=gradients, weights=weights())
 
 
 def is_scored(batch: Batch) -> Tensor:
@@ -190,7 +192,7 @@ def is_scored(batch: Batch) -> Tensor:
     return is_scored_T
 
 
-def errors(found: Course, exact: Course, before: Mapping[str, Tensor]) -> Errors:
+def errors(found: Results, exact: Results, before: Mapping[str, Tensor]) -> Errors:
     """Measures the differences between `found` and `exact`. `before`: the weights before the steps.
 
     Weights are compared as exported: if a weight of `found` is bfloat16, the exact weight is rounded to it, too.

@@ -36,7 +36,7 @@ class FailureAccount:
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
         """Records samples that ended. Raises GenerationError if too many have failed."""
-        failed = self.restore(trajectories)
+        failed = self._record(trajectories)
         for trajectory in failed:
             if trajectory.failure_kind not in self._warned:
                 self._warned.add(trajectory.failure_kind)
@@ -55,10 +55,13 @@ class FailureAccount:
                 f"the last one: {failed[-1].failure}"
             )
 
-    def restore(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Records samples that ended, and returns those that failed. Call it for samples of an earlier run: it does
-        not limit the rate of failures, because that run accepted them, together with samples that this account does
-        not have."""
+    def restore(self, trajectories: Sequence[Trajectory]) -> None:
+        """Records samples of an earlier run. Does not limit the rate of their failures, because that run accepted them,
+        together with samples that this account does not have."""
+        self._record(trajectories)
+
+    def _record(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Records samples that ended, and returns those that failed."""
         failed = [trajectory for trajectory in trajectories if trajectory.failure is not None]
         self._num_ended.update(trajectory.group_id for trajectory in trajectories)
         self._failed += failed

@@ -259,8 +259,8 @@ class TrainingLoop:
         await self._buffer.trained()
         counts, failed = self._rollouts.lap()
         self._row_is_written = False
-        told = rollout_metrics(groups, batch, version=step - 1, bound=bound) if samples else data_metrics(batch)
-        self._row = row = {**divided({**trained.metrics, **agreement}), **told, **counts, **queue}
+        of_samples = rollout_metrics(groups, batch, version=step - 1, bound=bound) if samples else data_metrics(batch)
+        self._row = row = {**divided({**trained.metrics, **agreement}), **of_samples, **counts, **queue}
         self._reporter.train_samples(step, trained.trajectories, batch)
         self._reporter.failed_samples(step, failed)
         return row

@@ -368,9 +368,9 @@ def _gather_prompts(
     if _is_elsewhere(config.policy_model_path):
         return
     with mistakes.gathered():
-        plugin, told = generator_spec(config)
+        plugin, spec = generator_spec(config)
         try:
-            generator = plugin.create(told, NoSampler())
+            generator = plugin.create(spec, NoSampler())
         except ConfigError:
             if is_made:
                 return  # the model directory is incomplete and will be created again

@@ -337,22 +337,22 @@ async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettin
 @asynccontextmanager
 async def _playing(config: Config) -> AsyncIterator[tuple[InferenceClient | None, Generator]]:
     """Context with the engine's client (None if the generator does not sample) and the generator. Closes both."""
-    generator, told = generator_spec(config)
-    generator.validate(told)
+    generator, spec = generator_spec(config)
+    generator.validate(spec)
     if needs_engine(config):
         async with _engine(config) as client:
-            options = await _with_served_models(config, told.environment_options, client)
+            options = await _with_served_models(config, spec.environment_options, client)
             sampler = RecordingSampler(client) if config.pipeline_depth > 0 else client
-            async with _generator(generator, attrs.evolve(told, environment_options=options), sampler) as playing:
+            async with _generator(generator, attrs.evolve(spec, environment_options=options), sampler) as playing:
                 yield client, playing
     else:
-        async with _generator(generator, told, NoSampler()) as playing:
+        async with _generator(generator, spec, NoSampler()) as playing:
             yield None, playing
 
 
 @asynccontextmanager
-async def _generator(plugin: GeneratorPlugin, told: GeneratorSpec, client: Sampler) -> AsyncIterator[Generator]:
-    generator = plugin.create(told, client)
+async def _generator(plugin: GeneratorPlugin, spec: GeneratorSpec, client: Sampler) -> AsyncIterator[Generator]:
+    generator = plugin.create(spec, client)
     try:
         yield generator
     finally:
@@ -362,9 +362,9 @@ async def _generator(plugin: GeneratorPlugin, told: GeneratorSpec, client: Sampl
 
 @asynccontextmanager
 async def _engine(config: Config) -> AsyncIterator[InferenceClient]:
-    engine, told = engine_spec(config)
-    engine.validate(told)
-    client = await engine.create(told)
+    engine, spec = engine_spec(config)
+    engine.validate(spec)
+    client = await engine.create(spec)
     try:
         if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
             raise ConfigError(
@@ -426,9 +426,9 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
 async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
     found = reference_engine_spec(config)
     assert found is not None, "a reference without ranks has an engine"
-    engine, told = found
-    engine.validate(told)
-    client = await engine.create(told)
+    engine, spec = found
+    engine.validate(spec)
+    client = await engine.create(spec)
     try:
         scoring = client if isinstance(client, Scoring) else None
         if scoring is None:

@@ -70,7 +70,7 @@ class CheckpointSaver:
         self._copies = copies
         self._partial: Path | None = None
         self._full: BaseException | None = None
-        self._told_full_at: float | None = None
+        self._warned_full_at: float | None = None
         self._deadline: float | None = None
 
     @property
@@ -183,12 +183,12 @@ class CheckpointSaver:
                 raise
             self._partial, self._full = None, error
             remove_unfinished(partial)
-            self._tell_full(partial, error)
+            self._warn_full(partial, error)
 
-    def _tell_full(self, partial: Path, error: Exception) -> None:
+    def _warn_full(self, partial: Path, error: Exception) -> None:
         now = time.monotonic()
-        if self._told_full_at is None or now - self._told_full_at >= _REPEAT_S:
-            self._told_full_at = now
+        if self._warned_full_at is None or now - self._warned_full_at >= _REPEAT_S:
+            self._warned_full_at = now
             logger.warning(
                 "disk full: %s was removed; the run continues and saves as soon as there is room (%s)", partial, error
             )
@@ -200,8 +200,8 @@ class CheckpointSaver:
             await self._copies.send_within(self._root, self._timeout_s)
 
     def _completed(self, path: Path) -> None:
-        if self._told_full_at is not None:
-            self._told_full_at = None
+        if self._warned_full_at is not None:
+            self._warned_full_at = None
             logger.warning("the disk has room again; wrote %s", path)
         delete_old_checkpoints(self._root, self._keep)
         self._on_complete(step_of(path), path)

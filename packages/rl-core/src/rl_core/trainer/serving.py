@@ -253,8 +253,8 @@ class ServedEngines:
                 f"disk full: there was no room for weight version {self._version} within {_ROOM_S:g} s ({error}). "
                 f"{_MAKE_ROOM}"
             ) from error
-        told = "disk full: weight version %d is sent again in %g s (%s). %s"
-        logger.warning(told, self._version, _ROOM_POLL_S, error, _MAKE_ROOM)
+        message = "disk full: weight version %d is sent again in %g s (%s). %s"
+        logger.warning(message, self._version, _ROOM_POLL_S, error, _MAKE_ROOM)
         await asyncio.sleep(_ROOM_POLL_S)
 
     def _next_delta(self) -> Mapping[str, Any] | None:

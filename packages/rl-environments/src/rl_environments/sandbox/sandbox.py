@@ -81,7 +81,7 @@ class Sandbox:
             process = await self._started(slot, limits)
             try:
                 session = Session(process, program, limits, who=f"the supervisor of the {self.mechanism} sandbox")
-                await session.begin(self._told(slot, limits))
+                await session.begin(self._settings(slot, limits))
                 yield session
             finally:
                 await self._ended(process, slot)
@@ -117,7 +117,7 @@ class Sandbox:
         )
         return command, fds
 
-    def _told(self, slot: Slot, limits: Limits) -> dict[str, Any]:
+    def _settings(self, slot: Slot, limits: Limits) -> dict[str, Any]:
         confined = self.mechanism != "none"
         # The limit also counts the supervisor, which is process 1 of the namespace.
         own = 1 if self.mechanism == "bubblewrap" else 0
@@ -147,8 +147,8 @@ class Sandbox:
         """Ends the processes that a killed supervisor has left, by starting a new one, which ends all processes of the
         slot's user."""
         process = await self._started(slot, Limits())
-        told = {**self._told(slot, Limits()), "clear": True}
-        await asyncio.wait_for(process.communicate(frames.packed(told)), _END_S)
+        settings = {**self._settings(slot, Limits()), "clear": True}
+        await asyncio.wait_for(process.communicate(frames.packed(settings)), _END_S)
 
 
 def _python(python: str, root: str) -> list[str]:
@@ -169,9 +169,9 @@ class Session:
         self._syntax_error: Outcome | None = None
         self.has_disk = True
 
-    async def begin(self, told: dict[str, Any]) -> None:
+    async def begin(self, settings: dict[str, Any]) -> None:
         """Sends the program and its settings to the supervisor."""
-        answer = await self._asked({**told, "program": self._program, "token": self._token}, _START_S)
+        answer = await self._asked({**settings, "program": self._program, "token": self._token}, _START_S)
         self.has_disk = answer["work"] is not None
 
     async def run(self, test: Test) -> Outcome:

@@ -148,7 +148,7 @@ class Channel:
             names = ", ".join(receiver["process"] for receiver in joined) or "none"
             what = f"{self.num_receivers} receivers to join the sync; {len(joined)} have joined ({names})"
             key, left_s = f"receiver/{len(joined)}", deadline - time.monotonic()
-            joined.append(json.loads(self._get(key, what, timeout_s=left_s, told_s=self.join_timeout_s)))
+            joined.append(json.loads(self._get(key, what, timeout_s=left_s, reported_s=self.join_timeout_s)))
         return joined
 
     def acknowledge(self, place: int, number: int) -> None:
@@ -164,8 +164,8 @@ class Channel:
         for number in numbers:
             self._get(f"taken/{place}/{number}", f"receiver {number} to take bucket {place}", timeout_s=self.timeout_s)
 
-    def _get(self, key: str, what: str, *, timeout_s: float, told_s: float | None = None) -> bytes:
-        """Waits for a key and returns its value. `told_s` is the timeout that an error reports, if the wait began
+    def _get(self, key: str, what: str, *, timeout_s: float, reported_s: float | None = None) -> bytes:
+        """Waits for a key and returns its value. `reported_s` is the timeout that an error reports, if the wait began
         before this call; None: `timeout_s`."""
         deadline, look_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         try:
@@ -180,7 +180,7 @@ class Channel:
                 look_s = min(1.5 * look_s, _LAST_LOOK_S)
         except dist.DistError as error:
             raise _closed(error) from error
-        raise DeadlineError(f"waited {told_s or timeout_s:g} s for {what}")
+        raise DeadlineError(f"waited {reported_s or timeout_s:g} s for {what}")
 
 
 def _connected(host: str, port: int, *, within_s: float) -> TCPStore:

@@ -31,10 +31,10 @@ def sending(rendezvous: Rendezvous, rank: int, buckets: Iterator[WeightBucket]) 
         try:
             yield channel
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
+            description = f"{type(error).__name__}: {error}"
             with contextlib.suppress(WeightSyncError):  # the sync is closed: nobody reads the log
-                channel.append({"kind": "failed", "rank": rank, "error": told})
-                channel.break_off(f"rank {rank} could not send its weights: {told}")
+                channel.append({"kind": "failed", "rank": rank, "error": description})
+                channel.break_off(f"rank {rank} could not send its weights: {description}")
             raise
 
 
@@ -45,8 +45,8 @@ def receiving(rendezvous: Rendezvous) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # also GeneratorExit: the consumer of the buckets raised
-        told = "" if isinstance(error, GeneratorExit) else f": {type(error).__name__}: {error}"
-        break_off(rendezvous.data, f"the receiver in {this_process()} did not receive all weights{told}")
+        reason = "" if isinstance(error, GeneratorExit) else f": {type(error).__name__}: {error}"
+        break_off(rendezvous.data, f"the receiver in {this_process()} did not receive all weights{reason}")
         raise
 
 

@@ -23,12 +23,12 @@ def without_other_paths(text: str, body: bytes) -> str:
     except (msgspec.DecodeError, RecursionError):
         sent = set()
 
-    def told(match: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         path = match.group()
         is_sent = "/.." not in path and any(path == one or path.startswith(f"{one}/") for one in sent)
         return path if is_sent else _TAKEN_OUT
 
-    return _PATH.sub(told, text)
+    return _PATH.sub(replacement, text)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -166,10 +166,10 @@ def _failed(error: Exception, body: bytes) -> Response:
         logger.error("a request failed", exc_info=error)
         status = STATUS_FAULT
     text = str(error) if isinstance(error, GenerationError | WeightSyncError) else f"{type(error).__name__}: {error}"
-    told = without_other_paths(text, body)
-    if told != text:
+    without_paths = without_other_paths(text, body)
+    if without_paths != text:
         logger.warning("a request failed; its caller got this error without paths: %s", text)
-    return Response(wire.encode({"message": told}), status_code=status, media_type=wire.MEDIA_TYPE)
+    return Response(wire.encode({"message": without_paths}), status_code=status, media_type=wire.MEDIA_TYPE)
 
 
 class _OnlyWhileServing:

@@ -37,7 +37,7 @@ _SETTLE_S = 0.001
 _LOOK_S = 0.2
 _WARM_UP = (0, 1, 2, 3)
 """Token ids that every vocabulary has."""
-_MAX_TOLD = 4
+_MAX_ERRORS = 4
 """Maximum number of workers whose errors a message lists."""
 
 
@@ -441,8 +441,10 @@ def _fault(answers: Mapping[str, Mapping[str, Any]], num_workers: int) -> tuple[
         return f"{len(answers)} of {num_workers} workers answered", False
     if failures:
         is_intact = len(failures) == len(answers) and all(answer["is_intact"] for _, answer in failures)
-        told = [answer["error"] if num_workers == 1 else f"{worker}: {answer['error']}" for worker, answer in failures]
-        return "; ".join(told[:_MAX_TOLD]), is_intact
+        errors = [
+            answer["error"] if num_workers == 1 else f"{worker}: {answer['error']}" for worker, answer in failures
+        ]
+        return "; ".join(errors[:_MAX_ERRORS]), is_intact
     (first, manifest), *others = ((worker, answer["manifest"]) for worker, answer in answers.items())
     different = [worker for worker, other in others if other != manifest]
     return (f"{different[0]} received other weights than {first}", False) if different else (None, True)

@@ -172,8 +172,10 @@ class Supervisor:
             try:
                 await self._start(member, server)
             except RLError as error:
-                told = "has not been started again" if isinstance(server, ExternalServer) else "could not be restarted"
-                logger.error("%s %s: %s", member, told, error)
+                problem = (
+                    "has not been started again" if isinstance(server, ExternalServer) else "could not be restarted"
+                )
+                logger.error("%s %s: %s", member, problem, error)
                 member.why_down = str(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RESTART_PAUSE_S)
