@@ -355,6 +355,12 @@ def test_the_check_for_torch_sees_torch():
     assert run_python("import sys, rl_core.batch\nassert 'torch' not in sys.modules\n").returncode != 0
 
 
+def test_the_controller_does_not_import_distributed_checkpoints():
+    """Their import takes more than a second, which every command would wait for."""
+    result = run_python("import sys, rl_core.trainer.run\nassert 'torch.distributed.checkpoint' not in sys.modules\n")
+    assert result.returncode == 0, result.stderr
+
+
 # --- declared dependencies ------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@
     weight_buckets     packing and checking the data of a weight sync
     publishing         `Worker.publish`: whole weights or only the adapter, from rank 0
     state_files        the list of files, with checksums, that completes a worker's state on disk
+    state_writing      torch's writer of a state's files, with checksums, and the errors of a failed write
     background_writer  saving while training continues
     model_files        a model in Hugging Face format
     model_shapes       a model's sizes, read from its `config.json`
@@ -75,14 +76,8 @@ if TYPE_CHECKING:
     from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
     from rl_core.rank_kit.shipped_configs import here_or_shipped, known_config, shipped_config
     from rl_core.rank_kit.shrunken_models import shrunken
-    from rl_core.rank_kit.state_files import (
-        STATE_LIST,
-        FileSystemWriter,
-        reason_of,
-        require_complete_state,
-        state_not_written,
-        write_state_list,
-    )
+    from rl_core.rank_kit.state_files import STATE_LIST, require_complete_state, write_state_list
+    from rl_core.rank_kit.state_writing import FileSystemWriter, reason_of, state_not_written
     from rl_core.rank_kit.weight_buckets import (
         broken_weights_file,
         bucket_records,
@@ -131,11 +126,11 @@ _MODULES = {
     "broken_weights_file": "weight_buckets",
     "BackgroundWriter": "background_writer",
     "STATE_LIST": "state_files",
-    "FileSystemWriter": "state_files",
+    "FileSystemWriter": "state_writing",
     "write_state_list": "state_files",
     "require_complete_state": "state_files",
-    "state_not_written": "state_files",
-    "reason_of": "state_files",
+    "state_not_written": "state_writing",
+    "reason_of": "state_writing",
     "ADAPTER_FOLDER": "model_files",
     "HEAD_FILE": "model_files",
     "write_weights": "model_files",

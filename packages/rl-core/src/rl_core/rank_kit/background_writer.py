@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_core.errors import DiskFullError, WorkerError
 from rl_core.rank_kit.process_group import new_cpu_group
-from rl_core.rank_kit.state_files import state_not_written
+from rl_core.rank_kit.state_writing import state_not_written
 
 
 class BackgroundWriter:

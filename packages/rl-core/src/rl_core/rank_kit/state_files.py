@@ -1,8 +1,8 @@
 """`state.json`, written last, lists the files of a worker's state with sizes and checksums. A directory without it
 contains no complete state.
 
-Each rank computes the checksums of its own files (`FileSystemWriter`). Before any rank loads the state, the ranks share
-the work of checking all files (`require_complete_state`).
+Each rank computes the checksums of its own files (`state_writing.FileSystemWriter`). Before any rank loads the state,
+the ranks share the work of checking all files (`require_complete_state`).
 """
 
 from __future__ import annotations
@@ -10,38 +10,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.api import CheckpointException
 
-from rl_core.errors import CheckpointError, DiskFullError, StorageError
-from rl_core.stored_files import FileRecord, changed, is_disk_full, missized, recorded
+from rl_core.errors import CheckpointError
+from rl_core.stored_files import FileRecord, changed, missized, recorded
 
 STATE_LIST = "state.json"
-_OF_A_RANK = ".checksums"
+CHECKSUM_NOTE = ".checksums"
 """Suffix of a note with the size and checksum of one file, which the rank writes next to the file. `write_state_list`
 reads and deletes the notes."""
-
-
-class FileSystemWriter(filesystem.FileSystemWriter):
-    """torch's writer of a rank's files, which also records their checksums for `write_state_list`."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        """Writes like torch's writer, then reads the files once for their checksums."""
-        written = super().write_data(plan, planner)
-        directory, names = Path(self.path), {result.storage_data.relative_path for result in written.value()}
-        for name, record in recorded(directory, names).items():
-            (directory / f"{name}{_OF_A_RANK}").write_text(json.dumps(record.as_json()))
-        return written
 
 
 def write_state_list(directory: Path, names: Iterable[str], *, steps_done: int) -> None:
     """Writes the list of the state's files, with sizes, checksums and the number of optimizer steps. One rank calls it
     after all ranks have written their files."""
-    wanted = {name for name in names if not name.endswith(_OF_A_RANK)}
-    notes = {path.name.removesuffix(_OF_A_RANK): path for path in directory.glob(f"*{_OF_A_RANK}")}
+    wanted = {name for name in names if not name.endswith(CHECKSUM_NOTE)}
+    notes = {path.name.removesuffix(CHECKSUM_NOTE): path for path in directory.glob(f"*{CHECKSUM_NOTE}")}
     files = {name: FileRecord.from_json(json.loads(path.read_text())) for name, path in notes.items()}
     files |= recorded(directory, wanted - files.keys())
     listed = {name: files[name].as_json() for name in sorted(wanted)}
@@ -85,28 +70,3 @@ def listed_files(directory: Path) -> dict[str, FileRecord]:
             continue
         files |= {name: record for name, record in records.items() if record.crc32 is not None}
     return files
-
-
-def state_not_written(directory: Path, error: BaseException, how: str = "") -> Exception:
-    """Returns the exception to raise for a failed write: DiskFullError if the disk was full, StorageError for other
-    failures of the storage, RuntimeError for anything else, such as a lost rank.
-
-    Args:
-        directory: the state's directory.
-        error: the exception of torch's writer.
-        how: how the state was written, e.g. "in the background", for the message.
-    """
-    failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    what = f"{directory}: could not be written{how and ' '}{how} ({reason_of(error)})"
-    # On a full disk, torch may only report an unexpected file position.
-    if any(is_disk_full(failure, directory) for failure in failures):
-        return DiskFullError(f"disk full: {what}")
-    kind = StorageError if all(isinstance(failure, OSError) for failure in failures) else RuntimeError
-    return kind(what)
-
-
-def reason_of(error: BaseException) -> str:
-    """The reasons of all ranks in one line. The text of torch's CheckpointException also has every rank's traceback."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())

@@ -79,7 +79,8 @@ class StepLog:
         if not _is_at(self._path, descriptor):
             raise StorageError(
                 f"{self._path} was removed, moved or replaced while a run was writing it. Put it back if you moved it, "
-                "and start the run again; with trainer.resume_mode=latest it continues from the newest remaining checkpoint"
+                "and start the run again; with trainer.resume_mode=latest it continues from the newest remaining "
+                "checkpoint"
             )
         num_bytes = os.fstat(descriptor).st_size
         try:

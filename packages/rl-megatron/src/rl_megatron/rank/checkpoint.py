@@ -31,13 +31,8 @@ from torch.nn import Parameter
 from rl_core.errors import CheckpointError
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.process_group import agree, from_first
-from rl_core.rank_kit.state_files import (
-    STATE_LIST,
-    FileSystemWriter,
-    require_complete_state,
-    state_not_written,
-    write_state_list,
-)
+from rl_core.rank_kit.state_files import STATE_LIST, require_complete_state, write_state_list
+from rl_core.rank_kit.state_writing import FileSystemWriter, state_not_written
 from rl_megatron.rank.optimizer import Optimizer
 
 _METADATA = {

@@ -26,13 +26,8 @@ from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.process_group import agree, from_first
 from rl_core.rank_kit.scoring.flat_pieces import FlatPiece, PieceStager, whole_shape
 from rl_core.rank_kit.scoring.rank_mesh import RankMesh
-from rl_core.rank_kit.state_files import (
-    FileSystemWriter,
-    reason_of,
-    require_complete_state,
-    state_not_written,
-    write_state_list,
-)
+from rl_core.rank_kit.state_files import require_complete_state, write_state_list
+from rl_core.rank_kit.state_writing import FileSystemWriter, reason_of, state_not_written
 
 _INDEX = ".metadata"
 
