@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -330,6 +332,36 @@ def test_training_creates_missing_files_then_runs_and_prints_the_results(rl: Run
     assert [config.trainer.seed for config in seen] == [9]
     first = "7 steps done; this command took 4 s (3 s of training and evaluation)\n"
     assert out == first + "held-out accuracy 0.250 → 0.900\nreport: runs/run/report.html\n"
+
+
+def unwritable(kind: str) -> TextIO:
+    """A stream whose disk is full, or whose reader has ended."""
+    if kind == "full":
+        return Path("/dev/full").open("w")
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.parametrize("kind", ["full", "no reader"])
+@pytest.mark.parametrize(("ending", "code"), [("whole", 0), ("interrupted", 130), ("failed", 1)])
+def test_a_run_whose_output_cannot_be_written_goes_on_and_exits_as_usual(
+    rl: Run, monkeypatch: pytest.MonkeyPatch, kind: str, ending: str, code: int
+):
+    async def train(*_: object) -> RunSummary:
+        logging.getLogger("rl_core").warning("stopping at the next step boundary")
+        if ending == "failed":
+            raise WorkerError("rank 0")
+        return summary(interrupted=ending == "interrupted")
+
+    monkeypatch.setattr(trainer_run, "_train", train)
+    with unwritable(kind) as out, unwritable(kind) as err, monkeypatch.context() as streams:
+        streams.setattr(sys, "stdout", out)
+        streams.setattr(sys, "stderr", err)
+        assert rl("train", "small") == (code, "", "")
+        # The interpreter flushes these streams when it ends, and exits with 120 if that fails.
+        out.flush()
+        err.flush()
 
 
 @pytest.mark.parametrize("ending", ["after a step", "at once"])

@@ -6,7 +6,9 @@ import io
 import os
 import pty
 import re
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +87,27 @@ def test_the_work_continues_if_the_reader_of_its_output_has_ended():
     assert done == 3
     with pytest.raises(BrokenPipeError):  # control: the lines did not fit into a buffer
         stream.close()
+
+
+def test_the_work_continues_if_the_disk_that_has_its_output_is_full():
+    stream = Path("/dev/full").open("w")  # noqa: SIM115
+    with Progress("training", 1, stream=stream) as progress:
+        progress.update(1)
+    with pytest.raises(OSError, match="No space left"):  # control: the line did not fit into a buffer
+        stream.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the display's own thread
+def test_the_work_continues_if_its_terminal_is_closed(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    main, side = pty.openpty()
+    terminal, before = os.fdopen(side, "w"), sys.stderr
+    with Progress("training", 1, stream=terminal) as progress:
+        os.close(main)
+        progress.update(1)
+    assert sys.stderr is before
+    with pytest.raises(OSError, match="Input/output error"):  # control: the display did not fit into a buffer
+        terminal.close()
 
 
 def test_a_number_given_once_stays_in_the_display():

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from rl_core.cli.commands import CommandGroup
+from rl_core.cli.messages import discard_unwritten, say
 from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError, StorageError
 
 RANK_THREAD = "rl-rank-"
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     with warnings.catch_warnings():
         _show_config_warnings_plainly()
         status = _status(arguments, settings)
+    discard_unwritten()
     if (status == 130 and _has_busy_rank()) or _has_lost_ray():
         _end_without_finalising(status)
     sys.exit(status)
@@ -65,8 +67,7 @@ def _end_without_finalising(status: int) -> NoReturn:
     """Ends the process without finalising the interpreter. Finalisation would stop a busy thread inside the C++ code of
     torch or Ray, which aborts the process."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    discard_unwritten()
     os._exit(status)
 
 
@@ -78,19 +79,19 @@ def _status(arguments: Sequence[str] | None, settings: dict[str, Any]) -> int:
         error.show()
         if isinstance(error, click.NoSuchOption) and "." in error.option_name:
             key = error.option_name.lstrip("-")
-            click.echo(f"A configuration key has no dashes: write {key}=value after the recipe.", err=True)
+            say(f"A configuration key has no dashes: write {key}=value after the recipe.")
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+        say("interrupted")
         return 130
     except RLError as error:
         if settings["traceback"]:
-            traceback.print_exc()
+            say(traceback.format_exc(), nl=False)
         else:
-            click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-            click.echo(error, err=True)
+            say("error: ", fg="red", bold=True, nl=False)
+            say(error)
         if "resume" in settings:
-            click.echo(settings["resume"], err=True)
+            say(settings["resume"])
         return 2 if isinstance(error, _AS_ASKED) else 1
 
 
@@ -255,7 +256,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        click.echo(prefix + self.format(record), err=True)
+        say(prefix + self.format(record))
 
 
 def _log_to_stderr() -> None:
@@ -279,7 +280,7 @@ def _show_config_warnings_plainly() -> None:
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if category.__name__ == "ConfigWarning":  # by name, so that `rl --help` need not import rl_core.config
-            click.echo(f"warning: {message}", err=True)
+            say(f"warning: {message}")
         else:
             show_others(message, category, *place, **more)
 

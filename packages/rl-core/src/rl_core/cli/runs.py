@@ -11,6 +11,7 @@ import click
 
 from rl_core import config as configuration
 from rl_core.cli.episodes import show_episodes
+from rl_core.cli.messages import say
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ def train(loaded: configuration.Loaded, started: float) -> int:
     try:
         summary = run_training(loaded, started=started)
     except KeyboardInterrupt:
-        click.echo(f"interrupted; {resume_hint(loaded)}", err=True)
+        say(f"interrupted; {resume_hint(loaded)}")
         return 130
     if summary.interrupted:
-        click.echo(f"interrupted after step {summary.steps}; {resume_hint(loaded)}", err=True)
+        say(f"interrupted after step {summary.steps}; {resume_hint(loaded)}")
         return 130
     _show_summary(summary)
     return 0
@@ -124,7 +125,7 @@ def _show_summary(summary: RunSummary) -> None:
     from rl_core.reports.progress import duration
 
     parts = f"{duration(summary.total_seconds)} ({duration(summary.rl_seconds)} of training and evaluation)"
-    click.echo(f"{summary.steps} steps done; this command took {parts}")
+    say(f"{summary.steps} steps done; this command took {parts}", err=False)
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        click.echo(f"held-out accuracy {summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}")
-    click.echo(f"report: {summary.run_dir / 'report.html'}")
+        say(f"held-out accuracy {summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}", err=False)
+    say(f"report: {summary.run_dir / 'report.html'}", err=False)

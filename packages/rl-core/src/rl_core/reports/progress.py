@@ -95,7 +95,8 @@ class Progress:
         took = f"after {duration(self._clock() - self._started)}"
         self._phase = f"stopped: {failure}" if failure else ""
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # the terminal was closed
+                self._live.stop()
         elif failure or self._has_news:
             self._print_line(f"stopped {took}: {failure}" if failure else took)
 
@@ -122,8 +123,8 @@ class Progress:
         parts = [f"{self._title}: {self._count()}", *map(_number, self._numbers.items()), time_note]
         line = " · ".join(part for part in parts if part)
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        # Ctrl-C also ends the `tee` that reads this output, and the work must go on until its next checkpoint.
-        with suppress(BrokenPipeError):
+        # Ctrl-C also ends the `tee` that reads this output, or the disk that has the log is full. The work must go on.
+        with suppress(OSError):
             self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
         self._line_time, self._has_news = self._clock(), False
