@@ -159,6 +159,17 @@ def test_a_reply_that_trickles_in_does_not_extend_the_deadline(head: str):
         assert time.monotonic() - started < 30
 
 
+def test_no_thread_is_left_that_reads_a_reply_after_its_deadline():
+    with trickling(b"HTTP/1.1 200 OK\r\n\r\n") as url:
+        before = threading.active_count()
+        with pytest.raises(DeadlineError):
+            step_at(url, timeout_s=0.3, tries=1)
+        deadline = time.monotonic() + 30
+        while threading.active_count() > before:
+            assert time.monotonic() < deadline, threading.enumerate()
+            time.sleep(0.05)
+
+
 def test_the_error_of_an_address_without_http_names_it():
     message = "cannot be reached: BadStatusLine: 220 mail server"
     with (

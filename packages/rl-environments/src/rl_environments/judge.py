@@ -22,6 +22,7 @@ import json
 import os
 import re
 import secrets
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -61,6 +62,7 @@ _OPTIONS = (
 )
 _PAUSE_S = 0.5
 _LONGEST_REPLY_BYTES = 4 * 2**20
+_PART_BYTES = 2**16
 
 
 class JudgeEnvironment:
@@ -136,7 +138,7 @@ class JudgeEnvironment:
 
     async def _reply(self, asked: str) -> str:
         """Returns the judge's reply, or raises DeadlineError after `timeout_s`. A socket's timeout starts anew with
-        every byte, so it does not limit a reply that trickles in."""
+        every byte, so it does not limit headers that trickle in."""
         try:
             return await OwnThread(lambda: self._ask(asked)).within(self._timeout_s)
         except TimeoutError as error:
@@ -149,9 +151,14 @@ class JudgeEnvironment:
         body = json.dumps({**self._body, "messages": [{"role": "user", "content": asked}]}).encode()
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         request = urllib.request.Request(f"{self._url}/chat/completions", body, headers, method="POST")
+        ends, reply = time.monotonic() + self._timeout_s, b""
         try:
             with _OPENER.open(request, timeout=self._timeout_s) as response:
-                reply = response.read(_LONGEST_REPLY_BYTES)
+                # Read as it arrives, so that the thread ends soon after the deadline.
+                while len(reply) < _LONGEST_REPLY_BYTES and (part := response.read1(_PART_BYTES)):
+                    reply += part
+                    if time.monotonic() > ends:
+                        raise TimeoutError
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read(300).decode(errors="replace")
