@@ -13,7 +13,7 @@ from pathlib import Path
 from rl_core.rank_kit import model_proof
 
 run_interpreter = model_proof.run_interpreter
-"""The function that runs use, kept for its own tests."""
+"""The original function, which starts a new interpreter, as in a run. Tests that must not fork restore it."""
 _DEADLINE_S = 240.0
 
 

@@ -56,14 +56,14 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
     Raises:
         DataError: a file is missing, unreadable or empty; a row has no usable prompt; or `paths` is empty. The message
             names the file and, if a single row is at fault, the row.
-        ConfigError: a package needed to read the data is not installed, or the source does not exist or cannot be
-            reached.
+        ConfigError: a package needed to read the data is not installed, a data set does not exist or cannot be loaded,
+            or the store of a remote file cannot be accessed.
     """
     rows: list[DataRow] = []
     for path in map(str, paths):
         if not is_at_hand(path):
             raise DataError(
-                f"{key}: {path} does not exist. Set it to the path of a {', '.join(FORMATS[:-1])} or .csv file"
+                f"{key}: {path} does not exist. Set {key} to the path of a {', '.join(FORMATS[:-1])} or .csv file"
             )
         count = len(rows)
         try:
@@ -192,7 +192,8 @@ def _says_something(message: Mapping[str, Any]) -> bool:
 
 def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
     """Adds `prompt` to a row that holds the prompt in another form, as in TRL's data sets: a whole conversation, two
-    conversations with the same beginning, or token ids. Returns other rows unchanged."""
+    conversations with the same beginning, or token ids. Token ids are not decoded: `prompt` only says how many there
+    are. Returns other rows unchanged."""
     if "messages" in row:
         return _opened_conversation(row, place)
     if _is_chat(row.get("chosen")) and _is_chat(row.get("rejected")):

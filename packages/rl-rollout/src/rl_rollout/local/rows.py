@@ -243,7 +243,8 @@ class Rows:
 
 
 def _routes(choices: ExpertChoices, num_rows: int) -> npt.NDArray[Any]:
-    """Returns the routes [B, Q, L, K] of the latest forward, in the smallest dtype that a training batch accepts."""
+    """Returns the routes [B, Q, L, K] of the latest forward: uint8 if every expert's index fits, else int16. A
+    training batch accepts only these two dtypes."""
     dtype = torch.uint8 if choices.shape.num_experts <= 256 else torch.int16
     return choices.taken().to(dtype).unflatten(0, (num_rows, -1)).cpu().numpy()
 

@@ -169,8 +169,8 @@ def servers_of(spec: EngineSpec, places: Sequence[EnginePlace], *, host: str, to
 
 
 def receivers_of(spec: EngineSpec) -> tuple[str, ...]:
-    """Returns the receivers that a server of this run may load besides those of installed transports: only that of the
-    run's transport, which may be a `package.module:object` instead of an installed entry point."""
+    """Returns the receiver of the run's transport. A server of the run may load it in addition to the receivers of
+    installed transports, because the run's transport may be a `package.module:object` that is not installed."""
     key = "generator.inference_engine.weight_sync_backend"
     return (receiver_of(plugins.load("rl_core.weight_transports", spec.weight_transport, key=key)),)
 
