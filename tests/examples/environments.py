@@ -56,7 +56,7 @@ class Exits(Failing):
 
 
 class Cancels(Failing):
-    """Raises CancelledError although nobody cancelled it."""
+    """Raises CancelledError although nobody cancelled the step."""
 
     placement = "thread"
 

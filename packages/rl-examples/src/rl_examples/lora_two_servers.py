@@ -23,8 +23,8 @@ recipe = Recipe(
         "trainer.policy.model.lora.rank": 16,
         "trainer.policy.model.lora.alpha": 32,
         "trainer.policy.model.lora.merge_lora": False,
-        # An adapter's factors start small, so it takes four times the learning rate of whole weights to move their
-        # product as far.
+        # Four times the quick start's learning rate, because an adapter's factors start small, so their product changes
+        # slowly.
         "trainer.policy.optimizer_config.lr": 4e-3,
         "trainer.max_training_steps": 80,
         "generator.inference_engine.backend": "vllm",

@@ -1,4 +1,5 @@
-"""Lists the keys that name plug-ins, and checks that these plug-ins are installed, without importing them."""
+"""Lists the keys that name plug-ins, except `trainer.callbacks`, and checks that these plug-ins are installed, without
+importing them."""
 
 from __future__ import annotations
 

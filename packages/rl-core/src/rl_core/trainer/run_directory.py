@@ -39,8 +39,9 @@ _OWN_ENTRIES = re.compile(
 )
 """Names of files and directories that a run, its trackers and its engines create in the run's directory."""
 MARK = ".rl-run"
-"""A run writes this file into its directory before its other files. When a later run moves the files away, it moves
-this one last. The file shows that a run wrote the others: other programs use names such as `metrics.jsonl` too."""
+"""A run writes this file into its directory before its other files, except a lock file and a fetched checkpoint. When a
+later run moves the files away, it moves this one last. The file shows that a run wrote the others: other programs use
+names such as `metrics.jsonl` too."""
 _MARK_TEXT = "A run of rl writes here, and may move files that have the names of its output; see config.yaml.\n"
 _COMPLETE = ("trainer", "generator", "data", "environment")
 """Sections that every `config.yaml` written by a run contains."""
@@ -52,7 +53,7 @@ class RunSummary:
 
     run_dir: Path
     steps: int
-    """Number of steps done by all processes of the run."""
+    """Number of steps done, including those before the run was resumed."""
     interrupted: bool
     accuracy_before: float | None
     """Held-out accuracy before training (mean reward if the environment reports no accuracy). None without
@@ -60,7 +61,7 @@ class RunSummary:
     accuracy_after: float | None
     """The same measure in the last evaluation; None without evaluation."""
     rl_seconds: float
-    """Seconds that all steps and evaluations took, summed over all processes of the run."""
+    """Seconds that all steps and evaluations took, including those before the run was resumed."""
     total_seconds: float
     """Seconds since this process began its work, including preparation, loading and saving."""
     seed: int
@@ -134,7 +135,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
         _move(path, aside / path.relative_to(run_dir))
     for path in reversed(checkpoints):
         _move(path, aside / "checkpoints" / path.name)
-    # Last, so that a kill before leaves the rows in their files.
+    # Last, so that the files still have the rows if the process is killed earlier.
     for name, rows in logs.items():
         if rows:
             StepLog(run_dir / name, first_step=step + 1).close()
@@ -142,7 +143,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
 
 
 def newest_config(run_dir: Path) -> Path:
-    """The file that contains the configuration of the run's last process."""
+    """The file that contains the configuration with which the run was last started or resumed."""
     resumed = [path for path in run_dir.glob("config.resumed-*.yaml") if _resumed_number(path)]
     return max(resumed, key=_resumed_number, default=run_dir / "config.yaml")
 
@@ -203,8 +204,8 @@ def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
 
 
 def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
-    """Warns if metrics rows of steps up to the checkpoint are missing. A killed process cannot cause this, because each
-    row is on disk before the checkpoint of its step."""
+    """Warns if metrics rows of steps up to the checkpoint are missing. A kill alone cannot cause this: unless the disk
+    is full, each row is on disk before the checkpoint of its step."""
     metrics = config.run_dir / METRICS_FILE_NAME
     if checkpoint is None or not metrics.exists() or checkpoint.resolve().parent != config.ckpt_dir.resolve():
         return
@@ -221,8 +222,8 @@ def require_own_files(config: Config) -> None:
     """Requires that the run would not append to, move or overwrite files that no run wrote.
 
     Files in the run's directory that have the names of a run's files count as written by a run if the directory has a
-    run's mark or a complete checkpoint. Versions that made no mark left configuration, metrics and samples; these three
-    together count as a mark.
+    run's mark or a complete checkpoint. Earlier versions wrote no mark; in their directories, configuration, metrics
+    and samples together count as a mark.
 
     Raises:
         ConfigError: the directory contains foreign files with such names; its metrics or samples cannot be read; or the
@@ -253,8 +254,8 @@ def require_own_files(config: Config) -> None:
 
 
 def _foreign_entries(config: Config) -> list[Path]:
-    """The entries of the run's directory that have names of a run's files; empty if a run wrote the directory. Leaves
-    out entries that this run will read, lock files and unfinished saves."""
+    """The entries of the run's directory that have names of a run's files; empty if a run wrote the directory. Lock
+    files, unfinished saves and entries that this run will read are left out."""
     run_dir = config.run_dir.absolute()
     ckpt_dir = config.ckpt_dir.absolute()
     has_checkpoint = run_dir in ckpt_dir.parents and bool(complete_checkpoints(ckpt_dir))
@@ -266,7 +267,7 @@ def _foreign_entries(config: Config) -> list[Path]:
 def _is_run(run_dir: Path) -> bool:
     if (run_dir / MARK).exists() or complete_checkpoints(run_dir / "checkpoints"):
         return True
-    # Versions that made no mark created both files together, after writing config.yaml.
+    # Earlier versions, which wrote no mark, created metrics and samples together, after config.yaml.
     if not all((run_dir / name).exists() for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME)):
         return False
     try:
@@ -329,8 +330,8 @@ def _own_entries(config: Config) -> list[Path]:
 
 
 def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:
-    """Moves the whole directory if it contains nothing else and the current directory is not inside it; otherwise
-    moves only the run's entries."""
+    """Moves the whole directory if it contains only the entries `own` and the current directory is not inside it;
+    otherwise moves only these entries."""
     if len(own) == len(list(run_dir.iterdir())) and not Path.cwd().is_relative_to(run_dir.resolve()):
         run_dir.rename(aside)
         return
@@ -348,7 +349,7 @@ def _say_moved(config: Config, aside: Path) -> None:
             aside,
         )
     else:
-        logger.info("this is a new run; the earlier one was moved to %s", aside)
+        logger.info("this is a new run; files of the earlier one were moved to %s", aside)
 
 
 def _write_config(config: Config, *, is_continued: bool) -> None:
