@@ -43,7 +43,7 @@ def saver(root: Path, address: str, *, keep: int = -1, timeout_s: float = 60) ->
 
 
 class Reached(Exception):
-    """Raised when a run reaches its directory."""
+    """Ends a run where it would open its directory."""
 
 
 def reached(config: Config) -> NoReturn:
@@ -71,7 +71,7 @@ async def test_another_machine_resumes_from_the_newest_copy(tmp_path: Path, addr
     await fetch_checkpoint(config)
     (found,) = complete_checkpoints(config.ckpt_dir)
     assert load_state(found) == state_of(3)
-    await fetch_checkpoint(config)  # the copy is there by now
+    await fetch_checkpoint(config)  # already downloaded: does nothing
     with pytest.raises(ConfigError, match=r"holds checkpoints \(step_000003\).*resume_mode=none does not resume"):
         await fetch_checkpoint(from_mapping({**keys, "trainer.resume_mode": "none"}))
 

@@ -21,32 +21,34 @@ Made by `make learn` (`tests/learn/`) from `docs/learning.jsonl`. Do not edit.
 
 Unless stated otherwise below, a row is the quick start (`rl train quickstart`) with the named settings, run once on two
 CPU cores. `before` and `after` are the greedy accuracy on 1,000 held-out problems; the time covers all steps and
-evaluations, and depends on the machine and its other load. On one machine, a seed always gives the same accuracies. The
-start model is trained on answers until it solves about a fifth of the problems. On another processor it ends at another
-accuracy, so seed 0 begins between 0.177 and 0.251 in these rows.
+evaluations, and depends on the machine and its other load. On one machine, a seed always gives the same accuracies,
+unless generation runs ahead or steps are streamed. The start model is trained on answers until it solves about a fifth
+of the problems. On another processor it ends at another accuracy, so seed 0 begins between 0.177 and 0.251 in these
+rows.
 
 - `one_file` is `python -m rl_examples.one_file`: the quick start's task, start model and settings, with the loop
   written out.
 - `third_party_2_ranks` uses a backend that is installed for this run from `tests/third_party_backend`.
-- `smollm2` and `smollm2_lora` are the recipe `smollm2`, with a pretrained model: the mean reward of sampled replies to
-  held-out questions.
-- `guess_moe_…` are the recipe `guess`, a game of several turns: the fraction of the ten numbers that greedy play finds.
-  The model is trained on all ten.
+- `smollm2` and `smollm2_lora` are the recipe `smollm2`, with a pretrained model. `before` and `after` are the mean
+  reward of sampled replies to held-out questions.
+- `guess_moe_…` are the recipe `guess`, a game of several turns. `before` and `after` are the fraction of the ten
+  numbers that greedy play finds. The model is trained on all ten.
 - `calculator_…`, `look_up_…`, `second_try_…` and `smollm2_calculator` are the recipes of these names, in which the
-  policy has a tool or several tries: the mean reward of sampled episodes of held-out problems.
+  policy has a tool or several tries. `before` and `after` are the mean reward of sampled episodes of held-out problems.
 - `mathematics_…`, `code_…`, `reasoning_gym_…`, `gsm8k_turns_…`, `skyrl_gym_…` and `judge_…` are the recipes of these
-  names: the fraction of held-out problems that sampled episodes solve. For `reasoning_gym` and `judge` it is the mean
-  score, for `skyrl_gym` the mean reward of the last turn, in which a wrong number earns 0.1. The judge scores by
-  rule (`python -m tests.rule_judge`).
+  names. `before` and `after` are the fraction of held-out problems that sampled episodes solve; for `reasoning_gym` and
+  `judge`, the mean score; for `skyrl_gym`, the mean reward of the last turn, in which a wrong number earns 0.1. The
+  judge scores by rule (`python -m tests.rule_judge`).
 - `sft`, `dpo` and their controls are the recipes `sft` and `dpo`, which sample nothing. For `sft`, the numbers are the
   greedy accuracy of the start model and of the last export. For `dpo`, they are the fraction of held-out pairs in which
   the policy has moved towards the right sum: 0 at the start, and 0.5 by chance.
 - `sft_grpo`, `distill`, `dapo`, `ppo`, `gspo` and `async_r3` are the recipes of these names on the quick start's
   problems.
 
-Cases without a row, such as `lora_two_servers` with its two vLLM servers, were not run yet; only `control`, the quick
-start's own control, was run, and its result is in [bounds](bounds.md#what-learns). The recipe `gsm8k` and the recipes
-of public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they need pretrained models and GPUs.
+Of the cases without a row, only `control`, the quick start's own control, was run; its result is in
+[bounds](bounds.md#what-learns). The others, such as `lora_two_servers` with its two vLLM servers, were not run yet. The
+recipe `gsm8k` and the recipes of public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they need
+pretrained models and GPUs.
 
 ![Held-out accuracy against the step, a panel per case](learning.png)
 
@@ -58,9 +60,9 @@ _AHEAD = """
 ## How far generation runs ahead
 
 Accuracy after the quick start by `trainer.pipeline_depth` (rows) and `trainer.max_staleness` (columns), for those of
-the seeds 0, 1, 2 that were run; depth 0 with bound 0 is synchronous training. Importance weights correct for age, which
-is the default. The bound hardly matters here, because no group takes long: with depth 1, 99 % of the groups are one
-version old, whether the bound is 1 or 4.
+the seeds 0, 1, 2 that were run; depth 0 with bound 0 is synchronous training. With a depth above 0, importance weights
+correct for the age of groups by default. The bound hardly matters here, because no group takes long: with depth 1, 99 %
+of the groups are one version old, whether the bound is 1 or 4.
 
 """
 

@@ -73,7 +73,7 @@ def fix_expert_mappings() -> None:
         grouped = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.(\w+)$", r".\2.\3\1", megatron_param_name)
         found = lookup(self, megatron_param_name)
         if found is None and (found := lookup(self, grouped)) is not None:
-            found.megatron_param = megatron_param_name  # tensor-parallel experts look this name up in the model
+            found.megatron_param = megatron_param_name  # tensor-parallel mappings find the parameter by this name
         return found
 
     lookup = replace(MegatronMappingRegistry, "megatron_to_hf_lookup", lookup_of_either)

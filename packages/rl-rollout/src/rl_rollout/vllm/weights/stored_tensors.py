@@ -101,7 +101,8 @@ def fitting(buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor],
 def fitting_adapter(
     buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor], rank: int
 ) -> Iterator[WeightBucket]:
-    """Yields each bucket of an adapter of this rank after checking that all its tensors fit; see `require_matrix`."""
+    """Yields each bucket of an adapter of LoRA rank `rank` after checking that all its tensors fit; see
+    `require_matrix`."""
     for bucket in buckets:
         for name, shape, given in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
             require_matrix(name, StoredTensor(tuple(shape), given), stored, rank)
