@@ -1,4 +1,4 @@
-"""Checks, without a GPU, the names that the packages use of GPU libraries: `make gpu-check`.
+"""Checks, without a GPU, the names from GPU libraries that the packages use: `make gpu-check`.
 
 The libraries are vLLM, Megatron-Core, Megatron-Bridge and Transformer Engine. Every name of theirs that the packages
 import, read, patch, pass as a keyword or quote ("megatron.core.optimizer") is looked up in the syntax trees of the
@@ -152,7 +152,7 @@ class Wheels:
         return module.path.read_text()
 
     def is_known(self, name: str) -> bool:
-        """Whether the name is a module of these libraries, or a package without a file."""
+        """Whether the libraries or torch have a module of this name, or a package without `__init__.py`."""
         return self.module(name) is not None or self._place(name).is_dir()
 
     def _place(self, name: str) -> Path:
@@ -323,7 +323,7 @@ class Use:
 
 
 def check(wheels: Wheels, files: Sequence[Path]) -> tuple[list[Problem], int]:
-    """The problems found in the wheels, and the number of names that were looked up."""
+    """The problems with names in the files, and the number of names that were looked up in the wheels."""
     problems, num_checked = [], 0
     for path in files:
         use = Use(path, wheels)
@@ -348,7 +348,7 @@ def check_fixes(files: Sequence[Path], versions: dict[str, str]) -> list[Problem
                 problems.append(
                     Problem(
                         path.name,
-                        f"fixes a fault of {library} {seen}, but {pinned} is pinned; check that it still has the fault",
+                        f"fixes a fault of {library} {seen}, but {pinned} is pinned; check that {pinned} still has it",
                     )
                 )
     return problems
@@ -454,8 +454,9 @@ def fetch(directory: Path) -> None:
 
 
 def installed_by_dockerfile() -> list[str]:
-    """The requirements in the Dockerfile's `pip install` lines: the pins of the lock files, and our packages with
-    extras as folders. Megatron-Bridge is left out, because it is installed without its declared dependencies."""
+    """The requirements in the Dockerfile's `pip install` lines: the pins of the lock files, and the folders of our
+    packages, with their extras. Megatron-Bridge is left out, because it is installed without its declared
+    dependencies."""
     extras = {requirement.partition("[")[0]: requirement for requirement in locks.GPU_PACKAGES}
     requirements = []
     for line in (ROOT / "Dockerfile").read_text().splitlines():
@@ -471,7 +472,8 @@ def installed_by_dockerfile() -> list[str]:
 
 
 def resolve(uv: Path) -> Problem | None:
-    """A problem if these requirements are incompatible on Linux with CUDA 13; nothing is built or installed."""
+    """A problem if the Dockerfile's requirements are incompatible on Linux with CUDA 13, or need a package that its
+    locks lack. Nothing is built or installed."""
     command = [str(uv.absolute()), "pip", "compile", "--no-config", "--quiet", "--python-version=3.12", "-"]
     command += ["--python-platform=x86_64-manylinux_2_28"]
     # UV_FIND_LINKS is removed, because a site's own wheels are for machines without GPUs.

@@ -24,8 +24,8 @@ PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.probe
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 FACTOR = 2.0
-"""Largest ratio between planned and measured activations: attention kernels and gathers keep more or less than the plan
-counts."""
+"""Largest ratio between planned and measured activations: attention kernels and gathers keep more bytes than the plan
+assumes, or fewer."""
 CASES = {
     "dense, one rank": (1, {}, {}, {"num_hidden_layers": 4}),
     "untied, tp2": (2, {TP: 2}, {}, {"num_hidden_layers": 4, "tie_word_embeddings": False}),

@@ -154,7 +154,11 @@ def test_the_other_models_of_a_run_are_checked_too(section, changes, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("command", "said"), [("train", "later      trainer.policy.model.path: will be proved at the"), ("plan", "proved")]
+    ("command", "said"),
+    [
+        ("train", "later      trainer.policy.model.path: the model will be compared with transformers at the start ("),
+        ("plan", "proved"),
+    ],
 )
 def test_a_dry_run_without_proof_says_that_the_start_will_prove(command, said, tmp_path, monkeypatch):
     monkeypatch.setattr(model_proof, "_proved_here", set())

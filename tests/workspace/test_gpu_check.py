@@ -148,7 +148,7 @@ def test_a_fix_for_another_version_than_the_pinned_one_is_found(tmp_path: Path):
     fix.write_text('"""vllm 0.29.1 forgets something; Bridge 0.3.1 too."""')
     (problem,) = check_fixes([fix], {"vllm": "0.30.0", "megatron-bridge": "0.3.1"})
     assert str(problem) == (
-        "fixes.py: fixes a fault of vllm 0.29.1, but 0.30.0 is pinned; check that it still has the fault"
+        "fixes.py: fixes a fault of vllm 0.29.1, but 0.30.0 is pinned; check that 0.30.0 still has it"
     )
 
 

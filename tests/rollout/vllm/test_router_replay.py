@@ -119,7 +119,8 @@ def scored(
 
 
 def plain_error(server: RunningServer, batch: Batch) -> float:
-    """The mean |bfloat16 − float32| of transformers over the sampled tokens, with the batch's routes if it has any."""
+    """The mean absolute difference between transformers' log-probs in bfloat16 and in float32, over the sampled tokens;
+    with the batch's routes if it has any."""
     spec = policy_spec(server.model_path, None, optimizer=None, bf16=True)
     plan = [[i] for i in range(batch.num_sequences)]
     exact_T, rounded_T = (

@@ -1,4 +1,4 @@
-"""Checks configuration, data and models before a run starts, for training and for playing without training.
+"""Checks configuration, data and models before the start of a training run, an evaluation or a generation of responses.
 
 `rl train`, its dry run and `run_training` call `preflight`; `rl eval`, `rl generate`, `run_evaluation` and
 `run_generation` call `prepare_playing`. Independent mistakes are raised together. Files that a recipe creates are
@@ -93,8 +93,8 @@ class NoSampler:
 
 
 def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, ...]:
-    """Makes all checks of a training run that are possible before the start. Writes only the record that a model was
-    proved.
+    """Makes all checks of a training run that are possible before the start. Writes only the record that a backend
+    computes a model as transformers does.
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
@@ -222,8 +222,8 @@ def config_of(run: Config | Loaded) -> Config:
 
 
 def _loaded(run: Config | Loaded) -> Loaded:
-    """Wraps a plain configuration in a `Loaded`. Because a plain configuration does not record which keys the user set,
-    no key counts as set, and no warning says that a key has no effect."""
+    """Wraps a plain configuration in a `Loaded`. A plain configuration does not record which keys the user set, so none
+    counts as set, and keys without an effect cause no warning."""
     return run if isinstance(run, Loaded) else Loaded(config=run, given={})
 
 
@@ -270,7 +270,7 @@ def _gather_rows(
     `says_ignored`: whether to warn of rows whose own environment is ignored."""
     config = loaded.config
     rows = {key: _rows(config, key, mistakes) for key in keys}
-    # Rows are checked against environments only here, because other generators may play without environments.
+    # Other generators may play without environments, so their rows are not checked against environments.
     if config.generator.type == "environment" and not mistakes.about("environment.env_class"):
         everything = [row for found in rows.values() for row in found or []]
         if config.environment.env_class is None:
@@ -358,11 +358,11 @@ def _gather_prompts(
 ) -> None:
     """Notes prompts that are too long, and a tokenizer that cannot be loaded. Encodes only the prompts with the most
     and the fewest characters; the run later counts the tokens of all. Does nothing if other mistakes were found, if the
-    model is not on this machine yet, or if creating the generator may start something."""
+    model is not on this machine yet, or if creating the generator may start processes."""
     is_made = config.policy_model_path in makes
     if mistakes or (is_made and not Path(config.policy_model_path).exists()):
         return
-    # Other generators that sample may start something when they are created.
+    # Except for the type `environment`, generators that sample may start processes when they are created.
     if config.generator.type != "environment" and needs_engine(config):
         return
     if _is_elsewhere(config.policy_model_path):
@@ -473,7 +473,8 @@ def _prove_models(config: Config) -> tuple[str, ...]:
         backend, spec = worker_spec(config, role, num_training_steps=None)
         with mistakes.gathered():
             if (reason := require_proof(backend, spec)) is not None:
-                left.append(f"{SECTIONS[role]}.model.path: will be proved at the start ({reason})")
+                where = f"{SECTIONS[role]}.model.path"
+                left.append(f"{where}: the model will be compared with transformers at the start ({reason})")
     mistakes.raise_found()
     return tuple(left)
 
