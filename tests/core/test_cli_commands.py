@@ -337,7 +337,7 @@ def test_training_creates_missing_files_then_runs_and_prints_the_results(rl: Run
 def unwritable(kind: str) -> TextIO:
     """A stream whose disk is full, or whose reader has ended."""
     if kind == "full":
-        return open("/dev/full", "w")
+        return Path("/dev/full").open("w")
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w")

@@ -89,7 +89,7 @@ def test_the_work_goes_on_if_the_reader_of_its_output_has_ended():
 
 
 def test_the_work_goes_on_if_the_disk_that_has_its_output_is_full():
-    stream = open("/dev/full", "w")
+    stream = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
     with Progress("training", 1, stream=stream) as progress:
         progress.update(1)
     with pytest.raises(OSError, match="No space left"):  # control: the line did not fit into a buffer
