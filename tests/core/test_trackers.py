@@ -229,6 +229,24 @@ class WandbConfig:
     trainer: WandbSettings = WandbSettings()
 
 
+def test_tensorboard_names_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(StorageError, match=r"tensorboard could not be written \(.* or remove tensorboard from trainer"):
+        TensorBoardTracker(None, tmp_path, total_steps=4, first_step=0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the extra rl-core[wandb] is not installed")
+def test_wandb_that_cannot_start_says_what_to_do(tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.CommError("connection refused")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(PluginError, match=r"\(connection refused\); .* set WANDB_MODE=offline, or remove wandb"):
+        WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the extra rl-core[wandb] is not installed")
 def test_wandb_keeps_its_run_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -9,15 +9,17 @@ process logged from `first_step` on; Weights & Biases keeps it and ignores the r
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
-from rl_core.errors import PluginError
+from rl_core.errors import PluginError, StorageError
 from rl_core.reports.jsonl import StepLog
 from rl_core.reports.progress import Progress
+from rl_core.stored_files import is_disk_full
 
 if TYPE_CHECKING:
     from rl_core.config import Config
@@ -83,15 +85,31 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _missing("tensorboard", error) from error
-        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=first_step)
+        self._directory = run_dir / "tensorboard"
+        with self._writing():
+            self._writer = SummaryWriter(self._directory, purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        with self._writing():
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with self._writing():
+            self._writer.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            raise StorageError(
+                f"{self._directory} could not be written ({error}); repair the storage, or remove tensorboard from "
+                "trainer.logger"
+            ) from error
 
 
 class WandbTracker:
@@ -110,15 +128,21 @@ class WandbTracker:
         id_file = run_dir / "wandb_run_id.txt"
         if first_step == 0 or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12] + "\n")
-        self._run = wandb.init(
-            project=config.trainer.project_name,
-            name=config.trainer.run_name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=run_dir,
-            tags=config.trainer.tags,
-            config=attrs.asdict(config),
-        )
+        try:
+            self._run = wandb.init(
+                project=config.trainer.project_name,
+                name=config.trainer.run_name,
+                id=id_file.read_text().strip(),
+                resume="allow",
+                dir=run_dir,
+                tags=config.trainer.tags,
+                config=attrs.asdict(config),
+            )
+        except wandb.Error as error:
+            raise PluginError(
+                f"trainer.logger: Weights & Biases did not start the run ({error}); repair the login or the network, "
+                "set WANDB_MODE=offline, or remove wandb from trainer.logger"
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
