@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
 import pytest
 import torch
+from _pytest.assertion.rewrite import AssertionRewritingHook
 
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
@@ -466,6 +468,27 @@ def run_check(worker_class: Callable[[WorkerSpec, RankInfo], Worker], variant: V
 def test_the_suite_finds_a_wrong_worker(worker_class, variant: Variant, check: str, tmp_path: Path):
     with pytest.raises(FOUND):
         run_check(worker_class, variant, check, tmp_path)
+
+
+def test_gradients_that_are_divided_are_called_a_multiple_of_the_expected_ones(tmp_path: Path):
+    check = "test_what_stands_outside_the_loss_mask_does_not_matter"
+    with pytest.raises(AssertionError, match=r"; all gradients are 0\.\d+ times the expected ones: sum over micro-"):
+        run_check(AveragesOverMicroBatches, ONE, check, tmp_path / "divided")
+    with pytest.raises(AssertionError, match=r"gradient of .* differs") as raised:
+        run_check(LooksIntoTheNextSequence, ONE, check, tmp_path / "wrong")
+    assert "times the expected" not in str(raised.value)
+
+
+def test_a_step_whose_gradient_is_not_scaled_is_reported_with_both_norms(tmp_path: Path):
+    with pytest.raises(
+        AssertionError, match=r"step with OptimizerUpdate.*: grad_norm is \S+, expected \S+, the global"
+    ):
+        run_check(with_update(gradient_scale=1.0), ONE, OTHERWISE, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["backend", "environments", "generators", "inference", "transports"])
+def test_a_failed_assertion_of_a_suite_shows_its_values(name: str):
+    assert isinstance(import_module(f"rl_core.testing.{name}").__loader__, AssertionRewritingHook)
 
 
 def test_the_error_counts_missing_and_unexpected_names_and_shows_the_first(tmp_path: Path):

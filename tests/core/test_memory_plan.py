@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import EnginePlan, RankPlan
 from rl_core.rank_kit.model_files import MAX_FILE_BYTES
 from rl_core.trainer.memory_plan import PROCESS_BYTES, ModelOnRanks, Peak, peaks, require_room, serving
+from rl_core.trainer.planned_run import arranged_models
+from tests.core.fake_plugins import install_backend
 
 BUCKETS = 2 * 1000
 ENGINE = EnginePlan(
@@ -149,3 +152,9 @@ def test_phases_and_kv_caches_that_do_not_fit_are_named():
         require_room(found, device_bytes=None, host_bytes=2**30)
     with pytest.raises(ConfigError, match="room for the keys and values of 25 tokens, but a sequence may have 100"):
         require_room(found, device_bytes=None, host_bytes=None, served=serving(ENGINE, config_of(), 100, 600))
+
+
+def test_a_backend_that_is_no_planner_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install_backend(tmp_path, monkeypatch, "toy")
+    with pytest.raises(ConfigError, match=r"cannot plan the memory .* set trainer\.strategy=fsdp, .* a Planner"):
+        arranged_models(config_of(trainer__strategy="toy"))

@@ -303,7 +303,8 @@ class Worker(Protocol):
 
     def load_state(self, directory: Path) -> None:
         """Restores exactly what `save_state` wrote, even with a different world size. Drops gradients accumulated since
-        the last step. Raises CheckpointError if the files are missing, incomplete or damaged."""
+        the last step. Raises CheckpointError if the files are missing, incomplete or damaged, or if another backend
+        wrote them."""
         ...
 
     def save_model(self, directory: Path) -> None:

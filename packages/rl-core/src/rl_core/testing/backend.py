@@ -221,8 +221,11 @@ class BackendConformance:
 
     def test_it_is_a_backend_of_this_contract(self, case: Case) -> None:
         plugins.fitted("rl_core.backends", self.backend, self.backend.name)
-        assert isinstance(case.spec.options, self.backend.options_class)
-        assert self.backend.mesh(case.spec.options, case.world_size).world_size == case.world_size
+        assert isinstance(case.spec.options, self.backend.options_class), (
+            f"the suite's options are {case.spec.options!r}; expected a {self.backend.options_class.__name__}"
+        )
+        num_ranks = self.backend.mesh(case.spec.options, case.world_size).world_size
+        assert num_ranks == case.world_size, f"the mesh of {case.world_size} ranks has {num_ranks}"
         group = case.start()
         for rank, abilities in enumerate(group.call(SuiteHost.fulfilled)):
             assert {"Worker", "Inspectable"} <= abilities, (
@@ -327,7 +330,8 @@ class BackendConformance:
             if group.mesh.returns_results(rank):
                 weight = part["loss"][1]
                 assert weight == 1.0, f"loss of rank {rank} has weight {weight}; expected 1, however the batch is split"
-        assert all(weight >= 0 for _, weight in metrics.values())
+        negative = [name for name, (_, weight) in metrics.items() if weight < 0]
+        assert not negative, f"metrics with a negative weight: {', '.join(negative)}"
         expected = backward(case.reference, case.batch, LOSS)
         self.require_same_loss(case, "loss", metrics["loss"][0], expected)
         self.require_same_gradients(case, group.gradients(), case.reference.gradients())
@@ -443,11 +447,10 @@ class BackendConformance:
             for reference in (case.reference, plain):
                 backward(reference, batch, LOSS)
             step, expected, without = group.optim_step(update), case.reference.optim_step(update), plain.optim_step()
-            assert step.learning_rate == pytest.approx(expected.learning_rate)
-            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=self.tolerances.gradient_norm)
+            self.require_same_step(step, expected, f"step with {update or 'the configured settings'}")
             if update is not None:
-                scaled = update.gradient_scale * without.grad_norm
-                assert step.grad_norm == pytest.approx(scaled, rel=self.tolerances.gradient_norm)
+                scaled = attrs.evolve(expected, grad_norm=update.gradient_scale * without.grad_norm)
+                self.require_same_step(step, scaled, f"step with gradient_scale={update.gradient_scale}")
         moved = largest_difference(weights(case.reference), weights(plain))
         assert moved >= MOVED, f"the other settings change the weights by only {moved:.1e}, too little for this test"
         difference, limit = largest_difference(group.weights(), weights(case.reference)), self._weight_tolerance(case)
@@ -475,10 +478,12 @@ class BackendConformance:
                 if number == 1 and sequences == [last]:
                     group.call(Worker.save_state, case.directory / "in_the_middle")
             expected_loss = backward(case.reference, batch, LOSS)
-            assert loss == pytest.approx(expected_loss, rel=10 * self.tolerances.loss)
+            assert loss == pytest.approx(expected_loss, rel=10 * self.tolerances.loss), (
+                f"the losses of the parts add up to {loss}; the loss of the whole batch is {expected_loss}"
+            )
             step = group.optim_step(OptimizerUpdate(gradient_scale=1.0 / divisor))
             expected = case.reference.optim_step()
-            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=self.tolerances.gradient_norm)
+            self.require_same_step(step, expected, f"step of a batch in parts, with gradient_scale=1/{divisor:g}")
         difference, limit = largest_difference(group.weights(), weights(case.reference)), self._weight_tolerance(case)
         assert difference <= limit, f"weights after two steps in parts differ by {difference:.1e}, allowed {limit:g}"
         group.call(Worker.load_state, case.directory / "in_the_middle")
@@ -486,7 +491,7 @@ class BackendConformance:
         group.forward_backward(second, LIMITS, LOSS, temperature=TEMPERATURE)
         again = group.optim_step()
         assert expected is not None
-        assert again.grad_norm == pytest.approx(expected.grad_norm, rel=self.tolerances.gradient_norm)
+        self.require_same_step(again, expected, "second step, repeated from the saved state")
         difference = largest_difference(group.weights(), weights(case.reference))
         assert difference <= limit, f"the second step, repeated from the saved state, differs by {difference:.1e}"
 
@@ -500,7 +505,7 @@ class BackendConformance:
             assert step.learning_rate == pytest.approx(rate), (
                 "with num_warmup_steps=2, the three steps have 1/2, 2/2 and 2/2 of the rate"
             )
-            assert not step.skipped
+            assert not step.skipped, "the step was skipped, but all gradients are finite"
             norms.append(abs(step.grad_norm / expected_step.grad_norm - 1.0))
         self.measure(case, "gradient norm", max(norms), self.tolerances.gradient_norm, "gradient norms differ")
         expected = weights(case.reference)
@@ -668,8 +673,7 @@ class BackendConformance:
         ]
         self.require_same_loss(case, "next loss", losses[1], losses[0], loaded_at=loaded_at)
         steps = [first.optim_step(), second.optim_step()]
-        assert steps[1].learning_rate == steps[0].learning_rate
-        assert steps[1].grad_norm == pytest.approx(steps[0].grad_norm, rel=self.tolerances.gradient_norm)
+        self.require_same_step(steps[1], steps[0], "step after loading")
         tolerance = self.tolerances.weight
         self.require_close(case, "next step", second.weights(), first.weights(), tolerance, loaded_at=loaded_at)
 
@@ -782,10 +786,20 @@ class BackendConformance:
             size = max(gradient.norm().item(), 0.01 * whole)
             assert errors[name] <= self.tolerances.gradient_of_one * size, (
                 f"gradient of {name} differs by {errors[name] / size:.1e} (relative L2), "
-                f"allowed {self.tolerances.gradient_of_one:g}"
+                f"allowed {self.tolerances.gradient_of_one:g}{multiple_of(expected, actual)}"
             )
         error = sum(e * e for e in errors.values()) ** 0.5 / whole
         self.measure(case, "gradients", error, self.tolerances.gradient, "gradients differ (relative L2)")
+
+    def require_same_step(self, step: OptimizerStep, expected: OptimizerStep, what: str) -> None:
+        """Raises AssertionError unless both steps have the same learning rate, and norms within the tolerance."""
+        assert step.learning_rate == pytest.approx(expected.learning_rate), (
+            f"{what}: learning_rate is {step.learning_rate}, expected {expected.learning_rate}"
+        )
+        assert step.grad_norm == pytest.approx(expected.grad_norm, rel=self.tolerances.gradient_norm), (
+            f"{what}: grad_norm is {step.grad_norm}, expected {expected.grad_norm}, the global norm of the summed and "
+            "scaled gradient before clipping"
+        )
 
     def _weight_tolerance(self, case: Case) -> float:
         return self.tolerances.tied_weight if case.variant.is_tied else self.tolerances.weight
@@ -873,6 +887,16 @@ def require_close(actual: Tensor, expected: Tensor, tolerance: float, what: str)
     assert difference[worst] <= tolerance, (
         f"{what}: differs by {difference[worst]:.1e} at {worst}, allowed {tolerance:g}"
     )
+
+
+def multiple_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
+    """The end of a message that says by which factor all gradients differ; empty if they differ otherwise."""
+    whole = torch.cat([gradient.flatten() for gradient in expected.values()])
+    found = torch.cat([actual[name].flatten() for name in expected])
+    factor = torch.dot(found, whole) / torch.dot(whole, whole)
+    if not (found - factor * whole).norm() < 1e-3 * found.norm():
+        return ""
+    return f"; all gradients are {factor:.4g} times the expected ones: sum over micro-batches and ranks, never divide"
 
 
 def require_no_gradient(gradients: Mapping[str, Tensor]) -> None:

@@ -381,7 +381,10 @@ class RankGroup:
             for name, gradient in gradients.items():
                 known = merged.setdefault(name, gradient)
                 error = (gradient - known).norm()
-                assert not error > 1e-6 * known.norm(), f"rank {rank} has a different gradient of {name} ({error:.1e})"
+                assert not error > 1e-6 * known.norm(), (
+                    f"rank {rank} has a different gradient of {name} ({error:.1e}); gradients() must return the "
+                    "sum over all ranks"
+                )
         return merged
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:

@@ -37,7 +37,10 @@ def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
         # Only the schedule depends on the number of steps, and a plan does not need the schedule.
         backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
         if not isinstance(backend, Planner):
-            raise ConfigError(f"trainer.strategy: the backend {backend.name!r} cannot plan the memory of its ranks")
+            raise ConfigError(
+                f"trainer.strategy: the backend {backend.name!r} cannot plan the memory of its ranks; set "
+                "trainer.strategy=fsdp, which can, or make the backend a Planner (docs/backends.md)"
+            )
         spec = attrs.evolve(spec, model=attrs.evolve(spec.model, path=here_or_shipped(spec.model.path)))
         mesh = backend.mesh(spec.options, nodes * per_node)
         models[role] = ArrangedModel(backend=backend, spec=spec, mesh=mesh, ranks_per_node=per_node)
