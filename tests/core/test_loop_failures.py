@@ -177,7 +177,7 @@ def test_a_sync_that_ends_the_engine_in_every_try_ends_the_run(tmp_path: Path):
         num_losses = 100
 
     run = ScriptedRun(tmp_path, Script(steps=2), engine_class=AlwaysLost)
-    with pytest.raises(WeightSyncError, match=r"engines were lost in each of 3 tries to publish it; .*did not take it"):
+    with pytest.raises(WeightSyncError, match=r"lost in each of 3 tries to publish it; .*did not take it"):
         run.go()
     assert run.events_of("send") == ["send 0", "send 1", "send 1", "send 1"]
 

@@ -180,6 +180,33 @@ def test_a_lost_server_is_reported_once_a_server_is_up_again(comes_back_s: float
     run_virtually(work())
 
 
+def test_an_update_whose_connection_breaks_may_be_repeated_though_the_server_lives():
+    """As behind a proxy that answers one request itself."""
+
+    async def work() -> None:
+        async def is_gone_once() -> Any:
+            scripted._update = succeeds
+            return await is_gone()
+
+        async def succeeds() -> Any:
+            return wire.manifest_record(Manifest(version=1, tensors={}))
+
+        pool, rendezvous = Pool(1), Rendezvous(transport="", receiver="", data={}, is_staged=True)
+        scripted: Any = Scripted("vLLM server 0", is_gone_once)
+        await pool.joined(pool.members[0], scripted, 0, is_quarantined=False)
+        client = RemoteInferenceClient(pool, timeout_s=1000.0)
+        message = r"no server completed the update: update_weights: vLLM server 0: its connection broke; .*server 0"
+        with pytest.raises(WeightSyncError, match=message):
+            await client.update_weights(rendezvous, 1)
+        assert await client.has_lost_engines()
+        assert asyncio.get_running_loop().time() == 10.0
+        await client.update_weights(rendezvous, 1)
+        assert pool.version == 1
+        assert not await client.has_lost_engines()
+
+    run_virtually(work())
+
+
 def test_no_server_counts_as_lost_if_none_is_given_up_within_seconds():
     async def work() -> None:
         pool = Pool(2)

@@ -231,9 +231,9 @@ class LossDetecting(Protocol):
     """A client that restarts failed engines, and detects whether one failed during an update."""
 
     async def has_lost_engines(self) -> bool:
-        """Returns whether an engine was lost during an update, so that another update may succeed. Called after a
-        failed update. An engine can fail its part of an update before its death is detected, so this method waits as
-        long as detection may take. If no engine is left, the method returns when one has restarted.
+        """Returns whether an engine or the connection to it was lost during an update, so that another update may
+        succeed. Called after a failed update. An engine can fail its part of an update before its death is detected, so
+        this method waits as long as detection may take. If no engine is left, it returns when one has restarted.
 
         Raises:
             DeadlineError: no engine was left, and none restarted in time.

@@ -199,8 +199,9 @@ class ServedEngines:
         return {"time/engine_idle": sum(idle.values()) / len(idle), **each}
 
     async def _publish(self) -> Publication:
-        """Publishes the version. Repeats the sync in three cases: an engine was lost meanwhile, so the sync failed for
-        all engines; a sync of changes failed, which is then repeated with whole weights; or a disk was full.
+        """Publishes the version. Repeats the sync in three cases: an engine or the connection to it was lost, so the
+        sync failed for all engines; a sync of changes failed, which is then repeated with whole weights; or a disk was
+        full.
 
         Raises:
             WeightSyncError, DeadlineError: the sync failed with all engines alive, or engines were lost in every try.
@@ -235,10 +236,10 @@ class ServedEngines:
                     num_lost += 1
                     if num_lost == _MOST_LOST:
                         raise WeightSyncError(
-                            f"weight version {self._version}: engines were lost in each of {num_lost} tries to publish "
-                            f"it; their logs say why they ended. The last error: {error}"
+                            f"weight version {self._version}: engines or their connections were lost in each of "
+                            f"{num_lost} tries to publish it; the engines' logs may say why. The last error: {error}"
                         ) from error
-                    logger.warning("publishing again because an engine was lost: %s", error)
+                    logger.warning("publishing again because an engine or its connection was lost: %s", error)
                 else:
                     raise
             else:

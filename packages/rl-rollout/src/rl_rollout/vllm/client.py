@@ -77,6 +77,8 @@ class RemoteInferenceClient:
         self._where: dict[str, Member] = {}
         self._tokenizing = asyncio.Semaphore(_TOKENIZE_CONCURRENCY)
         self._left_before = 0
+        self._lost: list[str] = []
+        """Calls since the start of the latest update that lost their connection."""
         """Number of servers that had been given up when the last update began."""
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that wait for servers to end their part of a failed update."""
@@ -185,7 +187,7 @@ class RemoteInferenceClient:
     async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
         """See `WeightPreparing`. A server that dies meanwhile raises no error here; the supervisor restarts it."""
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
-        self._left_before = self._pool.num_left
+        self._left_before, self._lost = self._pool.num_left, []
         arguments = self._update_arguments(rendezvous, version)
         await self._on_all("prepare_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
 
@@ -201,13 +203,15 @@ class RemoteInferenceClient:
         """
         arguments = self._update_arguments(rendezvous, version)
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
-        self._left_before = self._pool.num_left
+        self._left_before, self._lost = self._pool.num_left, []
         async with self._pool.updating():
             on_servers = self._on_all if rendezvous.is_staged else self._on_all_or_none
             answers = await on_servers("update_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
             if not answers:
-                lost = f"weight version {version}: every server was lost during the update"
-                raise WeightSyncError(f"{lost}; {self._pool.described()}")
+                reasons = "; ".join(self._lost) or "none was up"
+                raise WeightSyncError(
+                    f"weight version {version}: no server completed the update: {reasons}; {self._pool.described()}"
+                )
             manifests = {member: wire.manifest_of(record) for member, record in answers.items()}
             first, *others = manifests.values()
             if any(other != first for other in others):
@@ -264,7 +268,8 @@ class RemoteInferenceClient:
         return self._pool.lacks_weights
 
     async def has_lost_engines(self) -> bool:
-        """See `LossDetecting`."""
+        """See `LossDetecting`. If a call of the update lost its connection, but no server is given up, something
+        between client and server failed, such as a proxy."""
         if self._ending:
             await asyncio.wait(self._ending)
         try:
@@ -272,7 +277,7 @@ class RemoteInferenceClient:
                 lambda: self._pool.num_left > self._left_before, "a server to be given up", timeout_s=_VERDICT_S
             )
         except DeadlineError:
-            return False
+            return bool(self._lost)
         await self._pool.wait_for(
             lambda: bool(self._pool.up), "a vLLM server to be started again", timeout_s=self._start_timeout_s + _SHORT_S
         )
@@ -433,6 +438,7 @@ class RemoteInferenceClient:
         """Updates a server's state from its answer or error."""
         if isinstance(answer, ServerGone):
             logger.warning("%s: %s", method, answer)
+            self._lost.append(f"{method}: {answer}")
             self._on_failure(member)
         elif isinstance(answer, WeightSyncError):
             member.is_quarantined = True  # until its next heartbeat reports what it holds
