@@ -9,7 +9,7 @@ Deliberately omitted: a reference model and a KL term, programs with input and o
 
 Run:      rl train code       (needs bubblewrap, or root and Landlock: docs/sandbox.md)
 Look:     rl generate code --output episodes.jsonl
-Here:     rl train code --tiny      (two steps of an untrained model: tests the code path, learns nothing)
+Tiny:     rl train code --tiny      (two steps of an untrained model: tests the code path, learns nothing)
 Control:  rl train code trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
 """
 

@@ -7,7 +7,7 @@ Deliberately omitted: a KL term, an auxiliary load-balancing loss.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train glm_4_7_flash
 Plan:   rl plan glm_4_7_flash --gpu-memory 80
-Here:   rl train glm_4_7_flash --tiny        (a small random copy of the model: tests the code path, learns nothing)
+Tiny:   rl train glm_4_7_flash --tiny        (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Deliberately omitted: a critic (the group's mean is the baseline), a KL term, a format reward.
 Data:      python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Real run:  rl train gsm8k data.train_data=[~/data/gsm8k/train.parquet] data.val_data=[~/data/gsm8k/validation.parquet]
-Here:      rl train gsm8k --tiny      (2 cores, a random model, handwritten problems: tests the code path)
+Tiny:      rl train gsm8k --tiny      (2 cores, a random model, handwritten problems: tests the code path)
 """
 
 from __future__ import annotations

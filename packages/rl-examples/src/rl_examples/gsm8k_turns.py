@@ -8,7 +8,7 @@ problems.
 Deliberately omitted: a reference model and a KL term, worked solutions, a higher reward for the first try.
 
 Run:      rl train gsm8k_turns       (see what it plays: rl generate gsm8k_turns --output episodes.jsonl)
-Here:     rl train gsm8k_turns --tiny      (two steps of an untrained model: tests the code path, learns nothing)
+Tiny:     rl train gsm8k_turns --tiny      (two steps of an untrained model: tests the code path, learns nothing)
 Control:  rl train gsm8k_turns trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
 """
 

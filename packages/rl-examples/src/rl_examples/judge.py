@@ -10,7 +10,7 @@ which grades by rule: 10 for the right sentence, 5 for only the right number, el
 Serve:    vllm serve MODEL --served-model-name judge      or, in a checkout:      python -m tests.rule_judge
 Run:      rl train judge      (or with environment.options.url=http://HOST:PORT/v1 environment.options.model=NAME)
 Look:     rl generate judge --output episodes.jsonl
-Here:     rl train judge --tiny      (two steps of an untrained model: tests the code path, learns nothing)
+Tiny:     rl train judge --tiny      (two steps of an untrained model: tests the code path, learns nothing)
 Control:  rl train judge trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
 """
 

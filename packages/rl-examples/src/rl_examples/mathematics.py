@@ -7,7 +7,7 @@ response has at most six tokens, too few to repeat the question, which would be 
 Deliberately omitted: a reference model and a KL term, worked solutions.
 
 Run:      rl train mathematics       (see what it answers: rl generate mathematics --output episodes.jsonl)
-Here:     rl train mathematics --tiny      (two steps of an untrained model: tests the code path, learns nothing)
+Tiny:     rl train mathematics --tiny      (two steps of an untrained model: tests the code path, learns nothing)
 Control:  rl train mathematics trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
 """
 

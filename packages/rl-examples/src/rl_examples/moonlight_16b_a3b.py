@@ -9,7 +9,7 @@ copy of the model that has the tokenizer as tokenizer.json (trainer.policy.model
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train moonlight_16b_a3b
 Plan:   rl plan moonlight_16b_a3b --gpu-memory 80
-Here:   rl train moonlight_16b_a3b --tiny        (a small random copy of the model: tests the code path, learns nothing)
+Tiny:   rl train moonlight_16b_a3b --tiny        (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Deliberately omitted: a critic, a KL term, a format reward. Environment and data
 Data:      python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:       rl train qwen2_5_1_5b        (on other backends: trainer.strategy=fsdp1, trainer.strategy=megatron)
 Plan:      rl plan qwen2_5_1_5b --gpu-memory 80
-Here:      rl train qwen2_5_1_5b --tiny        (a small random copy of the model: tests the code path, learns nothing)
+Tiny:      rl train qwen2_5_1_5b --tiny        (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ and an optimizer in host memory, which the Megatron backend here does not suppor
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_235b_a22b
 Plan:   rl plan qwen3_235b_a22b --gpu-memory 80
-Here:   rl train qwen3_235b_a22b --tiny        (a small random copy of the model: tests the code path, learns nothing)
+Tiny:   rl train qwen3_235b_a22b --tiny        (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ load-balancing loss.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_30b_a3b
 Plan:   rl plan qwen3_30b_a3b --gpu-memory 80
-Here:   rl train qwen3_30b_a3b --tiny        (a small random copy of the model: tests the code path, learns nothing)
+Tiny:   rl train qwen3_30b_a3b --tiny        (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ GPU.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_30b_a3b_one_node
 Plan:   rl plan qwen3_30b_a3b_one_node --gpu-memory 80
-Here:   rl train qwen3_30b_a3b_one_node --tiny   (a small random copy of the model: tests the code path)
+Tiny:   rl train qwen3_30b_a3b_one_node --tiny   (a small random copy of the model: tests the code path)
 """
 
 from __future__ import annotations

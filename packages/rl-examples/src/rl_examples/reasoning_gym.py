@@ -10,7 +10,7 @@ asks for it).
 
 Run:      rl train reasoning_gym     (needs pip install './packages/rl-examples[reasoning-gym]')
 Look:     rl generate reasoning_gym --output episodes.jsonl
-Here:     rl train reasoning_gym --tiny      (two steps of an untrained model: tests the code path, learns nothing)
+Tiny:     rl train reasoning_gym --tiny      (two steps of an untrained model: tests the code path, learns nothing)
 Control:  rl train reasoning_gym trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
 """
 

@@ -9,7 +9,7 @@ Deliberately omitted: a reference model and a KL term, worked solutions, rewards
 
 Run:      rl train skyrl_gym       (needs pip install './packages/rl-examples[skyrl-gym]')
 Look:     rl generate skyrl_gym --output episodes.jsonl
-Here:     rl train skyrl_gym --tiny      (two steps of an untrained model: tests the code path, learns nothing)
+Tiny:     rl train skyrl_gym --tiny      (two steps of an untrained model: tests the code path, learns nothing)
 Control:  rl train skyrl_gym trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
 """
 

