@@ -279,8 +279,8 @@ class TrainingLoop:
             return
         if control.stop:
             self.stop()
-        # The row is written before the checkpoint, so that a checkpoint never lacks the row of its step. The time of
-        # saving counts in the next row.
+        # The row is written before the checkpoint, so that a checkpoint lacks the row of its step only if there was no
+        # room for the row. The time of saving counts in the next row.
         self._write_row()
         self._row = None
         if _is_due(step, settings.ckpt_interval, is_last) or control.save or self._saver.is_behind:
