@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
@@ -19,6 +18,7 @@ from rl_core.trainer.checkpoint import RunState, begin_checkpoint, complete_chec
 from rl_core.trainer.run_directory import MARK, RunSummary
 from rl_core.trainer.run_lock import held_directories
 from tests.core.conftest import Run
+from tests.core.unwritable import KINDS, unwritable
 
 
 def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[Config]:
@@ -334,16 +334,7 @@ def test_training_creates_missing_files_then_runs_and_prints_the_results(rl: Run
     assert out == first + "held-out accuracy 0.250 → 0.900\nreport: runs/run/report.html\n"
 
 
-def unwritable(kind: str) -> TextIO:
-    """A stream whose disk is full, or whose reader has ended."""
-    if kind == "full":
-        return Path("/dev/full").open("w")
-    reader, writer = os.pipe()
-    os.close(reader)
-    return os.fdopen(writer, "w")
-
-
-@pytest.mark.parametrize("kind", ["full", "no reader"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ending", "code"), [("whole", 0), ("interrupted", 130), ("failed", 1)])
 def test_a_run_whose_output_cannot_be_written_goes_on_and_exits_as_usual(
     rl: Run, monkeypatch: pytest.MonkeyPatch, kind: str, ending: str, code: int

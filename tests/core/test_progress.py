@@ -8,11 +8,11 @@ import pty
 import re
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from rl_core.reports.progress import Progress, duration, readable
+from tests.core.unwritable import KINDS, unwritable
 
 
 class Clock:
@@ -75,25 +75,16 @@ def test_a_stream_with_a_limited_encoding_still_gets_its_line():
     assert raw.getvalue().startswith(b"Zahlen: 1/1 steps ? gr??e 1.00")
 
 
-def test_the_work_continues_if_the_reader_of_its_output_has_ended():
-    reader, writer = os.pipe()
-    os.close(reader)
-    done, stream, clock = 0, os.fdopen(writer, "w"), Clock()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_work_continues_if_its_output_cannot_be_written(kind: str):
+    done, stream, clock = 0, unwritable(kind), Clock()
     with Progress("training", 3, stream=stream, clock=clock) as progress:
         for step in range(1, 4):
             clock.now += 5.0
             progress.update(step)
             done = step
     assert done == 3
-    with pytest.raises(BrokenPipeError):  # control: the lines did not fit into a buffer
-        stream.close()
-
-
-def test_the_work_continues_if_the_disk_that_has_its_output_is_full():
-    stream = Path("/dev/full").open("w")  # noqa: SIM115
-    with Progress("training", 1, stream=stream) as progress:
-        progress.update(1)
-    with pytest.raises(OSError, match="No space left"):  # control: the line did not fit into a buffer
+    with pytest.raises(OSError, match=r"Broken pipe|No space left"):  # control: the lines did not fit into a buffer
         stream.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -235,7 +234,6 @@ def test_tensorboard_names_a_directory_that_cannot_be_written(tmp_path):
         TensorBoardTracker(None, tmp_path, total_steps=4, first_step=0)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the extra rl-core[wandb] is not installed")
 def test_wandb_that_cannot_start_says_what_to_do(tmp_path, monkeypatch):
     import wandb
 
@@ -247,7 +245,6 @@ def test_wandb_that_cannot_start_says_what_to_do(tmp_path, monkeypatch):
         WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the extra rl-core[wandb] is not installed")
 def test_wandb_keeps_its_run_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     log_steps(WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0), range(2))

@@ -68,10 +68,10 @@ async def _warm_start(
 ) -> None:
     backend, spec = worker_spec(config, "policy", num_training_steps=None)
     optimizer = OptimizerConfig(lr=settings.lr, weight_decay=0.0, num_warmup_steps=20)
-    engine, engine_options = engine_spec(config)
-    player, generator_options = generator_spec(config)
-    client = await engine.create(engine_options)
-    generator = player.create(generator_options, client)
+    engine, spec_of_engine = engine_spec(config)
+    player, spec_of_generator = generator_spec(config)
+    client = await engine.create(spec_of_engine)
+    generator = player.create(spec_of_generator, client)
     # The warm start has one rank that trains all weights, even if the run after it uses more ranks or adapters.
     whole = ModelConfig(path=spec.model.path)
     spec = attrs.evolve(spec, optimizer=optimizer, model=whole, options=backend.options_class())

@@ -162,7 +162,7 @@ class Baseline:
 def measure_results(
     worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable[[], Mapping[str, Tensor]]
 ) -> Results:
-    """Runs the computations of a `Results` with a worker, and returns the results.
+    """Computes the `Results` of a worker.
 
     Args:
         worker: has `forward`, `forward_backward`, `gradients` and `optim_step`: a worker or a `RankGroup`.
