@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from rl_core.interfaces import LoraConfig, Perturbable
-from rl_core.testing.backend import PRELOADED, require_equal
+from rl_core.testing.backend import PRELOADED
 from rl_core.testing.cases import Case, Variant, open_case
 from rl_core.testing.ranks import RankGroup
+from rl_core.testing.tensors import require_equal
 from rl_megatron import MegatronOptions, megatron
 
 PRELOADED["rl_megatron.rank.worker"] = None
