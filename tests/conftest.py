@@ -63,6 +63,12 @@ def forked_proofs() -> Iterator[None]:
         yield
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs except from `pytest -m gpu`: the other tests compare with results computed on the CPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:
     """Uses the lanes for `--dist=loadscope`.
 

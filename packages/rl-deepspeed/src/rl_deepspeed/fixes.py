@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch.optim import AdamW
 
 
 def choose_accelerator() -> None:
@@ -39,3 +42,18 @@ def expect_deprecated_calls() -> None:
     """Ignores torch 2.13's warnings about collectives that it has renamed, which DeepSpeed 0.19.8 calls by their old
     names. This function can go when DeepSpeed uses the new names."""
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+
+
+@contextmanager
+def offloading_torch_adamw() -> Iterator[None]:
+    """Lets stage 3 offload the moments of torch's AdamW.
+
+    DeepSpeed 0.19.8 accepts only its own FusedAdam, which needs CUDA's compiler. But offloading reads only `exp_avg`
+    and `exp_avg_sq`, and both optimizers use these names. This function can go when DeepSpeed accepts torch's AdamW.
+    """
+    module: Any = import_module("deepspeed.ops.adam.fused_adam")
+    own, module.FusedAdam = module.FusedAdam, AdamW
+    try:
+        yield
+    finally:
+        module.FusedAdam = own

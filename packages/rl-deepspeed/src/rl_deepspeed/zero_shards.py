@@ -19,6 +19,7 @@ from rl_core.rank_kit.scoring.lora import adapter_tensors
 from rl_core.rank_kit.scoring.token_scorer import Scorer
 from rl_core.rank_kit.scoring.value_head import ValueScorer
 from rl_core.rank_kit.scoring.weights import checkpoint_tensors, exported_weights
+from rl_deepspeed.fixes import offloading_torch_adamw
 from rl_deepspeed.partitions import Partitions
 
 _STATES = {
@@ -167,7 +168,8 @@ class ZeroShards:
             self._away = frozenset()
         include = [state for kind in away - self._away for state in _STATES[kind]]
         if include:
-            self._engine.offload_states(include=include, device=OffloadDeviceEnum.cpu, pin_memory=False)
+            with offloading_torch_adamw():
+                self._engine.offload_states(include=include, device=OffloadDeviceEnum.cpu, pin_memory=False)
         self._away = away
 
     def _whole(self, parameters: Sequence[nn.Parameter], make: Callable[[], Tensor]) -> Tensor:

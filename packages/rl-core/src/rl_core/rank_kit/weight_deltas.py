@@ -185,7 +185,7 @@ def _require_base(held: HeldWeights, base: str, arriving: Iterator[WeightBucket]
 
 def _with_changes(bucket: WeightBucket, base: dict[str, Tensor]) -> WeightBucket:
     """Returns a bucket of whole tensors for a bucket from `DeltaSender._changed`. Removes its tensors from `base`."""
-    sent = dict(unpack_bucket(bucket))
+    sent = {name: tensor.cpu() for name, tensor in unpack_bucket(bucket)}  # some transports deliver on the GPU
     tables = [name for name in bucket.names if name.startswith(_TABLE)]
     if len(tables) != 1 or bucket.names[0] != tables[0]:
         raise WeightSyncError(f"got a bucket of changes that begins with {bucket.names[:1]}; expected its table first")

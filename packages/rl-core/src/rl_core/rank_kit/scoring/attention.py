@@ -9,6 +9,7 @@ exchange their tokens for heads of whole sequences (`ulysses.py`).
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import AttentionInterface
 from rl_core.errors import ConfigError
 from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
 from rl_core.rank_kit.scoring.packed_sequences import PackedSequences, SharedPrefixes
-from rl_core.rank_kit.scoring.shared_attention import shared_attention
+from rl_core.rank_kit.scoring.shared_attention import half_precision, shared_attention
 from rl_core.rank_kit.scoring.ulysses import heads_for_tokens, tokens_for_heads
 
 PACKED_ATTENTION = "rl_core_packed"
@@ -92,9 +93,10 @@ def _attention(
         if output_THD is not None:
             return output_THD
         return _attention_per_sequence(query_THD, key_TKD, value_TKD, shared, scaling, window)
-    is_half = query_THD.dtype in (torch.bfloat16, torch.float16)
-    attend = _varlen_attention if query_THD.is_cuda and is_half else _rectangle_attention
-    return attend(query_THD, key_TKD, value_TKD, packed, scaling, window)
+    half = half_precision(query_THD)
+    if not query_THD.is_cuda or half is None:
+        return _rectangle_attention(query_THD, key_TKD, value_TKD, packed, scaling, window)
+    return _varlen_attention(query_THD.to(half), key_TKD.to(half), value_TKD.to(half), packed, scaling, window)
 
 
 def _attention_per_sequence(
@@ -159,6 +161,9 @@ def _varlen_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    # torch 2.11 lacks the argument, and accepts fewer heads of keys and values without it.
+    takes_argument = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    grouped = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if takes_argument else {}
     bounds, longest = packed.offsets, packed.max_length
     output = varlen_attn(
         query_THD,
@@ -170,7 +175,7 @@ def _varlen_attention(
         longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+        **grouped,
     )
     assert isinstance(output, Tensor)
     return output

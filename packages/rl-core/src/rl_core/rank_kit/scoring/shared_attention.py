@@ -37,10 +37,17 @@ def shared_attention(
     kernel = _kernel_for(query_CHD, key_CKD, value_CKD)
     if kernel is None:
         return None
-    if torch.is_autocast_enabled(query_CHD.device.type):
-        dtype = torch.get_autocast_dtype(query_CHD.device.type)
-        query_CHD, key_CKD, value_CKD = (t.to(dtype) for t in (query_CHD, key_CKD, value_CKD))
+    if (half := half_precision(query_CHD)) is not None:
+        query_CHD, key_CKD, value_CKD = (t.to(half) for t in (query_CHD, key_CKD, value_CKD))
     return _SharedAttention.apply(query_CHD, key_CKD, value_CKD, shared, scaling, kernel)  # pyright: ignore[reportReturnType]
+
+
+def half_precision(query: Tensor) -> torch.dtype | None:
+    """The half precision in which attention computes: that of autocast, whatever the tensor's dtype, because rotary
+    embeddings of float32 models give float32; else the tensor's own. None if neither is half precision."""
+    if torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    return query.dtype if query.dtype in (torch.bfloat16, torch.float16) else None
 
 
 class _SharedAttention(torch.autograd.Function):
@@ -209,8 +216,7 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> _Kernel | None:
         return None
     if query.device.type == "cpu":
         return _Rectangles()
-    is_half = query.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(query.device.type)
-    return _Varlen() if query.is_cuda and is_half else None
+    return _Varlen() if query.is_cuda and half_precision(query) is not None else None
 
 
 def _in_rectangles(

@@ -41,13 +41,13 @@ def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: i
     """
     _expect_one_rank()
     try:
-        metadata = save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
+        save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
     except (OSError, CheckpointException) as error:
         raise state_not_written(directory, error) from error
 
     def list_files() -> None:
         try:
-            _write_list(directory, metadata, steps_done)
+            _write_list(directory, steps_done)
         except OSError as error:
             raise state_not_written(directory, error) from error
 
@@ -72,9 +72,9 @@ def start_writing(
         assert isinstance(writing, Future)
         return writing
 
-    def finish(metadata: Metadata) -> None:
+    def finish(_: Metadata) -> None:
         if ranks is None or ranks.is_first:
-            _write_list(directory, metadata, steps_done)
+            _write_list(directory, steps_done)
 
     writer.start(directory, write, finish)
 
@@ -112,8 +112,11 @@ def _expect_one_rank() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
 
-def _write_list(directory: Path, metadata: Metadata, steps_done: int) -> None:
-    names = {_INDEX, *(info.relative_path for info in (metadata.storage_data or {}).values())}
+def _write_list(directory: Path, steps_done: int) -> None:
+    # The metadata that torch 2.11's writer returns does not name the files.
+    storage_data = FileSystemReader(directory).read_metadata().storage_data
+    assert storage_data is not None, "torch's writer names the files in its index"
+    names = {_INDEX, *(info.relative_path for info in storage_data.values())}
     write_state_list(directory, names, steps_done=steps_done)
 
 
