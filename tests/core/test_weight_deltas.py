@@ -93,6 +93,22 @@ def sides() -> Sides:
     return sides
 
 
+@pytest.mark.gpu
+def test_deltas_of_weights_on_a_gpu_travel_on_the_gpu(sides):
+    tensors, delta = trained(sample_tensors()), after(WHOLE, "1")
+    devices = set()
+
+    def seen(buckets: list[WeightBucket]) -> list[WeightBucket]:
+        devices.update(bucket.data.device.type for bucket in buckets)
+        return buckets
+
+    sides.spoil = seen
+    sent, arrived, manifest = sides.sync({name: tensor.cuda() for name, tensor in tensors.items()}, delta)
+    assert devices == {"cuda"}
+    require_equal(arrived, tensors)
+    require_same(sent, manifest)
+
+
 def test_repeated_deltas_give_the_engine_the_whole_weights(sides):
     tensors, delta = sample_tensors(), WHOLE
     for step in range(4):

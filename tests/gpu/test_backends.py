@@ -43,7 +43,14 @@ def with_two_ranks(one: Variant) -> tuple[tuple[Variant, Variant], ...]:
 class TestFsdp(BackendConformance):
     backend = fsdp
     options = FsdpOptions()
-    variants = variants_of(FsdpOptions(moe_enable_routing_replay=True))
+    variants = (
+        *variants_of(FsdpOptions(moe_enable_routing_replay=True)),
+        # On an H100, the bfloat16 error of weights in the second variant was 1.6 times that of plain transformers.
+        # Each of its settings alone shows which of them is the cause.
+        Variant(parity_only=True),
+        Variant(checkpoint=UNTIED, spec={"use_sample_packing": False}, parity_only=True),
+        Variant(checkpoint=UNTIED, spec={"gradient_checkpointing": True}, parity_only=True),
+    )
     resumes = with_two_ranks(variants[0])
 
 

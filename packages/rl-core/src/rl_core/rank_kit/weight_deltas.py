@@ -103,10 +103,12 @@ class DeltaSender:
             yield bucket
 
     def _changed(self, buckets: Iterator[WeightBucket], records: dict[str, TensorRecord]) -> Iterator[WeightBucket]:
-        """Yields one bucket for each of `buckets`, with only the changes."""
+        """Yields one bucket for each of `buckets`, with only the changes, on the device of the weights: `cuda_ipc` takes
+        no other."""
         for i, bucket in enumerate(buckets):
-            rows, sent = [], []
+            rows, sent, device = [], [], torch.device("cpu")
             for name, tensor in unpack_bucket(bucket):
+                device = tensor.device
                 new = tensor.detach().cpu().contiguous()
                 records[name] = tensor_record(new)
                 changes = self._taken(name, new)
@@ -116,7 +118,7 @@ class DeltaSender:
                 elif changes.count:
                     sent.append((f"{name}/changes", changes.data))
             table = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
-            yield bucket_of([(f"{_TABLE}{i}", table), *sent])
+            yield bucket_of([(name, part.to(device)) for name, part in [(f"{_TABLE}{i}", table), *sent]])
             bucket.taken()
 
     def _taken(self, name: str, new: Tensor) -> Changes | None:
