@@ -245,6 +245,16 @@ def test_wandb_that_cannot_start_says_what_to_do(tmp_path, monkeypatch):
         WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0)
 
 
+def test_the_last_uploads_to_wandb_have_a_deadline(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0)
+    assert wandb.run is not None
+    assert 0 < wandb.run.settings.finish_timeout <= 300
+    wandb.finish()
+
+
 def test_wandb_keeps_its_run_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     log_steps(WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0), range(2))

@@ -14,7 +14,7 @@ from rl_core.tasks import IdleTime
 from rl_rollout.vllm import supervisor as supervisor_module
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
-from rl_rollout.vllm.connection import ServerGone, open_session
+from rl_rollout.vllm.connection import Connection, ServerGone, open_session
 from rl_rollout.vllm.pool import Member, Pool, Wanted
 from rl_rollout.vllm.server import ServerAddress
 from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
@@ -122,13 +122,31 @@ class StartedAgain:
         if name != "health":
             self.requests.append((name, arguments))
         health = {"quarantine": None, "version": -1, "vocab_size": 8, "num_workers": 1}
-        return web.Response(body=wire.encode(health if name == "health" else {}))
+        answer = wire.encode(health if name == "health" else {})
+        return web.Response(body=answer, content_type=wire.MEDIA_TYPE)
 
     def kill(self) -> None: ...
 
     async def stop(self) -> None:
         while self._runners:
             await self._runners.pop().cleanup()
+
+
+class LoginPage(StartedAgain):
+    """A proxy that answers every request with its own page."""
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        return web.Response(text="<h1>Please log in</h1>", content_type="text/html")
+
+
+async def test_an_answer_of_another_program_names_the_server_and_quotes_the_answer():
+    proxy = LoginPage()
+    url = (await proxy.start()).url
+    async with open_session("token") as session:
+        expected = rf"vLLM server 0 at {url} answered health with text/html; .* It sent: <h1>Please log in"
+        with pytest.raises(GenerationError, match=expected):
+            await Connection(session, url, "vLLM server 0").call("health", timeout_s=10)
+    await proxy.stop()
 
 
 async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():

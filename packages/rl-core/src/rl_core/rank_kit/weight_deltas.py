@@ -103,8 +103,8 @@ class DeltaSender:
             yield bucket
 
     def _changed(self, buckets: Iterator[WeightBucket], records: dict[str, TensorRecord]) -> Iterator[WeightBucket]:
-        """Yields one bucket for each of `buckets`, with only the changes, on the device of the weights: `cuda_ipc` takes
-        no other."""
+        """Yields one bucket for each of `buckets`, with only the changes, on the weights' device, as `cuda_ipc`
+        requires."""
         for i, bucket in enumerate(buckets):
             rows, sent, device = [], [], torch.device("cpu")
             for name, tensor in unpack_bucket(bucket):

@@ -112,12 +112,16 @@ class TensorBoardTracker:
             ) from error
 
 
+_UPLOAD_S = 300.0
+
+
 class WandbTracker:
     """Logs to Weights & Biases, as run `trainer.run_name` of project `trainer.project_name`. With `WANDB_MODE=offline`
     set, no network is needed.
 
     A resumed run continues the run whose id is in `wandb_run_id.txt`. Weights & Biases does not accept a step twice: it
-    ignores repeated steps with a warning.
+    ignores repeated steps with a warning. When the run ends, uploads get at most `_UPLOAD_S` seconds more; `wandb sync`
+    sends the rest.
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
@@ -137,6 +141,7 @@ class WandbTracker:
                 dir=run_dir,
                 tags=config.trainer.tags,
                 config=attrs.asdict(config),
+                settings=wandb.Settings(finish_timeout=_UPLOAD_S),
             )
         except wandb.Error as error:
             raise PluginError(

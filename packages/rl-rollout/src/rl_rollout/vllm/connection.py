@@ -54,14 +54,19 @@ class Connection:
         Raises:
             ServerGone: the connection failed, or the server cannot serve now.
             DeadlineError: no answer in time.
-            GenerationError, WeightSyncError: the server refused.
+            GenerationError, WeightSyncError: the server refused, or something else answered.
         """
         return wire.decode(await self.send(method, wire.encode(arguments or {}), timeout_s=timeout_s))
 
     async def send(self, method: str, body: bytes, *, timeout_s: float) -> bytes:
         """Like `call`, but takes the encoded request body and returns the encoded answer."""
         headers = {"Content-Type": wire.MEDIA_TYPE}
-        status, answer = await self._post(f"/rl/{method}", timeout_s, data=body, headers=headers)
+        status, media_type, answer = await self._post(f"/rl/{method}", timeout_s, data=body, headers=headers)
+        if status == 200 and media_type != wire.MEDIA_TYPE:
+            raise GenerationError(
+                f"{self.name} at {self.url} answered {method} with {media_type}; expected {wire.MEDIA_TYPE}. A proxy "
+                f"or another program answers there. It sent: {answer.decode(errors='replace'):.200}"
+            )
         if status == 200:
             return answer
         message = f"{self.name}, {method}: {_message(answer)}"
@@ -89,7 +94,7 @@ class Connection:
         """Calls one of vLLM's own routes with a JSON body. Raises the same errors as `call`, except WeightSyncError."""
         import json
 
-        status, answer = await self._post(path, timeout_s, json=arguments)
+        status, _, answer = await self._post(path, timeout_s, json=arguments)
         if status == 200:
             return json.loads(answer)
         text = answer.decode(errors="replace")
@@ -98,12 +103,13 @@ class Connection:
             raise kind(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
         raise GenerationError(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
 
-    async def _post(self, path: str, timeout_s: float, **body: Any) -> tuple[int, bytes]:
+    async def _post(self, path: str, timeout_s: float, **body: Any) -> tuple[int, str, bytes]:
+        """The answer's status, media type and body."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._session.post(self.url + path, timeout=timeout, **body) as response:
-                    return response.status, await response.read()
+                    return response.status, response.content_type, await response.read()
         except TimeoutError as error:
             if isinstance(error, aiohttp.ServerTimeoutError):
                 raise ServerGone(f"{self.name} at {self.url} does not accept a connection") from error

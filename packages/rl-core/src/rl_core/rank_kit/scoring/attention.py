@@ -163,7 +163,7 @@ def _varlen_attention(
 
     # torch 2.11 lacks the argument, and accepts fewer heads of keys and values without it.
     takes_argument = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    grouped = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if takes_argument else {}
+    grouped: dict[str, Any] = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if takes_argument else {}
     bounds, longest = packed.offsets, packed.max_length
     output = varlen_attn(
         query_THD,
