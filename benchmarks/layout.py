@@ -1,8 +1,8 @@
 """Load balance of sequences over ranks, and planning time.
 
 Lengths are log-normal like those of reasoning responses (median 2,000 tokens, cut at 32,768). `worst/mean` is the load
-of the most loaded rank divided by the mean load; its excess over 1 is the other ranks' mean waiting time, relative to
-the mean load. `bound` is the guarantee for these costs: 1 + largest cost / mean load.
+of the most loaded rank divided by the mean load: at 1.05, the ranks wait for it for 5 % of the mean load on average.
+`bound` is the largest ratio that the balancing partitions can have with these costs: 1 + largest cost / mean load.
 
 Run: python benchmarks/layout.py
 """

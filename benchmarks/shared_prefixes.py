@@ -73,7 +73,7 @@ def main() -> None:
     print(
         f"operations: `apart` over `shared`          {flop_ratio:.2f}; fraction reached: {time_ratio / flop_ratio:.2f}"
     )
-    print(f"memory: `shared` over `apart`, all at once {peaks['shared'] / whole_peak:.2f}")
+    print(f"memory: `shared` over `apart`, all samples in one micro-batch {peaks['shared'] / whole_peak:.2f}")
 
 
 class Side:
@@ -160,7 +160,7 @@ def group_of_samples(num_samples: int, prompt: int, answer: int) -> Batch:
 
 
 def operations(sizes: tuple[int, int, int], *, share_prefixes: bool) -> float:
-    """Multiply-adds of a forward pass; backward needs twice as many with and without sharing."""
+    """Multiply-adds of a forward pass. A backward pass needs twice as many, whether or not prefixes are shared."""
     batch = group_of_samples(*sizes)
     offsets, tokens_T = batch.offsets.numpy(), batch["tokens"].numpy()
     forest = prefix_forest(offsets, tokens_T) if share_prefixes else separate_sequences(offsets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,8 @@ def forked_proofs() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides GPUs except from `pytest -m gpu`: the other tests compare with results computed on the CPU."""
-    if config.option.markexpr != "gpu":
+    """Hides GPUs except with `-m gpu` or `-m "gpu and …"`: other tests compare with results computed on the CPU."""
+    if not re.fullmatch("gpu( and .*)?", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -95,7 +96,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip(f"needs a GPU: torch {torch.__version__} finds no CUDA device")
+            pytest.skip(f"needs a GPU, and -m gpu: torch {torch.__version__} finds no CUDA device")
 
 
 def pytest_report_header() -> str:

@@ -346,7 +346,7 @@ def test_the_files_transport_needs_a_shared_folder_on_several_machines():
     FilesTransport(directory="/shared").validate_nodes(2)
 
 
-def test_weight_sync_delta_needs_whole_weights_and_an_engine_that_takes_changes(functions: dict[str, Any]):
+def test_weight_sync_delta_is_refused_for_adapters_and_engines_that_take_whole_weights_only(functions: dict[str, Any]):
     key, model = "generator.inference_engine.weight_sync_delta", {"trainer.policy.model.path": "model", **functions}
     check_plugins(from_mapping({**model, key: True, "generator.inference_engine.backend": "local"}))
     with pytest.raises(ConfigError, match=rf"{key}: got true, but the engine '{IDLE}:engine' takes whole weights only"):

@@ -36,7 +36,7 @@ def test_derived_values_follow_from_the_given_keys():
     assert (config.temperature, config.engine_dtype) == (0.7, "float32")
 
 
-def test_evaluation_is_greedy_with_the_lengths_of_training_unless_it_says_otherwise():
+def test_evaluation_is_greedy_with_the_length_limit_and_stop_strings_of_training_unless_set_otherwise():
     config = from_mapping(
         {
             "generator.sampling_params": {"max_generate_length": 7, "top_p": 0.9, "stop": ["\n"]},
@@ -72,7 +72,7 @@ def test_weights_go_through_shared_memory_where_all_is_on_one_host(given, transp
     )
 
 
-def test_servers_on_a_ray_that_is_joined_may_be_on_other_hosts(monkeypatch):
+def test_servers_in_a_ray_cluster_that_the_run_joins_may_be_on_other_hosts(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert from_mapping({f"{ENGINE}.backend": "vllm"}).weight_transport == "files"
     assert from_mapping({}).weight_transport == "shared_memory", (

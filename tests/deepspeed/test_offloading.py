@@ -7,15 +7,20 @@ CPU.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import attrs
+import pytest
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from rl_core.interfaces import RankInfo, Worker, WorkerSpec
 from rl_core.testing.backend import PRELOADED, open_case
 from rl_deepspeed.backend import DeepSpeedBackend
 from tests.deepspeed import test_conformance
 
+ON_CPU = test_conformance.ON_CPU
+HOST_STATES = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.lp_grads}
 PRELOADED.update(dict.fromkeys(["rl_deepspeed.worker"]))
 
 
@@ -29,6 +34,9 @@ class MovingBackend(DeepSpeedBackend):
         class MovingWorker(DeepSpeedWorker):
             def offload(self, *, parameters: bool, optimizer: bool) -> None:
                 self.shards.move(torch.device("cpu"), parameters=parameters, optimizer=optimizer)
+                if spec.options.zero_optimization.offload_optimizer.device == "cpu":
+                    moved = self.shards.optimizer.offloaded_states
+                    assert not moved & HOST_STATES, "DeepSpeed would later move them to the device"
 
             def onload(self, *, parameters: bool, optimizer: bool) -> None:
                 # With an optimizer, only the device's type is read: not the CPU's means back.
@@ -37,7 +45,9 @@ class MovingBackend(DeepSpeedBackend):
         return MovingWorker(spec, rank)
 
 
-def test_steps_with_offloading_between_all_phases_are_those_without(tmp_path: Path):
+@pytest.mark.parametrize("others", [{}, ON_CPU], ids=["", "optimizer on the CPU"])
+def test_steps_with_offloading_between_all_phases_are_those_without(others: dict[str, Any], tmp_path: Path):
     suite = test_conformance.TestDeepSpeed()
-    with open_case(MovingBackend(), suite.options, test_conformance.ONE, tmp_path) as case:
+    variant = attrs.evolve(test_conformance.ONE, options=test_conformance.zero(3, **others))
+    with open_case(MovingBackend(), suite.options, variant, tmp_path) as case:
         suite.check_offloading(case, case.start(), num_steps=3)

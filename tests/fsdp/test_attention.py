@@ -8,11 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rl_core.errors import ConfigError
 from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
 from rl_core.rank_kit.scoring.attention import packed_attention
 from rl_core.rank_kit.scoring.packed_sequences import PackedSequences
+from rl_core.rank_kit.scoring.shared_attention import flash_precision, half_precision
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=12)
@@ -89,3 +91,28 @@ def test_a_model_that_does_not_pass_the_sequence_bounds_on_is_refused():
     tensor = torch.zeros(1, 1, 3, 8)
     with pytest.raises(ConfigError, match="does not pass on the bounds of the sequences"):
         packed_attention(nn.Module(), tensor, tensor, tensor, None)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "sizes", "expected"),
+    [
+        ("cuda", torch.bfloat16, (64, 64, 64), torch.bfloat16),
+        ("cuda", torch.float16, (256, 256, 256), torch.float16),
+        ("cuda", torch.float32, (64, 64, 64), None),
+        ("cuda", torch.bfloat16, (192, 192, 128), None),  # MLA
+        ("cuda", torch.bfloat16, (12, 12, 12), None),
+        ("cuda", torch.bfloat16, (512, 512, 512), None),
+        ("cpu", torch.bfloat16, (64, 64, 64), None),
+    ],
+)
+def test_the_flash_kernel_gets_only_vectors_that_it_supports(device, dtype, sizes, expected):
+    with FakeTensorMode():  # makes tensors of a GPU that this machine need not have
+        query, key, value = (torch.empty(3, 4, size, dtype=dtype, device=device) for size in sizes)
+        assert flash_precision(query, key, value) == expected
+
+
+def test_attention_under_autocast_has_its_precision_whatever_the_vectors_have():
+    vectors = torch.zeros(3, 4, 8)
+    assert half_precision(vectors) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert half_precision(vectors) == torch.bfloat16

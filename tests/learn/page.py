@@ -23,8 +23,8 @@ Unless stated otherwise below, a row is the quick start (`rl train quickstart`) 
 CPU cores. `before` and `after` are the greedy accuracy on 1,000 held-out problems; the time covers all steps and
 evaluations, and depends on the machine and its other load. On one machine, a seed always gives the same accuracies,
 unless generation runs ahead or steps are streamed. The start model is trained on answers until it solves about a fifth
-of the problems. On another processor it ends at another accuracy, so seed 0 begins between 0.177 and 0.251 in these
-rows.
+of the problems. On another processor this training stops at another accuracy, so the runs of seed 0 begin between 0.177
+and 0.251 in these rows.
 
 - `one_file` is `python -m rl_examples.one_file`: the quick start's task, start model and settings, with the loop
   written out.
@@ -41,14 +41,15 @@ rows.
   judge scores by rule (`python -m tests.rule_judge`).
 - `sft`, `dpo` and their controls are the recipes `sft` and `dpo`, which sample nothing. For `sft`, the numbers are the
   greedy accuracy of the start model and of the last export. For `dpo`, they are the fraction of held-out pairs in which
-  the policy has moved towards the right sum: 0 at the start, and 0.5 by chance.
+  the policy favours the right sum over the wrong one more than the start model does: 0 before training, 0.5 after
+  random changes.
 - `sft_grpo`, `distill`, `dapo`, `ppo`, `gspo` and `async_r3` are the recipes of these names on the quick start's
   problems.
 
 Of the cases without a row, only `control`, the quick start's own control, was run; its result is in
-[bounds](bounds.md#what-learns). The others, such as `lora_two_servers` with its two vLLM servers, were not run yet. The
-recipe `gsm8k` and the recipes of public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they need
-pretrained models and GPUs.
+[bounds](bounds.md#what-learns). The others have not been run yet: `code_seed1`, and some combinations of depth and
+bound. The recipe `gsm8k` and the recipes of public models (`qwen…`, `moonlight…`, `glm…`) have no case, because they
+need pretrained models and GPUs.
 
 ![Held-out accuracy against the step, a panel per case](learning.png)
 

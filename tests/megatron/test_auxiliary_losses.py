@@ -1,4 +1,5 @@
-"""Load-balancing losses add the gradient of their mean over tokens, also with tensor and context parallelism."""
+"""A load-balancing loss adds the gradient of its mean over tokens to the model's, also if tensor or context parallelism
+splits the tokens."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_the_balancing_gradient_is_that_of_the_formula(case: Case):
         torch.testing.assert_close(found, gradient, rtol=1e-3, atol=2e-5, msg=name)
 
 
-def test_two_tensor_or_context_ranks_add_the_balancing_gradient_of_one_rank(case: Case):
+def test_the_balancing_gradient_is_the_same_on_two_tensor_or_context_ranks_as_on_one(case: Case):
     batch = case.batch.select(ONE_SEQUENCE)
     expected = gradients(start(case, **BALANCED), batch)
     norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()

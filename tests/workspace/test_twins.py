@@ -13,7 +13,7 @@ from tests.workspace.imports import PACKAGES, source_root
 def bodies(source: Path) -> Iterator[tuple[str, str]]:
     """Yields syntax tree and location of each function with at least two statements besides its docstring.
 
-    A package's lazy table of contents (`__getattr__`) is left out: it cannot be shared.
+    `__getattr__` is left out: every package needs its own, which imports the package's names on first use.
     """
     for path in sorted(source.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -143,7 +143,7 @@ async def test_an_answer_of_another_program_names_the_server_and_quotes_the_answ
     proxy = LoginPage()
     url = (await proxy.start()).url
     async with open_session("token") as session:
-        expected = rf"vLLM server 0 at {url} answered health with text/html; .* It sent: <h1>Please log in"
+        expected = rf"vLLM server 0 at {url} answered /rl/health with text/html; .* It sent: <h1>Please log in"
         with pytest.raises(GenerationError, match=expected):
             await Connection(session, url, "vLLM server 0").call("health", timeout_s=10)
     await proxy.stop()

@@ -3,9 +3,9 @@
 Asked `f(0,0)=4,f(1,0)=6,f(0,1)=7`, it writes `f=lambda x,y:2*x+3*y+4` in a fenced block. The environment `code` runs
 this program in its sandbox, once for each of the row's four tests. The reward is the fraction of tests that pass: a
 program with the right constant and one right coefficient gets a half. The model is warm-started on demonstrations in
-which the constant is not subtracted from half of the coefficients: `6*x` instead of `2*x`. Held-out functions occur in
-no demonstration or training problem.
-Deliberately omitted: a reference model and a KL term, programs with input and output.
+which half of the coefficients are wrong, because the constant was not subtracted: `6*x`, from `f(1,0)=6`, instead of
+`2*x`. Held-out functions occur in no demonstration or training problem.
+Deliberately omitted: a reference model, a KL term, programs that read standard input.
 
 Run:      rl train code       (needs bubblewrap, or root and Landlock: docs/sandbox.md)
 Look:     rl generate code --output episodes.jsonl
@@ -84,8 +84,8 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Returns one program as a demonstration. In half of its coefficients, the constant is not subtracted from the
-    value that the prompt shows."""
+    """Returns one program as a demonstration. Each coefficient is wrong with probability 1/2: it is then the value that
+    the prompt shows, from which the constant was not subtracted."""
     constant, with_x, with_y = (int(value) for value in re.findall(r"=(\d+)", problem["prompt"]))
     a, b = (value - rng.choice((0, constant)) for value in (with_x, with_y))
     return {**problem, "answer": f"```\nf=lambda x,y:{a}*x+{b}*y+{constant}\n```"}

@@ -38,7 +38,7 @@ def off_policy_sequence_mask(
         delta: largest mean difference at which a sequence still counts as likely, >= 0, in nats per token.
 
     Returns:
-        bool [T]; true outside the mask.
+        bool [T]: true for the tokens that keep their policy loss, and for all tokens outside `mask_T`.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.

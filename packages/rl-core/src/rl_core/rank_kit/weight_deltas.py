@@ -114,7 +114,7 @@ class DeltaSender:
                 changes = self._taken(name, new)
                 rows.append(_row(name, records[name], changes))
                 if changes is None:
-                    sent.append((name, new))
+                    sent.append((name, tensor.detach()))
                 elif changes.count:
                     sent.append((f"{name}/changes", changes.data))
             table = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)

@@ -8,6 +8,7 @@ process logged from `first_step` on; Weights & Biases keeps it and ignores the r
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -120,8 +121,8 @@ class WandbTracker:
     set, no network is needed.
 
     A resumed run continues the run whose id is in `wandb_run_id.txt`. Weights & Biases does not accept a step twice: it
-    ignores repeated steps with a warning. When the run ends, uploads get at most `_UPLOAD_S` seconds more; `wandb sync`
-    sends the rest.
+    ignores repeated steps with a warning. When the run ends, uploads get `_UPLOAD_S` seconds more, or those of
+    `WANDB_FINISH_TIMEOUT`; `wandb sync` sends the rest.
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
@@ -141,7 +142,7 @@ class WandbTracker:
                 dir=run_dir,
                 tags=config.trainer.tags,
                 config=attrs.asdict(config),
-                settings=wandb.Settings(finish_timeout=_UPLOAD_S),
+                settings=None if "WANDB_FINISH_TIMEOUT" in os.environ else wandb.Settings(finish_timeout=_UPLOAD_S),
             )
         except wandb.Error as error:
             raise PluginError(

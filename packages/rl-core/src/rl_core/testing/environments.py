@@ -64,7 +64,7 @@ class EnvironmentConformance:
     row: ClassVar[Mapping[str, Any]]
     """The data row of all episodes."""
     rewards: ClassVar[Mapping[Responses, float]]
-    """Response of every turn, or one response per turn → total reward of the episode."""
+    """A response that is repeated in every turn, or a tuple of one response per turn → total reward of the episode."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the environment, as in the configuration key `environment.options`."""
 

@@ -135,7 +135,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
         _move(path, aside / path.relative_to(run_dir))
     for path in reversed(checkpoints):
         _move(path, aside / "checkpoints" / path.name)
-    # Last, so that the files still have the rows if the process is killed earlier.
+    # Opening a log removes the later rows. It comes last, so that a process killed earlier leaves them in the files.
     for name, rows in logs.items():
         if rows:
             StepLog(run_dir / name, first_step=step + 1).close()
@@ -221,9 +221,8 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
 def require_own_files(config: Config) -> None:
     """Requires that the run would not append to, move or overwrite files that no run wrote.
 
-    Files in the run's directory that have the names of a run's files count as written by a run if the directory has a
-    run's mark or a complete checkpoint. Earlier versions wrote no mark; in their directories, configuration, metrics
-    and samples together count as a mark.
+    If the directory has a run's mark or a complete checkpoint, a run wrote every file in it that is named like a run's
+    file. Earlier versions wrote no mark, so a directory that has configuration, metrics and samples counts as marked.
 
     Raises:
         ConfigError: the directory contains foreign files with such names; its metrics or samples cannot be read; or the

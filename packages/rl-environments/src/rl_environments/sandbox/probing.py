@@ -148,7 +148,7 @@ def _what_is_missing(mechanism: Mechanism) -> str | None:
 
 
 async def _tried(sandbox: Sandbox) -> Sandbox | str:
-    """Tries the sandbox. Returns it with `has_disk` set if it is secure, else the reason why it is not."""
+    """Tries the sandbox. If it is secure, returns it with the measured `has_disk`, else the reason why it is not."""
     try:
         found, has_disk = await escapes(sandbox)
     except (SandboxError, DeadlineError, OSError) as error:

@@ -61,12 +61,7 @@ class Connection:
     async def send(self, method: str, body: bytes, *, timeout_s: float) -> bytes:
         """Like `call`, but takes the encoded request body and returns the encoded answer."""
         headers = {"Content-Type": wire.MEDIA_TYPE}
-        status, media_type, answer = await self._post(f"/rl/{method}", timeout_s, data=body, headers=headers)
-        if status == 200 and media_type != wire.MEDIA_TYPE:
-            raise GenerationError(
-                f"{self.name} at {self.url} answered {method} with {media_type}; expected {wire.MEDIA_TYPE}. A proxy "
-                f"or another program answers there. It sent: {answer.decode(errors='replace'):.200}"
-            )
+        status, answer = await self._post(f"/rl/{method}", timeout_s, wire.MEDIA_TYPE, data=body, headers=headers)
         if status == 200:
             return answer
         message = f"{self.name}, {method}: {_message(answer)}"
@@ -94,7 +89,7 @@ class Connection:
         """Calls one of vLLM's own routes with a JSON body. Raises the same errors as `call`, except WeightSyncError."""
         import json
 
-        status, _, answer = await self._post(path, timeout_s, json=arguments)
+        status, answer = await self._post(path, timeout_s, "application/json", json=arguments)
         if status == 200:
             return json.loads(answer)
         text = answer.decode(errors="replace")
@@ -103,19 +98,25 @@ class Connection:
             raise kind(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
         raise GenerationError(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
 
-    async def _post(self, path: str, timeout_s: float, **body: Any) -> tuple[int, str, bytes]:
-        """The answer's status, media type and body."""
+    async def _post(self, path: str, timeout_s: float, media_type: str, **body: Any) -> tuple[int, bytes]:
+        """The answer's status and body. With status 200, the body has this media type."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._session.post(self.url + path, timeout=timeout, **body) as response:
-                    return response.status, response.content_type, await response.read()
+                    answer = await response.read()
         except TimeoutError as error:
             if isinstance(error, aiohttp.ServerTimeoutError):
                 raise ServerGone(f"{self.name} at {self.url} does not accept a connection") from error
             raise DeadlineError(f"waited {timeout_s:g} s for {self.name} at {self.url} to answer {path}") from None
         except aiohttp.ClientError as error:
             raise gone(error, f"{self.name} at {self.url}") from error
+        if response.status == 200 and response.content_type != media_type:
+            raise GenerationError(
+                f"{self.name} at {self.url} answered {path} with {response.content_type}; expected {media_type}. A "
+                f"proxy or another program answers there. It sent: {answer.decode(errors='replace'):.200}"
+            )
+        return response.status, answer
 
 
 def gone(error: aiohttp.ClientError, name: str) -> ServerGone:

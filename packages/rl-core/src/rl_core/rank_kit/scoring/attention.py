@@ -1,15 +1,16 @@
 """Causal attention inside a packed stream: every sequence attends only to itself, and no T×T mask is ever built.
 
-All models use the same kernels: on CUDA in half precision, torch's variable-length flash attention; otherwise SDPA over
-rectangles. `shared_attention.py` has the kernels for sequences that share prefixes. A rectangle holds sequences of
-similar length as right-padded rows. Under a causal mask no real token sees padding on its right, so `is_causal` is
-exact and needs no mask tensor; only a sliding window needs one, of its rectangle's width. With Ulysses, all ranks first
-exchange their tokens for heads of whole sequences (`ulysses.py`).
+All models use the same kernels: on CUDA in half precision, torch's variable-length flash attention, if it supports the
+size of the heads; otherwise SDPA over rectangles. `shared_attention.py` has the kernels for sequences that share
+prefixes. A rectangle holds sequences of similar length as right-padded rows. Under a causal mask no real token sees
+padding on its right, so `is_causal` is exact and needs no mask tensor; only a sliding window needs one, of its
+rectangle's width. With Ulysses, all ranks first exchange their tokens for heads of whole sequences (`ulysses.py`).
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers import AttentionInterface
 from rl_core.errors import ConfigError
 from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
 from rl_core.rank_kit.scoring.packed_sequences import PackedSequences, SharedPrefixes
-from rl_core.rank_kit.scoring.shared_attention import half_precision, shared_attention
+from rl_core.rank_kit.scoring.shared_attention import flash_precision, shared_attention
 from rl_core.rank_kit.scoring.ulysses import heads_for_tokens, tokens_for_heads
 
 PACKED_ATTENTION = "rl_core_packed"
@@ -93,8 +94,8 @@ def _attention(
         if output_THD is not None:
             return output_THD
         return _attention_per_sequence(query_THD, key_TKD, value_TKD, shared, scaling, window)
-    half = half_precision(query_THD)
-    if not query_THD.is_cuda or half is None:
+    half = flash_precision(query_THD, key_TKD, value_TKD)
+    if half is None:
         return _rectangle_attention(query_THD, key_TKD, value_TKD, packed, scaling, window)
     return _varlen_attention(query_THD.to(half), key_TKD.to(half), value_TKD.to(half), packed, scaling, window)
 
@@ -161,9 +162,7 @@ def _varlen_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 lacks the argument, and accepts fewer heads of keys and values without it.
-    takes_argument = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    grouped: dict[str, Any] = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if takes_argument else {}
+    grouped = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if _takes_enable_gqa() else {}
     bounds, longest = packed.offsets, packed.max_length
     output = varlen_attn(
         query_THD,
@@ -179,6 +178,14 @@ def _varlen_attention(
     )
     assert isinstance(output, Tensor)
     return output
+
+
+@cache
+def _takes_enable_gqa() -> bool:
+    """False for torch 2.11, whose `varlen_attn` takes fewer heads of keys and values without this argument."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # registers its operation
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rl_core.errors import ConfigError
 
 _aten: Any = torch.ops.aten
+_varlen: Any = torch.ops.torch_attn
 
 KEPT = frozenset(
     getattr(_aten, name).default
@@ -35,8 +37,8 @@ KEPT = frozenset(
         "_flash_attention_forward",
         "_efficient_attention_forward",
     )
-)
-"""Operations whose results selective checkpointing keeps."""
+) | {_varlen._varlen_attn.default}
+"""Operations whose results selective checkpointing keeps. The last one is attention of packed sequences on GPUs."""
 
 
 def recompute_layers(model: PreTrainedModel, which: Literal[True, "selective"], where: str) -> None:

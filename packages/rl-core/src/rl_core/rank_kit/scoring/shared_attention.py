@@ -50,6 +50,14 @@ def half_precision(query: Tensor) -> torch.dtype | None:
     return query.dtype if query.dtype in (torch.bfloat16, torch.float16) else None
 
 
+def flash_precision(query: Tensor, key: Tensor, value: Tensor) -> torch.dtype | None:
+    """The half precision in which CUDA's flash attention computes these vectors; None if it does not support them: they
+    are elsewhere, or in another precision, or their size is not one multiple of 8 up to 256 (MLA has two sizes)."""
+    size = query.shape[-1]
+    is_fitting = size == key.shape[-1] == value.shape[-1] and size % 8 == 0 and size <= 256
+    return half_precision(query) if query.is_cuda and is_fitting else None
+
+
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -212,11 +220,9 @@ class _Varlen:
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> _Kernel | None:
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-        return None
     if query.device.type == "cpu":
-        return _Rectangles()
-    return _Varlen() if query.is_cuda and half_precision(query) is not None else None
+        return _Rectangles() if query.shape[-1] == key.shape[-1] == value.shape[-1] else None
+    return _Varlen() if flash_precision(query, key, value) is not None else None
 
 
 def _in_rectangles(

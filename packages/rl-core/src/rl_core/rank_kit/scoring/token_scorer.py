@@ -98,7 +98,8 @@ def load_scorer(
     Args:
         spec: the model to load.
         device: the model's device. On `meta`, the model has the same structure without memory and is not checked.
-        routes_key: the key that enables router replay, for messages; None: routers make their own choices.
+        routes_key: the configuration key that enables router replay, which error messages name; None: routers make
+            their own choices.
         keeps_float32: trained parameters are float32 even if the compute dtype is bfloat16. False: they have the
             compute dtype, and the sharding code keeps a float32 copy.
 
@@ -183,7 +184,7 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
 
 
 def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:
-    """Requires that the scorer's log-probs agree with those from the model's own logits for each sequence alone.
+    """Requires that the scorer's log-probs agree with those from the model's own logits, one sequence at a time.
 
     Besides the faults that `_require_agreement` names, this check detects output layers that compute more than a matrix
     product.
@@ -199,8 +200,8 @@ def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> N
 
 
 def _require_same_states(model: PreTrainedModel, spec: WorkerSpec, compute_dtype: torch.dtype, where: str) -> None:
-    """Requires that the hidden states from which values are computed agree with the model's own for each sequence
-    alone."""
+    """Requires that the hidden states from which values are computed agree with those of the model's own code, computed
+    one sequence at a time."""
 
     def as_trained(inputs: ModelInput) -> Tensor:
         states_SH = predicting_states(model, inputs, compute_dtype)
