@@ -36,7 +36,7 @@ class MovingBackend(DeepSpeedBackend):
                 self.shards.move(torch.device("cpu"), parameters=parameters, optimizer=optimizer)
                 if spec.options.zero_optimization.offload_optimizer.device == "cpu":
                     moved = self.shards.optimizer.offloaded_states
-                    assert not moved & HOST_STATES, "DeepSpeed would later move them to the device"
+                    assert not moved & HOST_STATES, "otherwise, DeepSpeed would later move them to the device"
 
             def onload(self, *, parameters: bool, optimizer: bool) -> None:
                 # With an optimizer, only the device's type is read: not the CPU's means back.

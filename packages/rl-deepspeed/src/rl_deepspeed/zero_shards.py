@@ -31,8 +31,6 @@ _STATES = {
     "optimizer": (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states),
 }
 """Argument of `Shards.move` → the states that DeepSpeed moves for it."""
-_ON_HOST = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.lp_grads)
-"""States that are always on the host if the optimizer computes there. DeepSpeed would reload them to the device."""
 
 
 class ZeroShards:
@@ -168,8 +166,7 @@ class ZeroShards:
         if self._away - away:
             self._engine.reload_states()
             self._away = frozenset()
-        stays = _ON_HOST if self._engine.zero_use_cpu_optimizer() else ()
-        include = [state for kind in away - self._away for state in _STATES[kind] if state not in stays]
+        include = [state for kind in away - self._away for state in _STATES[kind]]
         if include:
             with offloading_torch_adamw():
                 self._engine.offload_states(include=include, device=OffloadDeviceEnum.cpu, pin_memory=False)
