@@ -162,7 +162,7 @@ def _varlen_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if _takes_enable_gqa() else {}
+    grouped: dict[str, Any] = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if _takes_enable_gqa() else {}
     bounds, longest = packed.offsets, packed.max_length
     output = varlen_attn(
         query_THD,
