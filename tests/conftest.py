@@ -96,7 +96,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip(f"needs a GPU, and -m gpu: torch {torch.__version__} finds no CUDA device")
+            pytest.skip(f"needs a GPU, which tests see only with -m gpu: torch {torch.__version__} finds no device")
 
 
 def pytest_report_header() -> str:

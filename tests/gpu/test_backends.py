@@ -12,14 +12,13 @@ import attrs
 import pytest
 
 from rl_core.testing import BackendConformance, Variant
-from rl_core.testing.backend import Tolerances
 from rl_deepspeed import DeepSpeedOptions, ZeroOptimization, deepspeed
 from rl_fsdp import FsdpOptions, fsdp, fsdp1
 from rl_megatron import MegatronOptions, megatron
+from tests.megatron import test_conformance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 UNTIED = {"tie_word_embeddings": False}
-ON_MEGATRON = Tolerances(gradient=1e-5, weight=2e-5)
 PADDED_AND_RECOMPUTED = {"use_sample_packing": False, "gradient_checkpointing": True}
 
 
@@ -66,7 +65,7 @@ class TestMegatron(BackendConformance):
     options = MegatronOptions()
     variants = variants_of(MegatronOptions(moe_enable_routing_replay=True))
     resumes = with_two_ranks(variants[0])
-    tolerances = ON_MEGATRON
+    tolerances = test_conformance.TestMegatron.tolerances
 
 
 ZERO2, ZERO3 = (ZeroOptimization(stage=stage) for stage in (2, 3))

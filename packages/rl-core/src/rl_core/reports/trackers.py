@@ -114,6 +114,7 @@ class TensorBoardTracker:
 
 
 _UPLOAD_S = 300.0
+"""Seconds for the last uploads to Weights & Biases."""
 
 
 class WandbTracker:
@@ -121,7 +122,7 @@ class WandbTracker:
     set, no network is needed.
 
     A resumed run continues the run whose id is in `wandb_run_id.txt`. Weights & Biases does not accept a step twice: it
-    ignores repeated steps with a warning. When the run ends, uploads get `_UPLOAD_S` seconds more, or those of
+    ignores repeated steps with a warning. When the run ends, uploads get five minutes more, or the seconds of
     `WANDB_FINISH_TIMEOUT`; `wandb sync` sends the rest.
     """
 

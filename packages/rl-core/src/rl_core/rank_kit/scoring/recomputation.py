@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rl_core.errors import ConfigError
 
 _aten: Any = torch.ops.aten
-_varlen: Any = torch.ops.torch_attn
+_attention: Any = torch.ops.torch_attn
 
 KEPT = frozenset(
     getattr(_aten, name).default
@@ -37,7 +37,7 @@ KEPT = frozenset(
         "_flash_attention_forward",
         "_efficient_attention_forward",
     )
-) | {_varlen._varlen_attn.default}
+) | {_attention._varlen_attn.default}
 """Operations whose results selective checkpointing keeps. The last one is attention of packed sequences on GPUs."""
 
 
