@@ -230,8 +230,11 @@ class GlooWorker:
         options = self.options
         if options.phase != phase or options.rank not in (-1, self.rank.rank):
             return
-        if options.fault in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if options.fault == "kill" else signal.SIGSTOP)
+        if options.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif options.fault == "stop":
+            # A SIGSTOP sent to the process may be taken by another thread, and this one would run on for a while.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif options.fault == "raise":
             raise ValueError(f"told to fail in {phase}")
         elif options.fault == "user":
