@@ -137,6 +137,7 @@ def test_a_users_mistake_exits_with_2_and_an_error_message(rl: Run, arguments: l
         "generator.type",
         "generator.inference_engine.backend",
         "generator.inference_engine.weight_sync_backend",
+        "trainer.ref.inference_backend",
         "environment.env_class",
     ],
 )
@@ -257,15 +258,18 @@ def test_run_evaluation_and_run_generation_raise_the_errors_that_rl_eval_and_rl_
 
 
 @pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"]], ids=["train", "dry run"])
-def test_a_wrong_key_type_and_plug_in_are_reported_at_once(rl: Run, command: list[str]):
-    code, out, err = rl(*command, "small", "trainer.sead=1", "trainer.epochs=lots", "trainer.strategy=fspd")
+def test_a_wrong_key_a_wrong_type_and_missing_plug_ins_are_reported_at_once(rl: Run, command: list[str]):
+    plugins = ["trainer.strategy=fspd", "trainer.callbacks=[clip]", "trainer.ref.inference_backend=vlm"]
+    code, out, err = rl(*command, "small", "trainer.sead=1", "trainer.epochs=lots", *plugins)
     assert (code, out) == (2, "")
     first, *lines = err.splitlines()
-    assert first == "error: 3 mistakes:"
+    assert first == "error: 5 mistakes:"
     assert lines[0] == "  1. trainer.epochs: got 'lots' (str, command line); expected int."
     assert lines[1] == "  2. trainer.sead: unknown key (command line). Did you mean trainer.seed?"
     assert lines[2].startswith("  3. trainer.strategy: 'fspd' is not among the installed training backends")
-    assert len(lines) == 3
+    assert lines[3].startswith("  4. trainer.ref.inference_backend: 'vlm' is not among the installed")
+    assert lines[4].startswith("  5. trainer.callbacks: 'clip' is not among the installed")
+    assert len(lines) == 5
 
 
 def test_independent_mistakes_are_reported_together(rl: Run):

@@ -96,8 +96,6 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
 def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str] | None = None) -> None:
     """Records the errors that `check_plugins` would raise, except those that follow from mistakes recorded before."""
     _gather_unloadable(config, GROUPS, mistakes)
-    for name in config.trainer.callbacks:
-        mistakes.passes(plugins.load, "rl_core.callbacks", name, key="trainer.callbacks")
     has_loss = not mistakes.about(_LOSS) and mistakes.passes(_check_loss, config)
     if has_loss and not mistakes.about("trainer.max_staleness", "trainer.pipeline_depth"):
         mistakes.passes(_check_correction, config)

@@ -1,5 +1,4 @@
-"""Lists the keys that name plug-ins, except `trainer.callbacks`, and checks that these plug-ins are installed, without
-importing them."""
+"""Lists the keys that name plug-ins, and checks that these plug-ins are installed, without importing them."""
 
 from __future__ import annotations
 
@@ -16,7 +15,9 @@ GROUPS = {
     "environment.env_class": "rl_core.environments",
     "generator.inference_engine.backend": "rl_core.inference",
     "generator.inference_engine.weight_sync_backend": "rl_core.weight_transports",
+    "trainer.ref.inference_backend": "rl_core.inference",
     "trainer.logger": "rl_core.trackers",
+    "trainer.callbacks": "rl_core.callbacks",
     "trainer.algorithm.policy_loss_type": "rl_core.policy_losses",
     "trainer.algorithm.advantage_estimator": "rl_core.advantage_estimators",
 }
