@@ -93,6 +93,15 @@ def test_every_algorithm_is_listed_under_the_name_that_its_key_takes():
         assert key.replace("_high", "") in page or key in page, key
 
 
+def test_the_recipes_with_a_tiny_variant_are_listed():
+    page = (ROOT / "packages/rl-examples/README.md").read_text()
+    sentence = re.search(r"These have a tiny variant.*?: (.*?)\.\n", page, flags=re.DOTALL)
+    assert sentence is not None
+    recipes = [plugin.name for plugin in plugins.installed("rl_core.recipes")]
+    tiny = {name for name in recipes if plugins.load("rl_core.recipes", name).tiny is not None}
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == tiny
+
+
 def test_the_readme_names_what_rl_core_depends_on():
     project = tomllib.loads((ROOT / "packages/rl-core/pyproject.toml").read_text())["project"]
     sentence = re.search(r"`rl-core` depends on (.*?)\.", (ROOT / "README.md").read_text(), flags=re.DOTALL)
