@@ -50,7 +50,7 @@ def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
 
 
 def with_served_models(options: Mapping[str, Any], served: Mapping[str, ServedModel]) -> dict[str, Any]:
-    """The options, with each `url` that `asked_models` found replaced by the served model of the same path."""
+    """Returns the options. In each section whose key path is in `served`, the served model replaces the `url`."""
     given = {
         name: {**section, "url": served[place]} if (place := f"{_PLACE}.{name}") in served else section
         for name, section in options.items()

@@ -157,13 +157,13 @@ def _moved(record: TrajectoryStep | Completion, arrays: dict[str, Any], columns:
             arrays.setdefault(name, []).append(np.asarray(values, dtype))
     if record.routed_experts is None:
         return None
-    routes = f"routed_experts_{len(arrays)}"  # a new name, because every call adds an array
+    routes = f"routed_experts_{len(arrays)}"  # a new name, because `arrays` has grown since the last one
     arrays[routes] = record.routed_experts
     return routes
 
 
 class _Tokens:
-    """Reads the arrays in the order in which they were written."""
+    """Reads the values of each array in the order in which they were written."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self.arrays = arrays

@@ -2,8 +2,8 @@
 
 The filter refuses access to other processes' memory, memory that no limit counts (memfd, SysV), namespaces and mounts,
 keys, io_uring (because its operations bypass the filter), changes of priority and scheduling, administration of the
-machine, calls newer than the table, and all sockets except Unix socket pairs. `pyseccomp` could build such a filter
-too, but needs libseccomp on the machine and has had no release since 2021.
+machine, system calls newer than the table of calls below, and all sockets except Unix socket pairs. `pyseccomp` could
+build such a filter too, but needs libseccomp on the machine and has had no release since 2021.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _X32 = 0x40000000  # x86 calls with 32-bit pointers, which have their own numbers
 _FIRST_UNKNOWN = 463
-"""The first call that the table does not know, setxattrat of Linux 6.13. Calls from 424 on have the same number on
-both architectures."""
+"""The first call newer than the table: setxattrat of Linux 6.13. Calls from 424 on have the same number on both
+architectures."""
 _AF_UNIX, _PR_SET_DUMPABLE = 1, 4
 _Instruction = tuple[int, int, int, int]
 

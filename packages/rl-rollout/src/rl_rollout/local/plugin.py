@@ -113,8 +113,8 @@ class LocalEnginePlugin:
 
 
 def _require_known(spec: EngineSpec) -> None:
-    """Raises ConfigError for names in `init_kwargs` that are neither parameters of `from_pretrained` nor fields of the
-    model's configuration. Checks nothing if the model is not a local directory; unknown names then fail on loading."""
+    """Raises ConfigError for names in `init_kwargs` that are neither in `_LOADING` nor fields of the model's
+    configuration. Checks nothing if the model is not a local directory; unknown names then fail on loading."""
     try:
         fields = json.loads(Path(spec.model_path, "config.json").read_text())
     except (OSError, ValueError):
