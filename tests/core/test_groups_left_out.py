@@ -34,7 +34,8 @@ def test_a_group_whose_samples_all_fail_is_dropped_and_another_one_is_played_at_
 
 @STALENESS
 def test_a_greedy_answer_is_part_of_its_group_and_is_not_trained_on(tmp_path: Path, max_staleness: int):
-    """The greedy answer shares its group's place, version and order; a group finishes when its slowest answer does."""
+    """Greedy answers start at the same versions and in the same order as the samples of their groups. A group finishes
+    when its slowest answer does."""
 
     def play(group: int) -> Play:
         return Play(greedy=group / 10, greedy_seconds=4.0 if group % 2 else 13.0)
@@ -136,7 +137,8 @@ def test_too_many_failures_stop_the_run_with_a_checkpoint_and_are_all_written(tm
 
 def test_failures_that_a_run_accepted_do_not_stop_the_run_that_resumes_it(tmp_path: Path):
     """Three of four samples of group 1 fail, which is within the limit if the samples of group 0 count too. Step 1
-    trains on group 0, so its checkpoint holds only group 1, whose failures alone exceed the limit."""
+    trains on group 0, so its checkpoint does not hold group 0. The resumed run counts group 1 first, and the failures
+    of group 1 alone exceed the limit."""
 
     def play(group: int) -> Play:
         return Play(seconds=10.0 + group, rewards=(1.0, None, None, None) if group == 1 else (0.0, 1.0, 0.0, 1.0))

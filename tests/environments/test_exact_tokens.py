@@ -57,7 +57,7 @@ class Echo(ToolEnvironment):
 
     @tool
     async def divide(self, by: int) -> float:
-        """One by a number."""
+        """One divided by a number."""
         return 1 / by
 
     async def judge(self, answer: str) -> float:

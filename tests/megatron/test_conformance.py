@@ -25,7 +25,7 @@ DEEPSEEK = UNTIED | {"family": "deepseek_v3", "num_hidden_layers": 4}
 
 
 def mesh(world_size: int, checkpoint: dict[str, Any] = UNTIED, **options: int) -> Variant:
-    """A variant with a dense model on a mesh of these sizes."""
+    """A variant on a mesh of these sizes; the model is dense unless `checkpoint` has experts."""
     return Variant(world_size=world_size, checkpoint=checkpoint, options=MegatronOptions(**options), parity_only=True)
 
 

@@ -1,5 +1,5 @@
-"""Delta syncs, which send only changed weights: from a real optimizer step to the engine's log-probs. After a failure,
-the next sync sends whole weights.
+"""Delta syncs send only changed weights. These tests cover the path from a real optimizer step to the engine's
+log-probs. After a failure, the next sync sends whole weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experts_path(tmp_path_factory):
-    """A model whose experts transformers packs into two tensors per layer, while a sync sends tensors per expert."""
+    """A model whose experts are two packed tensors per layer in transformers; a sync sends tensors per expert."""
     sizes = {"num_experts": 4, "hidden_size": 256, "moe_intermediate_size": 128}
     return write_model(tmp_path_factory.mktemp("experts") / "model", **sizes)
 

@@ -60,7 +60,7 @@ class ReferenceEngine:
 
     @classmethod
     def from_checkpoint(cls, path: str) -> ReferenceEngine:
-        """Loads model and tokenizer in float32."""
+        """Loads the model in float32, and its tokenizer."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -159,8 +159,8 @@ class ReferenceEngine:
         limit: int = self.model.config.max_position_embeddings
         if not request.prompt_tokens or length > limit:
             raise GenerationError(
-                f"got {len(request.prompt_tokens)} prompt tokens, {length} with max_tokens; expected at least 1 prompt "
-                f"token, and at most {limit} with max_tokens"
+                f"got {len(request.prompt_tokens)} prompt tokens + max_tokens {request.params.max_tokens} = {length}; "
+                f"expected at least 1 prompt token, and a sum of at most {limit}"
             )
 
     async def _samples(self, running: _Running) -> tuple[Completion, ...]:
@@ -212,7 +212,8 @@ class ReferenceEngine:
 
 
 def draw_slowly(logits_V: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """Draws one token. Returns the token and its log-prob under the distribution from which it was drawn."""
+    """Draws one token. Returns the token and its log-prob under the distribution from which it was drawn. At
+    temperature 0, takes the most likely token instead; its log-prob is then that at temperature 1."""
     if params.temperature == 0:
         logprobs_V = logits_V.float().log_softmax(-1)
         token = int(logprobs_V.argmax())

@@ -15,8 +15,8 @@ from rl_core.errors import ConfigError
 class RmsNorm(torch.nn.Module):
     """y = x / sqrt(mean(x²) + eps) · w over the last axis (Zhang & Sennrich 2019, arXiv 1910.07467).
 
-    Megatron's own norm refuses sequence parallelism. Tensor ranks have different tokens, so the weight's gradients must
-    be summed over them; the attribute `sequence_parallel` makes Megatron do that.
+    Megatron's own norm refuses sequence parallelism. Under it, each tensor rank has different tokens, so the weight's
+    gradients must be summed over the tensor ranks; the attribute `sequence_parallel` makes Megatron do that.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any):

@@ -198,7 +198,7 @@ class LocalEngine:
         )
 
     async def close(self) -> None:
-        """Stops the thread; running requests fail. A second call does nothing."""
+        """Stops the thread; running requests fail. A second call only waits for the thread to end."""
         if not self._closed:
             self._closed = True
             self._fail_calls(GenerationError("the local engine was closed"))
