@@ -27,7 +27,7 @@ from tests.fsdp.test_scoring_pass import UNSCORED, played_batch, settings_of
 PARTS = ([[0, 1, 2, 3]], [[3], [1, 2], [0]], [[2], [0], [3], [1]])
 """Ways to split a step into parts: the groups of each part, in the order in which they finish."""
 TOLERANCE = 1e-6
-"""Relative L2 of the gradient over all parameters. Only the order of sums differs; measured: 3e-7."""
+"""Relative L2 difference of the gradients over all parameters. Only the order of sums differs; measured: 3e-7."""
 
 
 class RecordingFsdp:

@@ -17,7 +17,8 @@ from rl_fsdp.backend import FsdpBackend
 
 @attrs.frozen(kw_only=True)
 class FullDiskFsdp(FsdpBackend):
-    """`FsdpBackend` whose first rank cannot write a model or a state's list of files in directories named `full`."""
+    """`FsdpBackend` whose first rank can write neither model weights nor a state's list of files if the path has a
+    directory named `full`."""
 
     name: str = "full_disk_fsdp"
 

@@ -161,9 +161,9 @@ class ModelUpdate:
         self.nonfinite_steps = self.nonfinite_steps + 1 if result.skipped else 0
         if self.nonfinite_steps >= limit:
             raise NonFiniteError(
-                f"step {step}: {self.nonfinite_steps} optimizer steps of the {name} in a row had a loss or gradient "
-                "that is not finite (trainer.max_consecutive_nonfinite_steps) and were skipped. Lower the learning "
-                "rate, or look at rollout/logprob_diff_max and the rewards of the last steps"
+                f"step {step}: {self.nonfinite_steps} optimizer steps of the {name} in a row were skipped because "
+                f"loss or gradient was not finite; trainer.max_consecutive_nonfinite_steps is {limit}. Lower the "
+                "learning rate, or look at rollout/logprob_diff_max and the rewards of the last steps"
             )
         metrics = {"skipped_steps": (float(result.skipped), 1.0), "learning_rate": (result.learning_rate, 1.0)}
         return metrics if result.skipped else {**metrics, "grad_norm": (result.grad_norm, 1.0)}
