@@ -437,7 +437,7 @@ def test_a_score_that_is_not_finite_is_named(score: float):
 @pytest.mark.parametrize("ids", [["a", "b"], ("a", "b"), np.array(["a", "b"]), np.array(["a", "b"], dtype=object)])
 def test_group_ids_that_are_text_are_refused_with_what_to_do(ids: Any):
     scores_N = torch.ones(2)
-    message = "group_N: expected a tensor, got .* of str_?; replace texts by numbers"
+    message = "group_N: expected a tensor, got .* of str_?; replace strings by numbers"
     for function in (grpo_advantages, rloo_advantages, pass_at_k, zero_variance_groups, group_mean, group_sum):
         settings = {"k": 2} if function is pass_at_k else {}
         names = "num_samples_P" if function is pass_at_k else "group_N"

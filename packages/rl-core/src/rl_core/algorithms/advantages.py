@@ -140,8 +140,8 @@ def maxrl_advantages(scores_N: Tensor, group_N: Tensor, environment_scores_N: Te
     their weight becomes.
 
     A_i = (e_i − mean e) / mean e + p_i − mean p, with e the environment's score and p = s − e the (negative) KL penalty
-    in the score. With scores 0 and 1, the first part estimates a gradient that lies between the gradient of the success
-    rate and that of the success rate's logarithm. The penalty does not count as success, so it is a separate reward.
+    in the score. With scores 0 and 1, the first part estimates the gradient of an objective between the success rate
+    and its logarithm. The penalty does not count as success, so it is a separate reward.
     Source: Tajwar et al. 2026, arXiv 2602.02710 (MaxRL), without a penalty.
 
     Args:
@@ -224,7 +224,7 @@ def pass_at_k_advantages(
 ) -> Tensor:
     """The advantages of samples if k samples share one reward, which is 1 if any of them succeeds, else 0.
 
-    The advantage is the average over all k-subsets of the sample's group that contain the sample. With n samples, c
+    A sample's advantage is the mean advantage of the k-subsets of its group that contain it. With n samples, c
     successes and q = C(n−c, k) / C(n, k), the subsets' rewards have mean R = 1 − q and deviation sqrt(q (1 − q)).
     For a success: A = (1 − R) / deviation = sqrt(q / (1 − q)).
     For a failure: A = (1 − R − C(n−c−1, k−1) / C(n−1, k−1)) / deviation = −c / (n − c) · sqrt(q / (1 − q)).
@@ -366,9 +366,9 @@ def gae_advantages(
 
 
 def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Values standardised over the masked tokens: mean 0, variance 1.
+    """Values standardised over the tokens in the mask: mean 0, variance 1.
 
-    y_t = (x_t − mean) / sqrt(var + 1e-8), with mean and variance (divided by n) over the masked tokens only.
+    y_t = (x_t − mean) / sqrt(var + 1e-8), with mean and variance (divided by n) over the tokens in the mask.
 
     Args:
         values_T: finite where the mask is true; not read elsewhere.
@@ -391,7 +391,7 @@ def _standardised(values: Tensor) -> Tensor:
     if not values.numel():
         return values
     centred = values - values.mean()
-    # The first mean is rounded. Without the second, equal values would leave a remainder that the division amplifies.
+    # Subtract the mean twice. The first mean is rounded, and for equal values the division would amplify the remainder.
     centred -= centred.mean()
     return centred * (centred.square().mean() + _VARIANCE_EPSILON).rsqrt()
 
@@ -407,7 +407,7 @@ def _fail_at_k(successes: Tensor, counts: Tensor, k: int) -> Tensor:
 
 
 def _without_penalty(scores_N: Tensor, environment_scores_N: Tensor | None, group_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The environment's scores, and the (negative) penalty minus the prompt's mean penalty: float64 [N]."""
+    """The environment's scores [N], and the (negative) penalty minus the prompt's mean penalty, float64 [N]."""
     require_groups(scores_N, group_N)
     if environment_scores_N is None:
         return scores_N, torch.zeros_like(scores_N, dtype=torch.float64)

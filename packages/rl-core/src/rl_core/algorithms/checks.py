@@ -81,8 +81,8 @@ def require_ordered(sequence_T: Tensor) -> None:
 
 
 def require_row_per_sequence(sequence_T: Tensor, **tensors: Tensor) -> None:
-    """Raises ShapeError unless every tensor has an entry for each sequence index up to the last of the ordered
-    stream."""
+    """Raises ShapeError unless every tensor has one axis, with an entry for each sequence index up to the stream's last
+    one. `sequence_T` must be ordered."""
     needed = int(sequence_T[-1]) + 1 if sequence_T.numel() else 0
     for name, values in tensors.items():
         if values.dim() != 1 or values.numel() < needed:
@@ -107,7 +107,7 @@ def _require_tensor(name: str, values: object) -> None:
     items = list(values) if isinstance(values, Iterable) else []
     is_text = any(isinstance(item, str) for item in items)
     remedy = (
-        "replace texts by numbers, the same number for the same text" if is_text else "convert it with torch.as_tensor"
+        "replace strings by numbers, equal ones by the same number" if is_text else "convert it with torch.as_tensor"
     )
     held = f" of {type(items[0]).__name__}" if items else ""
     raise ShapeError(f"{name}: expected a tensor, got {type(values).__name__}{held}; {remedy}")

@@ -2,8 +2,8 @@
 
 Both are log-probs of the same tokens, but the engine's kernels and precision differ and its weights may be older, so
 the samples come from a slightly different distribution. With log-ratio d_t = old_t − rollout_t, exp(d_t) is a token's
-importance ratio. Over a sequence's trained tokens, exp(sum d) is the sequence's ratio and exp(mean d) its geometric
-mean.
+importance ratio. Over a sequence's trained tokens, exp(sum d) is the sequence's ratio, and exp(mean d) the geometric
+mean of its token ratios.
 
 Truncation keeps a token with a bounded weight. A mask drops a token from the loss and, because loss weights are
 computed from the returned mask, also from the denominator. A token whose engine log-prob is missing (NaN) or not finite
@@ -81,11 +81,11 @@ def off_policy_correction(
     4. drops sequences whose geometric mean or product of ratios (`sequence_mask_metric`) is out of bounds
 
     Values equal to a bound are kept. The parameters are the keys of `trainer.algorithm.off_policy_correction`; None
-    disables a step or a bound. Two combinations give masked importance sampling, if the cap is not below the mask's
-    upper bound: step 2 with token ratios in step 3, and the product in step 4 with sequence ratios in step 3. Empty
-    tensors are accepted, so that settings can be checked before a run.
+    disables a step or a bound. For masked importance sampling, use step 2 with token ratios in step 3, or the product
+    in step 4 with sequence ratios in step 3, and a cap that is not below the mask's upper bound. Empty tensors are
+    accepted, so that settings can be checked before a run.
 
-    Metrics, each a pair (sum, weight). The weight is the number of the tokens or sequences that are named last:
+    Metrics, each a pair (sum, weight). The weight counts the tokens or sequences named at the end of the line:
         off_policy/logprob_diff: |d|, over the trained tokens with a finite engine log-prob
         off_policy/ratio: exp(d) with d clamped to ±20, over the same tokens
         off_policy/missing_tokens: tokens that step 0 dropped, of the trained tokens

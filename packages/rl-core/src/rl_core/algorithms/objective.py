@@ -1,4 +1,4 @@
-"""The sum that training minimises, computed by a loss function from batch columns that are bound by parameter name.
+"""The sum that training minimises. A loss function computes it from batch columns, bound to its parameters by name.
 
 Training backends call an `Objective` once per micro-batch, so they need no code for particular losses, and losses need
 none for particular backends. A function's positional parameters say what it reads:
@@ -135,7 +135,8 @@ class Objective:
         correction scales the loss. `correction_weights` is added if the loss reads it; it is 1 without a correction.
 
         Args:
-            columns: the mini-batch's `required_columns`, and `correction_weights` if there is a correction.
+            columns: the mini-batch's `required_columns`, `group_id` if the loss's `prepare` function reads `group_T`,
+                and `correction_weights` if there is a correction.
             sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
             seed: seed of this mini-batch; the same seed and columns give the same result.
         """

@@ -166,8 +166,8 @@ def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
 
     The input is cut into blocks of 64. All blocks are computed in parallel, each as if y were 0 after it, together with
     the products of their decays. The recurrence over the blocks' first values is the same problem, 64 times shorter.
-    Each position of a block then gets the next block's result, multiplied by the decays in between. This takes 64
-    vector steps per level and O(T) work, for one long sequence as well as for many short ones.
+    Each position then adds the first value of the next block, multiplied by the decays in between. This takes 64 vector
+    steps per level and O(T) work, for one long sequence as well as for many short ones.
 
     Args:
         inputs_T: x, finite.
