@@ -51,6 +51,6 @@ PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "computed by a lo
 ROUTE_COLUMNS = ("routed_experts", "routed")
 """Columns that record the experts to which tokens were routed, and for which tokens these are known."""
 INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS, "route_layers")
-"""Columns that a model reads; losses and estimators read the others."""
+"""Columns that a model reads."""
 STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")
 """Columns that say which sequences are the steps of one trajectory."""

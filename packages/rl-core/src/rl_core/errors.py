@@ -94,8 +94,8 @@ class ForeignCodeError(RLError, RuntimeError):
 
 
 class NonFiniteError(RLError, ArithmeticError):
-    """Too many consecutive optimizer steps had a loss or gradient that is not finite, or rewards cannot be computed,
-    because log-probs are not finite."""
+    """Too many consecutive optimizer steps had a loss or gradient that is not finite, or log-probs are not finite, so
+    that rewards cannot be computed."""
 
 
 def install(requirement: str) -> str:

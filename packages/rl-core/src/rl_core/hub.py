@@ -179,8 +179,8 @@ def _refusals(where: str) -> Iterator[None]:
 
 @contextmanager
 def _progress(name: str, cache: Path, num_bytes: int) -> Iterator[None]:
-    """Context that logs the size of the download at the beginning, and how much has arrived every few seconds and at
-    the end."""
+    """Context that logs the size of the download at the beginning. Every few seconds and at the end, it logs how much
+    has arrived."""
     before, started, done = _size_of(cache), time.monotonic(), threading.Event()
 
     def line() -> str:

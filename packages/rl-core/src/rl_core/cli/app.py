@@ -1,4 +1,4 @@
-"""The commands and their options. A command that fails prints one message without a traceback, and sets an exit code.
+"""The commands and their options. An `RLError` ends a command with one message, and with a traceback only on request.
 
 Exit codes: 0 success, 1 failure, 2 a mistake in the command, configuration, plug-in or data, 130 interrupted.
 """
@@ -30,7 +30,7 @@ imports torch."""
 _AS_ASKED = (ConfigError, PluginError, DataError)
 """Errors after which the same command would fail again, because the user must change something."""
 _NOT_RESUMED = (*_AS_ASKED, CheckpointError)
-"""Errors after which a command that resumes would fail too, except `StorageError`."""
+"""Errors after which resuming would fail too. Of the checkpoint errors, `StorageError` is an exception."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.
@@ -39,8 +39,8 @@ key.path=value arguments after it change single keys; docs/configuration.md list
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and ends the process."""
-    # The current directory makes a user's own modules importable (trainer.callbacks=my_module:Class). It comes last, so
-    # that they hide no other module.
+    # Make modules in the current directory importable (trainer.callbacks=my_module:Class). The directory comes last, so
+    # that these modules hide no others.
     sys.path.append(str(Path.cwd()))
     # transformers reads this variable when it is imported. Its progress bars would mix with the output of a run.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -214,7 +214,7 @@ def plan(
 @_configured
 def rehearse(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
     """Run one rank's step of the full-size models on tensors without data. Show its memory in GiB, compared with
-    `rl plan`, and its operations. Needs neither GPU nor weights."""
+    `rl plan`, and its number of operations. Needs neither GPU nor weights."""
     from rl_core.cli import rehearsing, runs
 
     rehearsing.show_rehearsal(runs.load(source, overrides, tiny))

@@ -1,5 +1,5 @@
-"""What a command tells its user besides its result. Output that nobody can read must not end hours of work: Ctrl-C also
-ends the `tee` that reads it, a terminal is closed, or the disk that has the log is full.
+"""Messages of a command to its user, besides the result. A message that cannot be written must not end hours of work:
+Ctrl-C may also have ended a `tee` that reads the output, the terminal may be closed, or the log's disk may be full.
 """
 
 from __future__ import annotations

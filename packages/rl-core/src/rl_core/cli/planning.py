@@ -173,8 +173,8 @@ def _ranks_table(ranks: Sequence[RankPlan]) -> Table:
 
 
 def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
-    """Groups of ranks: each rank separately or, if there are many, grouped by equal memory and layers, whatever their
-    experts."""
+    """Groups of ranks, one for each row of the table: single ranks or, with more than `_MANY_RANKS`, ranks with equal
+    layers and memory, whose experts may differ."""
     if len(ranks) <= _MANY_RANKS:
         return [[rank] for rank in ranks]
     groups: dict[object, list[RankPlan]] = {}

@@ -18,7 +18,7 @@ TESTED = {
 }
 """The versions that all tests use on CPUs: requirements.lock."""
 PINNED_FOR_CUDA_13 = {"vllm": "0.30.0", "transformer-engine": "2.11.0", "flash-attn": "2.8.3"}
-"""Additional versions on GPUs: requirements-cu13.lock. They are untested, because the tests have no GPU."""
+"""Additional versions on GPUs: requirements-cu13.lock. They are untested, because the test suite runs on CPUs."""
 PAIRS = (
     ("torch", "transformers"),
     ("transformers", "peft"),
