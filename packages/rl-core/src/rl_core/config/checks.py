@@ -250,8 +250,8 @@ def _check_delta(config: Config) -> None:
     key, engine = "generator.inference_engine.weight_sync_delta", config.generator.inference_engine.backend
     if config.trainer.policy.model.lora.is_sent_alone:
         raise ConfigError(
-            f"{key}: got true with trainer.policy.model.lora.merge_lora=false, with which only the adapter is sent, "
-            "always in full, because it is small; set weight_sync_delta=false"
+            f"{key}: got true with trainer.policy.model.lora.merge_lora=false, where a sync sends only the adapter, "
+            "always in full; set weight_sync_delta=false"
         )
     plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
     if not (isinstance(plugin, DeltaReceiving) and plugin.receives_deltas):

@@ -214,7 +214,7 @@ def _why_not_created(directory: Path) -> str | None:
         except (OSError, ValueError) as error:  # such as a name that is too long
             return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if is_directory and os.access(path, os.W_OK | os.X_OK):
-            # Below a directory that is missing, no lookup reports a name that is too long.
+            # Looking up a path below a missing directory does not report that a name is too long.
             too_long = any(len(os.fsencode(part)) > os.pathconf(path, "PC_NAME_MAX") for part in directory.parts)
             return os.strerror(errno.ENAMETOOLONG) if too_long else None
         return f"{path} is not a writable directory"

@@ -362,8 +362,8 @@ def translated(
     `mistakes`.
 
     Args:
-        is_of_a_plugin: returns whether a plug-in declares a key. Such a key keeps its name. Called only for keys of the
-            tables.
+        is_of_a_plugin: returns whether a plug-in declares a key. Such a key keeps its name. Called only for keys that
+            the tables above contain.
         values: the values of all layers by path. Some translations depend on other keys, such as the selected loss,
             because parameters of other losses are dropped.
     """

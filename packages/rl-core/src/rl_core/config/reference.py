@@ -43,7 +43,7 @@ _BACKENDS = """\
 options of a training backend. Sections of installed backends are checked like all other keys. Sections of backends that
 are not installed are kept unchecked, with a warning.
 """
-_OPTIONS = "Keys of {package} for `{chooser}`. With any other value they have no effect and cause a warning."
+_OPTIONS = "Keys of {package}, read only with `{chooser}`. Otherwise, changing one has no effect and causes a warning."
 _DERIVED = """\
 ## Derived values
 

@@ -1,7 +1,7 @@
 """Models that the run's own engines serve to environments, as judges for example.
 
-In the options of an environment, `url: inference_engine` becomes a `ServedModel`. `model` selects it: `base` (the
-policy's model without its adapter), or the directory of another adapter.
+In the options of an environment, `url: inference_engine` becomes a `ServedModel`. The option `model` says which one:
+`base` (the policy's model without its adapter), or the directory of another adapter.
 """
 
 from __future__ import annotations

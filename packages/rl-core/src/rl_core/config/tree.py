@@ -210,8 +210,8 @@ class DynamicSamplingConfig:
     """`filter`: sample until the batch is full of groups whose rewards differ. `replace`: replace each group of equal
     rewards by a copy of a group whose rewards differ. None: off."""
     max_sample_batches: int = 30
-    """`filter`: stop the run after this many times `trainer.train_batch_size` consecutive dropped groups. `replace`:
-    stop the run after this many consecutive batches below `min_replace_ratio`."""
+    """`filter`: stop the run if more than this number × `trainer.train_batch_size` consecutive groups are dropped.
+    `replace`: stop the run after this many consecutive batches below `min_replace_ratio`."""
     min_replace_ratio: float = 0.3
     """`replace`: smallest fraction of groups whose rewards differ. A batch with fewer is discarded, and a new one is
     sampled."""
@@ -258,8 +258,8 @@ class AlgorithmConfig:
     max_seq_len: int | None = None
     """The divisor of `loss_reduction=seq_mean_token_sum_norm`, which requires it. Nothing else reads it."""
     use_kl_loss: bool = False
-    """Add the KL divergence from the reference model to the loss. Off by default, unlike in other frameworks: it needs
-    a second model, and most current recipes omit it."""
+    """Add the KL divergence from the reference model to the loss. Off by default, unlike in SkyRL, because it needs a
+    second model and most current recipes omit it."""
     kl_loss_coef: float = 0.001
     """Coefficient of the KL, in the loss or in the reward."""
     kl_estimator_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased"] = "k3"
@@ -318,7 +318,7 @@ class TrainerConfig:
     update_epochs_per_batch: int = 1
     """Passes over each training batch."""
     micro_train_batch_size_per_gpu: int = 1
-    """Sequences per micro-batch in training. Changes memory and speed, never the result."""
+    """Sequences per micro-batch in training. Changes memory and speed, and the result only by rounding."""
     micro_forward_batch_size_per_gpu: int = 1
     """Sequences per micro-batch when log-probs are computed without gradients."""
     max_tokens_per_microbatch: int = -1
@@ -327,8 +327,8 @@ class TrainerConfig:
     """Pack a micro-batch into one stream without padding. False: pad it to a rectangle."""
     share_prefixes: bool | Literal["auto"] = "auto"
     """Compute prefixes that sequences of a packed micro-batch share (a group's prompt, an episode's earlier turns) only
-    once. Token limits count shared tokens once; the result does not change. `auto`: on if the backend supports it and
-    `use_sample_packing` is on."""
+    once. Token limits count shared tokens once. The result changes only by rounding. `auto`: on if the backend supports
+    it and `use_sample_packing` is on."""
     gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory for about a third more computation. `selective` keeps the
     results of matrix products and attention: little extra computation, and memory between that of false and true."""
@@ -363,11 +363,11 @@ class TrainerConfig:
     eval_before_train: bool = True
     """Also evaluate the model before training."""
     eval_interval: int = 5
-    """Steps between evaluations. The last step is always evaluated. Below 1: no evaluation after the start, unless a
+    """Steps between evaluations. The last step is evaluated too. Below 1: no evaluation after the start, unless a
     callback requests one."""
 
     ckpt_interval: int = 10
-    """Steps between checkpoints. The last step always gets one. Below 1: a checkpoint is saved only if the run is
+    """Steps between checkpoints. The last step gets one too. Below 1: a checkpoint is saved only if the run is
     stopped or fails, or a callback requests one."""
     max_ckpts_to_keep: int = -1
     """Keep only this many of the newest checkpoints; -1: all. If the disk is too full for a checkpoint, the run
@@ -504,7 +504,7 @@ class WeightVerificationConfig:
     """Steps between comparisons. The first sync of a process is compared too. 0: none, except those of
     `prove_at_start`."""
     num_tokens: int = 256
-    """Number of fixed random tokens to compare log-probs on."""
+    """Number of random tokens whose log-probs are compared; the seed of the run determines them."""
     limit: float | None = None
     """Stop the run if the mean absolute difference of the log-probs, in nats, is larger. None: 0.001 for float32, 0.02
     for float16, 0.06 for bfloat16; the coarser dtype of trainer and engine decides. The default is scaled up in

@@ -95,7 +95,7 @@ LARGEST: dict[str, float] = {
     "generator.eval_n_samples_per_prompt": 2**16,
     "generator.inference_engine.weight_verification.num_tokens": 2**20,
     # `prove_at_start` increases its noise until the log-probs change by 1.5 nats, and fails if they change by less than
-    # nine times the limit. With a limit above 1.5 / 9, this could never succeed.
+    # nine times the limit. With a limit above 1.5 / 9, it could fail although every tensor arrives.
     "generator.inference_engine.weight_verification.limit": 0.16,
 }
 _LARGEST_RATE = 10.0
