@@ -160,8 +160,8 @@ class Scoring(Protocol):
         ...
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
-        """Returns, by the name of each engine in service, log p(token t | previous tokens) at temperature 1 for every
-        token of every sequence; 0.0 for the first token."""
+        """Scores the sequences with every engine in service. Returns engine's name → for every sequence,
+        log p(token t | previous tokens) of each token at temperature 1; 0.0 for the first token."""
         ...
 
 
@@ -206,8 +206,8 @@ class IdleMeasuring(Protocol):
     """A client of several engines that measures how long each of them was idle."""
 
     def idle_lap(self) -> Mapping[str, float]:
-        """Engine number → seconds since the last call of this method during which the engine had no request, including
-        the time during which it was down."""
+        """Engine number → seconds for which the engine had no request or was down since the last call of this
+        method."""
         ...
 
 

@@ -56,7 +56,7 @@ class OptimizerConfig:
     num_warmup_steps: int = 0
     """Optimizer steps of warm-up. Step i, counted from 0, uses lr · (i + 1) / num_warmup_steps."""
     scheduler: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
-    """Shape after the warm-up. `linear` and `cosine` reach 0 at the run's last optimizer step."""
+    """Shape after the warm-up. `linear` and `cosine` reach 0 right after the run's last optimizer step."""
     offload_after_step: bool = True
     """Move the optimizer state to the CPU between training phases; only in colocated training."""
 
