@@ -30,7 +30,7 @@ imports torch."""
 _AS_ASKED = (ConfigError, PluginError, DataError)
 """Errors after which the same command would fail again, because the user must change something."""
 _NOT_RESUMED = (*_AS_ASKED, CheckpointError)
-"""Errors after which resuming would fail too. Of the checkpoint errors, `StorageError` is an exception."""
+"""Errors after which resuming would fail too, apart from `StorageError`, which is a `CheckpointError`."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.

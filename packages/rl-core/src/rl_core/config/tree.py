@@ -583,8 +583,8 @@ class GeneratorConfig:
     eval_n_samples_per_prompt: int = 1
     """Samples per held-out prompt."""
     apply_overlong_filtering: bool = False
-    """Do not train on responses that were cut off at the length limit. Their rewards still count in their group's
-    baseline."""
+    """Do not train on samples whose last response was cut off at the length limit, or whose context had no room for
+    another response. Their rewards still count in their group's baseline."""
     inference_engine: InferenceEngineConfig = attrs.field(factory=InferenceEngineConfig)
     """The engine that samples."""
     plugin_options: Mapping[str, Any] = attrs.field(factory=dict)

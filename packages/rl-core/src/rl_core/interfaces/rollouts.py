@@ -46,8 +46,8 @@ class StepResult:
     except assistant, or text, which becomes a user message. If the episode began with text: text, which is appended
     unchanged."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
-    """Averaged over episodes and logged as `environment/<name>`. If several turns report a metric, the last value is
-    used."""
+    """Averaged over episodes and logged as `environment/<name>`, in evaluation as `eval/<name>`. If several turns
+    report a metric, the last value is used."""
 
 
 @runtime_checkable
