@@ -83,6 +83,9 @@ def test_an_override_is_read_with_the_type_of_its_key(override: str, key: str, v
         ("trainer.epochs.more=1", r"trainer\.epochs\.more: trainer\.epochs is a single value \(int\)"),
         ("environment.options=[1]", r"environment\.options: got \[1\] .* expected a section"),
         ("trainer.run_name=[a", r"trainer\.run_name=\[a: not valid YAML .* put text in quotes"),
+        ("trainer.run_name=a\x01", r"not valid YAML .*special characters are not allowed"),
+        (f"trainer.seed={'9' * 5000}", r"not valid YAML .*limit"),
+        (f"trainer.generation_timeout_s={'9' * 400}", r"trainer\.generation_timeout_s: got 999.* expected float"),
         ("+trainer.epochs=2", r"without a prefix"),
         ("trainer.epochs", r"an override is key\.path=value"),
         ("=3", r"an override is key\.path=value"),
@@ -121,6 +124,7 @@ def test_an_error_in_a_file_names_the_line(tmp_path: Path):
     ("text", "message"),
     [
         ("a: [1", "not valid YAML"),
+        ("a: \x01", "not valid YAML"),
         ("- a\n", "holds `key: value` lines"),
         ("[a]: 1\n", "a key must be text"),
         ("\xff", "cannot be read"),

@@ -139,6 +139,22 @@ def test_a_hub_that_never_answers_is_given_up(tmp_path: Path):
     assert "cannot be reached (timed out)" in result.stderr
 
 
+def test_a_server_that_does_not_speak_http_is_reported_at_once(tmp_path: Path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"220 a mail server\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        result = python(FETCH, tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert "cannot be reached (220 a mail server" in result.stderr
+
+
 SLOW_NAMES = """
 import socket, time
 socket.getaddrinfo = lambda *_, **__: time.sleep(60)

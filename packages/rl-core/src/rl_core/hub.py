@@ -6,6 +6,7 @@ minutes.
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
 import threading
@@ -72,7 +73,7 @@ def _failure(url: str) -> Exception | None:
         urllib.request.urlopen(url, timeout=TIMEOUT_S).close()
     except urllib.error.HTTPError:
         return None  # loading the model with the user's token will report this error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return error
     return None
 

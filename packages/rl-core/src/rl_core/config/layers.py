@@ -46,9 +46,9 @@ def file_layer(path: Path, mistakes: Mistakes) -> Layer:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    loader = Yaml12Loader(text)
-    loader.name = str(path)
     try:
+        loader = Yaml12Loader(text)
+        loader.name = str(path)
         node = loader.get_single_node()
         if node is None:
             return []
@@ -81,8 +81,8 @@ def _override(override: str, mistakes: Mistakes) -> Layer:
         raise ConfigError(f"{override!r}: an override is key.path=value without spaces, e.g. trainer.epochs=2")
     if not re.fullmatch(r"[\w.-]+", key):
         raise ConfigError(f"{override!r}: {key!r} is not a key; an override is key.path=value, without a prefix")
-    loader = Yaml12Loader(text)
     try:
+        loader = Yaml12Loader(text)
         node = loader.get_single_node()
         if isinstance(node, yaml.MappingNode) and node.value:
             leaves = _leaves_of_node(loader, node, key, "", mistakes)

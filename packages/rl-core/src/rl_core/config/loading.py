@@ -162,8 +162,7 @@ def _fit(hint: Any, value: Any) -> Any:
     if hint is None or hint is type(None):
         return None if value is None else _MISMATCH
     if hint is float:
-        is_number = type(value) in (int, float) and not math.isnan(value)
-        return float(value) if is_number else _MISMATCH
+        return _fit_float(value)
     if hint in (bool, int, str):
         return value if type(value) is hint else _MISMATCH
     if hint is dict or _is_mapping(hint):
@@ -177,6 +176,14 @@ def _fit(hint: Any, value: Any) -> Any:
     if origin in (tuple, list):
         return _fit_sequence(origin, args, value)
     raise TypeError(f"a field of type {hint} cannot be loaded; use bool, int, float, str, Literal, tuple or Mapping")
+
+
+def _fit_float(value: Any) -> Any:
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:  # an integer above 1.8e308
+        return _MISMATCH
+    return _MISMATCH if math.isnan(number) else number
 
 
 def _fit_sequence(origin: type, args: tuple[Any, ...], value: Any) -> Any:

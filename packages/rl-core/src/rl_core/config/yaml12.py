@@ -36,7 +36,10 @@ for _class in (Yaml12Loader, Yaml12Dumper):
 
 
 def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node))
+    try:
+        return int(loader.construct_scalar(node))
+    except ValueError as error:  # thousands of digits
+        raise yaml.constructor.ConstructorError(problem=str(error), problem_mark=node.start_mark) from error
 
 
 # YAML 1.1 reads 010 as eight.
