@@ -31,7 +31,7 @@ class FileRecord:
     num_bytes: int
     crc32: int | None
     """CRC-32 of the file's bytes, the checksum that weight syncs use too. It detects every change within 32 consecutive
-    bits. One core computes it at about 4 GiB/s. None: the list was written by a version that recorded only sizes."""
+    bits. One core computes it at 2 to 4 GiB/s. None: the list was written by a version that recorded only sizes."""
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import attrs
 
 CONTRACT_VERSION = 1
-"""Always 1. Only plug-ins from the time when all contracts shared one version import it. Newer plug-ins state their
-version as a literal, because an imported version would change with the installed rl-core."""
+"""Always 1. Kept for old plug-ins that import it; they were written when all contracts shared one version. Newer
+plug-ins state their version as a literal, because an imported version would change with the installed rl-core."""
 
 
 @attrs.frozen(kw_only=True)
@@ -22,7 +22,7 @@ class Contract:
     unstated: int | None = None
     """The assumed version of a plug-in without `contract_version`. None: every plug-in must state its version."""
     added: Mapping[str, int] = attrs.field(factory=dict)
-    """Member → the version that added it or changed its parameters. Plug-ins of earlier versions need not have it."""
+    """Member → the version that added it or changed its parameters. Plug-ins of earlier versions may lack it."""
     adapters: Mapping[int, str] = attrs.field(factory=dict)
     """Version → `package.module:function`, which adapts a plug-in of this version to the next version. The function is
     imported when such a plug-in is selected. Plug-ins of a version without an adapter are used unchanged."""

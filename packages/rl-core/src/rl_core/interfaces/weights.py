@@ -104,9 +104,9 @@ class Rendezvous:
     adapter: Mapping[str, Any] | None = None
     """`LoraConfig.peft_config`, if the sync sends only a low-rank adapter. Transports do not read it."""
     delta: Mapping[str, Any] | None = None
-    """None unless both sides keep the weights so that later syncs can send only changes. Then it contains `id`, which
-    is unique to this sync, and `base`, the id of the sync to whose weights the changes are applied (None if this sync
-    sends whole weights). See `rl_core.rank_kit.weight_deltas`. Transports do not read it."""
+    """None unless both sides keep the weights so that later syncs can send only changes. If set, it contains `id`,
+    which is unique to this sync, and `base`, the id of the sync to whose weights the changes are applied (None if this
+    sync sends whole weights). See `rl_core.rank_kit.weight_deltas`. Transports do not read it."""
     is_staged: bool = True
     """The transport's `WeightTransport.is_staged`, set by `publish_weights`. If False, either all engines get the
     version or none does, so a client raises as soon as one of them fails."""
@@ -185,8 +185,8 @@ class NodeCheckingTransport(Protocol):
     """A transport that may not work between machines."""
 
     def validate_nodes(self, num_nodes: int) -> None:
-        """Raises ConfigError if the transport cannot send weights from one of `num_nodes` machines, on which the policy
-        trains, to another. Called on the controller before a run; starts nothing."""
+        """Raises ConfigError if the transport does not work when the policy trains on `num_nodes` machines. Called on
+        the controller before a run; starts nothing."""
         ...
 
 

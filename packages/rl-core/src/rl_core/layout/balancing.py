@@ -1,7 +1,7 @@
 """Computes the cost of sequences, and partitions costs into parts with nearly equal sums.
 
-Every partition function takes costs and a number of parts and returns the part of each item. Ties are broken by index,
-so the same costs always give the same parts.
+Every partition function takes costs and a number of parts, and returns the index of each item's part. Ties are broken
+by index, so the same costs always give the same parts.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
     Bound: the parts' sums differ by at most the largest cost M. Proof: let L be a part's sum, r the number of items
     that it still has room for, and c the cost of the next item. For any two parts, |L − L'| and |(L + r·c) − (L' +
     r'·c)| are 0 before the first item, and both stay at most M. The second: adding the item to its part leaves L + r·c
-    unchanged; c never increases, and the difference is linear in c and at most M for c = 0. The first: between parts
-    with room, as for greedy; if the other part is full, L + c ≤ L + r·c ≤ L' + M.
+    unchanged; c never increases, and the difference is linear in c and at most M for c = 0. The first: between two
+    parts with room, as for greedy. If the part with sum L' is full, r' = 0, so L + c ≤ L + r·c ≤ L' + M.
     """
     costs_N = _checked(costs_N, num_parts)
     part_N = np.empty(len(costs_N), np.int64)
@@ -106,8 +106,7 @@ def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray
 
 
 class _Forest:
-    """Sets of items, built by unions. The set of only item i has the number i; the set that union u creates has the
-    number N + u."""
+    """Sets of items, built by unions. Set i, for i < N, contains only item i. Union u creates set N + u."""
 
     def __init__(self, num_items: int):
         self.num_items = num_items

@@ -147,8 +147,8 @@ class Mesh:
         return self.coordinates(rank).data
 
     def returns_results(self, rank: int) -> bool:
-        """Whether `rank` returns results. One rank per replica does: on the last pipeline stage, which has the logits,
-        and first on every other axis."""
+        """Whether `rank` returns results. One rank per replica does: the one on the last pipeline stage, which has the
+        logits, with index 0 on the tensor, sequence and context axes."""
         place = self.coordinates(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == place.sequence == place.context == 0
 

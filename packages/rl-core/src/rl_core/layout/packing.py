@@ -27,8 +27,9 @@ def plan_micro_batches(
 
     First, `partition` gives all ranks sequences of nearly equal total cost. Then each rank's sequences are packed into
     the same number of micro-batches: the smallest multiple of `multiple` for which a packing of all ranks within the
-    limits is found. The micro-batches of a rank have nearly equal numbers of tokens, unless only an unbalanced packing
-    is found. They are ordered largest first, so that all ranks run micro-batches of similar size at the same time.
+    limits is found. The micro-batches of a rank have nearly equal numbers of tokens, unless no balanced packing is
+    found within the limits. They are ordered largest first, so that all ranks run micro-batches of similar size at the
+    same time.
 
     A rank with fewer sequences than micro-batches has empty micro-batches at the end (only empty ones if it has no
     sequence). In an empty micro-batch, the rank joins the collectives without contributing.
@@ -36,9 +37,9 @@ def plan_micro_batches(
     Args:
         lengths_N: tokens of each sequence, at least 1.
         num_data_ranks: number of data-parallel ranks (`Mesh.data`).
-        max_tokens: largest number of tokens of a micro-batch, with each sequence padded to `sequence_multiple`, before
-            context parallelism splits them. None: no limit.
-        max_sequences: largest number of sequences of a micro-batch. None: no limit. If neither limit is set, a rank
+        max_tokens: largest number of tokens of a micro-batch, counted after padding and before context parallelism
+            splits the sequences. None: no limit.
+        max_sequences: largest number of sequences of a micro-batch. None: no limit. If both limits are None, each rank
             has `multiple` micro-batches.
         multiple: each rank's number of micro-batches is a multiple of this (`Mesh.micro_batch_multiple`).
         sequence_multiple: each sequence is padded to a multiple of this (`Mesh.sequence_multiple`).

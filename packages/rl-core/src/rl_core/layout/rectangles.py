@@ -24,8 +24,8 @@ def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tupl
         alike_N: sequences share a rectangle only if their entries in this array are equal. None: no such restriction.
 
     Returns:
-        Two arrays, int64 [N]: the number of each sequence's rectangle, in ascending order of the sequences' lengths,
-        and the sequence's row in its rectangle.
+        Two arrays, int64 [N]: the number of each sequence's rectangle, and the sequence's row in this rectangle.
+        Rectangles of shorter sequences have lower numbers.
     """
     class_N = np.ceil(np.log(np.maximum(lengths_N, _SHORT) / _SHORT) / np.log(_GROWTH) - 1e-9).astype(np.int64)
     if alike_N is not None:

@@ -114,7 +114,7 @@ def moe_layers(num_layers: int, *, num_dense_first: int = 0, frequency: int = 1)
     Args:
         num_layers: number of transformer layers.
         num_dense_first: number of leading layers without experts.
-        frequency: every n-th layer has experts.
+        frequency: n, if every n-th layer has experts.
     """
     layers = np.arange(num_layers)
     return layers[(layers >= num_dense_first) & (layers % frequency == 0)]

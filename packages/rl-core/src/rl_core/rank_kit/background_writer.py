@@ -52,7 +52,7 @@ class BackgroundWriter:
         self._found_no_room = False
 
     def is_done(self) -> bool:
-        """Whether the state is written and finished on this rank. Never waits.
+        """Whether this rank has written the state and called `finish`, or has no state to write. Never waits.
 
         Raises:
             CheckpointError: storage failed on this rank or on another.

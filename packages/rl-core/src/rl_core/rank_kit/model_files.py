@@ -117,12 +117,12 @@ def write_tokenizer(model: str, directory: Path) -> None:
 
 
 def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes a critic's head to `HEAD_FILE`. `tensors`: the weights under the names listed there."""
+    """Writes a critic's head to `HEAD_FILE`. `tensors`: weight and bias, named as in this file."""
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, directory / HEAD_FILE, {"format": "pt"})
 
 
 def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dict[str, Tensor] | None:
-    """Returns the head that `write_head` wrote, on the CPU. None: there is no such file, so the model was no critic.
+    """Returns the head that `write_head` wrote, on the CPU. None: there is no such file, so the model is not a critic.
 
     Args:
         directory: the model's directory.

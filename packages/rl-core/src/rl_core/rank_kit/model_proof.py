@@ -45,7 +45,7 @@ ALONE = {
     "MASTER_PORT": "0",
     "OMP_NUM_THREADS": "1",
 }
-"""Environment variables of the process of a comparison: a process group of one rank, and one OpenMP thread."""
+"""Environment variables of the comparison process: a process group of one rank, and one OpenMP thread."""
 _DEADLINE_S = 600.0
 _proved_here: set[Path] = set()
 """Cache files of the proofs that this process has made, including files that could not be written."""

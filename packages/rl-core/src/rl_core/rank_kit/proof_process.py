@@ -42,8 +42,8 @@ difference of 0.39)."""
 _MOST_CHARACTERS = 500
 """Maximum length of a reported error message."""
 _LENGTHS = (MANY_TOKENS, 23, 1500)
-"""Sequence lengths. The last sequence is scored but not trained on; slow rotary frequencies matter only at such large
-positions."""
+"""Sequence lengths. The last sequence is scored but not trained on. It is long, because slow rotary frequencies matter
+only at large positions."""
 
 
 @attrs.frozen(kw_only=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rl_core.errors import ConfigError
 
 _MOST_PARAMETERS = 50_000_000
-"""Largest number of parameters of a small model. A model above it has a size that `shrunken` does not reduce."""
+"""Largest number of parameters of a small model. A larger model has a size that `shrunken` does not reduce."""
 _SHARPNESS = 1.2
 """Standard deviation of the elements of queries, keys and router scores."""
 _LOGITS = 1.0

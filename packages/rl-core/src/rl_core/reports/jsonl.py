@@ -72,7 +72,7 @@ class StepLog:
             logger.error("disk full: the last %d rows of %s are lost", self._waiting.count(b"\n"), self._path)
 
     def _write_waiting(self) -> None:
-        """Writes all waiting rows or, if the disk is full, none of them. After a StorageError no row waits any more."""
+        """Writes all waiting rows or, if the disk is full, none of them. A StorageError discards the waiting rows."""
         if not self._waiting:
             return
         descriptor, waiting, self._waiting = self._file.fileno(), self._waiting, b""

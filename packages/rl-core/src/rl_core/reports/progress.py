@@ -123,7 +123,8 @@ class Progress:
         parts = [f"{self._title}: {self._count()}", *map(_number, self._numbers.items()), time_note]
         line = " · ".join(part for part in parts if part)
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        # Ctrl-C also ends the `tee` that reads this output, or the disk that has the log is full. The work must go on.
+        # Writing fails if Ctrl-C has ended a `tee` that reads this output, or if the log's disk is full. The work must
+        # go on.
         with suppress(OSError):
             self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()

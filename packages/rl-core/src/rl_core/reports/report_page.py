@@ -186,8 +186,8 @@ def _start_middle_end(steps: set[int]) -> list[int]:
 
 def _stages(wanted: Mapping[str, Sequence[int]]) -> list[tuple[str, dict[str, int]]]:
     """(name, purpose → step) of start, middle and end. If one purpose has fewer steps than the other, each of its steps
-    belongs to the stage in which the other purpose's step is nearest. So the second of two evaluations belongs to the
-    end."""
+    belongs to the stage in which the other purpose's step is nearest. For example, if a run is evaluated only before
+    and after training, these evaluations belong to the start and the end."""
     longest = max(wanted.values(), key=len)
     names = {0: (), 1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[len(longest)]
     stages: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names]

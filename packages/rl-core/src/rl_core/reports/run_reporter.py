@@ -79,7 +79,7 @@ class RunReporter:
     def failed_samples(
         self, step: int, trajectories: Sequence[Trajectory], *, purpose: Literal["train", "eval"] = "train"
     ) -> None:
-        """Writes all failed samples that a step counts, or the failed samples of an evaluation that ended with an
+        """Writes all `trajectories`: the samples that failed in a step, or in an evaluation that ended with an
         error."""
         self._samples.write([self._sample(trajectory, step, purpose) for trajectory in trajectories])
 

@@ -84,7 +84,7 @@ __all__ = ["BackendConformance", "Case", "Tolerances", "VARIANTS", "Variant", "m
 
 @attrs.frozen(kw_only=True)
 class Tolerances:
-    """Largest allowed differences from the reference: several times those measured with correct workers."""
+    """Largest allowed differences from the reference. All are above those measured with correct workers."""
 
     logprob: float = 1e-5
     """Absolute difference of log-probs and entropies, from rounding in about ten successive sums. Measured: 1.4e-6."""
@@ -120,8 +120,8 @@ OTHER_STEP = OptimizerUpdate(
 """Settings that all differ from the configuration's."""
 MOVED = 1e-3
 """Smallest change that the control checks must find: in the weights after three steps, compared with the initial
-weights and with steps on half the batch; and in the log-probs with other routes. If these changes were smaller,
-agreement within the tolerances would prove nothing."""
+weights and with steps on half the batch or with other settings; and in the log-probs with other routes. If these
+changes were smaller, agreement within the tolerances would prove nothing."""
 
 
 ROUTE_CHECKS = (

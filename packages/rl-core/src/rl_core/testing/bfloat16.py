@@ -195,7 +195,7 @@ def is_scored(batch: Batch) -> Tensor:
 def errors(found: Results, exact: Results, before: Mapping[str, Tensor]) -> Errors:
     """Measures the differences between `found` and `exact`. `before`: the weights before the steps.
 
-    Weights are compared as exported: if a weight of `found` is bfloat16, the exact weight is rounded to it, too.
+    Weights are compared as exported: if a weight of `found` is bfloat16, the exact weight is rounded to bfloat16, too.
     """
     like = {name: exact.weights[name].to(weight.dtype).float() for name, weight in found.weights.items()}
     missed, moved = _distance(found.weights, like), _distance(exact.weights, before)

@@ -98,7 +98,7 @@ class EnvironmentConformance:
                 if result.done:
                     assert result.observation is None, "the last result of an episode must have no observation"
                 else:
-                    assert result.observation is not None, "a result without `done` must have an observation"
+                    assert result.observation is not None, "a result before the last must have an observation"
                     _require_prompt(result.observation)
             names.add(frozenset(results[-1].metrics))
         assert len(names) == 1, f"all episodes must report the same metrics, so that their means are right: {names}"

@@ -182,7 +182,7 @@ def _varlen_attention(
 
 @cache
 def _takes_enable_gqa() -> bool:
-    """False for torch 2.11, whose `varlen_attn` takes fewer heads of keys and values without this argument."""
+    """False for torch 2.11, whose `varlen_attn` accepts grouped query heads without this argument."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

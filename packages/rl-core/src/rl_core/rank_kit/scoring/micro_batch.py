@@ -28,7 +28,7 @@ class ModelInput:
     packed: PackedSequences | None
     """None for a rectangle on one rank: attention is causal, so no real token sees the padding on its right."""
     source_S: Tensor
-    """int64, the cell (row-major) whose hidden state predicts score s."""
+    """int64, the cell (row-major) from whose hidden state score s is computed."""
     target_S: Tensor
     """int64, id of the predicted token."""
     routes: Routes | None

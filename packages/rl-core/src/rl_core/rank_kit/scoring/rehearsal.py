@@ -53,14 +53,15 @@ def rehearse(
     Args:
         spec: the model and its settings. Of the model's files, only `config.json` is read.
         mesh: the mesh of all ranks.
-        shard: as in `start.start_shards`, but it also gets the ranks.
+        shard: as in `start.start_shards`, but called with the scorer and the ranks.
         batch: the rank's sequences, with the columns that the loss reads.
         plan: the micro-batches of `batch`.
         loss: the loss of a training step; None: the batch is only scored.
         section: the backend's section of the configuration, for messages.
 
     Returns:
-        The phases `train` and `step`, as in a step after the first (with optimizer state); or `score`.
+        With a loss, the phases `train` and `step`, measured with the optimizer state that exists from the second step
+        on. Without a loss, only the phase `score`.
 
     Raises:
         ConfigError: the model cannot be built or sharded, or this process has already joined a process group.

@@ -43,16 +43,18 @@ def shared_attention(
 
 
 def half_precision(query: Tensor) -> torch.dtype | None:
-    """The half precision in which attention computes: that of autocast, whatever the tensor's dtype, because rotary
-    embeddings of float32 models give float32; else the tensor's own. None if neither is half precision."""
+    """The half precision in which attention computes. Under autocast, this is autocast's dtype, even for a float32
+    tensor, because rotary embeddings of float32 models give float32. Otherwise, it is the tensor's dtype; None if that
+    is not half precision."""
     if torch.is_autocast_enabled(query.device.type):
         return torch.get_autocast_dtype(query.device.type)
     return query.dtype if query.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def flash_precision(query: Tensor, key: Tensor, value: Tensor) -> torch.dtype | None:
-    """The half precision in which CUDA's flash attention computes these vectors; None if it does not support them: they
-    are elsewhere, or in another precision, or their size is not one multiple of 8 up to 256 (MLA has two sizes)."""
+    """The half precision in which CUDA's flash attention computes these vectors; None if it does not support them. It
+    needs vectors on CUDA, in half precision, all of the same size (in MLA, sizes differ): a multiple of 8, at most
+    256."""
     size = query.shape[-1]
     is_fitting = size == key.shape[-1] == value.shape[-1] and size % 8 == 0 and size <= 256
     return half_precision(query) if query.is_cuda and is_fitting else None

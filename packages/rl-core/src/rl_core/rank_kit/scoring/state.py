@@ -93,7 +93,7 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMes
             are then unchanged); or reading failed after these checks.
     """
 
-    # In two rounds: each rank checks some of the files, and then every rank unpickles the index.
+    # In two rounds, so that all files are checked, each by one rank, before any rank unpickles the index.
     steps_done = agree(partial(require_complete_state, directory))
     agree(partial(_require_same_tensors, directory, tensors))
     try:
