@@ -93,8 +93,8 @@ def code_of(whose: str) -> Iterator[None]:
 
 
 def is_foreign(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Whether the code in a task raised this error itself, although it is not an Exception. False for an Exception, and
-    for an error whose cause is outside the task: Ctrl-C, or code that cancels or discards the task.
+    """Whether the error is not an Exception, but was raised by the task's own code. False if its cause is outside the
+    task: Ctrl-C, or code that cancels or discards the task.
 
     Args:
         task: the task in which the error was raised; None: it was raised outside any task.

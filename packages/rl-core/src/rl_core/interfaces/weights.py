@@ -156,7 +156,7 @@ class WeightTransport(Protocol):
 
         Args:
             num_ranks: number of senders.
-            num_engines: smallest possible number of receivers; each process of an engine counts.
+            num_engines: minimum number of receivers: one per engine process that holds weights.
         """
         ...
 

@@ -19,8 +19,8 @@ _LEAST_SAVED = 16
 """A prefix is shared only if sharing it saves the computation of at least this many tokens over all its sequences. For
 fewer tokens, the additional call of the attention kernel costs more time than sharing saves."""
 _REPEATED = 0.01
-"""A sequence starts a new family if the tokens that it shares with earlier sequences are at most this fraction of the
-tokens of the family before it."""
+"""A sequence starts a new family if it shares with earlier sequences at most this fraction of the tokens of the current
+family."""
 _PARTS_OF_A_SHARE = (2.0, 1.5, 1.0, 0.5, 0.25)
 """Limits of a family's size to try, as multiples of a rank's equal share of the tokens. If a family is cut, each part
 computes the shared tokens again, so the best limit is often above 1."""
@@ -41,7 +41,7 @@ class PrefixForest:
     order_N: IntArray
     """[N] the sequences, ordered so that sequences with long common prefixes are neighbours."""
     new_N: IntArray
-    """[N] for each sequence in the order of `order_N`, the number of its tokens that no earlier sequence shares."""
+    """[N] for each sequence in the order of `order_N`, the number of tokens that it shares with no earlier sequence."""
 
     @property
     def num_cells(self) -> int:
@@ -293,7 +293,7 @@ class _Nodes:
         return len(self.first_M)
 
     def with_one(self, first: IntArray, start: IntArray, end: IntArray, parent: IntArray) -> _Nodes:
-        """Adds nodes for single sequences, with the tokens that the sequence shares with no other."""
+        """Adds a node per given sequence, with the tokens that the sequence shares with no other."""
         firsts, starts = np.append(self.first_M, first), np.append(self.start_M, start)
         order = np.lexsort((starts, firsts))
         number = np.append(np.argsort(order), -1)  # so the parent of a root, −1, remains −1
@@ -307,7 +307,7 @@ class _Nodes:
 
 
 def _cells(nodes: _Nodes, start_N: IntArray, length_M: IntArray) -> IntArray:
-    """[T] cell of each token of the sorted sequences, which start at `start_N`."""
+    """[T] cell of each token of the stream, in which the sorted sequences start at `start_N`."""
     first_cell_M = np.cumsum(length_M) - length_M
     # Each pair of a node and a sequence that contains the node is a run of tokens of the stream.
     token = start_N[index_runs(nodes.first_M, nodes.count_M)] + np.repeat(nodes.start_M, nodes.count_M)

@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 2 << 30
 
 @contextmanager
 def writing_model(directory: Path) -> Iterator[None]:
-    """Context for the code that writes a model's files, on a rank that writes.
+    """Context for the code that writes a model's files.
 
     Raises:
         StorageError: the storage failed; DiskFullError if the disk was full.

@@ -1,7 +1,7 @@
 """Shrinks a model's configuration to few layers, narrow matrices and few experts. Imports no torch.
 
 Keeps what determines how a model is computed: the head size, and with it the rotary frequencies; kinds of layers; norms
-and their eps; biases; the numbers of chosen experts and expert groups; tied embeddings; divisibility of sizes.
+and their eps; biases; the numbers of chosen experts and chosen groups; tied embeddings; divisibility of sizes.
 Lengths that only long sequences reach (windows, and thresholds of length-dependent rotary frequencies) become shorter
 than `MANY_TOKENS`.
 """
@@ -30,7 +30,7 @@ sizes is detected."""
 _HIDDEN_PER_HEAD = 20
 _WINDOWS = {"sliding_window": 24, "attention_chunk_size": 24}
 _FIRST_LAYERS = ("first_k_dense_replace", "max_window_layers")
-"""Fields with the number of layers at the start that are of another kind."""
+"""Fields with the number of leading layers that are of another kind."""
 _SOME_LAYERS = ("mlp_only_layers",)
 """Fields with a list of the layers that are of another kind."""
 _EVERY_NTH_LAYER = (
@@ -94,15 +94,15 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _few(count: int, most: int) -> int:
-    """`count` if it is at most `most`; else 3 if `count` is odd, so that 2 and 4 do not divide the result
-    either; else `most`."""
+    """Returns `count` if it is at most `most`. A larger count becomes `most` if it is even, and 3 if it is odd, because
+    2 and 4 must not divide the result either."""
     return count if count <= most else (3 if count % 2 else most)
 
 
 def _hidden_size(config: Mapping[str, Any], small_heads: int) -> int:
-    """Returns `small_heads` · head size if the model's hidden size // heads is the head size and its attention is not
-    latent; else `small_heads` · another number. Adds a remainder if the model's hidden size is not a multiple of its
-    number of heads."""
+    """Returns the small model's hidden size. The hidden size per head equals the head size if it does in the model and
+    attention is not latent; otherwise, the two differ. Adds a remainder if the model's hidden size is not a multiple of
+    its number of heads."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     per_head = hidden // heads

@@ -18,8 +18,8 @@ from rl_core.stored_files import FileRecord, changed, missized, recorded
 
 STATE_LIST = "state.json"
 CHECKSUM_NOTE = ".checksums"
-"""Suffix of a note with the size and checksum of one file, which the rank writes next to the file. `write_state_list`
-reads and deletes the notes."""
+"""Suffix of the note that a rank writes next to each of its files, with the file's size and checksum.
+`write_state_list` reads and deletes the notes."""
 
 
 def write_state_list(directory: Path, names: Iterable[str], *, steps_done: int) -> None:

@@ -1,6 +1,6 @@
 """Writing a worker's state with torch's distributed checkpoints, and the errors of a failed write.
 
-The module is apart from `state_files`, because torch takes a second to import its distributed checkpoints, and the
+The module is separate from `state_files`, because torch takes a second to import its distributed checkpoints, and the
 controller only reads the lists of states.
 """
 

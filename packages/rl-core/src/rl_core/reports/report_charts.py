@@ -71,7 +71,8 @@ _PLANS = (
     ),
     _Plan(
         title="Engine against trainer",
-        about="Difference between their log-probs, for the same tokens and weights. Only rounding errors are expected.",
+        about="Difference between the log-probs of engine and trainer, for the same tokens and weights. Only rounding "
+        "errors are expected.",
         curves={"rollout/logprob_diff_max": "largest", "rollout/logprob_diff_mean": "mean"},
         is_log=True,
     ),

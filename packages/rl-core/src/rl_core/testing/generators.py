@@ -196,7 +196,7 @@ def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: S
 def _trained_tokens(
     step: TrajectoryStep, exchanges: Sequence[Exchange], origins: Mapping[float, tuple[int, int]]
 ) -> Counter[int]:
-    """Returns the number of sampled tokens of each exchange on which the step trains, by index of the exchange."""
+    """Returns how many sampled tokens of each exchange the step trains on, by index of the exchange."""
     num_trained: Counter[int] = Counter()
     assert step.sampled[-1], "a step must end with a sampled token"
     for position, is_sampled in enumerate(step.sampled):

@@ -66,7 +66,7 @@ def rehearse(
     Raises:
         ConfigError: the model cannot be built or sharded, or this process has already joined a process group.
     """
-    # The batch represents the largest one, in which no two sequences share a prefix.
+    # The largest batch of a run is one in which no two sequences share a prefix.
     spec = attrs.evolve(spec, share_prefixes=False)
     fake_mode = _FakeDevice(allow_non_fake_inputs=True)
     with _rank_alone(mesh.world_size):
