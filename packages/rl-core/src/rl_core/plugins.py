@@ -117,7 +117,7 @@ def _is_receiver(found: Any) -> bool:
 
 
 def _import_problem(error: Exception, module: str) -> str:
-    """The error of an import as text, with the file and line that raised it unless the message names a file already or
+    """The error of an import as text. Adds the file and line that raised it, unless the message already names a file or
     the module does not exist."""
     names_file = isinstance(error, SyntaxError) or ".py:" in str(error)
     place = "" if names_file or _is_absent(error, module) else raised_at(error)

@@ -25,10 +25,10 @@ class WeightBucket:
     _data: Tensor | None = attrs.field(default=None, alias="data")
     """uint8, one axis, contiguous, no gaps, on any device. The constructor's argument is `data`."""
     parts: tuple[Tensor, ...] | None = None
-    """The separate tensors; None once they are packed. In a bucket from `pack_buckets`, they are valid until the next
-    bucket is requested; the bucket is then packed unless `taken` was called."""
+    """The separate tensors; None once they are packed, empty after `taken`. In a bucket from `pack_buckets`, they are
+    valid until the next bucket is requested; the bucket is then packed unless `taken` was called."""
     checksums: tuple[int, ...] | None = None
-    """CRC-32 of each tensor's bytes, if a receiver has computed them."""
+    """CRC-32 of each tensor's bytes; None if they have not been computed."""
 
     def __attrs_post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):

@@ -25,7 +25,7 @@ _TOPK = (torch.topk, Tensor.topk)
 
 
 class ExpertChoices:
-    """The choices of all routers of one model in its latest forward pass. `of` creates it for a model."""
+    """The choices of all routers of one model in its latest forward pass. Created with `of`."""
 
     def __init__(self, blocks: dict[int, _Block], num_layers: int):
         self._blocks = blocks

@@ -18,7 +18,7 @@ import attrs
 from rl_core.reports.progress import readable
 
 Point = tuple[float, float | None]
-"""Step and value; None if the value was not finite, which leaves a gap."""
+"""Step and value; None, drawn as a gap, if the value was not finite."""
 
 _BOX = 1000
 _MAX_POINTS = 400

@@ -117,7 +117,7 @@ def adapter_tensors(
 
 
 def save_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes only the adapters in peft's format. `tensors`: whole, under peft's names."""
+    """Writes only the adapters, in peft's format. `tensors`: whole, under peft's names."""
     peft_config: Any = model.peft_config
     peft_config[_NAME].save_pretrained(directory)
     on_cpu = {name: tensor.cpu() for name, tensor in tensors.items()}

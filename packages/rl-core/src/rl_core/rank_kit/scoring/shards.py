@@ -68,8 +68,8 @@ class Shards(Protocol):
         ...
 
     def state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Returns the state by name (`model/<name>`, `optimizer/<name>/<moment>`). Each value is a tensor or an object
-        that torch's distributed checkpoint format accepts as one."""
+        """Returns the state by name (`model/<name>`, `optimizer/<name>/<moment>`). Each value is a tensor, or an
+        object that torch's distributed checkpoint format accepts in place of a tensor."""
         ...
 
     def take(self, state: Mapping[str, Any], *, with_optimizer: bool, steps_done: int) -> None:
