@@ -101,7 +101,7 @@ async def test_a_run_moves_nothing_that_no_run_wrote(tmp_path: Path, caplog: pyt
         "metrics.jsonl",
         "samples.jsonl",
     ]
-    assert "stays in place; only the files of the earlier run in it were moved" in caplog.text
+    assert "stays in place; only the files of the earlier run were moved out of it" in caplog.text
 
 
 async def test_a_run_does_not_move_the_model_that_it_starts_from(tmp_path: Path):

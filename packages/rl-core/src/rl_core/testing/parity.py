@@ -1,8 +1,8 @@
 """The parity table shows how much each backend, on each mesh, differs from plain transformers in one process.
 
 If the environment variable RL_PARITY_DIR is set, the conformance suite writes its measurements there.
-`python -m rl_core.testing.parity DIRECTORY` makes the table from the measurements. `make parity` runs the suites of
-this repository and writes docs/parity.md.
+`python -m rl_core.testing.parity DIRECTORY` makes the table from the measurements in DIRECTORY. `make parity` runs the
+suites of this repository and writes docs/parity.md.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Measurement:
     loaded_at: str | None = None
     """The mesh that loaded the state saved by `mesh`; None: no state was loaded."""
     unit: float | None = None
-    """For a bfloat16 quantity, the error of plain transformers, of which `difference` is a multiple; else None."""
+    """The error of plain transformers in bfloat16; `difference` is a multiple of it. None for float32 quantities."""
 
     def __attrs_post_init__(self) -> None:
         if self.quantity not in QUANTITIES | BFLOAT16_QUANTITIES:
@@ -174,7 +174,7 @@ def _table(
 def main(arguments: Sequence[str]) -> None:
     """Writes the page to the standard output."""
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        raise SystemExit(f"usage: python -m rl_core.testing.parity DIRECTORY (that of {DIRECTORY_VARIABLE})")
+        raise SystemExit(f"usage: python -m rl_core.testing.parity DIRECTORY (the value of {DIRECTORY_VARIABLE})")
     measurements = read_measurements(Path(arguments[0]))
     if not measurements:
         raise SystemExit(f"{arguments[0]}: no measurements; run a suite with {DIRECTORY_VARIABLE}={arguments[0]}")

@@ -50,7 +50,7 @@ class Failure:
     """A rank's answer to a call that raised. Also represents a rank that will never answer."""
 
     summary: str
-    """Type and message of the exception."""
+    """Type and message of the exception, or how the process ended."""
     traceback: str = ""
     user_error: RLError | None = None
     """The exception, if it is an RLError that can be pickled."""

@@ -1,10 +1,10 @@
 """The ranks of a backend under test, and a handle (`RankGroup`) that calls them as the controller does.
 
-A single rank runs in the test's process, where a debugger works, unless the backend needs a separate process. Other
-ranks run in processes forked from a server that has imported torch, transformers and the backend, but computed nothing.
-Two ranks then start in 0.15 s; new interpreters would take 7 s. No test gets ranks that another test has changed. Ray
-is not needed (the extra `testing` does not contain it); other tests check once, for any worker, that ranks work as Ray
-actors.
+A single rank runs in the test's process, where a debugger works, unless the backend needs a separate process. In all
+other cases, ranks run in processes forked from a server that has imported torch, transformers and the backend, but
+computed nothing. Two ranks then start in 0.15 s; new interpreters would take 7 s. No test gets ranks that another test
+has changed. Ray is not needed (the extra `testing` does not contain it); that ranks work as Ray actors does not depend
+on the backend, so other tests check it.
 
 `WorkerGroup` makes the plan and the parts and adds up the metrics, as in a training run.
 """

@@ -212,8 +212,8 @@ class ReferenceEngine:
 
 
 def draw_slowly(logits_V: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """Draws one token. Returns the token and its log-prob under the distribution from which it was drawn. At
-    temperature 0, takes the most likely token instead; its log-prob is then that at temperature 1."""
+    """Draws one token. Returns the token and its log-prob under the distribution from which it was drawn; at
+    temperature 0, under the distribution at temperature 1."""
     if params.temperature == 0:
         logprobs_V = logits_V.float().log_softmax(-1)
         token = int(logprobs_V.argmax())

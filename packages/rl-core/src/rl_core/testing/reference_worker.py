@@ -108,8 +108,8 @@ class ReferenceWorker:
         return {"loss": (total, 1.0), **returned}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Scales the gradients, clips them by their global norm, and takes an AdamW step unless the norm is not finite.
-        Unless `update` sets the learning rate, it rises linearly during warm-up, then stays constant."""
+        """Scales the gradients. If their global norm is finite, clips them by it and takes an AdamW step. Unless
+        `update` sets the learning rate, the rate rises linearly during warm-up, then stays constant."""
         assert self.optimizer is not None
         assert self.spec.optimizer is not None
         config, update = self.spec.optimizer, update or OptimizerUpdate()
@@ -190,8 +190,8 @@ def _routes(batch: Batch, tokens: slice) -> tuple[Tensor, Tensor] | None:
 
 
 def token_loss(loss: LossSpec, logprobs_T: Tensor, entropies_T: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """Computes the loss of each token before weighting, directly from the formulas. All tensors have only the trained
-    tokens."""
+    """Computes the loss of each token before weighting, directly from the formulas. All tensors contain only the
+    trained tokens."""
     is_known = loss.kl_estimator == "k3" and loss.off_policy_sequence_mask is None
     if loss.params or not is_known or loss.name not in ("ppo_clip", "cross_entropy"):
         raise ConfigError(

@@ -24,7 +24,7 @@ def require_close(actual: Tensor, expected: Tensor, tolerance: float, what: str)
 
 
 def multiple_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """The end of a message that says by which factor all gradients differ; empty if they differ otherwise."""
+    """The end of a message that says by which factor all gradients differ; empty if no single factor fits."""
     whole = torch.cat([gradient.flatten() for gradient in expected.values()])
     found = torch.cat([actual[name].flatten() for name in expected])
     factor = torch.dot(found, whole) / torch.dot(whole, whole)

@@ -1,4 +1,4 @@
-"""Adds the columns that a loss reads to a batch: KL in the reward, advantages, off-policy correction, loss weights.
+"""Adds to a batch the columns that a loss reads: KL in the reward, advantages, off-policy correction, loss weights.
 
 The controller computes these columns for whole batches, mini-batches or, when streaming, parts of a batch, before it
 splits the sequences over ranks.

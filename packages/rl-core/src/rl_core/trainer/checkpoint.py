@@ -54,7 +54,7 @@ class RunState:
     """Groups that are stored with the checkpoint (`trainer.stored_groups`): finished but not yet trained on."""
     unfinished_row: Mapping[str, float] | None = None
     """Metrics of `step`, if a stop or an error came before the step's evaluation and callbacks were done. A resumed run
-    begins with these and writes the row again. None: the row is complete."""
+    begins with the evaluation and the callbacks, and writes the row again. None: the row is complete."""
 
 
 def partial_path(root: Path, step: int) -> Path:

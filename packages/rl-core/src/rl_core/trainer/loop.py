@@ -150,7 +150,8 @@ class TrainingLoop:
         self.steps_done = steps_done
 
     def stop(self) -> None:
-        """Ends the run at the next step boundary, with a checkpoint. Must be called in the event loop's thread."""
+        """Ends the run at the next step boundary, with a checkpoint if a step was trained. Must be called in the event
+        loop's thread."""
         self._stop.set()
 
     @property
@@ -331,7 +332,7 @@ class TrainingLoop:
 
     async def _next_groups(self) -> list[FinishedGroup] | None:
         """Waits for the groups of the next step, or of its next part, and returns those to train on. Returns None if a
-        stop was requested."""
+        stop was requested before the groups were taken."""
         if self._stop.is_set():
             return None
         if self._engines.are_asleep:

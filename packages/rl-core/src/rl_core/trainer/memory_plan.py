@@ -52,7 +52,7 @@ class Peak:
 
 @attrs.frozen(kw_only=True)
 class Serving:
-    """Capacity of an engine that has its share of a device."""
+    """Capacity of an engine with its share of a device's memory."""
 
     tokens: int
     """Number of tokens for which the cache holds keys and values."""
@@ -146,7 +146,7 @@ def require_room(
 def _of_devices(
     config: Config, models: Sequence[ModelOnRanks], engine: EnginePlan | None, context: int, device_bytes: int | None
 ) -> list[Peak]:
-    """Peaks of devices that these models and, if it is not None, the engine share."""
+    """Peaks of the devices that these models share with each other and, unless it is None, with the engine."""
     turns = engine is not None and engine.can_sleep and config.pipeline_depth == 0
     devices = " + ".join([*(model.role for model in models), *([ENGINE] if engine is not None else [])])
     beside: dict[str, int] = {}

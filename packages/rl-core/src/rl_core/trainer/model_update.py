@@ -34,8 +34,8 @@ class ModelUpdateSettings:
     epochs: int
     temperature: float
     entropy_interval: int = 0
-    """The metric `entropy` is computed in step 1 and in every step divisible by this number. In other steps, and in all
-    steps if it is 0, the metric is computed only if the loss reads entropies."""
+    """In step 1 and in every step divisible by this number, the metric `entropy` is computed even if the loss reads no
+    entropies; 0: in no step."""
     limits: MicroBatchLimits
     max_nonfinite_steps: int
     seed: int

@@ -80,12 +80,13 @@ class RunStart:
 def open_run_directory(config: Config) -> RunStart:
     """Prepares the run's directory and finds the checkpoint to continue from.
 
-    If the checkpoint is in `trainer.ckpt_path`, the run in the directory continues (`set_aside_later_steps` moves its
-    later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An earlier run in the
-    directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too, only the run's files
-    are moved. Nothing in the directory is overwritten, except the configuration of a run that ended before it had
-    metrics or a checkpoint. `config.yaml` is the configuration that the run began with; a resumed run with another
-    configuration writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are removed.
+    If the checkpoint is in the run's checkpoint directory, the run in the directory continues (`set_aside_later_steps`
+    moves the output of later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An
+    earlier run in the directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too,
+    only the run's files are moved. Nothing in the directory is overwritten, except the configuration of a run that
+    ended before it had metrics or a checkpoint. `config.yaml` is the configuration that the run began with; a resumed
+    run with another configuration writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are
+    removed.
 
     Raises:
         CheckpointError: `resume_path` is not a checkpoint, or the checkpoint to continue from is damaged. Nothing was
@@ -204,8 +205,8 @@ def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
 
 
 def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
-    """Warns if metrics rows of steps up to the checkpoint are missing. A kill alone cannot cause this: unless the disk
-    is full, each row is on disk before the checkpoint of its step."""
+    """Warns if the metrics file lacks rows of steps up to the checkpoint. A kill alone cannot cause this: unless the
+    disk is full, each row is on disk before the checkpoint of its step."""
     metrics = config.run_dir / METRICS_FILE_NAME
     if checkpoint is None or not metrics.exists() or checkpoint.resolve().parent != config.ckpt_dir.resolve():
         return
@@ -219,10 +220,11 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
 
 
 def require_own_files(config: Config) -> None:
-    """Requires that the run would not append to, move or overwrite files that no run wrote.
+    """Checks that every file that the run would append to, move or overwrite was written by a run.
 
-    If the directory has a run's mark or a complete checkpoint, a run wrote every file in it that is named like a run's
-    file. Earlier versions wrote no mark, so a directory that has configuration, metrics and samples counts as marked.
+    If the directory has a run's mark or a complete checkpoint, all files in it that have names of a run's files count
+    as written by a run. Earlier versions wrote no mark, so a directory that has configuration, metrics and samples
+    counts as marked.
 
     Raises:
         ConfigError: the directory contains foreign files with such names; its metrics or samples cannot be read; or the
@@ -336,7 +338,7 @@ def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:
         return
     for path in own:
         _move(path, aside / path.name)
-    logger.warning("%s stays in place; only the files of the earlier run in it were moved", run_dir)
+    logger.warning("%s stays in place; only the files of the earlier run were moved out of it", run_dir)
 
 
 def _say_moved(config: Config, aside: Path) -> None:

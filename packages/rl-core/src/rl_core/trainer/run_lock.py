@@ -88,7 +88,7 @@ def held_directories(config: Config) -> Iterator[None]:
 
 
 def require_unused(config: Config) -> None:
-    """Makes the checks of `held_directories` without taking locks or writing.
+    """Makes the checks of `held_directories`, but keeps no lock and writes nothing.
 
     Raises:
         ConfigError: another run holds one of the directories, or a directory above or inside one.

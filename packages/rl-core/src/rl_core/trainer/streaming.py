@@ -115,7 +115,7 @@ def _unfit_backend(config: Config) -> Iterator[ConfigError]:
 
 def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigError]:
     """Tries the advantage estimator alone, then together with the KL in the reward and the off-policy correction.
-    Yields an error for the first of the two in which a group's columns depend on other groups."""
+    Yields an error for the first of these trials in which a group's columns depend on other groups."""
     estimation = attrs.evolve(update, kl_in_reward=None, correction_params=None)
     name = config.trainer.algorithm.advantage_estimator
     for what, settings in (
