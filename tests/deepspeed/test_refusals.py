@@ -52,7 +52,7 @@ def zero(**settings: Any) -> DeepSpeedOptions:
         (
             DeepSpeedOptions(extra={"zero_optimization": {"stage": 2}}),
             1,
-            r"write deepspeed_config\.zero_optimization\.stage",
+            r"set deepspeed_config\.zero_optimization\.stage instead",
         ),
     ],
 )

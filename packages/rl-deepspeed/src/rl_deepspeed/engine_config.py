@@ -72,7 +72,9 @@ def require_free_keys(extra: Mapping[str, Any], where: str) -> None:
     own = {field.name for field in attrs.fields(_zero_class())}
     for name in extra.get("zero_optimization", {}):
         if name in own:
-            raise ConfigError(f"{where}.zero_optimization.{name}: write deepspeed_config.zero_optimization.{name}")
+            raise ConfigError(
+                f"{where}.zero_optimization.{name}: set deepspeed_config.zero_optimization.{name} instead"
+            )
 
 
 def _zero_class() -> type:

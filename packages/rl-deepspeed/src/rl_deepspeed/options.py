@@ -43,7 +43,7 @@ class ZeroOptimization:
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     """Where optimizer state is kept; trained models only."""
     sub_group_size: int = 1_000_000_000
-    """Stage 3: number of parameters that the optimizer steps at a time."""
+    """Stage 3: number of parameters that the optimizer updates at a time."""
     reduce_bucket_size: int = 500_000_000
     """Number of gradient elements that are summed over the ranks at a time."""
     allgather_bucket_size: int = 500_000_000

@@ -43,8 +43,8 @@ def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
     where = SECTIONS[spec.role]
     if scorer.compute_dtype == torch.float64:
         raise ConfigError(
-            f"{where}.model.path: it is stored in float64, but DeepSpeed keeps weights in float32: train it with "
-            "trainer.strategy=fsdp, or store it in float32"
+            f"{where}.model.path: the model is stored in float64, but DeepSpeed keeps weights in float32: train it "
+            "with trainer.strategy=fsdp, or store it in float32"
         )
     require_same_structure(scorer)
     keep_plain_gloo()

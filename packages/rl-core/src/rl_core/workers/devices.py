@@ -18,7 +18,7 @@ class Tenant:
 
     ranks: Ranks
     keeps_optimizer: bool = False
-    """The optimizer state stays on the devices while another group uses them (`offload_after_step=false`)."""
+    """Whether the optimizer state stays on the devices while another group uses them (`offload_after_step=false`)."""
     has_parameters: bool = True
     has_optimizer: bool = True
 

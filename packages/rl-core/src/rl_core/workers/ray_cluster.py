@@ -1,8 +1,8 @@
 """Connects to Ray and reserves a placement group for a group of ranks.
 
-Resources: a node of the group is one bundle of its placement group. A rank reserves `CPUS` of a CPU and, if the cluster
-has GPUs, one GPU. Ranks share cores, so `CPUS` only limits the number of ranks per machine. A group that
-shares another group's devices reserves nothing; it uses the same bundles and GPUs.
+A placement group has one bundle for each node of the group. A rank reserves `CPUS` of a CPU and, if the cluster has
+GPUs, one GPU. Ranks share cores, so `CPUS` only limits the number of ranks per machine. A group that shares another
+group's devices reserves nothing; it uses the same bundles and GPUs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ CPUS = 1 / 16
 
 class RaySession:
     """The connection to Ray. Joins the cluster at RAY_ADDRESS if that is set, else starts Ray on this machine. When the
-    last user has left, disconnects from the cluster or stops Ray."""
+    last user has left, disconnects from the cluster or stops Ray. If this process was connected to Ray already, uses
+    that connection and leaves it open."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -123,8 +124,8 @@ class RaySession:
                 ray.shutdown()
                 if is_last_try:
                     raise WorkerError(
-                        "Ray did not start on this machine in two attempts of 30 s. It may be short of CPU time or "
-                        "memory; Ray's own logs are in the `logs` folder of its newest session"
+                        "Ray did not start on this machine in two attempts of 30 s. The machine may be short of CPU "
+                        "time or memory; Ray's own logs are in the `logs` folder of its newest session"
                     ) from error
         raise AssertionError("the last attempt returns or raises")
 

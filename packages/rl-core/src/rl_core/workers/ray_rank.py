@@ -59,7 +59,7 @@ class Failure:
     """A rank's answer to a call that raised. Also represents a rank that will never answer."""
 
     summary: str
-    """Type and message of the exception."""
+    """Type and message of the exception, or how the rank died."""
     traceback: str = ""
     user_error: bytes | None = None
     """The pickled exception, if it was an RLError that survives pickling."""

@@ -2,8 +2,8 @@
 and the control server (`gcs_server`).
 
 Ray's native code calls `_exit` then: at the next access to the object store after the node manager died, and 60 s after
-the control server died. A run can say what happened and how to resume only if it notices first. A server that is
-suspended or unreachable does not refuse connections, so it counts as alive.
+the control server died. A run can say what happened and how to resume only if it notices the death before that. A
+server that is suspended or unreachable does not refuse connections, so it counts as alive.
 """
 
 from __future__ import annotations
