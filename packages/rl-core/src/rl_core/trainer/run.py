@@ -97,8 +97,8 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
     summary when the run is complete or was stopped.
 
     In the main thread, once the loop runs, the first SIGINT, SIGTERM or SIGHUP stops the run at the next step boundary,
-    with a checkpoint; a second one (not SIGHUP), or one before the loop, ends the run at once. In a notebook, whose
-    event loop occupies the main thread, use `await asyncio.to_thread(run_training, config)`.
+    with a checkpoint if a step was trained; a second one (not SIGHUP), or one before the loop, ends the run at once. In
+    a notebook, whose event loop occupies the main thread, use `await asyncio.to_thread(run_training, config)`.
 
     Until this function returns, no other run can use the run's directories (`trainer.run_lock`).
 

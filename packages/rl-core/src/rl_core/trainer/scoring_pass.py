@@ -29,7 +29,7 @@ class ScoringPass:
     log-probs."""
 
     covers_batch: bool = True
-    """Whether all sequences are scored, because something reads the scores before the first optimizer step."""
+    """Whether all sequences are scored before the first optimizer step; `reason` says why."""
     first_is_own: bool = False
     """Whether the loss reads old log-probs and the first optimizer step computes them itself, so that only later
     mini-batches are scored."""

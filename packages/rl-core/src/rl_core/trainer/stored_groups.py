@@ -157,7 +157,7 @@ def _moved(record: TrajectoryStep | Completion, arrays: dict[str, Any], columns:
             arrays.setdefault(name, []).append(np.asarray(values, dtype))
     if record.routed_experts is None:
         return None
-    routes = f"routed_experts_{len(arrays)}"  # a new name, because `arrays` has grown since the last one
+    routes = f"routed_experts_{len(arrays)}"  # a new name, because every such array makes `arrays` longer
     arrays[routes] = record.routed_experts
     return routes
 
