@@ -89,7 +89,7 @@ async def test_a_process_killed_from_outside_fails_the_sample():
         hanging = asyncio.create_task(pool.verdict(HANGS, "2", cpu_s=60.0, wait_s=WAIT_S))
         await asyncio.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(JudgeError, match="ended from outside, with code -9"):
+        with pytest.raises(JudgeError, match="ended unexpectedly, with code -9"):
             await hanging
     finally:
         pool.close()

@@ -65,7 +65,7 @@ def right_answer(row: Row) -> Any:
 
 
 def require_prompt(row: Row, environment: str) -> None:
-    """Raises DataError if the row's `prompt` is missing, or is empty text or bytes."""
+    """Raises DataError if the row's `prompt` is missing, an empty string, or bytes."""
     prompt = row.get("prompt")
     if isinstance(prompt, str | bytes | type(None)) and not (isinstance(prompt, str) and prompt):
         raise DataError(f"a row of {environment} needs `prompt`, text or a list of messages; got {prompt!r:.80}")

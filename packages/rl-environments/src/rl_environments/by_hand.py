@@ -37,13 +37,13 @@ from rl_core.interfaces import (
 
 _OPTIONS = "environment.options."
 _REWARDS = ("environment.reward_functions", "environment.reward_weights")
-"""Keys that a run passes to the environment `reward_functions` as options. A single value means a list of one."""
+"""Keys whose values the environment `reward_functions` gets as options. A single value means a list of one."""
 _BLOCKED_S = 1.0
 """After its deadline, a call has this many seconds to react to its cancellation before its thread is interrupted."""
 
 
 class _Blocked(KeyboardInterrupt):
-    """A call of the environment blocks. An `except Exception` in the environment or in asyncio does not catch it."""
+    """A call to the environment blocks. An `except Exception` in the environment or in asyncio does not catch it."""
 
 
 class EnvironmentRaised(RLError, RuntimeError):
@@ -51,14 +51,14 @@ class EnvironmentRaised(RLError, RuntimeError):
 
 
 def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
-    """Returns the row to play: either `row`, as JSON, or row `number` of the file `data`.
+    """Returns the row to play: parsed from the JSON text `row`, or else row `number` of the file `data`.
 
     Raises:
         ConfigError: both or neither of `row` and `data` are given.
         DataError: the file has too few rows or cannot be read, or `row` is not a JSON object with a prompt.
     """
     if (row is None) == (data is None):
-        raise ConfigError("name the row to play with either --data FILE --number N or --row '{\"prompt\": …}'")
+        raise ConfigError("name the row to play: pass either --data FILE --number N or --row '{\"prompt\": …}'")
     from rl_core.trainer.data import checked_row, read_rows
 
     if data is not None:
@@ -170,8 +170,8 @@ def _read_response() -> str | None:
 
 @contextlib.contextmanager
 def _interrupted(what: str, timeout_s: float) -> Iterator[None]:
-    """Raises DeadlineError in a call that blocks this thread, where the event loop cannot enforce the deadline. This
-    thread has to be the main thread."""
+    """Interrupts a call that blocks this thread, and raises DeadlineError: a blocked event loop cannot enforce the
+    deadline. This thread must be the main thread."""
     is_over, has_returned = threading.Event(), False
 
     def interrupt() -> None:

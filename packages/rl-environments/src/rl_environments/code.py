@@ -125,9 +125,9 @@ class CodeEnvironment:
 
 
 def program_in(response: str) -> str | None:
-    """Returns the last fenced block after the model's thinking that is Python or names no language, or None.
+    """Returns the last fenced block that is marked as Python or names no language, or None if there is none.
 
-    An unterminated block (the response was cut off) does not count.
+    Blocks in the model's thinking do not count, nor does an unterminated block (the response was cut off).
     """
     answer = response.rpartition("</think>")[2]
     blocks = [body for language, body in _FENCED.findall(answer) if language.lower() in _PYTHON]

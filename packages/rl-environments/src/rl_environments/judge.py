@@ -66,7 +66,7 @@ _PART_BYTES = 2**16
 
 
 class JudgeEnvironment:
-    """See the module. The call to the judge blocks, so each environment runs in a separate thread (the default)."""
+    """See the module."""
 
     placement = "thread"
 

@@ -26,12 +26,12 @@ from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, insta
 from rl_environments.sandbox.inside import frames
 
 _START_S = 300.0
-"""Deadline for the start of a process, which imports math-verify: 3 s, or 15 s on a busy machine."""
+"""Deadline for the start of a process. The process imports math-verify, which takes 3 s, or 15 s on a busy machine."""
 _LEAST_WALL_S, _WALL_PER_CPU = 60.0, 10.0
 _END_S = 30.0
 _INHERITED = ("PATH", "LANG", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""Environment variables that Python needs. The processes inherit no others, because these may hold secrets, and the
-processes read the policy's text."""
+"""Environment variables that Python needs. The processes inherit no others: they parse the policy's text, and other
+variables may hold secrets."""
 _ANSWERS_OWN_FAULT = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
 """Signals that end a process because of the answer itself: it exhausted its CPU time (SIGPROF), or a deep expression
 overflowed the stack."""
@@ -215,14 +215,20 @@ class _Judge:
         started = time.monotonic()
         if not waiting.poll(timeout_s * 1000):
             waited_s = time.monotonic() - started
-            raise DeadlineError(f"waited {waited_s:.0f} s for process {self.pid} {purpose}; it used little CPU time")
+            raise DeadlineError(
+                f"waited {waited_s:.0f} s for process {self.pid} {purpose}; the machine may be overloaded: lower "
+                "`processes`"
+            )
         return frames.receive(fd)
 
     def _given_up(self) -> Verdict:
         code = self._process.wait(_END_S)
         if -code in _ANSWERS_OWN_FAULT:
             return Verdict(is_right=False, has_answer=True, is_given_up=True)
-        raise JudgeError(f"the process that compares answers was ended from outside, with code {code}")
+        raise JudgeError(
+            f"the process that compares answers ended unexpectedly, with code {code}; -9 often means that the machine "
+            "ran out of memory"
+        )
 
 
 _lock = threading.Lock()

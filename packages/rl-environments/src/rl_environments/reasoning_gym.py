@@ -4,7 +4,7 @@ with a scoring function. Needs the extra `reasoning-gym`.
 Data:      python -m rl_environments.reasoning_gym chain_sum --count 2000 --output train.parquet --set max_terms=3
 Row:       `prompt` (messages), and the values from which the puzzle is regenerated for scoring: `task`, `seed`,
            `index`, and `difficulty`, the task's own settings as JSON text
-Reward:    the task's score of the text between the last `<answer>` and `</answer>`, from 0 to 1; 0 without these marks
+Reward:    the task's score for the text between the last `<answer>` and `</answer>`, from 0 to 1; 0 without these tags
 Metrics:   `accuracy` (the score), `is_right` (a score of 1), `has_answer`
 
 The environment refuses the tasks in `FAULTY_TASKS`, most of which have a faulty scoring function.

@@ -6,7 +6,7 @@ Row:       as in SkyRL: `prompt` (messages) and the columns that the environment
 Options:   `env` (the environment's id in skyrl-gym, e.g. `gsm8k_multi_turn`, or `package.module:Class`
            of your own), `config` (its `env_config`: a mapping, passed as an object with attributes), `max_turns`
 Reward:    the environment's reward of each turn
-Metrics:   the numbers in its `get_metrics()`; `accuracy` is the reward of the last turn if they do not include it
+Metrics:   the numbers in its `get_metrics()`; if `accuracy` is not among them, it is the reward of the last turn
 
 Rewards per token (a list) and `postprocessed_action` have no counterpart here: if an environment returns either, its
 sample fails. Set `generator.max_turns` to the environment's `max_turns` or more.

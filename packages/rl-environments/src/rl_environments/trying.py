@@ -18,7 +18,7 @@ _WITHOUT_RECIPE = {
 
 def _require_deadline(_: click.Context, __: click.Parameter, seconds: float) -> float:
     if not seconds <= threading.TIMEOUT_MAX:  # true for NaN too
-        raise click.BadParameter(f"got {seconds:g}; expected a number of seconds, such as 86400")
+        raise click.BadParameter(f"got {seconds:g}; expected a number of seconds that a timer accepts, such as 86400")
     return seconds
 
 
@@ -35,7 +35,7 @@ def _require_deadline(_: click.Context, __: click.Parameter, seconds: float) -> 
     callback=_require_deadline,
     default=300.0,
     show_default=True,
-    help="Deadline of each call of the environment.",
+    help="Deadline of each call to the environment.",
 )
 @click.pass_context
 def try_environment(

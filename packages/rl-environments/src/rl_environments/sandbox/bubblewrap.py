@@ -22,8 +22,8 @@ def missing_programs() -> list[str]:
 
 
 def _found(name: str) -> str:
-    """Returns the path of a program, which the supervisor may not find, because its PATH is shorter than this
-    process's."""
+    """Returns the path of a program. The command runs with a shorter PATH than this process, so a name alone may not be
+    found."""
     return shutil.which(name) or name
 
 

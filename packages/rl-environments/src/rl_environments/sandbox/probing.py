@@ -148,7 +148,7 @@ def _what_is_missing(mechanism: Mechanism) -> str | None:
 
 
 async def _tried(sandbox: Sandbox) -> Sandbox | str:
-    """Tries the sandbox. If it is secure, returns it with the measured `has_disk`, else the reason why it is not."""
+    """Tries to escape. Returns the sandbox with the measured `has_disk`, or the reason why it cannot be used."""
     try:
         found, has_disk = await escapes(sandbox)
     except (SandboxError, DeadlineError, OSError) as error:

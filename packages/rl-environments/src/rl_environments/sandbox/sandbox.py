@@ -211,8 +211,8 @@ class Session:
         )
 
     def _record(self, text: str) -> dict[str, Any]:
-        """Parses the record that `inside.program` wrote. Returns an empty dict if the text is not JSON or lacks this
-        session's token, because then the untrusted program wrote it."""
+        """Parses the record that `inside.program` wrote. Returns an empty dict if it wrote none, and also if the text
+        is not JSON or lacks this session's token, because then the untrusted program wrote it."""
         try:
             record = json.loads(text)
         except (ValueError, RecursionError):

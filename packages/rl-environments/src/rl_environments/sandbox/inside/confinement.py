@@ -1,4 +1,4 @@
-"""Restricts a process before it runs a program: file descriptors, limits, user, files, system calls.
+"""Restricts a process before it runs a program: limits, user, files, system calls.
 
 The constants come from the kernel's headers. The C library has no functions for Landlock, so its system calls are made
 by number.
@@ -71,8 +71,8 @@ def change_user(uid: int) -> None:
 
 
 def act_as_user(uid: int, own_uid: int) -> None:
-    """Lets this process signal the processes of `uid`, but not the reverse: the kernel compares the sender's user with
-    the target's real user, which is `own_uid` here. Needs root."""
+    """Lets this process signal the processes of `uid`, which cannot signal this process: the kernel compares the
+    sender's user with the target's real and saved users, and here these are `own_uid`. Needs root."""
     os.setgroups([])
     os.setresgid(own_uid, own_uid, own_uid)
     os.setresuid(own_uid, uid, own_uid)
@@ -80,8 +80,8 @@ def act_as_user(uid: int, own_uid: int) -> None:
 
 def restrict_files(readable: list[str], writable: list[str]) -> None:
     """Uses Landlock to let this process read only files below `readable` or `writable`, and change only files below
-    `writable`. Four devices, such as /dev/null, are exceptions. Newer kernels also refuse TCP, and connections to
-    abstract sockets of processes outside and signals to them."""
+    `writable`. Four devices, such as /dev/null, are exceptions. Newer kernels also forbid TCP, connections to
+    abstract sockets of outside processes, and signals to outside processes."""
     version = landlock_version()
     every_access = (1 << 13) - 1
     every_access |= (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15

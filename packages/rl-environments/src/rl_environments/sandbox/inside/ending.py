@@ -1,4 +1,4 @@
-"""Ends all processes that a test has started before the next test begins."""
+"""Ends all processes of a test, so that none runs during the next test."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Returns the ids of all descendants of a process. If a descendant's parent has ended, it is found only if `pid` or
+    """Returns the ids of all descendants of a process. A descendant whose parent has ended is found only if `pid` or
     another descendant has adopted it (`confinement.adopt_orphans`)."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if pid == 1:  # every other process of a PID namespace descends from its process 1
@@ -22,8 +22,11 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def memory_of(pids: list[int], bound: int) -> int:
-    """Returns the resident bytes of these processes. The plain sum, which counts shared pages several times, is much
-    cheaper to read, so shared pages are counted once only if that sum is above `bound`."""
+    """Returns the resident bytes of these processes.
+
+    First adds up their sizes, which is cheap but counts shared pages several times. If this sum is above `bound`,
+    returns a sum that counts shared pages once.
+    """
     resident = {pid: _resident(pid) for pid in pids}
     total = sum(resident.values())
     if total <= bound:
