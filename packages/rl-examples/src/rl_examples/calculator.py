@@ -2,8 +2,8 @@
 
 Asked `37*45=`, the model either answers `1665$` directly, or calls `<37*45>$`, receives `1665=`, and answers `1665$`.
 A direct answer is right one time in thirty, an answer after a call nearly always. The model is warm-started on
-demonstrations, a fifth of which call the calculator, so initially it calls a fifth of the time. Only the right answer
-is rewarded; the model has to discover that calling pays off.
+demonstrations in which a fifth of the first turns are calls, so initially it calls a fifth of the time. Only the right
+answer is rewarded; the model has to discover that calling pays off.
 Deliberately omitted: a reference model and a KL term, a reward or cost for calling.
 
 Run:      rl train calculator      (see what it plays: rl generate calculator --output episodes.jsonl)

@@ -2,10 +2,10 @@
 
 Asked for a person's number, `kro?`, the model either answers `<answer>417</answer>` directly, or it searches with
 `<search>kro</search>`, receives `<information>kro 417</information>`, and then answers. A tag such as `<search>` is one
-token. The numbers are in documents that the environment `search` finds by BM25, as for large models. Held-out names
-have documents, but occur in no demonstration or training problem, so their numbers can only be found by searching. The
-model is warm-started on demonstrations. In these, one in four searches is for another person, and half of the answers
-are guesses.
+token. The numbers are in documents that the environment `search` finds by BM25, as it does for large models. Held-out
+names have documents, but occur in no demonstration or training problem, so their numbers can only be found by
+searching. The model is warm-started on demonstrations. In these, one in four searches is for another person, and half
+of the answers are guesses.
 Deliberately omitted: a reference model and a KL term, a reward for searching.
 
 Run:      rl train look_up       (see what it plays: rl generate look_up --output episodes.jsonl)

@@ -2,9 +2,9 @@
 
 The task is `spell_backward`, with words of four letters. The environment `reasoning_gym` takes questions and scores
 from reasoning-gym. The right response to `Spell this word backward (example: sun -> nus): bird` is
-`<answer>drib</answer>$`. Each tag is one token, and so is each other character. A wrong word of the right length gets
-the fraction of letters that are right. The model is warm-started on demonstrations, four in five of which repeat the
-word forward.
+`<answer>drib</answer>$`. Each tag is one token, and each character outside the tags is one. A wrong word of the right
+length gets the fraction of letters that are right. The model is warm-started on demonstrations, four in five of which
+repeat the word forward.
 Deliberately omitted: a reference model and a KL term; thinking (the prompts leave out the environment's sentence that
 asks for it).
 

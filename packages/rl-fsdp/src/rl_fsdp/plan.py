@@ -4,9 +4,9 @@ Memory that a rank holds from step to step is counted exactly. Temporary memory 
 estimated at the points of a step where it can peak:
 
 - while the gradient of the output layer is computed;
-- in a decoder layer's backward, while its activations are recomputed, the layer whose backward is next is gathered,
-  and the gradients of the layer whose backward was last are reduced: in the second layer of the backward pass or,
-  under hybrid sharding, in its last layer;
+- in a decoder layer's backward, which recomputes the layer's activations. Meanwhile the next layer of the backward
+  pass is gathered, and the gradients of the previous one are reduced. The peak is in the second layer of the pass or,
+  under hybrid sharding, in the last one;
 - while the gradient of the embedding is computed;
 - at the end, when the gradients of parameters outside the layers are summed.
 """

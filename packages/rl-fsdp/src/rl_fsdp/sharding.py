@@ -1,7 +1,7 @@
 """FSDP2: every rank holds a shard of each parameter, its gradient and its optimizer state.
 
-A decoder layer is gathered when it computes and freed afterwards; parameters outside the layers (embeddings, last norm,
-output layer) form one unit with the scorer. Gradients are summed over the ranks, never averaged: loss weights are
+A decoder layer is gathered when it computes and freed afterwards; the parameters outside the layers (embeddings, last
+norm, output layer) form one more unit. Gradients are summed over the ranks, never averaged: loss weights are
 already relative to the whole mini-batch.
 """
 

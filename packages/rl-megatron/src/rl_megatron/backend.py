@@ -94,8 +94,8 @@ class MegatronBackend:
         }
 
     def proof_obstacle(self) -> str | None:
-        """Returns why models cannot be checked on this machine, or None if they can. Without a GPU they cannot if
-        Transformer Engine is installed, because it has no kernels for CPUs."""
+        """Returns why models cannot be checked on this machine, or None if they can. Transformer Engine has no kernels
+        for CPUs, so they cannot be checked where it is installed and there is no GPU."""
         if find_spec("transformer_engine") is not None and not _has_accelerator():
             return "Transformer Engine is installed, but this machine has no GPU to run it on"
         return None

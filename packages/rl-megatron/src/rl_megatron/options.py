@@ -38,7 +38,8 @@ class LoraOptions:
 
 @attrs.frozen(kw_only=True)
 class MegatronOptions:
-    """`megatron_config`. Keys have Megatron's names. Set other fields in the sections that end in `_config_kwargs`."""
+    """`megatron_config`. A key that sets a field of Megatron's has the field's name. Set other fields in the sections
+    that end in `_config_kwargs`."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that split each matrix and, between matrices, the tokens (this includes sequence parallelism)."""
@@ -51,7 +52,7 @@ class MegatronOptions:
     num_layers_in_last_pipeline_stage: int | None = None
     """Number of layers on the last pipeline stage; None: an equal share."""
     context_parallel_size: int = 1
-    """Ranks that split each sequence into 2n chunks; of n ranks, rank i gets chunks i and 2n - 1 - i."""
+    """Number n of ranks that split each sequence, into 2n chunks; rank i gets chunks i and 2n - 1 - i."""
     expert_model_parallel_size: int = 1
     """Ranks that split the experts of a layer."""
     expert_tensor_parallel_size: int | None = None

@@ -284,7 +284,7 @@ def _expert_gradients_are_summed(setup: Setup) -> str | None:
 
 def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
     """megatron-core 0.16.1, `get_transformer_layer_offset`: with virtual stages, Megatron divides by the number of
-    stages that have no count, which is 0 if both of two stages have one."""
+    stages without a count. This number is 0 if there are two stages and both have a count."""
     has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and _is_interleaved(setup):
         return (
@@ -341,7 +341,10 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "num_distributed_optimizer_instances": (1, "copies of the distributed optimizer are not tested"),
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), (False, _NO_CUDA_GRAPHS)),
     "cuda_graph_impl": ("none", _NO_CUDA_GRAPHS),
-    "tp_comm_overlap": (False, "Megatron's training program makes its buffers, for micro-batches of one fixed length"),
+    "tp_comm_overlap": (
+        False,
+        "it needs buffers that Megatron's training program makes, for micro-batches of one fixed length",
+    ),
     "overlap_moe_expert_parallel_comm": (False, "it requires Megatron's own forward step"),
     "delay_wgrad_compute": (False, "it needs overlap_moe_expert_parallel_comm, which cannot be used"),
 }

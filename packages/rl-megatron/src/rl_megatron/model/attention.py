@@ -41,8 +41,8 @@ class _Cells:
 
 @attrs.frozen(eq=False)
 class _Part:
-    """Queries, and the keys that they attend. Each query sees the keys of its segment up to its own position. No key
-    occurs twice in a part."""
+    """Queries, and the keys that they attend to. Each query sees the keys of its segment up to its own position. No
+    key occurs twice in a part."""
 
     queries: _Cells
     keys: _Cells
@@ -54,7 +54,7 @@ class _Part:
 
 @attrs.frozen(eq=False)
 class AttentionPlan:
-    """Says which keys each query of one context rank attends in a micro-batch, and how the results are ordered."""
+    """Says which keys each query of one context rank attends to in a micro-batch, and how the results are ordered."""
 
     parts: tuple[_Part, ...]
     """One part; with several context ranks, two: a rank has two chunks of every segment, and a part has one of them."""

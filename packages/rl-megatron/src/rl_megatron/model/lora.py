@@ -25,7 +25,8 @@ _INIT_METHODS = {"kaiming": "kaiming", "gaussian": "normal"}
 
 
 def add_adapters(models: list[Any], lora: LoraConfig, lora_type: str, section: str) -> list[Any]:
-    """Freezes the models and adds adapters to their layers. B starts at zero, so the models compute the same as before.
+    """Freezes the models and adds adapters to their layers. The adapters' second matrices start at zero, so the
+    models compute the same as before.
 
     Raises ConfigError if no layer gets an adapter, or if `bridge_layers` refuses the names.
     """
