@@ -61,8 +61,8 @@ recipe = Recipe(
 
 
 class Gsm8kEnvironment:
-    """The reward is 1 if the number after the response's last `####` equals the row's, else 0. Metrics: `accuracy`
-    (equal to the reward) and `has_answer`."""
+    """The reward is 1 if the last number that follows a `####` in the response equals the row's, else 0. Metrics:
+    `accuracy` (equal to the reward) and `has_answer`."""
 
     placement = "in_process"  # nothing here is slow
 

@@ -58,7 +58,7 @@ def write_tiny_data(target: Path, *, split: str) -> None:
 
 
 def final_answer(text: str) -> Decimal | None:
-    """Returns the number after the last `####`, or None if there is none. Commas may separate thousands."""
+    """Returns the last number that follows a `####`, or None if there is none. Commas may separate thousands."""
     found = _FINAL_ANSWER.findall(text)
     try:
         return Decimal(found[-1].replace(",", "")) if found else None

@@ -157,8 +157,8 @@ _WITHOUT_EFFECT_ON_LOGPROBS = frozenset(
         "recompute_modules",
     }
 )
-"""Further fields of `TransformerConfig` that do not change log-probs: they determine where or when something is
-computed, or add to the loss."""
+"""Further fields of `TransformerConfig` that do not change the log-probs of a batch without recorded routes: they
+determine where or when something is computed, add to the loss, or replay routes."""
 
 
 def one_rank_options(options: MegatronOptions) -> MegatronOptions:
