@@ -13,7 +13,7 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.checks.refusals import Setup, refuse_setup, setup_of
 
 _BYTES_OF_LOGITS = 3 * 4
-"""Bytes per token and vocabulary entry in a chunk: its logits, their softmax and their gradient, each in float32."""
+"""Bytes per token and vocabulary entry in a chunk: logit, softmax and gradient, each in float32."""
 
 
 def plan_ranks(

@@ -1,5 +1,6 @@
 """Fixes for bugs of Megatron-Bridge 0.3.1 that occur if Transformer Engine is not installed.
-tests/megatron/test_needed.py leaves fixes out and expects the faults; remove a fix when its bug is gone."""
+tests/megatron/test_needed.py leaves out each fix except `fix_expert_mappings`, and expects the fault. Remove a fix when
+its bug is gone."""
 
 from __future__ import annotations
 

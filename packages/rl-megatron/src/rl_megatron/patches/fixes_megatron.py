@@ -47,8 +47,9 @@ def fix_expert_bias() -> None:
 
 
 def fix_loading_of_torch_adam() -> None:
-    """Adds the current `step` to states that `DistributedOptimizer` loads. A fully reshardable state stores
-    `step` separately, but loading expects it in the state, so torch's AdamW would raise KeyError."""
+    """Adds the current `step` to each parameter's state that `DistributedOptimizer` loads. A fully reshardable
+    checkpoint stores `step` separately, but with torch's AdamW, loading expects it in each parameter's state and would
+    raise KeyError."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Stream:
-    """Stands for CUDA streams and events on the CPU, where all work is already complete."""
+    """Stands in for CUDA streams and events on the CPU, where all work is already complete."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass

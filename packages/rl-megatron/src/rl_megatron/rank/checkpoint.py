@@ -163,7 +163,7 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
 
 
 def _take(model: Any, state: Mapping[str, Any]) -> None:
-    """Loads a chunk's parameters. In a state, a layer with an adapter has the name that it has without one, but
+    """Loads a chunk's parameters. A saved state has the parameter names of the model without adapters, but
     `load_state_dict` expects the names of the model with adapters."""
     own = {name.replace(".to_wrap.", "."): name for name, _ in model.named_parameters()}
     has_adapters = any(name != known for known, name in own.items())

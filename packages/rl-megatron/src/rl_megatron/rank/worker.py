@@ -115,8 +115,8 @@ class MegatronWorker:
     ) -> dict[str, Tensor]:
         """Computes log-probs and entropies of all tokens, or a critic's values, without gradients.
 
-        `returns` names the scores to compute; None: all. A pass that records routes returns them too. Ranks that return
-        no results to the controller return an empty dict.
+        `returns` names the scores to compute; None: all. A pass that records routes returns them too. A rank whose
+        scores the controller does not read returns an empty dict.
         """
         wanted = self._score_names if returns is None else returns
         require_scores(wanted, self._score_names, self.spec.role)

@@ -21,7 +21,7 @@ from rl_megatron.routes.router_replay import RoutedChunks
 
 
 class Routing:
-    """Handles the routes of one model: they come with the batch, or its scoring pass records and returns them."""
+    """Handles the routes of one model: they come with the batch, or a scoring pass records and returns them."""
 
     def __init__(self, chunks: Sequence[Any], place: Place, spec: WorkerSpec, hf_config: Mapping[str, Any]):
         """
@@ -60,8 +60,9 @@ class Routing:
         return () if self._chunks is None else tuple(self._chunks.layers)
 
     def require(self, batch: Batch) -> None:
-        """Raises ConfigError if the batch lacks routes and router replay is on, or has routes and replay is off. Raises
-        ShapeError if the routes do not fit the model. Accepts a batch in which every route is unknown."""
+        """Raises ConfigError if router replay is on and the batch has no routes, or if it is off and the batch has
+        routes. Raises ShapeError if the routes do not fit the model. Accepts a batch in which every route is
+        unknown."""
         require_routes(batch, self._shape, key=self._key)
 
     @contextmanager
