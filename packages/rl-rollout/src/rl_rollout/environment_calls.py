@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 
 class EnvironmentFailure(Exception):
-    """Holds the type and message of what an environment raised. They are texts, because the environment may have raised
-    it in another process, and may have raised any `BaseException`."""
+    """Holds the type and message of an exception that an environment raised. Both are strings, because the exception
+    may be any `BaseException` and may have been raised in another process."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)
@@ -46,7 +46,7 @@ class EnvironmentFailure(Exception):
 async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str) -> T:
     """Calls the environment and returns its answer. Sets no deadline for a call that returns without awaiting anything:
     a deadline could not end such a call. If none of an episode's calls awaits anything, setting four deadlines would
-    take a quarter of its time.
+    take a quarter of the episode's time.
 
     Raises:
         EnvironmentFailure: the environment raised.

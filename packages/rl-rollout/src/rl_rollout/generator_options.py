@@ -30,14 +30,14 @@ def _some(_: object, attribute: attrs.Attribute[Any], names: tuple[str, ...]) ->
 
 @attrs.frozen(kw_only=True)
 class DatasetGeneratorOptions:
-    """The generator that takes responses from the rows: supervised fine-tuning, and preferences."""
+    """The generator that takes responses from the rows, for supervised fine-tuning and preference learning."""
 
     responses: Literal["completion", "pair"] = "completion"
-    """`completion`: a row has one response: the assistant's messages of `messages`, the column `response_key` next to
-    `prompt`, or marked tokens of `input_ids`. `pair`: a row has a preferred response in `chosen` and another in
-    `rejected`."""
+    """`completion`: a row has one response, in the assistant's messages of `messages`, in the column `response_key`
+    next to `prompt`, or in the marked tokens of `input_ids`. `pair`: a row has a preferred response in `chosen` and
+    another in `rejected`."""
     response_key: str = "completion"
-    """Column of the response to `prompt`: text, or messages."""
+    """Column with the response to `prompt`, as text or messages."""
     trained_roles: tuple[str, ...] = attrs.field(default=("assistant",), validator=_some)
     """Roles whose messages are trained on. A message of the assistant is trained on from the token where the policy
     would begin to sample; a message of another role is trained on in full, with the header that the template writes.

@@ -114,7 +114,8 @@ def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
 
 
 def _number(name: str, answer: Any) -> float | None:
-    """Returns the single number in a function's result, or None. Raises DataError for any other result."""
+    """Returns the single number in a function's result, or None. Raises DataError if the result is not a list of one
+    element, or if the number is not finite."""
     values = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 1:
         raise DataError(f"the reward function {name} returned {answer!r:.80}; expected a list of one number")

@@ -219,8 +219,7 @@ class Group:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                # The group's threads use the store as long as the group lives, so it must be a store without Python
-                # code.
+                # The group's threads use the store as long as the group lives, so this store must not run Python code.
                 store = PrefixStore(prefix, channel.store.plain)
                 group: Any = dist.ProcessGroupNCCL(store, member, size, options)
                 return cls(group, channel, torch.device("cuda", torch.cuda.current_device()))
@@ -269,8 +268,9 @@ class Group:
     def close(self) -> None:
         """Breaks the connections; a second call does nothing.
 
-        Abandons a broadcast that is still running. NCCL can abort it. With gloo, it ends only at its deadline or when
-        other members break their connections, and freeing the group blocks until then, so a thread frees it.
+        Abandons a broadcast that is still running. NCCL can abort the broadcast. With gloo, it ends only at its
+        deadline or when other members break their connections. Freeing the group blocks until then, so a thread frees
+        the group.
         """
         held = [self._group, self._work, self._data]
         is_under_way = self._work is not None

@@ -109,7 +109,7 @@ class CudaIpcReceiver:
 
 def shared(data: Tensor, rank: int) -> dict[str, Any]:
     """Returns what another process needs to open this GPU memory with `opened`, as plain data. The memory must stay
-    allocated until the other process has opened it. Raises WeightSyncError if the data is not on a GPU."""
+    allocated until the other process has copied it. Raises WeightSyncError if the data is not on a GPU."""
     if not data.is_cuda:
         raise WeightSyncError(
             f"rank {rank}: the cuda_ipc transport shares GPU memory, but the weights are on the {data.device.type}; "

@@ -22,7 +22,7 @@ _GROUP = "rl_core.weight_transports"
 
 
 def receiver_of(transport: WeightTransport) -> str:
-    """Returns the transport's receiver class as `package.module:Class`, as it stands in the transport's rendezvous.
+    """Returns the name of the transport's receiver class, `package.module:Class`, as in the transport's rendezvous.
 
     Reads the transport's attribute `receiver`. If there is none, opens a sync, reads the receiver from its rendezvous,
     and closes the sync.
@@ -39,8 +39,8 @@ def installed_receivers() -> frozenset[str]:
     """Returns the receivers of all installed transports that have the attribute `receiver`. Skips a transport that
     cannot be imported.
 
-    Skips entry points in the working directory too, which Python finds if this directory is on `sys.path`, as with
-    `python -m`.
+    Also skips entry points of packages in the working directory. Python finds these if the directory is on `sys.path`,
+    as with `python -m`.
     """
     found, here = set(), Path.cwd().resolve()
     for entry in entry_points(group=_GROUP):

@@ -238,7 +238,7 @@ class Segment:
 
 class SegmentPool:
     """Keeps the segments of one rank from one sync to the next. A sync enters the pool as a context manager, one sync
-    at a time; segments that it did not take are freed at the end of the context."""
+    at a time; segments that the sync did not take are freed at the end of the context."""
 
     def __init__(self) -> None:
         self._free: list[Segment] = []

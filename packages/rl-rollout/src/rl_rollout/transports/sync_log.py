@@ -84,7 +84,7 @@ def follow(
     Args:
         channel: the channel of the sync.
         version: expected version.
-        take: called with every message, except those of a failure or an end, and with the message's place in the log.
+        take: called with each message that is neither a failure nor an end, and with the message's place in the log.
             Returns the bucket that the message announces, or None.
 
     Raises:
