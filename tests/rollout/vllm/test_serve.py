@@ -181,7 +181,7 @@ def test_a_killed_server_leaves_no_process_and_has_logged_its_states(served):
     said = (served.model_path.parent / "server.log").read_text().splitlines()
     states = [line for line in said if line.startswith(("loading /", "warming up", "serving at "))]
     assert [line.split()[0] for line in states] == ["loading", "warming", "serving"]
-    after = [re.fullmatch(r".+, (\d+) s after the server's start", line) for line in states]
+    after = [re.fullmatch(r".+, (\d+) s after the start", line) for line in states]
     seconds = [int(match[1]) for match in after if match]
     assert seconds == sorted(seconds)
     assert len(seconds) == 3

@@ -62,7 +62,7 @@ class RemoteInferenceClient:
             pool: the servers with their states; its supervisor adds and removes them.
             timeout_s: seconds until a request fails; a weight update may take half of this time.
             start_timeout_s: seconds that the restart of a server may take.
-            on_failure: called with a server that did not answer or failed a weight update, so that it is checked now.
+            on_failure: called with a server that did not answer or failed a weight update, to have it checked at once.
             on_close: called by `close`; ends the router, the supervisor and the servers.
             served_model_name: the model's name in requests to vLLM's own routes.
             router: the proxy through which outside agents reach the pool; it need not listen yet.
@@ -77,9 +77,9 @@ class RemoteInferenceClient:
         self._where: dict[str, Member] = {}
         self._tokenizing = asyncio.Semaphore(_TOKENIZE_CONCURRENCY)
         self._left_before = 0
+        """Number of servers that had been given up when the latest update began."""
         self._lost: list[str] = []
-        """Calls since the start of the latest update that lost their connection."""
-        """Number of servers that had been given up when the last update began."""
+        """Calls that have lost their connection since the latest update began."""
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that wait for servers to end their part of a failed update."""
 
@@ -268,8 +268,8 @@ class RemoteInferenceClient:
         return self._pool.lacks_weights
 
     async def has_lost_engines(self) -> bool:
-        """See `LossDetecting`. If a call of the update lost its connection, but no server is given up, something
-        between client and server failed, such as a proxy."""
+        """See `LossDetecting`. Also returns True if a call of the update lost its connection but no server was given
+        up: then something between client and server failed, such as a proxy."""
         if self._ending:
             await asyncio.wait(self._ending)
         try:

@@ -99,7 +99,8 @@ class Connection:
         raise GenerationError(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
 
     async def _post(self, path: str, timeout_s: float, media_type: str, **body: Any) -> tuple[int, bytes]:
-        """The answer's status and body. With status 200, the body has this media type."""
+        """Returns the answer's status and body. Raises GenerationError if the status is 200, but the body's media type
+        is not `media_type`."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with asyncio.timeout(timeout_s):

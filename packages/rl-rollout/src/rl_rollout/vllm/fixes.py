@@ -1,4 +1,4 @@
-"""Works around bugs of vLLM and tqdm in reloads of weights, seeds and AMX on CPUs, adapters, shared memory.
+"""Works around bugs of vLLM and tqdm: in weight reloads, in seeds and AMX on CPUs, in adapters, and in shared memory.
 
 Every worker calls `apply` before it loads its model, and `repack_tied_heads_on_cpu` after every reload. The three fixes
 for shared memory are applied in all processes that a server starts (`orphans.end_with_parent`). The docstring of each

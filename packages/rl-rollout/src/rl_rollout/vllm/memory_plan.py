@@ -19,8 +19,8 @@ _LEFT_ASLEEP_BYTES = 1 << 29
 def plan_engine(spec: EngineSpec) -> EnginePlan:
     """Estimates the memory that each device of an engine needs; if the devices differ, the largest amount.
 
-    Raises ConfigError if the model's sizes are unknown, if the tensor-parallel size does not divide its number of
-    attention heads, or for expert parallelism without experts.
+    Raises ConfigError if the model's sizes are unknown, if the tensor-parallel size does not divide the number of
+    attention heads, or if expert parallelism is on but the model has no experts.
     """
     options: VLLMOptions = spec.options
     shape = shape_of(spec)
@@ -56,7 +56,8 @@ def _require_divisible(options: VLLMOptions, shape: ModelShape) -> None:
     tensor = options.tensor_parallel_size
     if shape.num_heads % tensor:
         raise ConfigError(
-            f"{_SECTION}.tensor_parallel_size: {tensor} does not divide the model's {shape.num_heads} attention heads"
+            f"{_SECTION}.tensor_parallel_size: got {tensor}, which does not divide the model's {shape.num_heads} "
+            "attention heads; set it to a divisor"
         )
     if options.expert_parallel_size > 1 and shape.num_experts == 0:
         raise ConfigError(

@@ -50,4 +50,4 @@ class VLLMOptions:
     heartbeat_interval_s: float = attrs.field(default=5.0, validator=above(0))
     """Seconds between two health checks of a server."""
     hung_after_s: float = attrs.field(default=60.0, validator=above(0))
-    """Seconds without an answer after which a server is restarted."""
+    """Seconds without an answer to a health check after which a server is given up."""

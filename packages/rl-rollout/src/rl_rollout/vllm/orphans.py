@@ -22,7 +22,7 @@ on this machine are not affected."""
 
 
 def mark() -> None:
-    """From now on, the vLLM processes that this process starts end when this process ends."""
+    """Makes every vLLM process that this process starts from now on end together with this process."""
     os.environ[_MARK] = "1"
 
 

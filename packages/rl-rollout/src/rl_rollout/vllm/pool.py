@@ -18,7 +18,7 @@ ALL_MEMORY = frozenset({"weights", "kv_cache"})
 """The parts of memory that a sleeping server frees."""
 MAX_LOST = 3
 """When this many servers were lost while they had the same request, the request is not sent to another server, because
-it may be the cause."""
+the request may be the cause."""
 _MAX_SESSIONS = 100_000
 
 
@@ -68,8 +68,8 @@ class Member:
     """Measures the time during which `load` is 0."""
     why_down: str = "it has not started"
     hung: str | None = None
-    """Why the server's engine is considered hung, so that the server must be restarted although it may still answer
-    heartbeats; None: it is not considered hung."""
+    """Why the server's engine is considered hung; None: it is not. Such a server is given up even if it still answers
+    heartbeats."""
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
     """Set when the current connection is given up; `joined` creates a new event for the next connection."""
 
@@ -136,7 +136,7 @@ class Pool:
             self.version = versions.pop()
 
     async def joined(self, member: Member, connection: Connection, version: int, *, is_quarantined: bool) -> None:
-        """Records that a server answers, and the weights that it has reported."""
+        """Records that a server answers, and the weight version that it has reported."""
         if member.connection is None:
             member.lost = asyncio.Event()
         member.connection = connection

@@ -1,4 +1,4 @@
-"""Receives a weight version in the server while the workers sample."""
+"""Makes a server's workers receive a weight version while they sample."""
 
 from __future__ import annotations
 

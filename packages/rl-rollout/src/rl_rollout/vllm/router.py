@@ -87,7 +87,7 @@ class Router:
             token: the access token that agents must send, and that servers require. It must not be the control token,
                 so that no forwarded request can change a server.
             timeout_s: seconds that a request may take in all.
-            on_failure: called with a server that did not answer, so that it is checked now.
+            on_failure: called with a server that did not answer, so that it is checked at once.
         """
         self.url: str | None = None
         """Base URL for an OpenAI client; None until the router listens."""

@@ -173,8 +173,8 @@ def _failed(error: Exception, body: bytes) -> Response:
 
 
 class _OnlyWhileServing:
-    """Lets the OpenAI routes for agents answer only while the engine is alive and has complete weights. Otherwise
-    refuses the request, so that the router tries another server. A stream that has begun ends with an error event.
+    """Lets routes outside /rl answer only while the engine is alive and has complete weights. Otherwise refuses the
+    request, so that the router tries another server. A stream that has begun ends with an error event.
 
     A status 500 of vLLM while the engine is alive becomes 422, because no other server could compute the request
     either: for example, with vllm 0.30, `response_format={"type": "json_object"}` for a model without tokens for

@@ -1,5 +1,4 @@
-"""Starts a vLLM server outside a run and without a Ray cluster, for
-`generator.inference_engine.external_server_urls`.
+"""Starts a vLLM server outside a run, and without Ray, for `generator.inference_engine.external_server_urls`.
 
     RL_CONTROL_TOKEN_FILE=FILE python -m rl_rollout.vllm.serve quickstart trainer.policy.model.path=DIRECTORY
 
@@ -72,7 +71,7 @@ async def _serve(settings: ServerSettings) -> None:
     server, began = HTTPServer(settings), time.monotonic()
 
     def say(state: str) -> None:
-        print(f"{state}, {time.monotonic() - began:.0f} s after the server's start", flush=True)
+        print(f"{state}, {time.monotonic() - began:.0f} s after the start", flush=True)
 
     try:
         say(f"loading {settings.engine_args['model']}")
