@@ -29,7 +29,8 @@ def fix_scatter() -> None:
 
 def fix_expert_gathering() -> None:
     """Appends a local expert's number to its name while `gather_from_ep_ranks` runs. This method reads the number after
-    `.weight`, where names of grouped experts have it; names of local experts end there, so it would call `int('')`."""
+    `.weight`. Only names of grouped experts have a number there; for a local expert, the method would call
+    `int('')`."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
     def gather_from_ep_ranks(self: Any, megatron_weights: Any, megatron_module: Any, hf_param_name: Any) -> Any:
@@ -67,7 +68,7 @@ def fix_expert_names() -> None:
 
 def fix_expert_mappings() -> None:
     """Maps local experts (`local_experts.3.linear_fc1.weight`) like grouped ones (`linear_fc1.weight3`). DeepSeek's
-    mapping has only grouped experts, so the weights of local experts would stay as they were initialised."""
+    mapping has only grouped experts, so the weights of local experts would keep their initial values."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 
     def lookup_of_either(self: Any, megatron_param_name: str) -> Any:

@@ -103,7 +103,8 @@ def start_writing(
 
 
 def write_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, *, steps_done: int) -> None:
-    """Writes weights, optimizer and the number of optimizer steps done. All ranks have finished when it returns.
+    """Writes the weights, the optimizer's state and the number of optimizer steps done. Returns when all ranks have
+    finished.
 
     Raises:
         CheckpointError: the storage of any rank failed; raised on all ranks.

@@ -25,7 +25,8 @@ class MicroBatch:
     with the same context rank hold the same part."""
 
     batch: Batch | None
-    """The micro-batch's sequences. None: it is empty, and runs only because other ranks wait for this rank."""
+    """The micro-batch's sequences. None: there are none; the micro-batch runs only because other ranks wait for this
+    rank."""
     sequences: tuple[int, ...]
     """Indices of these sequences in the rank's batch."""
     tokens_BS: Tensor

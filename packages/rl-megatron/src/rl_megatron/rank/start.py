@@ -36,7 +36,7 @@ _is_prepared = False
 
 
 def prepare_process() -> torch.device:
-    """Applies the fixes to Megatron and Bridge and, without a GPU, makes them run on the CPU; returns the device.
+    """Fixes Megatron and Bridge and, without a GPU, makes them run on the CPU; returns the device.
 
     Only the first call in a process changes anything. It must run in the thread that computes.
     """

@@ -4,10 +4,10 @@ A mixture-of-experts router picks K of E experts for each token from scores. Rou
 and trainer, or two passes of the trainer, may use different experts for a token. Replay (R3, arXiv 2510.11370) fixes
 the choice but keeps the router's scores, so that gradients still reach the router.
 
-Megatron-Core 0.16.1 calls `router.router_replay.get_replay_topk` for the choice. Megatron's own class for it keeps one
-list of routers per process, and replaces all of a router's choices or none; `RouterChoices` belongs to one router and
-decides per token. With recomputation, routers see a micro-batch in the forward pass and again in backward, in the same
-order: the choices of the forward pass are kept until then.
+Megatron-Core 0.16.1 calls `router.router_replay.get_replay_topk` for the choice. Megatron's own `RouterReplay` keeps
+one list of routers per process, and replaces all of a router's choices or none; `RouterChoices` belongs to one router
+and decides per token. With recomputation, a router sees all micro-batches again in backward, in the order of the
+forward pass. `RouterChoices` keeps the choices of the forward pass until then.
 """
 
 from __future__ import annotations
