@@ -50,8 +50,8 @@ async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: P
 
 
 def _without_start(completion: Completion) -> Completion:
-    """Drops the tokens of an unfinished response, because the engine applies the grammar to a new request's response
-    from its first token."""
+    """Drops the tokens of an unfinished response, because in a new request the engine applies the grammar from the
+    first sampled token."""
     if completion.stop_reason != "abort":
         return completion
     return Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")

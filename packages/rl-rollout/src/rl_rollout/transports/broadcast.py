@@ -5,7 +5,7 @@ arrive, so the transport holds no second copy of the weights. A rank sends one b
 
 Every sync has its own store and its own process groups, created when needed and dropped at its end. Neither groups nor
 bucket layouts are reused: a group may contain an engine that has died since, and a layout may be older than a change of
-the model, and both could lead to wrong weights. A group consists of one sending rank and all receivers; a rank that
+the model. Either could lead to wrong weights. A group consists of one sending rank and all receivers; a rank that
 sends nothing has no group.
 """
 

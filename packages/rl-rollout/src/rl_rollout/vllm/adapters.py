@@ -46,8 +46,8 @@ class NamedAdapters:
 
         Raises:
             GenerationError: the name is empty or reserved for the policy or the model, or an engine cannot serve the
-                adapter: then nothing has changed. Or an engine failed to load the adapter after the checks: then the
-                name has no adapter.
+                adapter; nothing has changed. Or an engine failed to load the adapter after the checks; the name now has
+                no adapter.
         """
         if name == BASE_MODEL.lora_name:
             raise GenerationError(

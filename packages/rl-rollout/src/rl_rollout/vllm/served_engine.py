@@ -74,10 +74,11 @@ class ServedEngine:
         self.num_workers: int = parallel.world_size * self._num_engines
         """Number of workers that hold weights, of all data-parallel engines together."""
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
-        """Request id → for each past version, the number of the request's tokens when that version was replaced, and
-        the version. The number is None if the request was finished by then: its remaining tokens have this version."""
+        """Request id → a pair for each version that was replaced since the request started: the number of tokens that
+        the request had at that time, and the replaced version. The number is None if the request was already finished:
+        its remaining tokens have this version."""
         self._aborted: set[str] = set()
-        """Ids of requests whose abort a caller requested. If another request ends with the finish reason `abort`, the
+        """Ids of requests that a caller has aborted. If any other request ends with the finish reason `abort`, the
         server is quarantined, or the core has shut down."""
         self._changing = asyncio.Lock()
         self._is_paused = False
@@ -147,9 +148,9 @@ class ServedEngine:
         """Loads the adapter at `path`. Requests that select `name`, including running ones, use it from now on.
 
         Raises:
-            GenerationError: the adapter cannot be served, and the name keeps its previous adapter; or an engine failed
-                while it loaded the adapter, and the name has no adapter now; or the caches could not be emptied, and
-                the server is quarantined.
+            GenerationError: the adapter cannot be served; the name keeps its previous adapter. Or an engine failed
+                while it loaded the adapter; the name now has no adapter. Or the caches could not be emptied; the server
+                is now quarantined.
         """
         adapters = self._adapters
         async with self._changing:

@@ -121,8 +121,8 @@ class Supervisor:
                 logger.error("%s no longer serves adapter %r: %s", connection.name, name, error)
 
     async def _heard(self, member: Member, connection: Connection) -> None:
-        """Sends one heartbeat and records the answer in the pool. The reported weights are ignored if a weight update
-        began or ended meanwhile."""
+        """Sends one heartbeat and records the answer in the pool. Leaves the member unchanged if a weight update began
+        or ended meanwhile."""
         updates = self._pool.num_updates
         health = await connection.call("health", timeout_s=self._heartbeat.hung_after_s)
         self._pool.facts = EngineFacts(vocab_size=health["vocab_size"], num_workers=health["num_workers"])

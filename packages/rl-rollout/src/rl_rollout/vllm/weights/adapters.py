@@ -52,8 +52,8 @@ def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
         config: content of peft's `adapter_config.json`.
 
     Raises:
-        WeightSyncError: vLLM does not support the adapter (for example its rank is above `max_lora_rank`), it has no
-            layers, or a layer lacks one of its two matrices.
+        WeightSyncError: vLLM does not support the adapter (for example its rank is above `max_lora_rank`), the adapter
+            has no layers, or a layer lacks one of its two matrices.
     """
     loras = worker.model_runner.lora_manager
     mapper = getattr(worker.model_runner.get_model(), "hf_to_vllm_mapper", None)

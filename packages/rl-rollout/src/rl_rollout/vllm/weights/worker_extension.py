@@ -147,7 +147,7 @@ def _arriving(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[We
 
 
 def _received(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[WeightBucket, None, None]:
-    """Like `_arriving`, but yields the buckets of a preparation if there is one."""
+    """Like `_arriving`, but yields the buckets of the preparation if there is one for this sync."""
     preparation: Preparation | None = worker.__dict__.pop(_PREPARATION, None)
     if preparation is not None and preparation.is_of(rendezvous, version):
         yield from preparation.buckets()
