@@ -44,7 +44,7 @@ class VLLMOptions:
     """Address that servers listen on. None: loopback, or all addresses of the machine if Ray has several machines."""
     router_port: int | None = None
     """Serve OpenAI's API to agents outside the run at this port of `host` (0: a free port); None: do not. Agents
-    authenticate by RL_SERVER_TOKEN or, if it is not set, by the content of `<run_dir>/agents_token`."""
+    authenticate with the token in RL_SERVER_TOKEN or, if that is not set, in `<run_dir>/agents_token`."""
     start_timeout_s: float = attrs.field(default=600.0, validator=above(0))
     """Longest wait for a server to be ready."""
     heartbeat_interval_s: float = attrs.field(default=5.0, validator=above(0))
