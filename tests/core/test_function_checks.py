@@ -127,7 +127,7 @@ def test_a_loss_that_chooses_tokens_by_something_else_is_corrected_by_default(fu
     ],
 )
 def test_kl_in_the_reward_works_with_estimators_of_successes(functions: dict[str, Any], estimator: str):
-    """However the estimator is named, it also reads the environment's rewards, without the KL penalty."""
+    """However the estimator is named, it also gets the scores without the KL penalty."""
     chosen = functions | {"trainer.algorithm.advantage_estimator": estimator}
     if "pass_at_k" in estimator:
         chosen["trainer.algorithm.advantage_params.k"] = 2

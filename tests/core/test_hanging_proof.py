@@ -1,4 +1,4 @@
-"""A run that is killed while it proves a model leaves no process behind, and the next start removes its files."""
+"""A run that is killed during a model proof leaves no process behind, and the next start removes its folders."""
 
 from __future__ import annotations
 

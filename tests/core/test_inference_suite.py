@@ -188,7 +188,7 @@ class ServesWhatIsPrepared(FaultyEngine):
 
 
 class LoadsWhatWasPreparedFirst(FaultyEngine):
-    """Always loads the weights that it prepared first, which a later sync of the same version has replaced."""
+    """Always loads the weights that it prepared first, even if a later sync of the same version replaced them."""
 
     async def prepare_weights(self, rendezvous, version):
         receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)

@@ -20,8 +20,8 @@ from rl_core.trainer.interrupts import Interrupts
 
 @pytest.fixture(autouse=True)
 def hangups_are_handled(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Undoes `nohup`, under which the tests would inherit that SIGHUP is ignored. Needs `capfd`, because after a SIGHUP
-    output to a terminal is discarded."""
+    """Restores the default for SIGHUP, which is ignored under `nohup`. Needs `capfd`, because handling a SIGHUP
+    discards all later output to a terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -147,7 +147,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
     assert Interrupts().run(work) == "whole"
 
 
-def test_a_signal_outside_the_loop_ends_the_work_at_once():
+def test_a_signal_outside_a_stops_block_ends_the_work_at_once():
     started = time.monotonic()
 
     async def work() -> None:

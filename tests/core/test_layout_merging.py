@@ -79,7 +79,7 @@ def test_trajectories_never_merge_with_each_other():
     assert batch.num_sequences == 2
 
 
-def test_routed_experts_are_the_last_steps_which_fed_every_token_but_its_last():
+def test_a_merged_sequence_has_the_routed_experts_of_its_last_step():
     def routes(first: int, count: int, known: list[bool]) -> dict:
         return {"routed_experts": np.arange(first, first + count).reshape(-1, 1, 1), "routed": known}
 

@@ -101,8 +101,8 @@ def test_sharing_few_tokens_is_not_worth_it():
 
 
 def test_saved_tokens_of_nested_shared_beginnings_are_counted_once():
-    """All four share the first token, and each pair a longer prefix. Sharing within the pairs leaves two cells
-    for the first token, so sharing it among all four saves only one more."""
+    """All four sequences share the first token, and each pair shares a longer prefix. Sharing within the pairs leaves
+    two cells for the first token, so sharing it among all four saves only one more cell."""
     sequences = [[1, *([group] * 5), answer] for group in (2, 3) for answer in (4, 5)]
     assert forest_of(sequences, least_saved=2).num_cells == 2 * (6 + 2)
     assert forest_of(sequences, least_saved=1).num_cells == 1 + 2 * (5 + 2)
@@ -120,7 +120,7 @@ def test_long_beginnings_are_shared_up_to_their_first_difference(shared: int):
 
 
 def test_groups_that_share_little_are_separate_families():
-    """64 groups of 16 answers of 100 tokens. All prompts share 8 tokens; the answers of a group share all 200."""
+    """64 prompts of 200 tokens, each with 16 answers of 100 tokens. All prompts begin with the same 8 tokens."""
     sequences = [[*([7] * 8), *([group] * 192), *range(100, 200)] for group in range(64) for _ in range(16)]
     for i, tokens in enumerate(sequences):
         tokens[200] = i
@@ -161,8 +161,8 @@ def cells_of(offsets: NDArray[np.int64], family: NDArray[np.int64]) -> NDArray[n
 
 @pytest.mark.parametrize(("num_groups", "most_tokens"), [(1, 600), (4, 1800), (5, 2900), (64, 16 * 1800)])
 def test_groups_do_not_leave_ranks_idle(num_groups: int, most_tokens: int):
-    """Groups of 16 answers of 100 tokens to a prompt of 200 tokens, on four ranks. One group is cut into four; five
-    groups are cut so that no rank gets two whole ones; four and 64 groups stay whole."""
+    """Groups of 16 answers of 100 tokens to a prompt of 200 tokens, on four ranks. A single group is cut into four;
+    five groups are cut so that no rank gets two whole ones; four and 64 groups stay whole."""
     sequences = [[*([group] * 200), *range(1000 + i, 1100 + i)] for group in range(num_groups) for i in range(16)]
     offsets, tokens_T = stream_of(sequences)
     forest = prefix_forest(offsets, tokens_T)

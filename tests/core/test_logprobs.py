@@ -120,7 +120,7 @@ def test_extreme_logits_stay_finite():
 @pytest.mark.parametrize("use", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
 @pytest.mark.parametrize("function", ["chunked", "full"])
 def test_a_bias_of_minus_infinity_is_a_vocabulary_without_that_token(function, use):
-    """Values and gradients are those of a vocabulary without these tokens; the gradients of their own rows are 0."""
+    """Values and gradients equal those of a vocabulary without the masked tokens, whose own rows get zero gradients."""
     tensors, targets_T = inputs()
     kept_K = torch.tensor([0, 2, 3, 5, 6, 8, 10])
     small = {"hidden_TH": tensors["hidden_TH"], **{n: tensors[n][kept_K] for n in ("weight_VH", "bias_V")}}

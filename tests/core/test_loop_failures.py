@@ -136,8 +136,8 @@ def test_a_sync_broken_by_a_changed_number_of_engines_is_repeated(tmp_path: Path
 
 
 class LosesItself(ScriptedEngine):
-    """The only engine, whose process dies during a sync. Its part of the sync fails before its death is detected. It
-    is restarted after a minute."""
+    """The run's only engine, which dies during a sync. The sync fails first; a minute later the loss is detected and
+    the engine has restarted."""
 
     num_losses = 1
     is_lost = False
