@@ -206,7 +206,7 @@ def test_a_resumed_run_writes_a_model_whose_export_was_killed(tmp_path: Path, ma
     state = load_state(tmp_path / "checkpoints" / "step_000002")
     models = tmp_path / "exports"
     assert ScriptedRun(tmp_path, run.script, state=state).go().events_of("export") == ["export 4"]
-    (models / "step_000002").rename(models / "step_000002.partial")  # as a kill during the save leaves it
+    (models / "step_000002").rename(models / "step_000002.partial")  # as a kill during the export leaves it
     assert ScriptedRun(tmp_path, run.script, state=state).go().events_of("export") == ["export 2", "export 4"]
     assert sorted(path.name for path in models.iterdir()) == ["step_000002", "step_000004"]
 
@@ -255,14 +255,15 @@ def test_a_resumed_run_publishes_its_version_and_plays_unfinished_groups_first(t
 
 
 def test_a_second_stop_before_all_stored_groups_restarted_loses_none(tmp_path: Path):
-    """The second run has less room: groups of the first run wait, and start before new ones."""
+    """The second run generates less far ahead, so it starts only two of the first run's groups. The others wait, and
+    the third run starts them before new ones."""
     run = ScriptedRun(tmp_path, Script(steps=6, max_staleness=3))
     run.log.when("train 1", run.loop.stop)
     run.go()
     second = run.resumed(max_staleness=0)
     second.log.when("train 2", second.loop.stop)
     second.go()
-    # The second run's bound excludes the groups that the first one finished, so they are played again.
+    # With max_staleness=0, the groups that the first run finished are too old and are played again.
     assert second.events_of("start") == ["start 2 at 1", "start 3 at 1"]
     third = second.resumed()
     require_nothing_is_lost(run, second, third)

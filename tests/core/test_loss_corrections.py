@@ -77,7 +77,7 @@ def verl_losses(name: str, columns, logprobs_T, settings) -> list[float]:
     if name == "kl_cov":
         count = max(1, int(settings["kl_cov_frac"] * len(trained)))
         chosen = sorted(trained, key=lambda t: covariance[t])[-count:]
-    else:  # as many as there are candidates, so that the random draw has no effect
+    else:  # clip_ratio=1.0 clips all candidates, so the random draw has no effect
         chosen = [t for t in trained if settings["clip_cov_lb"] < covariance[t] < settings["clip_cov_ub"]]
     for t in trained:
         ratio = math.exp(new[t] - old[t])
@@ -103,7 +103,7 @@ def test_covariance_losses_are_those_of_verl_under_a_correction(name, settings):
     actual_T = token_losses(objective, columns, logprobs_T, sequence_T)
     expected = verl_losses(name, columns, logprobs_T, settings)
     assert actual_T.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    # Negative control: advantages times weights would choose other tokens.
+    # Negative control: advantages multiplied by the weights would give other losses.
     scaled = {**columns, "advantages": columns["advantages"] * columns["correction_weights"]}
     assert verl_losses(name, scaled, logprobs_T, settings) != pytest.approx(expected, rel=1e-3)
 
@@ -129,7 +129,7 @@ def bounded(logprobs_T, advantages_T):
 
 @pytest.mark.parametrize("loss", [with_penalty, of_the_mean, bounded])
 def test_a_loss_that_weights_do_not_scale_is_detected(loss):
-    """In each of these losses, multiplying a token's advantage by a weight does not multiply its loss by it."""
+    """In each of these losses, a weight on a token's advantage does not multiply the token's loss."""
     objective = Objective(loss)
     objective.try_out()
     assert objective.corrections == "unknown"

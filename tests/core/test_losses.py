@@ -15,7 +15,7 @@ from rl_core import algorithms
 from rl_core.algorithms import Objective
 from rl_core.errors import ConfigError, ShapeError
 
-# With these bounds, the random ratios of `mini_batch` lie below, between and above them.
+# `mini_batch` draws ratios below, between and above these bounds.
 CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.3}
 CASES = {
     "ppo_clip": ("ppo_clip_loss", CLIP),
@@ -235,8 +235,8 @@ def test_value_loss_takes_the_larger_of_plain_and_clipped_error():
 
 
 def test_rounding_never_removes_the_gradient_of_a_value_that_is_not_clipped():
-    """In float32, (v − R) − (v − V) + (v − V) often differs from v − R. If the loss compared only these errors, one
-    token in thirty would count as clipped."""
+    """With prediction v, return R and earlier value V, (v − R) − (v − V) + (v − V) often differs from v − R in float32.
+    A loss that only compared these two errors would count one token in thirty as clipped."""
     generator = torch.Generator().manual_seed(0)
     values_T, returns_T, move_T = torch.randn(3, 1000, generator=generator)
     predicted_T = (values_T + 0.1 * move_T.tanh()).requires_grad_()

@@ -63,7 +63,7 @@ def by_phase(found: tuple[Peak, ...]) -> dict[str, Peak]:
 def test_engine_and_policy_take_turns_on_shared_devices():
     found = by_phase(peaks(config_of(), [policy()], ENGINE, context=10, device_bytes=10_000))
     processes = 2 * PROCESS_BYTES
-    # 81 belongs to the fuller rank. The sleeping engine keeps 7 on the device, and 200 per device on the host.
+    # 81: activations of the fuller rank. The sleeping engine keeps 7 on the device, and 200 per device on the host.
     assert found["train policy"].device_bytes == 10 + 20 + 40 + 81 + 3 + 7 + processes
     assert found["train policy"].host_bytes == 2 * 200
     assert found["step policy"].device_bytes == 10 + 20 + 40 + 7 + processes

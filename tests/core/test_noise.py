@@ -29,5 +29,5 @@ def test_element_indices_of_a_part_are_those_in_the_whole():
     whole = torch.arange(4 * 6 * 5).reshape(4, 6, 5)
     assert torch.equal(element_index((4, 6, 5), (0, 0, 0), (4, 6, 5)), whole)
     assert torch.equal(element_index((2, 3, 5), (1, 3, 0), (4, 6, 5)), whole[1:3, 3:6])
-    # Rows of padding behind the whole do not change it.
+    # Padding rows after the last row do not change the indices.
     assert torch.equal(element_index((4, 6, 5), (0, 0, 0), (7, 6, 5)), whole)

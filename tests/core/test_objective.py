@@ -1,4 +1,4 @@
-"""Binding by name, the weighted sum with its KL and entropy terms, metrics, and errors at start-up."""
+"""`Objective`: columns bound by name, the weighted sum with KL and entropy terms, metrics, and errors at start-up."""
 
 from __future__ import annotations
 

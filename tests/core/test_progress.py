@@ -84,7 +84,7 @@ def test_the_work_continues_if_its_output_cannot_be_written(kind: str):
             progress.update(step)
             done = step
     assert done == 3
-    with pytest.raises(OSError, match=r"Broken pipe|No space left"):  # control: the lines did not fit into a buffer
+    with pytest.raises(OSError, match=r"Broken pipe|No space left"):  # control: the lines could not be delivered
         stream.close()
 
 
@@ -97,7 +97,7 @@ def test_the_work_continues_if_its_terminal_is_closed(monkeypatch):
         os.close(main)
         progress.update(1)
     assert sys.stderr is before
-    with pytest.raises(OSError, match="Input/output error"):  # control: the display did not fit into a buffer
+    with pytest.raises(OSError, match="Input/output error"):  # control: the display could not be delivered
         terminal.close()
 
 

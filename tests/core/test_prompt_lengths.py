@@ -1,4 +1,4 @@
-"""A prompt is trained on only if a response fits behind it; prompts that are too long are known before the run."""
+"""A prompt is trained on only if a response fits behind it; prompts that are too long are found before training."""
 
 from __future__ import annotations
 

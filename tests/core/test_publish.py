@@ -12,7 +12,7 @@ MANIFEST = Manifest(version=1, tensors={})
 
 
 class LosesAnEngine:
-    """A client with two engines, one of which dies while it pauses."""
+    """A client with two engines, one of which dies during `pause`."""
 
     num_engines = 2
 

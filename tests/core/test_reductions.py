@@ -22,7 +22,7 @@ from rl_core.algorithms.reductions import (
 from rl_core.errors import ConfigError, ShapeError
 from tests.core.token_streams import Stream, reordered, streams
 
-# Sequence 0 trains two tokens, 1 one, 2 none, 3 one; prompts: {0, 3}, {1}, {2}.
+# Trained tokens of sequences 0 to 3: 2, 1, 0, 1. Sequences 0 and 3 have the same prompt.
 MASK = torch.tensor([False, True, True, True, False, False, True])
 SEQUENCE = torch.tensor([0, 0, 0, 1, 2, 2, 3])
 GROUPS = torch.tensor([5, 1, 9, 5])

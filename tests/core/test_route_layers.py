@@ -36,7 +36,7 @@ def shape_of(layers: list[int], num_layers: int = NUM_LAYERS) -> RouteShape:
 
 @given(LAYERS, st.data())
 def test_a_rank_reads_the_same_routes_from_its_part_as_from_the_batch(layers, data):
-    """Checks both micro-batches and parts that were converted to arrays, as for another process."""
+    """Checks micro-batches and parts converted to arrays, the form in which they are sent to another process."""
     batch = batch_of([2, 1, 3])
     sequences = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
     read = data.draw(st.sets(st.sampled_from(layers)).map(sorted)) if layers else []
@@ -65,7 +65,6 @@ def test_a_batch_is_passed_unchanged_if_no_layer_would_be_removed():
 
 @pytest.mark.parametrize("sent", [[], [1, 2], [1, 3, 4], [0, 1, 2, 4, 5]])
 def test_a_layer_that_a_rank_replays_without_its_routes_is_refused(sent):
-    """Negative control: routes of other layers."""
     part = with_routes_of(batch_of([2, 1]), sent)
     missing = min({1, 2, 3} - set(sent))
     message = f"no routes of layer {missing}, which this rank replays; route_layers names {sent}"

@@ -324,8 +324,8 @@ def test_a_lock_file_that_cannot_be_made_is_an_error_with_the_key(tmp_path: Path
 
 
 def test_a_holder_that_has_not_written_its_name_yet_is_waited_for(tmp_path: Path):
-    """The holder took the lock but has not written its name; the name in the file is an earlier holder's, and is not
-    used."""
+    """The holder took the lock but has not written its name yet. The file is empty or names an earlier holder, which
+    the error must not name."""
     path = tmp_path / ".run.rl-lock"
     for left in ("", json.dumps({"pid": dead_process(), "host": socket.gethostname(), "started": "long ago"}) + "\n"):
         path.write_text(left)

@@ -16,7 +16,7 @@ from rl_core.trainer.saving import CheckpointSaver
 
 
 class RecordedModels:
-    """Models that write one file; in the background they write it when the test says so."""
+    """Models that write one file; during a background save they write it when the test calls `write`."""
 
     def __init__(self) -> None:
         self.directory = Path()

@@ -124,7 +124,7 @@ async def test_later_mini_batches_are_scored_and_the_first_gives_its_own():
     trained_T = batch["loss_mask"]
     assert (batch["old_logprobs"][trained_T] == -1.5).all()
     assert batch["old_logprobs"][1].isnan()
-    # Differences of 0.5; the untrained token of the first mini-batch has no log-prob and is not compared.
+    # All compared log-probs differ by 0.5. Token 1 is not trained on, so it has no log-prob and is not compared.
     agreement = update.agreement(batch, version=4)
     assert agreement["rollout/logprob_diff_mean"] == (0.5, 1.0)
     later = batch.with_columns(old_logprobs=torch.where(torch.arange(12) == 1, 100.0, batch["old_logprobs"]))

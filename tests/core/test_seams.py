@@ -48,7 +48,7 @@ class AbstractEnvironment(idle_plugins.Environment, abc.ABC):
 
 
 class AnswersToEveryName:
-    """Has every attribute, but none with a correct value."""
+    """Has every attribute; only `contract_version` has a correct value."""
 
     contract_version = 1
 
@@ -305,7 +305,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def accept(monkeypatch: pytest.MonkeyPatch, **versions: Any) -> None:
-    """Accepts other versions of the engine contract, to which version 2 added `options_class`."""
+    """Accepts these versions of an engine contract whose version 2 added `options_class`."""
     monkeypatch.setitem(cast(dict[str, Contract], CONTRACTS), "rl_core.inference", Contract(**versions))
     monkeypatch.setitem(cast(dict[str, Seam], SEAMS), "rl_core.inference", ENGINE_WITH_OPTIONS)
 

@@ -1,4 +1,4 @@
-"""A reference model behind an engine: the requests it gets, and answers that cannot be trained on."""
+"""A reference model served by an engine: the requests that the engine gets, and answers that are refused."""
 
 from __future__ import annotations
 

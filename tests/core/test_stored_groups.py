@@ -89,7 +89,7 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
             failed=(trajectory(7, failure="OSError: gone", failure_kind="OSError"),),
             greedy_tokens=9,
         ),
-        # A step with routes after steps without: its arrays are found by name, not by position.
+        # The step with routes follows one without, so its arrays must be found by name, not by position.
         stored(9, 4, trajectory(9, step(3), step(5, routed_experts=routes[:2], reward=np.float32(0.1)))),
     ]
     write_groups(tmp_path, groups)

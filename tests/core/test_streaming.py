@@ -1,4 +1,4 @@
-"""Which runs may be streamed: the refusals, which say what to do, and the dependence on other groups, found by
+"""Which runs may be streamed. Refusals say what to do, and advantages that depend on other groups are found by
 trial."""
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_all_reasons_against_streaming_are_reported_at_once():
 
 @pytest.mark.parametrize("num_samples", [1, 2, 16])
 def test_a_small_dependence_on_other_groups_is_detected(num_samples: int):
-    """Negative control: each advantage contains a thousandth of the batch's mean."""
+    """Each advantage of `leaking` contains a thousandth of the batch's mean score."""
     config = from_mapping({**STREAMED, "generator.n_samples_per_prompt": max(num_samples, 2)})
     settings = attrs.evolve(update_settings(config), estimator_params={})
 

@@ -1,4 +1,4 @@
-"""Loop, buffer and rollouts together: the order of events, at every staleness bound."""
+"""Loop, buffer and rollouts together: the order of events at several staleness bounds."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def test_rows_have_idle_times_and_queued_groups(tmp_path: Path):
         (18.0, 10.0, 8.0, 0.0, 0.0),
         (18.0, 10.0, 8.0, 0.0, 0.0),
     ]
-    # Step 2 waits for groups 2 and 3. Groups 4 and 5 are played while it trains, from 20 to 30; then none is left to
-    # play.
+    # Groups 2 and 3 are finished before step 2 begins. Groups 4 and 5 are played from 20 to 30; then no group is left
+    # to play.
     assert rows("ahead", 1) == [(20.0, 10.0, 10.0, 2.0, 0.0), (8.0, 0.0, 0.0, 0.0, 2.0), (10.0, 2.0, 8.0, 0.0, 0.0)]
 
 

@@ -17,7 +17,7 @@ from rl_core.algorithms.trajectories import (
 )
 from rl_core.errors import ShapeError
 
-# Trajectories 7 (steps in rows 0, 3, 1), 2 (rows 4, 2).
+# Trajectory 7 has its steps in rows 0, 3 and 1, trajectory 2 in rows 4 and 2.
 TRAJECTORY = torch.tensor([7, 7, 2, 7, 2])
 STEP = torch.tensor([0, 2, 1, 1, 0])
 IS_LAST = torch.tensor([False, True, True, False, False])

@@ -1,5 +1,5 @@
-"""The check for complete trajectories, compared with a slow version that checks one trajectory at a time, and its
-two callers.
+"""The check for complete trajectories and its two callers, compared with a slow version that checks one trajectory at a
+time.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def test_turn_level_advantages_equal_the_slow_definition(step_wise, episodes, ga
     batch = batch_of(episodes, groups, step_wise=step_wise)
     made = with_advantages(batch, turn_level_advantages, {"gamma": gamma, "grpo_norm_by_std": norm})
     actual = made["advantages"][batch["sampled"]].tolist()
-    # float32 rounding. Returns are exact, because rewards are whole numbers. Otherwise, if all returns of a group were
-    # equal, a rounding of 1e-7 divided by 1e-6 would give 0.1.
+    # The tolerance covers float32 rounding. Whole-number rewards make returns exact. If they were rounded, a group of
+    # equal returns could get advantages of 0.1: an error of 1e-7 divided by the 1e-6 added to the deviation.
     assert actual == pytest.approx(slow_advantages(episodes, groups, gamma=gamma, norm=norm), rel=1e-4, abs=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""A path that cannot be accessed is one error that begins with its key, also in a dry run."""
+"""A path that cannot be accessed gives one error that begins with its key, also in a dry run."""
 
 from __future__ import annotations
 

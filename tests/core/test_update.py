@@ -55,7 +55,7 @@ def make_batch(rewards: list[float], groups: list[int]) -> Batch:
 
 
 class FakeGroup:
-    """Scores every token alike and records the batches it is asked to score and train on."""
+    """Gives every sampled token the same log-prob and records the batches it is asked to score and train on."""
 
     def __init__(self, *, logprob: float = -1.5, grad_norms: list[float] | None = None):
         self.logprob = logprob

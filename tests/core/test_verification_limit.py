@@ -26,8 +26,8 @@ LIMIT_KEY = "generator.inference_engine.weight_verification.limit"
 
 
 class Sides:
-    """A trainer with two tensors and its engine. Noise on a tensor changes each log-prob by 8 times its scale, up or
-    down, and the engine rounds differently."""
+    """A trainer with two tensors and its engine. Noise on a tensor raises or lowers each log-prob by 8 times the scale
+    of the noise. The engine rounds differently."""
 
     vocab_size = 50
 

@@ -1,4 +1,4 @@
-"""Buckets are packed late and only once, into the caller's memory, with the bytes of the moment when they are drawn."""
+"""A bucket is packed late and only once. Its data are the bytes that its tensors had when it was yielded."""
 
 from __future__ import annotations
 
