@@ -1,9 +1,9 @@
-"""Cost and precision of a LoRA policy's sync to a vLLM server: merged into the full weights, or the adapter alone.
+"""Cost and precision of syncing a LoRA policy to a vLLM server, as merged weights or as the adapter alone.
 
 Both kinds of sync run on the same random model in bfloat16. Printed for each: the bytes of a sync, the seconds until
-the server serves the new weights (the fastest of several syncs), and the mean difference between the server's log-probs
-and the trainer's. Adapters of several scales are measured; the scale is shown as the mean change of the trainer's
-log-probs.
+the server serves the new weights (the fastest of several syncs), and the mean absolute difference between the server's
+log-probs and the trainer's. Adapters of several scales are measured; for each scale, the output shows how much the
+adapter changes the trainer's log-probs (mean absolute change).
 
     python benchmarks/adapter_sync.py [--rank 16] [--hidden 512] [--layers 8] [--rounds 3]
 """

@@ -61,7 +61,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 def mini_batch(num_tokens: int) -> dict[str, Tensor]:
-    """Columns by parameter name: log-normal lengths, one outcome reward per sequence, four of five tokens trained."""
+    """Columns by parameter name: log-normal lengths, one outcome reward per sequence, four in five tokens trained."""
     generator = torch.Generator().manual_seed(0)
     shares_N = torch.randn(NUM_SEQUENCES, generator=generator).exp()
     lengths_N = (shares_N / shares_N.sum() * (num_tokens - NUM_SEQUENCES)).long() + 1
@@ -125,7 +125,8 @@ def minimal_ppo_clip(columns: dict[str, Tensor]) -> None:
 
 
 def estimator_run(name: str, settings: dict[str, Any], columns: dict[str, Tensor]) -> Callable[[], None]:
-    """Returns a call that computes one estimator and spreads a result per sequence over the tokens."""
+    """Returns a call that computes one estimator. If the result has one value per sequence, the call spreads the values
+    over the tokens."""
     function = getattr(algorithms, name)
     arguments = bound(function, columns)
 

@@ -10,10 +10,10 @@ Printed for each depth and bound, and for two scheduling rules of other projects
 
     time      duration of the run, divided by the time that the slower of trainer and engines needs for 10,000 prompts
               when it never waits
-    arrivals  duration of the steps, divided by the lower bound that the groups' finish times set. A step's bound is the
-              maximum over t of t plus the training time of the step's groups that finished at or after t, where t is no
-              earlier than the end of the step before. The excess over 1 is what training groups as they finish
-              could still save
+    arrivals  duration of the steps, divided by the lower bound that the groups' finish times set. A step ends no
+              earlier than t plus the training time of those of its groups that finished at t or later, for every time t
+              since the end of the previous step. The bound is the latest of these ends. The excess over 1 is what
+              training groups as they finish could still save
     idle      share of the time in which the trainer waits for groups; share of slot time in which the engines play
               nothing
     age       policy versions between a group's start and its training: mean, share of groups above one, maximum
@@ -22,9 +22,9 @@ Printed for each depth and bound, and for two scheduling rules of other projects
 Rows marked as streamed train groups as they finish (`trainer.stream_groups`). There, each part of a batch costs its
 share of the step's scoring and training time, and 0.25 s more for each of the two calls.
 
-The rate rule starts a group while at most (bound + 1) batches are under way, finished or not, and trains groups in the
-order in which they finish, so only the average age keeps to the bound. The rule "drop by age" keeps as many groups
-under way and, when a step begins, drops every group that is older than the bound.
+The rate rule keeps at most (bound + 1) batches of groups under way: playing, waiting or in training. It trains groups in
+the order in which they finish, so only the average age keeps to the bound. The rule "drop by age" does not count the
+batch in training. When a step begins, it drops every group that is older than the bound.
 
     PYTHONPATH=. python benchmarks/async.py [--most 8] [--seed 0] [--streamed]      (about four minutes of one core)
 """

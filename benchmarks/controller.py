@@ -1,4 +1,4 @@
-"""Share of a step that the controller takes: all but generation, scoring, training, publishing, evaluation and saving.
+"""The controller's share of the step time: all but generation, scoring, training, publishing, evaluation and saving.
 
 Runs some steps of the quick start's GRPO on its untrained model and prints each phase's share. Goal: under 3 % for the
 controller.

@@ -1,13 +1,13 @@
 """Cost of sending a batch to the ranks: bytes relative to the batch's size, time relative to a plain copy.
 
 512 sequences of 4096 tokens with the columns of a training step go to 8 ranks: first to 8 data-parallel ranks, then to
-4 replicas of 2 tensor-parallel ranks, which read the same part. The ranks are real Ray actors whose worker only counts
-its tokens. All times are measured in one run.
+4 replicas of 2 tensor-parallel ranks. Both ranks of a replica read the same part. The ranks are real Ray actors whose
+worker only counts its tokens. All times are measured in one run.
 
     memcpy    numpy copies the batch's arrays into memory that is already mapped: the lower bound of any transfer
-    copy      the same into new memory, whose pages the system has to map first, as for the object store
+    copy      the same into new memory, whose pages the system has to map first, as in the object store
     gather    collects the sequences of each part
-    put       gather, and puts the parts into the object store
+    put       gathers the parts and puts them into the object store
     dispatch  the whole call, until all ranks have answered
 
 Run: python benchmarks/dispatch.py [--sequences 512] [--tokens 4096] [--ranks 8] [--rounds 5]
@@ -49,7 +49,7 @@ class NothingWorker:
 
 @attrs.frozen
 class NothingBackend:
-    """A backend without a model; every `tensor` ranks receive the same part."""
+    """A backend without a model; the `tensor` ranks of a replica receive the same part."""
 
     tensor: int
     name: str = "nothing"

@@ -1,12 +1,12 @@
-"""Cost of sending router-replay routes to pipeline stages on two nodes: routes of all layers, or of each stage's own.
+"""Cost of sending router-replay routes to pipeline stages on two nodes: of all layers, or of the stage's own.
 
 Tensor parallel 2 × pipeline 2, each stage on its own node. The nodes are two raylets on this machine, so objects that
 are missing on a node are copied to it. Ranks are real Ray actors whose worker only checks the routes that it received.
 The two variants alternate within one run.
 
-    rank      route bytes that the ranks receive, divided by those of their own tokens and layers. Above 1 even with a
-              stage's own layers: tensor ranks split the tokens of their routers, but receive the same part
-    node      route bytes that the nodes receive, divided by those of their own layers
+    rank      route bytes that the ranks receive, divided by the route bytes of their own tokens and layers. Above 1
+              even with a stage's own layers: the routers of tensor ranks split the tokens, but each rank receives all
+    node      route bytes that the nodes receive, divided by the route bytes of their own layers
     dispatch  the whole call: batch and routes are put into the object store and copied to the second node
     check     processor time in which a rank checks its routes, mean over ranks
 
@@ -53,7 +53,7 @@ class Checked:
 
 
 class CheckingWorker:
-    """A pipeline stage's rank: stores its part of the batch and checks its routes."""
+    """A pipeline stage's rank: stores its part of the batch and checks the routes in it."""
 
     def __init__(self, rank: RankInfo, num_layers: int):
         chunk = pipeline_chunks(num_layers, STAGES)[mesh_of(rank.world_size).coordinates(rank.rank).pipeline]
@@ -197,7 +197,7 @@ def show_times(what: str, seconds: dict[str, list[float]]) -> None:
 
 
 def make_batch(num_sequences: int, num_tokens: int, num_layers: int) -> Batch:
-    """Random routes of all tokens but the last of each sequence, and the other columns of PPO's clipped loss."""
+    """Random routes of all tokens but the last of each sequence, and the columns that PPO's clipped loss reads."""
     total = num_sequences * num_tokens
     first_TL = np.random.default_rng(0).integers(0, NUM_EXPERTS, (total, num_layers))
     routes_TLK = (first_TL[..., None] + np.arange(EXPERTS_PER_TOKEN)) % NUM_EXPERTS

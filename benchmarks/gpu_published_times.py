@@ -1,10 +1,11 @@
 """Training and scoring times on GPUs compared with published times: seconds, their ratio, and peak memory.
 
-The published rows are from SkyRL's page on its Megatron backend: Search-R1 with sequences of at most 4,096 tokens, a
-train batch size of 512, on H100s. The page does not state the samples per prompt, the mini-batch size, or which tokens
-its mean number of tokens counts. Here a step has 512 prompts with the recipe's number of samples (--samples changes it)
-and the recipe's mini-batch size. Sequence lengths are uniform between half and one and a half times the published mean;
-the first eighth of a sequence is its prompt. The two jobs are similar, not equal: read the ratio accordingly.
+The published rows are from SkyRL's page on its Megatron backend: Search-R1 on H100s, with sequences of at most 4,096
+tokens and a train batch size of 512. The page does not state the samples per prompt, the mini-batch size, or which
+tokens its mean number of tokens counts. Here a step has 512 prompts with the recipe's number of samples (--samples
+changes it) and the recipe's mini-batch size. Sequence lengths are uniform between half and one and a half times the
+published mean; the first eighth of a sequence is its prompt. The two jobs are similar, not equal: read the ratio
+accordingly.
 
 Models are those of the recipes of the same name. Without --model they get random weights, which take the same time. On
 a machine with fewer GPUs than a row has, a pure data-parallel row runs with a proportional share of the batch. The row
@@ -120,7 +121,7 @@ def main(
 def line_of(
     row: Published, num_gpus: int, steps: int, samples: int | None, model: str | None, tiny: bool, directory: Path
 ) -> str:
-    """The printed result of a row; an error becomes its text, so that the other rows still run."""
+    """The printed result of a row. If its job fails, this is the error, so that the other rows still run."""
     has_machines = row.num_gpus > GPUS_PER_MACHINE
     if has_machines and not tiny and (num_gpus < row.num_gpus or model is None):
         return f"skipped: needs --gpus {row.num_gpus} of a Ray cluster, and --model; its mesh cannot run on fewer GPUs"
@@ -189,7 +190,7 @@ async def measure(job: Job, steps: int) -> tuple[float, float, int]:
 
 
 def make_batch(model: str, num_sequences: int, mean_tokens: int, seed: int) -> Batch:
-    """Random sequences of several lengths, with all columns that the loss reads."""
+    """Random sequences of various lengths, with all columns that the loss reads."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = AutoConfig.from_pretrained(model).vocab_size
     lengths = torch.randint(mean_tokens // 2, 3 * mean_tokens // 2 + 1, (num_sequences,), generator=generator)

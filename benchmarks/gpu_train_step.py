@@ -6,8 +6,8 @@ attention, log-probs in chunks, the PPO-clip loss, AdamW. One step trains on one
 its micro-batches, then `optim_step`.
 
 MFU is the number of floating-point operations per second divided by the device's dense bfloat16 peak. Each token
-counts as 6 operations per parameter of a weight matrix (of the output layer, only if the token is trained on) plus
-6 · layers · hidden size · length for causal attention. Recomputation is not counted.
+counts as 6 operations per parameter of the layers' weight matrices, plus 6 · layers · hidden size · length for causal
+attention. A trained token also counts as 6 operations per parameter of the output layer. Recomputation is not counted.
 
 Run: python benchmarks/gpu_train_step.py [--model 0.5B] [--micro-batches 2] [--steps 5]
 --tiny runs the same code on a tiny model, also without CUDA. Its times say nothing about real models.

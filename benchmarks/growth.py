@@ -5,8 +5,8 @@ planning, two optimizer steps, advantages, loss weights, metrics and the rows of
 its part of the batch and computes nothing. Times are processor seconds of one thread.
 
 A rank's time is extrapolated from a forward and backward pass over a few sequences of the same length, in groups whose
-shared prompt is computed once. The printed share assumes one rank on a core as slow as this one; more or faster ranks
-make it larger.
+shared prompt is computed once. The printed share assumes one rank on a core as slow as this one; with more or faster
+ranks, the share is larger.
 
 Run: python benchmarks/growth.py [--shape 1000x16 …] [--no-ranks]
 """

@@ -1,7 +1,7 @@
 """Load balance of sequences over ranks, and planning time.
 
 Lengths are log-normal like those of reasoning responses (median 2,000 tokens, cut at 32,768). `worst/mean` is the load
-of the most loaded rank divided by the mean load: at 1.05, the ranks wait for it for 5 % of the mean load on average.
+of the most loaded rank divided by the mean load: at 1.05, a rank with the mean load waits 5 % of its computing time.
 `bound` is the largest ratio that the balancing partitions can have with these costs: 1 + largest cost / mean load.
 
 Run: python benchmarks/layout.py
@@ -85,7 +85,7 @@ def time_plans() -> float:
 
 
 def time_indices() -> None:
-    """Times the index arrays of one rank's largest micro-batch, with context and Ulysses parallelism."""
+    """Times how one rank computes its index arrays for 64 packed sequences, with context and Ulysses parallelism."""
     lengths_N = random_lengths(64)
     mesh = Mesh(world_size=64, tensor=4, context=4, sequence=2)
     offsets = np.concatenate([[0], np.cumsum(lengths_N)])

@@ -139,7 +139,7 @@ def main(steps: int, turns: int, bound: int) -> None:
                 flush=True,
             )
             if none or failed != {"ConnectionError": expected, "DeadlineError": expected}:
-                raise SystemExit(f"{expected} failures of each kind were expected with faults, and none without")
+                raise SystemExit(f"expected {expected} failures of each kind with faults, and none without")
     print(
         f"rate with faults over rate without: {statistics.median(ratios):.2f}, of whole runs "
         f"{statistics.median(whole):.2f}"

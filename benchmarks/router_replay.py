@@ -4,8 +4,9 @@ The model is a Mixture-of-Experts Qwen3 in float32 with 16 experts, 4 of them pe
 
     time     a forward and backward pass in which the routers follow the batch's routes, divided by one with Megatron's
              own routing; both alternate on one model; median of the rounds' ratios
-    bytes    of routes, for each of 16 ranks (tensor 2, pipeline 2, context 2, data 2): what arrives with the rank's
-             part of the batch, what moves to its device, and the minimum: its own tokens and its own layers
+    bytes    of routes per rank, mean over 16 ranks (tensor 2, pipeline 2, context 2, data 2): those that arrive with
+             the rank's part of the batch, those that move to its device, and the minimum: those of its own tokens and
+             layers
     load     tokens of the fullest expert divided by the mean of all, in the worst layer, padding included: with padding
              dealt out to the experts, and with padding left to the router. The batch is one rectangle of sequences of
              very different lengths, so most of it is padding
@@ -135,7 +136,7 @@ def show_bytes(batch: Batch) -> None:
 
 
 def rows_seen(offsets: np.ndarray, sequences: np.ndarray, rank: int) -> np.ndarray:
-    """The stream indices that a rank's routers see of a micro-batch, in the routers' order; -1 for padding."""
+    """The stream indices of a micro-batch that a rank's routers see, in the routers' order; -1 for padding."""
     layout = packed_layout(
         offsets,
         sequences,

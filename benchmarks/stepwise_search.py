@@ -42,8 +42,8 @@ CASES = (
 
 
 def measure(template: str | None, observer: str, corpus: Path) -> dict[str, float]:
-    """Tokens of all sequences, with steps merged and unmerged, each divided by those of the conversations as one
-    sequence."""
+    """Tokens of all sequences with steps merged and with steps apart, each divided by the tokens of the conversations
+    as one sequence each."""
     steps = asyncio.run(play(template, observer, corpus, step_wise=True))
     apart = collate(steps)
     joined, _ = merged(apart)
@@ -58,7 +58,7 @@ def conversation_tokens(trajectory: Trajectory) -> int:
         said = list(before.tokens)[list(before.sampled).index(True) :]
         shown = len(after.tokens) - len(before.tokens) if _continues(before.tokens, after.tokens) else None
         if shown is None:
-            # Earlier turns were rendered differently: the new text begins behind the last text that both prompts share.
+            # Earlier turns were rendered differently: the new text begins where the previous turn's answer ends.
             prompt = list(after.tokens)[: list(after.sampled).index(True)]
             shown = len(after.tokens) - _end_of_shared_answer(prompt, said)
         total += shown
@@ -70,8 +70,8 @@ def _continues(before: Sequence[int], after: Sequence[int]) -> bool:
 
 
 def _end_of_shared_answer(prompt: Sequence[int], said: Sequence[int]) -> int:
-    """Position in the prompt at which the previous turn's answer ends; its last tokens reappear even without the
-    thought."""
+    """Position in the prompt at which the previous turn's answer ends, found by the answer's last tokens. A template
+    that drops the thought keeps these tokens."""
     end = list(said)[-4:]
     places = [place for place in range(len(prompt) - len(end) + 1) if list(prompt[place : place + len(end)]) == end]
     return places[-1] + len(end)

@@ -3,9 +3,9 @@
 A 20M-parameter model answers 64 prompts with 8 samples each, of 20 tokens on average and at most 64, with 64 concurrent
 samples. The vLLM server's processes have one core, the trainer another. The first step warms up and is left out.
 
-The bound of a step is the maximum over t of t plus the training time of its groups that finished at or after t, where t
-is no earlier than the start of the step: no trainer could end the step earlier. A group's training time is its share,
-by tokens, of the training time of the steps `at once`.
+For every time t since its start, a step ends no earlier than t plus the training time of those of its groups that
+finished at t or later. The bound is the latest of these ends. A group's training time is its share, by tokens, of the
+training time of the steps `at once`.
 
 Run: PYTHONPATH=. python benchmarks/streamed_steps.py [--steps 5] (two free cores, about six minutes)
 """
@@ -74,7 +74,7 @@ class OwnCores(Callback):
 
 
 def measured(directory: str, num_steps: int, streams: bool) -> list[Step]:
-    """Runs the training and returns the times of its steps."""
+    """Runs the training and returns the times of all steps but the first."""
     steps, waiting = [Step(starts=time.monotonic())], {}
     finish, train = GroupBuffer.finish, StepTraining.train
 
@@ -143,7 +143,7 @@ def in_own_process(*args: Any) -> list[Step]:
 
 
 def prepare(directory: Path) -> None:
-    """Writes the quick start's data, and a larger model with its tokenizer."""
+    """Writes the quick start's data, and a larger model with the quick start's tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -176,7 +176,7 @@ def bare_step(checkpoint: Path, parts: list[tuple[dict[str, Tensor], Tensor, Ten
 
 
 def logprob_steps(num_scores: int) -> dict[str, Step]:
-    """Calls that time log-probs alone, forward and backward: chunked, chunked without entropy, and from full logits."""
+    """Calls that compute only log-probs, forward and backward: chunked or from full logits, with or without entropy."""
     hidden_SH = torch.randn(num_scores, MODEL["hidden_size"], requires_grad=True)
     weight_VH = torch.randn(MODEL["vocab_size"], MODEL["hidden_size"]).mul_(0.02).requires_grad_()
     targets_S = torch.randint(MODEL["vocab_size"], (num_scores,))

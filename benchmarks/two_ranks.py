@@ -4,7 +4,7 @@ The model, loss and batch are those of `train_step.py`, with one thread per rank
 ranks (FSDP2 over gloo) take the parts that the planner assigns. At best, two ranks need half the time.
 
     forward      scoring, with all-gathers of the parameters
-    backward     its backward pass, with further all-gathers and the reduce-scatter of the gradients
+    backward     the backward pass, with further all-gathers and the reduce-scatter of the gradients
     optimizer    norm, clipping and AdamW
     rest         selecting the micro-batches, the loss
     collectives  part of the above: total duration of all collectives, measured in one more step with torch's profiler

@@ -68,7 +68,8 @@ def main() -> None:
 
 
 def report(name: str, num_bytes: int, step: Callable[[], object], rounds: int, memcpy: float | None) -> float:
-    """Prints and returns GB/s of the fastest round: a sync needs two cores, which other load may take."""
+    """Prints and returns GB/s of the fastest round, because other load may take one of the two cores that a sync
+    needs."""
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
