@@ -22,8 +22,8 @@ Printed for each depth and bound, and for two scheduling rules of other projects
 Rows marked as streamed train groups as they finish (`trainer.stream_groups`). There, each part of a batch costs its
 share of the step's scoring and training time, and 0.25 s more for each of the two calls.
 
-The rate rule keeps at most (bound + 1) batches of groups under way: playing, waiting or in training. It trains groups in
-the order in which they finish, so only the average age keeps to the bound. The rule "drop by age" does not count the
+The rate rule keeps at most (bound + 1) batches of groups under way: playing, waiting or in training. It trains groups
+in the order in which they finish, so only the average age keeps to the bound. The rule "drop by age" does not count the
 batch in training. When a step begins, it drops every group that is older than the bound.
 
     PYTHONPATH=. python benchmarks/async.py [--most 8] [--seed 0] [--streamed]      (about four minutes of one core)

@@ -4,8 +4,8 @@ Runs with and without these faulty environments alternate; the ratio shows what 
 
 A thousand episodes run concurrently, each in its own thread; a new one begins when another ends. An environment has two
 turns and blocks for 0.2 s in each. In their first turn, the faulty ones also sleep or block for 1 s, raise, or hang
-until the deadline of 10 s. There is no model: the engine takes 4 s for a response. The rate counts the first nine tenths
-of the episodes. The whole time also includes the wait for the deadline at the end of the batch.
+until the deadline of 10 s. There is no model: the engine takes 4 s for a response. The rate counts the first nine
+tenths of the episodes. The whole time also includes the wait for the deadline at the end of the batch.
 
     python benchmarks/odd_episodes.py [--episodes 5000] [--at-once 1000] [--turns 3]
 """

@@ -28,7 +28,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 # A garbage collection in a forked process would write to all objects that the process inherited, and so copy
-# them, which takes a third of the processor time of tests with several ranks.
+# them, which took a third of the processor time of tests with several ranks.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # The same examples on every machine and in every run; no deadline, because a shared machine may pause for seconds.
@@ -56,7 +56,8 @@ class Lanes(LoadScopeScheduling):
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_proofs() -> Iterator[None]:
-    """Forks the proofs of models that this process requests; commands that tests start make theirs as users do."""
+    """Uses forked processes for the model proofs that this process requests. Commands that tests start use a new
+    interpreter for each proof, as for a user."""
     from tests import forked_proofs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None
     """Uses the lanes for `--dist=loadscope`.
 
     `--dist=loadgroup` does not work: it needs to append the group to each test's id, which xdist 3.8 cannot do under
-    pytest 9.2. It then ignores the groups without a message, and every process starts all servers.
+    pytest 9.2. xdist then ignores the groups without a message, and every process starts all servers.
     """
     return Lanes(config, log) if config.getoption("dist") == "loadscope" else None
 

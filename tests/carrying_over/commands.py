@@ -1,4 +1,4 @@
-"""Commands and keys as other trainers' documentation writes them; tests run them with `rl train`.
+"""Commands and keys as other trainers' documentation writes them; tests load them as `rl train --dry-run` does.
 
 `BASE` and `SCRIPT` are whole commands; a test appends each of `FRAGMENTS` to one of them. `SCRIPTS` are launch scripts
 of SkyRL, each with the recipe that replaces it here. The test replaces `$DATA` and `$MODEL` with the paths of its data

@@ -131,7 +131,7 @@ def require_dry_run_and_plan(recipe: str, words: list[str], capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda fragment: fragment.name)
-def test_a_command_resolves_and_prints_its_plan(
+def test_a_command_prints_its_plan_or_is_refused_with_the_reason(
     fragment: Fragment, folder: Path, said: list[str], capsys: pytest.CaptureFixture[str]
 ):
     words = words_of((*fragment.base, *fragment.keys), folder, fragment.model)

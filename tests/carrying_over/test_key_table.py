@@ -33,7 +33,7 @@ def test_the_page_is_up_to_date_and_has_no_unknown_key():
 
 
 @pytest.mark.parametrize("model", ["ref", "critic"])
-def test_every_policy_key_also_loads_for_the_other_models(model: str):
+def test_every_policy_key_is_known_for_the_other_models_too(model: str):
     for key, value in KEYS.items():
         if key.startswith("trainer.policy.") and not (model == "ref" and ".optimizer_config." in key):
             outcome(key.replace("trainer.policy.", f"trainer.{model}."), value)

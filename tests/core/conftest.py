@@ -1,4 +1,4 @@
-"""A command line that runs in the test's own process, and a configuration that only uses the tests' plug-ins."""
+"""A command line that runs in the test's own process, and a configuration with plug-ins of the tests."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
 
 @pytest.fixture
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A configuration whose plug-ins are from `own_functions` or `idle_plugins`."""
+    """A configuration whose plug-ins, except the backend, are from `own_functions` or `idle_plugins`."""
     install(tmp_path, monkeypatch, "own_functions", FUNCTIONS)
     yield {
         "trainer.policy.model.path": "model",

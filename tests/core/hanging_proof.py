@@ -1,4 +1,4 @@
-"""A program that proves a model on a backend that hangs."""
+"""A program that runs a model proof on a backend that hangs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class HangingBackend:
     def proof_worker(self, spec: WorkerSpec) -> Worker:
         self.file.write_text(str(os.getpid()))
         time.sleep(600)
-        raise AssertionError("the proof was not ended within its sleep")
+        raise AssertionError("nothing ended the proof within 600 s")
 
 
 def main(model: str, file: str) -> None:
-    """Hangs for ten minutes while it proves a model; `file` receives the id of the process that hangs."""
+    """Runs a model proof that hangs for ten minutes. `file` receives the id of the process that hangs."""
     spec = WorkerSpec(
         role="policy",
         model=ModelConfig(path=model),

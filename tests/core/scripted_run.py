@@ -9,9 +9,10 @@ that only wait and record.
     add 2: 3            streamed: group 3 is added to step 2's gradient; `train 2` is then its optimizer step
     pause, send 2, serve 2    a weight sync of version 2              published 2         groups may start with it
     evaluate, evaluated 2     an evaluation begins and ends           row 2               the metrics of step 2
-    save 2, copy 2, checkpoint 2    a checkpoint begins, at once or in the background, and is complete
-    export 2, export model    the model of step 2, and of the run     fail GenerationError, end 2
+    save 2, copy 2, checkpoint 2    a checkpoint begins, in the foreground or in the background, and is complete
+    export 2, export model    the model of step 2, and of the run
     sleep, wake …, offload    engine and policy hand over shared devices
+    fail GenerationError      no more groups can be generated         end 2               the run ends after step 2
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def test_opo_and_the_reinforce_baseline_equal_their_token_by_token_definitions(s
 def slow_gae(
     rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, sequence_T: Tensor, gamma: float, lambd: float
 ) -> Tensor:
-    """The double sum of the paper's eq. 16, term by term."""
+    """The double sum of equation 16 of the GAE paper, term by term."""
     advantages_T = torch.zeros_like(rewards_T)
     for sequence in sequence_T.unique():
         times = ((sequence_T == sequence) & mask_T).nonzero().flatten().tolist()

@@ -335,7 +335,7 @@ def unknown_as_known(batch: Batch) -> Batch:
 
 
 class KeepsItsNoise(PlainWorker):
-    """Removes its noise by subtracting it, which rounds."""
+    """Removes its noise by subtracting it, which leaves rounding errors."""
 
     def perturb(self, seed, scale):
         self.seed = seed

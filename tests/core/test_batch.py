@@ -202,7 +202,7 @@ def test_a_column_that_is_not_a_tensor_is_refused(given):
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor([False, True]), [True, False], [0.0], 1, [[0]]])
-def test_a_mask_does_not_select_sequences(wrong):
+def test_only_indices_select_sequences(wrong):
     with pytest.raises(ShapeError, match=r"select: expected indices.*nonzero\(\)"):
         Batch.from_sequences(TWO).select(wrong)
 

@@ -25,7 +25,7 @@ def make_buffer(*, groups_per_step: int, max_staleness: int, steps: int, depth: 
 
 
 async def start_all_possible(buffer: GroupBuffer, next_group: int) -> int:
-    """Starts groups until the buffer makes one wait; returns the number of that group."""
+    """Starts groups until the buffer makes one wait or needs no more; returns the first group number not started."""
     while True:
         waiting = asyncio.create_task(buffer.permission(next_group))
         for _ in range(3):
@@ -197,7 +197,7 @@ def test_each_group_is_trained_on_within_the_bound_in_any_order_of_finishing(
 
 
 async def test_without_the_rule_training_does_not_wait_for_an_expiring_group(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: without the rule, training does not wait for the group that would expire."""
+    """Negative control: `_choice` ignores the age of groups."""
     monkeypatch.setattr(
         GroupBuffer,
         "_choice",

@@ -197,7 +197,6 @@ def test_an_unknown_backend_names_the_nearest():
 
 
 def test_every_default_loads_unchanged():
-    """The loader accepts every default of the configuration classes."""
     from rl_core.config.resolving import as_mapping
 
     assert from_mapping(as_mapping(Config())) == from_mapping({})
@@ -271,7 +270,7 @@ MANY = {
         ["trainer.run_name='${nope}'", "trainer.run_dir='x/${trainer.run_name}'", "trainer.resume_path='${also}'"],
         ["trainer.run_name: ${nope}", "trainer.resume_path: ${also}"],
     ),
-    "a backend's name that is none": (
+    "a list instead of a backend's name": (
         ["trainer.strategy=[fsdp]", "trainer.sead=1"],
         ["trainer.strategy: got ['fsdp']; expected a backend's name", "trainer.sead: unknown key"],
     ),

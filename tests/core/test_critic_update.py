@@ -27,7 +27,7 @@ LIMITS = MicroBatchLimits(max_sequences=4)
 
 
 class FakeGroup:
-    """A policy, or with `value` a critic; records its calls, and takes a moment for each step."""
+    """A policy, or with `value` a critic; records its calls, and lets other tasks run during each training pass."""
 
     def __init__(self, name: str, events: list[str], *, value: float | None = None, shares: bool = False):
         self.name = name
@@ -66,7 +66,7 @@ class FakeGroup:
 
 
 def make_batch() -> Batch:
-    """Two prompts with two samples each. A sample has a prompt token and two sampled ones; the last has the reward."""
+    """Two prompts with two samples each: one prompt token and two sampled tokens, the last of which has the reward."""
     return Batch.from_sequences(
         [
             {

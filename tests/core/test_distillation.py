@@ -1,4 +1,4 @@
-"""Distillation advantages: how much likelier the teacher finds each sampled token than the student."""
+"""Distillation advantages: how much likelier the teacher finds each sampled token than the student does."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class CannotBeSent(GuessWithEverything):
     placement = "process"
 
 
-CannotBeSent.__qualname__ = "nowhere.CannotBeSent"  # a class made inside a function, which pickle cannot find
+CannotBeSent.__qualname__ = "nowhere.CannotBeSent"  # as if made inside a function: pickle cannot find it
 
 
 class HoldsUpTheOthers(Guess):

@@ -80,7 +80,7 @@ def raises(error: BaseException) -> Callable[[], None]:
 
 
 def test_exceptions_keyboard_interrupts_and_a_tasks_own_cancellation_are_not_converted():
-    """Negative control: these are not converted."""
+    """Negative control."""
     for error in (ValueError("wrong"), StopIteration(), KeyboardInterrupt()):
         with pytest.raises(type(error)) as caught, code_of("somebody's code"):
             raises(error)()
