@@ -1,4 +1,4 @@
-"""Cost of sending router-replay routes to pipeline stages on two nodes: of all layers, or of the stage's own.
+"""Cost of sending router-replay routes to pipeline stages on two nodes: all routes, or only those of a stage's layers.
 
 Tensor parallel 2 × pipeline 2, each stage on its own node. The nodes are two raylets on this machine, so objects that
 are missing on a node are copied to it. Ranks are real Ray actors whose worker only checks the routes that it received.
