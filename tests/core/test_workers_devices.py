@@ -12,7 +12,7 @@ from rl_core.workers.rank import Abilities, Part
 
 
 class RecordedRanks:
-    """Ranks that record what is moved."""
+    """Ranks that record which parts of their state are offloaded and loaded."""
 
     def __init__(self, name: str, events: list[str], *, can_offload: bool = True):
         self.name = name
@@ -70,7 +70,7 @@ async def test_a_turn_offloads_other_workers_and_loads_only_what_is_needed():
     ]
 
 
-async def test_an_optimizer_with_keeps_optimizer_is_not_offloaded():
+async def test_keeps_optimizer_leaves_the_optimizer_state_on_the_devices():
     devices, policy, reference, events = tenants(keeps_optimizer=True)
     async with devices.given_to(reference):
         pass
@@ -93,7 +93,7 @@ async def test_turns_do_not_overlap():
     assert begun == ["policy begins", "policy ends", "reference begins", "reference ends"]
 
 
-async def test_workers_that_cannot_move_do_not_wait_for_a_turn():
+async def test_workers_that_cannot_offload_do_not_wait_for_a_turn():
     devices, policy, reference, events = tenants()
     policy.ranks.abilities = Abilities()
     async with devices.given_to(reference), devices.given_to(policy):

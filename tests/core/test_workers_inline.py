@@ -114,7 +114,7 @@ async def test_all_calls_are_made_by_one_thread_other_than_the_controllers():
     assert threading.get_ident() not in worker.threads[1:]
 
 
-async def test_a_call_that_is_newer_than_the_backend_names_both_versions():
+async def test_the_error_for_a_call_newer_than_the_backend_names_both_versions():
     group = await WorkerGroup.launch(RecordedBackend(RecordedWorker(), contract_version=1), SPEC, timeout_s=30.0)
     try:
         with pytest.raises(
@@ -144,7 +144,7 @@ async def test_the_error_for_missing_or_short_scores_says_what_was_expected(faul
         await forward(RecordedWorker(fault))
 
 
-async def test_a_training_pass_without_loss_or_the_scores_asked_for_says_so():
+async def test_a_training_pass_without_loss_or_requested_scores_is_an_error():
     group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), SPEC, timeout_s=30.0)
     try:
         with pytest.raises(WorkerError, match="'recorded': no rank returned the metric 'loss'; expected"):
@@ -176,7 +176,7 @@ async def test_a_users_mistake_is_raised_unchanged():
         await forward(RecordedWorker("user"))
 
 
-async def test_a_worker_that_hangs_in_its_constructor_meets_the_start_deadline():
+async def test_a_worker_that_hangs_in_its_constructor_misses_the_start_deadline():
     @attrs.frozen
     class HangingBackend(RecordedBackend):
         def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Any:
@@ -188,7 +188,7 @@ async def test_a_worker_that_hangs_in_its_constructor_meets_the_start_deadline()
         await launch
 
 
-async def test_a_rank_that_does_not_answer_meets_its_deadline():
+async def test_a_rank_that_does_not_answer_misses_its_deadline():
     with pytest.raises(DeadlineError, match=r"rank 0 did not finish forward within 0\.1 s"):
         await forward(RecordedWorker("hang"), timeout_s=0.1)
 
@@ -223,7 +223,7 @@ except ConfigError as error:
 """
 
 
-def test_several_ranks_without_ray_name_the_extra_that_brings_it():
+def test_the_error_for_several_ranks_without_ray_names_the_extra_to_install():
     ran = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=60)
     assert "pip install './packages/rl-core[ray]' in a clone" in ran.stdout, ran.stderr
 

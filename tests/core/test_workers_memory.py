@@ -27,7 +27,7 @@ def main():
     steps(5)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
-# In a thread, as a rank in the controller's process computes.
+# A rank in the controller's process computes in a thread, too.
 thread = threading.Thread(target=main)
 thread.start()
 thread.join()

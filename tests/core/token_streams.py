@@ -32,7 +32,7 @@ class Stream(NamedTuple):
 
 @st.composite
 def streams(draw: st.DrawFn, *, max_sequences: int = 8, max_length: int = 90) -> Stream:
-    """Streams whose boundaries fall anywhere relative to blocks of 64, with masks from empty to full."""
+    """Streams whose sequence boundaries fall anywhere relative to blocks of 64, with masks from empty to full."""
     lengths = draw(st.lists(st.integers(1, max_length), min_size=1, max_size=max_sequences))
     seed = draw(st.integers(0, 2**20))
     share = draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))

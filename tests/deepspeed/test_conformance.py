@@ -1,4 +1,4 @@
-"""DeepSpeed passes the suite that every backend must pass: all ZeRO stages, offloading, Ulysses, routes."""
+"""DeepSpeed passes the suite that every backend must pass: all ZeRO stages, offloading, Ulysses, router replay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zero(stage: int, *, others: dict[str, Any] | None = None, **settings: Any) -
 
 
 def parity_variant(variant: Variant, **changes: Any) -> Variant:
-    """A variant that only `make parity` runs, with the checks behind docs/parity.md."""
+    """A variant that only `make parity` runs, and only with the checks behind docs/parity.md."""
     return attrs.evolve(variant, parity_only=True, marks=("parity",), **changes)
 
 

@@ -1,7 +1,7 @@
 """Stage 3 moves weights and moments off the device and back between the phases of a step.
 
-On a CPU-only machine, offloading does nothing. Here the worker makes DeepSpeed move all the same, from the CPU to the
-CPU.
+On a CPU-only machine, offloading does nothing. The worker of these tests makes DeepSpeed offload even there, from the
+CPU to the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRELOADED.update(dict.fromkeys(["rl_deepspeed.worker"]))
 
 @attrs.frozen
 class MovingBackend(DeepSpeedBackend):
-    """DeepSpeed with a worker that moves its shards on every device."""
+    """DeepSpeed with a worker that offloads its shards even without an accelerator."""
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         from rl_deepspeed.worker import DeepSpeedWorker
@@ -39,14 +39,14 @@ class MovingBackend(DeepSpeedBackend):
                     assert not moved & HOST_STATES, "otherwise, DeepSpeed would later move them to the device"
 
             def onload(self, *, parameters: bool, optimizer: bool) -> None:
-                # With an optimizer, only the device's type is read: not the CPU's means back.
+                # If there is an optimizer, `move` brings the shards back for any device type but `cpu`.
                 self.shards.move(torch.device("cuda"), parameters=parameters, optimizer=optimizer)
 
         return MovingWorker(spec, rank)
 
 
 @pytest.mark.parametrize("others", [{}, ON_CPU], ids=["", "optimizer on the CPU"])
-def test_steps_with_offloading_between_all_phases_are_those_without(others: dict[str, Any], tmp_path: Path):
+def test_offloading_between_all_phases_does_not_change_the_steps(others: dict[str, Any], tmp_path: Path):
     suite = test_conformance.TestDeepSpeed()
     variant = attrs.evolve(test_conformance.ONE, options=test_conformance.zero(3, **others))
     with open_case(MovingBackend(), suite.options, variant, tmp_path) as case:

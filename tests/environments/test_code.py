@@ -88,7 +88,7 @@ async def test_a_program_that_fails_after_printing_the_answer_does_not_pass():
 
 
 async def test_programs_cannot_read_the_answers_or_the_environment(monkeypatch):
-    """The sandbox does not contain the expected output: not in a file, a variable, or the process's memory."""
+    """Searches the interpreter's objects, the stack frames and the environment variables for the expected output."""
     monkeypatch.setenv("SECRET_ANSWER", "swordfish")
     program = """
 import gc, os, sys
@@ -132,7 +132,7 @@ def test_rows_have_tests_in_several_forms():
     [None, [], {}, "no JSON", [3], [{"input": 1, "output": "1"}], [{"input": "1"}], {"inputs": ["1"], "outputs": []},
      [{"function": "f", "input": 5, "output": 5}], [{"function": "f", "input": [{1}], "output": 5}], 7],
 )  # fmt: skip
-def test_a_row_without_usable_tests_is_named_before_the_run(tests):
+def test_a_row_without_usable_tests_is_refused_before_the_run(tests):
     with pytest.raises(DataError, match="a code row needs"):
         CodeEnvironment.require_row({"prompt": "", "tests": tests})
 

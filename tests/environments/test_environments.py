@@ -156,7 +156,7 @@ def test_a_search_shows_the_documents_that_share_a_word(corpus: Path):
     assert shown(nothing) == "\n\n<information>Nothing was found.</information>\n\n"
 
 
-def test_a_corpus_that_was_indexed_before_finds_the_same(corpus: Path, tmp_path: Path):
+def test_an_indexed_corpus_finds_the_same_documents(corpus: Path, tmp_path: Path):
     command = [sys.executable, "-m", "rl_environments.corpora", str(corpus), str(tmp_path / "index")]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
     for query in ("Goethe", "whales", "nothing at all"):
@@ -204,7 +204,7 @@ def test_a_missing_file_to_index_is_not_blamed_on_an_option(tmp_path: Path):
     assert ran.stderr == "error: /nowhere.jsonl does not exist; expected a .jsonl file\n"
 
 
-def test_a_corpus_with_a_broken_line_is_refused_by_its_place(tmp_path: Path):
+def test_a_corpus_that_is_empty_or_has_a_broken_line_is_refused(tmp_path: Path):
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"title": "y"}\n')
     with pytest.raises(DataError, match=r"broken.jsonl:2: got"):
         load_corpus(str(tmp_path / "broken.jsonl"))

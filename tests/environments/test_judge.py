@@ -1,4 +1,4 @@
-"""A model as judge, served over HTTP by this process."""
+"""The environment `judge`. This process serves the judge's scripted replies over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW = {"prompt": [{"role": "user", "content": "Name a {colour}."}], "reference":
 
 
 class Judge:
-    """Answers with the replies in `replies` and records each request."""
+    """Answers with `replies` in order, then always with a score of 5. Records each request."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -170,7 +170,7 @@ def test_no_thread_is_left_that_reads_a_reply_after_its_deadline():
             time.sleep(0.05)
 
 
-def test_the_error_of_an_address_without_http_names_it():
+def test_the_error_of_a_server_that_does_not_speak_http_names_its_address():
     message = "cannot be reached: BadStatusLine: 220 mail server"
     with (
         trickling(b"220 mail server\r\n") as url,
@@ -211,7 +211,7 @@ def test_the_error_of_a_refused_connection_names_the_address():
         step(closed, tries=1)
 
 
-def test_the_key_comes_from_the_environment(judge: Judge, monkeypatch: pytest.MonkeyPatch):
+def test_the_key_comes_from_an_environment_variable(judge: Judge, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_KEY", "abc")
     step(judge, key_variable="JUDGE_KEY")
     assert judge.keys == ["Bearer abc"]

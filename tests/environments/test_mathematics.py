@@ -139,7 +139,7 @@ asyncio.run(main())
         time.sleep(0.02)
 
 
-def test_a_row_without_a_reference_is_named_before_the_run():
+def test_a_row_without_a_reference_is_refused_before_the_run():
     assert reference_answer({"answer": "a\n#### 1,250 "}) == "1,250"
     for row in ({}, {"answer": " "}, {"answer": True}, {"reward_spec": {"ground_truth": ["1"]}}, {"answer": "####"}):
         with pytest.raises(DataError, match=r"needs reward_spec.ground_truth or answer"):

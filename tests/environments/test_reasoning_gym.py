@@ -135,7 +135,7 @@ NONSENSE = (
 
 
 def require_playable(task: str) -> None:
-    """The row can be reproduced, its own answer (if it has one) earns the full reward, and nonsense earns less."""
+    """Requires a reproducible row. Its own answer, if it has one, must earn reward 1, and nonsense less than 1."""
     (row,) = rows_of(task, 1, seed=7)
     ReasoningGymEnvironment.require_row(row)
     answer = ReasoningGymEnvironment(row, {})._entry["answer"]

@@ -50,7 +50,7 @@ async def test_a_function_is_called_with_json_and_answers_json(sandbox):
     assert "set is not JSON serializable" in unfit.stderr
 
 
-async def test_a_check_runs_behind_the_program_in_its_namespace(sandbox):
+async def test_a_check_runs_after_the_program_in_its_namespace(sandbox):
     outcomes = await sandbox.run(
         "def f(x): return x + 1\nif __name__ == '__main__': raise SystemExit(7)",
         [Test(check="assert f(1) == 2"), Test(check="assert f(1) == 3"), Test(check="undefined")],
@@ -154,7 +154,7 @@ print(open("mine").read(), os.listdir("."))
 # --- the mechanism ----------------------------------------------------------------------------------------------------
 
 
-async def test_the_machine_has_at_least_one_mechanism_or_says_what_to_install():
+async def test_no_attack_of_the_probe_escapes_from_the_sandbox_that_it_chooses():
     try:
         sandbox = await probe_sandbox()
     except ConfigError as error:
@@ -212,7 +212,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(os.getuid() != 0, reason="without root, the other tests already cover this")
 async def test_bubblewrap_holds_for_a_user_without_rights():
-    """As on a laptop. All imports happen as root, because the user may be unable to read the files."""
+    """As on a laptop. All imports happen as root, because the other user may be unable to read the files."""
     await sandbox_by("bubblewrap")
     script = f"""
 import asyncio, os
@@ -231,7 +231,7 @@ print(asyncio.run(escapes(sandbox)))
 
 
 def test_bubblewrap_is_started_by_the_path_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The command has its full path, because it runs with a shorter PATH than the process that looks for it."""
+    """The command contains bwrap's full path, because it runs with a shorter PATH than this process."""
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
@@ -241,7 +241,7 @@ def test_bubblewrap_is_started_by_the_path_that_was_found(tmp_path: Path, monkey
     assert "bwrap" not in command
 
 
-async def test_the_error_of_a_supervisor_that_cannot_start_gives_the_reason():
+async def test_the_error_of_a_supervisor_that_cannot_start_gives_its_exit_code():
     await sandbox_by("bubblewrap")
     broken = Sandbox(mechanism="bubblewrap", python="/usr/bin/false", slots=SLOTS)
     with pytest.raises(SandboxError, match="ended: with code 1"):

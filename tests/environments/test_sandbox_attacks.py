@@ -78,7 +78,7 @@ def marker() -> Iterator[str]:
 # --- resources --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_fork_bomb_ends_at_the_number_of_processes(sandbox):
+async def test_a_fork_bomb_ends_at_the_process_limit(sandbox):
     program = """
 import os, time
 def attack():
@@ -167,13 +167,13 @@ print("done")
     assert (await outcome_of(sandbox, program, limits=limits)).stdout == "done\n"
 
 
-async def test_an_endless_loop_that_ignores_signals_ends_at_its_cpu_time(sandbox):
+async def test_an_endless_loop_that_ignores_signals_ends_at_the_cpu_limit(sandbox):
     program = "import signal\nfor s in (1, 2, 15, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: pass"
     outcome = await outcome_of(sandbox, program, limits=attrs.evolve(LIMITS, cpu_s=1))
     assert (outcome.end, outcome.signal) == ("cpu_limit", signal.SIGKILL)
 
 
-async def test_a_program_that_waits_ends_at_its_time_on_the_clock(sandbox):
+async def test_a_program_that_waits_ends_at_the_wall_clock_limit(sandbox):
     limits = attrs.evolve(LIMITS, wall_s=0.5)
     outcome = await outcome_of(sandbox, "print('a', flush=True)\nimport time; time.sleep(600)", limits=limits)
     assert (outcome.end, outcome.stdout, outcome.exit_code) == ("wall_limit", "a\n", None)
@@ -331,7 +331,7 @@ def attack(paths):
 """
 
 
-async def test_other_processes_and_the_secrets_of_the_environment_cannot_be_read(sandbox, monkeypatch):
+async def test_other_processes_and_secret_environment_variables_cannot_be_read(sandbox, monkeypatch):
     monkeypatch.setenv("API_KEY", "the-secret-key")
     found = await answer_of(sandbox, _READS_PROCESSES, [os.getpid(), os.getppid()], True)
     assert "the-secret-key" not in json.dumps(found)
@@ -545,7 +545,7 @@ async def test_nothing_is_left_when_the_supervisor_is_killed(sandbox, marker):
         session.process.kill()
         with pytest.raises(SandboxError, match="ended: by SIGKILL"):
             await run
-    # The kernel tears the namespace down after the supervisor is dead.
+    # The processes may outlive the supervisor by a moment.
     wait_until_gone(f"600.{marker}")
 
 

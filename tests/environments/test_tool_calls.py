@@ -1,4 +1,4 @@
-"""The calls of one turn run side by side, and every failure becomes an answer to the policy."""
+"""The calls of one turn run side by side, and a call that fails is answered with its error."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_result_is_shown_as_text_or_json_and_answers_are_in_the_order_of_the_c
 
 
 def test_calls_of_one_turn_run_side_by_side():
-    """Each call waits for all the others: run one after the other, none would return."""
+    """Each call waits for all the others, so calls that ran one after another would never return."""
     barrier = threading.Barrier(3)
 
     def meet() -> str:

@@ -36,7 +36,7 @@ def shown() -> tuple[type[ToolEnvironment], str]:
     return names["Shop"], text
 
 
-def test_the_environment_in_the_documentation_passes_its_suite_in_at_most_thirty_lines():
+def test_the_environment_in_the_documentation_has_at_most_thirty_lines_and_passes_its_suite():
     shop, text = shown()
     assert len(text.splitlines()) <= 30
 

@@ -117,7 +117,7 @@ def test_answers_that_would_fail_in_a_run_fail_here(
         try_environment.main([ODD, "--row", json.dumps({"prompt": "?", "answers": answers})], standalone_mode=False)
 
 
-def test_a_method_that_is_not_async_is_refused_as_a_run_would(monkeypatch: pytest.MonkeyPatch):
+def test_a_method_that_is_not_async_is_refused_as_in_a_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
     with pytest.raises(DataError, match="`step` returned StepResult, expected an awaitable; define it with `async def"):
         try_environment.main([f"{HERE_MODULE}:NotAsync", "--row", ROW], standalone_mode=False)
@@ -143,7 +143,7 @@ def test_tools_are_listed_and_a_response_may_have_several_lines():
     assert played.stdout.endswith("done after 2 turns: reward 1\n")
 
 
-def test_an_episode_of_text_shows_observations_as_the_environments(
+def test_observations_of_a_text_episode_are_labelled_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "2*3"}}</tool_call>'
@@ -184,7 +184,7 @@ def test_ctrl_c_ends_the_game_without_a_traceback():
     assert process.stdout is not None
     while "lines" not in process.stdout.readline():
         assert process.poll() is None
-    time.sleep(0.5)  # until it waits for input; an earlier signal would end it just the same
+    time.sleep(0.5)  # so that `rl try` is likely to wait for input; an earlier signal would end it in the same way
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -195,7 +195,7 @@ def test_ctrl_c_ends_the_game_without_a_traceback():
 
 @pytest.fixture(scope="module")
 def of_a_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of `rl try` that let an untrained model of the recipe `guess` play, over four rows."""
+    """Options of `rl try` that let an untrained model of the recipe `guess` play. The data has four rows."""
     directory = tmp_path_factory.mktemp("guess")
     write_rows(directory / "rows.parquet", numbers()[4:8])
     write_model(directory / "model", seed=0)
@@ -381,7 +381,7 @@ def test_a_call_that_blocks_is_interrupted_although_the_process_ignores_ctrl_c(m
 
 
 def test_the_longest_deadline_is_accepted(monkeypatch: pytest.MonkeyPatch):
-    """A thread cannot wait longer. pytest reports an error in a thread as a failure of the test."""
+    """No thread can wait longer than this. If a thread raises an error, pytest fails the test."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
     arguments = [ODD, "--row", ROW, "--timeout-s", str(int(threading.TIMEOUT_MAX))]
     assert try_environment.main(arguments, standalone_mode=False) == 0
@@ -389,7 +389,7 @@ def test_the_longest_deadline_is_accepted(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_interrupt_after_the_call_has_returned_is_not_taken_for_ctrl_c(monkeypatch: pytest.MonkeyPatch):
     class Late:
-        """A timer that ends just before it is cancelled."""
+        """A timer that fires just before it is cancelled."""
 
         def __init__(self, _: float, interrupt: Callable[[], None]) -> None:
             self._interrupt = interrupt
