@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def print_into(path: Path) -> None:
-    """Sends this process's standard error to a file: Python's, that of its children, and log messages of level WARNING
-    and above.
+    """Redirects the standard error of this process and its children to a file, with log messages of level WARNING and
+    above.
     """
     os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND), 2)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # pytest has replaced sys.stderr

@@ -14,7 +14,7 @@ from rl_examples.quickstart import recipe
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with data and an untrained model. Every run encodes all rows of its data, so there are few."""
+    """A directory with data and an untrained model. It has few rows, because every run encodes all of them."""
     directory = tmp_path_factory.mktemp("arithmetic")
     rows = problems()
     write_rows(directory / "train.parquet", rows[:400])

@@ -32,11 +32,11 @@ class Sizes:
 
 
 def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
-    """Every group that the run started is in the rows of exactly one step, within the staleness bound, or was left out
-    for a reason that its samples confirm. Its rows equal what was played; with dynamic sampling "replace", the rows of
-    a group without signal equal another group of its step.
+    """Requires that every group that the run started is in the rows of exactly one step, within the staleness bound, or
+    was left out for a reason that its samples confirm. Its rows must equal what was played; with dynamic sampling
+    "replace", the rows of a group without signal must equal those of another group of its step.
 
-    A group may have been played more than once, because an attempt was killed. Only the last attempt counts; it is
+    A group may have been played more than once, because an attempt was killed. Only its last play counts, which is
     compared token for token if the rows have tokens.
     """
     rows = {row["step"]: row for row in read_rows(run_dir / "metrics.jsonl")}
@@ -59,7 +59,7 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
         if sizes.dynamic_sampling == "replace" and group not in informative:
             others = [played[other] for other in informative if step_of.get(other) == step]
             source = next((other for other in others if _expected_rows(other, sizes) == samples), None)
-            assert source, f"group {group}: its rows equal no other group of its step"
+            assert source, f"group {group}: its rows equal those of no other group of its step"
         assert samples == _expected_rows(source, sizes), f"group {group} is not what was played last"
         assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, (
             f"group {group} breaks the staleness bound in step {step}"
@@ -75,8 +75,9 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
 
 
 def require_listed_groups_once(run_dir: Path, resumed_from: Sequence[RunState], sizes: Sizes) -> None:
-    """No group listed by a checkpoint from which the run resumed, finished or to be played again, was trained on before
-    the checkpoint. The finished ones are trained on later, unless dynamic sampling is "replace".
+    """Requires that the groups in each checkpoint that the run resumed from, both finished ones and those to be played
+    again, were not trained on before that checkpoint. Unless dynamic sampling is "replace", the finished ones must be
+    trained on later.
     """
     step_of = {group: step for group, (step, _) in _in_samples(run_dir, sizes)[0].items()}
     for state in resumed_from:

@@ -77,9 +77,9 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """The first strike of each case is enumerated. Without Ray, the controller is struck twice in each phase for every
-    pair of staleness bound and pipeline depth. On Ray, each process of `OF_RAY` is struck once in each phase, and the
-    controller once in total. Everything else is drawn at random.
+    """The first strikes of all cases together cover fixed combinations. Without Ray, the controller is struck twice in
+    each phase for every pair of staleness bound and pipeline depth. On Ray, each process of `OF_RAY` is struck once in
+    each phase, and the controller once in total. Everything else is drawn at random.
     """
     dice = random.Random(seed)
     (max_staleness, pipeline_depth), victim, first, num_ranks = _enumerated()[seed]
@@ -107,8 +107,8 @@ def case_of(seed: int) -> Case:
 
 @functools.cache
 def _enumerated() -> list[tuple[tuple[int, int], Victim, str, int]]:
-    """The staleness bound and depth, victim, phase and number of ranks of each case's first strike, shuffled. Two of
-    every seven cases run on Ray.
+    """For each case, in shuffled order: staleness bound and pipeline depth, victim and phase of the first strike, and
+    number of ranks. Two of every seven cases run on Ray.
     """
     dice, phases = random.Random(15), list(SECONDS)
     products = itertools.product(BOUNDS_AND_DEPTHS, phases)
@@ -272,7 +272,7 @@ class PlayedOut:
 
     @property
     def num_waiting(self) -> int:
-        """The number of finished groups in those checkpoints."""
+        """The number of finished groups in the checkpoints of `resumed_from`."""
         return sum(len(state.finished_groups) for state in self.resumed_from)
 
 

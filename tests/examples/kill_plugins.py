@@ -1,5 +1,5 @@
-"""Plug-ins that kill or stop a run from within, at the moment a case of the kill soak names, and that record the groups
-it played. Apart from these plug-ins, the run is one that a user could start.
+"""Plug-ins that kill or stop their own run at the moment that a case of the kill soak names, and that record the groups
+that the run played. Apart from these plug-ins, the run is one that a user could start.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Strike:
     phase: str
     """A key of SECONDS."""
     visit: int = 0
-    """How many times the phase begins before the one that is struck."""
+    """How many times the phase begins before the time that is struck."""
     delay_s: float = 0.0
     """Seconds from the beginning of the phase to the signal."""
 
@@ -191,7 +191,7 @@ class NotingGenerator:
 
 
 def _noted(trajectory: Trajectory) -> dict[str, object]:
-    """One sample with the names that the rows of samples use. The log-probs are rounded to float32, as in training."""
+    """One sample under the names that `samples.jsonl` uses. The log-probs are rounded to float32, as in training."""
     steps = trajectory.steps
     return {
         "sample": trajectory.sample_index,

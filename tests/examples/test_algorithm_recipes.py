@@ -59,12 +59,12 @@ def test_longer_answers_get_lower_rewards(text: str, num_tokens: int, reason: An
     assert (result.reward, result.metrics["accuracy"]) == (reward, float(reward == 1.0))
 
 
-def test_dapo_trains_on_full_batches_of_prompts_that_differ(tmp_path: Path):
+def test_dapo_drops_groups_with_equal_rewards_and_penalises_length(tmp_path: Path):
     rows = trained(dapo, tmp_path, **{"generator.n_samples_per_prompt": 2})
     for row in rows[1:]:
         assert row["environment/penalty"] < 0
         assert row["reward/std"] > 0
-    # Two answers of an untrained model that are equally long get the same reward, so their group has no signal.
+    # Two wrong answers of equal length get the same reward, so their group has no signal.
     assert sum(row["rollout/dropped_zero_variance"] for row in rows[1:]) > 0
 
 

@@ -27,7 +27,7 @@ def succeeds(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_plays_the_reward_and_checks_the_run(
+def test_the_files_and_commands_of_the_page_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)

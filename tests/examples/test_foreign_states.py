@@ -1,4 +1,4 @@
-"""A state that one training backend wrote is refused by the other, with an error that says so."""
+"""A training backend refuses a state that another backend wrote, and keeps its own weights."""
 
 from __future__ import annotations
 

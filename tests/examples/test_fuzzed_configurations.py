@@ -1,5 +1,5 @@
-"""Random configurations: the dry run refuses each, or it trains for two steps if one process can run it. None raises
-another error or hangs."""
+"""Random configurations: the dry run refuses a configuration or accepts it. If one process can run it, an accepted
+configuration then trains for two steps. None raises any other error or hangs."""
 
 from __future__ import annotations
 
@@ -190,8 +190,8 @@ def outcome(folder: Path, start: Path, given: Mapping[str, Any]) -> str:
 
 
 def sweep(tmp_path: Path, start: Path, *, seed: int, count: int) -> dict[str, int]:
-    """The number of configurations with each outcome. Fails if any configuration ends with an error, and lists them
-    all.
+    """The number of configurations with each outcome. Fails if any configuration ends with an error other than a
+    refusal, and lists all that do.
     """
     (start / "two.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+1="}\n')
     rng, counted, failures = random.Random(seed), {"refused": 0, "ran": 0, "checked": 0}, []
@@ -223,7 +223,7 @@ def test_a_thousand_random_configurations_are_refused_or_run(tmp_path: Path, sta
 def test_a_configuration_that_fails_after_the_dry_run_is_noticed(
     tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Negative control: without the checks of the dry run, the run fails, and the sweep must notice."""
+    """Negative control: without the checks of the dry run, the run fails, and `outcome` must return the error."""
     monkeypatch.setattr(f"{__name__}.preflight", lambda config: None)
     (start / "two.jsonl").write_text('{"prompt": "1+1="}\n')
     found = outcome(tmp_path / "one", start, {"trainer.max_prompt_length": 1})

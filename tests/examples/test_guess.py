@@ -109,7 +109,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 
 
 def table(heading_row: str, number: int = 0) -> dict[str, list[str]]:
-    """First cell → the other cells, of each row of the page's table that begins with `heading_row`."""
+    """First cell → the other cells, of each row of a table of the page: table `number` of those that begin with
+    `heading_row`, counted from 0."""
     text = [part for part in PAGE.split("\n\n") if part.startswith(heading_row)][number]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     return {name: cells for name, *cells in rows}

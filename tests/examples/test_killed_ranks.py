@@ -1,4 +1,4 @@
-"""A rank is killed while a checkpoint is written: the run ends with an error and resumes from the previous one."""
+"""A rank or the whole run is killed during a save. The run then resumes from the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SlowStorage(Callback):
         return None
 
 
-def test_a_run_killed_while_it_saves_in_the_background_goes_on_exactly(
+def test_a_run_killed_while_it_saves_in_the_background_resumes_exactly(
     small_run: BuildConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     assert train_in_child(small_run(tmp_path / "expected")) == 0

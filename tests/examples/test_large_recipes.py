@@ -44,7 +44,7 @@ def run(command: str, *arguments: str) -> Result:
 
 
 @pytest.mark.parametrize(("name", "overrides"), FORMS)
-def test_the_real_form_passes_all_checks_of_a_start(
+def test_the_real_form_passes_the_dry_run(
     name: str, overrides: tuple[str, ...], data: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -99,7 +99,7 @@ def test_the_planner_agrees_with_published_results_for_megatron_and_qwen3_30b(
 @pytest.mark.slow
 @pytest.mark.parametrize("third", ["pipeline_model_parallel_size", "context_parallel_size"])
 def test_other_readings_of_dp4_tp2_ep8_fit_too(third: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """DP4·TP2 accounts for 4 × 2 = 8 of the 32 ranks only. The recipe reads 4 as the number of copies of the experts.
+    """DP4·TP2 accounts for only 4 × 2 = 8 of the 32 ranks. The recipe reads 4 as the number of copies of the experts.
     Four data-parallel ranks with a third parallel size of 4 fit as well.
     """
     monkeypatch.chdir(tmp_path)

@@ -29,8 +29,8 @@ def config(*overrides: str) -> Config:
 
 @pytest.fixture
 def warm_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The start models that the recipe wrote. Replaces the warm start, which takes a minute, and works in an empty
-    folder.
+    """The directories of the start models that the recipe writes. Changes to an empty folder, and replaces the warm
+    start, which takes a minute, by a function that only writes an untrained model.
     """
     written: list[Path] = []
     monkeypatch.chdir(tmp_path)

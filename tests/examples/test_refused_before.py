@@ -209,7 +209,7 @@ def broken_hub() -> Iterator[tuple[str, list[Any]]]:
 
 
 @pytest.mark.parametrize("is_offline", [False, True])
-def test_a_hub_that_is_out_of_reach_is_asked_once(
+def test_an_unreachable_hub_is_asked_at_most_once(
     is_offline: bool,
     broken_hub: tuple[str, list[Any]],
     small_run: BuildConfig,

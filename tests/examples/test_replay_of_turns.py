@@ -179,7 +179,7 @@ def oldest_routes(known: np.ndarray | None, new: np.ndarray | None) -> np.ndarra
 
 
 @pytest.mark.parametrize("step_wise", [False, True], ids=["one sequence", "merged steps"])
-def test_experts_are_given_the_tokens_of_the_newest_routes_in_every_pass(step_wise: bool, model: Path, tmp_path: Path):
+def test_every_pass_sends_tokens_to_the_experts_of_their_newest_routes(step_wise: bool, model: Path, tmp_path: Path):
     played = play(model, step_wise=step_wise)
     with opened("fsdp", model, tmp_path / "case") as case:
         batch = trainable(played.batch, case.reference)

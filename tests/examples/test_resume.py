@@ -74,7 +74,7 @@ class PressAtStep3(Callback):
 
 
 class TerminateAtStep3(Callback):
-    """SIGTERM in step 3, as a scheduler sends it before it kills."""
+    """SIGTERM in step 3, as a scheduler sends before SIGKILL."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if step == 3:

@@ -76,14 +76,12 @@ def test_every_metric_of_a_run_is_documented(small_run: BuildConfig, tmp_path: P
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_asynchronous_training_keeps_the_bound_on_every_step(
-    small_run: BuildConfig, tmp_path: Path, max_staleness: int
-):
+def test_asynchronous_training_keeps_the_staleness_bound(small_run: BuildConfig, tmp_path: Path, max_staleness: int):
     run_training(small_run(tmp_path / "run", trainer__max_staleness=max_staleness, trainer__max_training_steps=8))
     rows = rows_of(tmp_path / "run")[1:]
     assert len(rows) == 8
     assert max(row["rollout/staleness_max"] for row in rows) <= max_staleness
-    # Generation really runs ahead: the last step trains on groups that older weights started.
+    # Generation really runs ahead: the last step trains on groups that were started with older weights.
     assert rows[-1]["rollout/staleness_max"] >= 1
     assert all(row.get("rollout/logprob_diff_max", 0.0) < 1e-4 for row in rows)
 
@@ -95,7 +93,7 @@ def test_the_kl_to_the_frozen_reference_grows(small_run: BuildConfig, tmp_path: 
     assert rows[0]["policy/kl"] < rows[-1]["policy/kl"]
 
 
-def test_kl_in_the_reward_with_an_adaptive_coefficient(small_run: BuildConfig, tmp_path: Path):
+def test_the_adaptive_coefficient_of_kl_in_the_reward_changes(small_run: BuildConfig, tmp_path: Path):
     changes = {
         "trainer__algorithm__use_kl_in_reward": True,
         "trainer__algorithm__kl_ctrl__type": "adaptive",
@@ -121,7 +119,7 @@ def test_kl_in_the_reward_with_an_adaptive_coefficient(small_run: BuildConfig, t
         ),
     ],
 )
-def test_run_training_refuses_wrong_numbers_before_creating_anything(
+def test_run_training_refuses_invalid_settings_before_creating_anything(
     small_run: BuildConfig, tmp_path: Path, changes: dict[str, Any], message: str
 ):
     with pytest.raises(ConfigError, match=message):
@@ -304,8 +302,8 @@ def test_a_row_of_an_unknown_environment_is_refused_before_anything_is_made(
 def test_a_row_of_an_unknown_environment_ends_the_run_with_a_plugin_error(
     small_run: BuildConfig, tmp_path: Path, unknown_environment: dict[str, Any], evaluates: bool
 ):
-    """A generator named by its import path cannot be checked before the run: the run does not know that it plays
-    environments.
+    """A generator named by its import path cannot be checked before the run, which does not know that the generator
+    plays environments.
     """
     changes = {
         **unknown_environment,
@@ -317,7 +315,7 @@ def test_a_row_of_an_unknown_environment_ends_the_run_with_a_plugin_error(
 
 
 def test_a_prompt_that_the_tokenizer_refuses_is_named(small_run: BuildConfig, tmp_path: Path):
-    """`gsm8k` returns the row's prompt unchanged, so the tokenizer is the first to see it."""
+    """`gsm8k` returns the row's prompt unchanged, so the tokenizer is the first to check it."""
     data = tmp_path / "train.jsonl"
     answer = {"ground_truth": "46"}
     rows = [

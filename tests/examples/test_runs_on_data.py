@@ -80,7 +80,7 @@ def test_a_killed_run_resumes_exactly(small_run: BuildConfig, tmp_path: Path):
     require_same_run(run_dir, expected)
 
 
-def test_preferences_move_the_margin_and_leave_the_reference(
+def test_training_on_preference_pairs_raises_their_margin(
     small_run: BuildConfig, pairs: dict[str, Any], tmp_path: Path
 ):
     run_training(small_run(tmp_path / "run", **PAIRS, **pairs, trainer__max_training_steps=12))

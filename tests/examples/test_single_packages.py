@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs/single_packages.md"
 
 @pytest.fixture(scope="module")
 def shown() -> dict[str, Any]:
-    """The names that the page's blocks before the script define when they run one after the other."""
+    """The names that the page's code blocks define, without the last block, which is a script of its own."""
     names: dict[str, Any] = {"__name__": "shown"}
     for block in BLOCKS:
         exec(compile(block, str(PAGE), "exec"), names)
@@ -139,7 +139,7 @@ def test_packed_log_probs_are_those_of_each_row_alone(shown: dict[str, Any], pad
     logprobs_NW, planned = torch.zeros(4, 7, dtype=torch.float64), []
     for rank in (0, 1, 2, 3, 4):
         micro_batches = shown["rows_of_micro_batches"](mask_NW, rank=rank, num_ranks=5, max_tokens=6)
-        assert len(micro_batches) == 1, "every rank must have one micro-batch, also the rank without rows"
+        assert len(micro_batches) == 1, "every rank must have one micro-batch, even the rank without rows"
         for rows in micro_batches:
             planned.extend(rows.tolist())
             logprobs_NW = logprobs_NW + shown["packed_logprobs"](model, tokens_NW, mask_NW, rows)

@@ -83,14 +83,14 @@ def test_the_model_can_read_every_prompt_and_sample_every_demonstration(name: st
         assert sum(lengths) < max_positions
 
 
-def test_some_demonstrated_products_are_right_and_the_others_are_quotients(problems: Problems):
+def test_a_quarter_of_the_demonstrated_products_are_right(problems: Problems):
     rng = random.Random(0)
     shown = [(row, mathematics.demonstrated(row, rng)["answer"]) for row in problems["mathematics"]]
     right = [Fraction(answer) == Fraction(row["answer"]) for row, answer in shown]
     assert 0.22 < sum(right) / len(right) < 0.28
 
 
-def test_any_equal_fraction_is_right_and_the_question_repeated_is_too_long(problems: Problems):
+def test_any_equal_fraction_is_right_and_a_repeated_question_is_too_long(problems: Problems):
     problem = {"prompt": "3/4*2/5=", "answer": "6/20"}
     assert [reward(MathematicsEnvironment, problem, text) for text in ("6/20", "3/10", ".3", "15/8")] == [1, 1, 1, 0]
     limit = mathematics.recipe.config["generator.sampling_params.max_generate_length"]
@@ -162,7 +162,7 @@ def right_number(problem: dict[str, Any]) -> str:
     return problem["reward_spec"]["ground_truth"]
 
 
-def test_a_judge_by_rule_prefers_the_sentence_to_the_number(problems: Problems):
+def test_a_rule_based_judge_prefers_the_sentence_to_the_number(problems: Problems):
     row = next(row for row in problems["judge"] if row["prompt"] == "Mia has 46 pens and loses 2. How many?\n")
     with rule_judge.serving() as url:
         texts = ("Mia has 44 pens.", "44", "Mia has 48 pens.", "48", "4", "Score: 10", "")

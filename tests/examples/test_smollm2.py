@@ -1,4 +1,4 @@
-"""The recipe of a pretrained model: its reward, its data, the error without the model's package, and a tiny run."""
+"""The recipe of a pretrained model: its reward, its data, the error if its package is missing, and a tiny run."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def test_a_sync_without_room_names_its_folder(tmp_path: Path):
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
-def test_a_run_goes_on_over_a_full_disk_and_saves_once_there_is_room(
+def test_a_run_continues_on_a_full_disk_and_saves_once_there_is_room(
     async_save: bool, small_run: BuildConfig, finished: Path, tmp_path: Path
 ):
     disk = tmp_path / "disk"
@@ -388,6 +388,6 @@ class OpensAMissingFile(Callback):
         (run_dir / "notes.json").read_text()
 
 
-def test_a_callback_that_misses_a_file_of_the_run_is_not_failing_storage(small_run: BuildConfig, tmp_path: Path):
+def test_a_missing_file_in_a_callback_is_not_reported_as_failing_storage(small_run: BuildConfig, tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"notes\.json"):
         run_training(small_run(tmp_path / "run", trainer__callbacks=[f"{__name__}:OpensAMissingFile"]))
