@@ -1,4 +1,5 @@
-"""Proofs of models in processes forked from the suites' server, which has imported torch, transformers and backends.
+"""Runs model proofs in processes forked from the suites' fork server, which has imported torch, transformers and the
+backends.
 
 A new interpreter needs 9 s for these imports, and 20 s with Megatron; a forked process does not repeat them.
 """
@@ -18,7 +19,7 @@ _DEADLINE_S = 240.0
 
 
 def run_forked(job_file: Path, result_file: Path) -> tuple[int, str]:
-    """Does what `model_proof.run_interpreter` does, without the error output."""
+    """Does what `model_proof.run_interpreter` does, but returns no error output."""
     from rl_core.testing.ranks import fork_server
 
     process = fork_server().Process(target=_prove, args=(str(job_file), str(result_file)), daemon=True)

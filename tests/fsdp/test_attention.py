@@ -111,7 +111,7 @@ def test_the_flash_kernel_gets_only_vectors_that_it_supports(device, dtype, size
         assert flash_precision(query, key, value) == expected
 
 
-def test_attention_under_autocast_has_its_precision_whatever_the_vectors_have():
+def test_under_autocast_attention_uses_the_dtype_of_autocast():
     vectors = torch.zeros(3, 4, 8)
     assert half_precision(vectors) is None
     with torch.autocast("cpu", torch.bfloat16):

@@ -43,7 +43,7 @@ def random_model(directory: Path, family: str, **config: Any) -> Path:
 
 
 def require_reference_scores(path: Path, **fields: Any) -> None:
-    """Requires the log-probs and gradients of plain transformers."""
+    """Requires that log-probs and gradients equal those of plain transformers."""
     spec = spec_of(path, **fields)
     reference, worker = ReferenceWorker(spec), FsdpWorker(spec, RankInfo())
     batch = make_batch(reference)
@@ -61,7 +61,7 @@ def require_reference_scores(path: Path, **fields: Any) -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_of_the_suite(family: Family, packing: bool, tmp_path: Path):
+def test_families_of_the_suite_are_scored_as_by_transformers(family: Family, packing: bool, tmp_path: Path):
     require_reference_scores(make_checkpoint(tmp_path, family=family), use_sample_packing=packing)
 
 
@@ -77,7 +77,9 @@ def test_families_of_the_suite(family: Family, packing: bool, tmp_path: Path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_families_with_peculiarities(family: str, config: dict[str, Any], packing: bool, tmp_path: Path):
+def test_families_with_unusual_settings_are_scored_as_by_transformers(
+    family: str, config: dict[str, Any], packing: bool, tmp_path: Path
+):
     require_reference_scores(random_model(tmp_path, family, **config), use_sample_packing=packing)
 
 
