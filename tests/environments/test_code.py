@@ -87,7 +87,7 @@ async def test_a_program_that_fails_after_printing_the_answer_does_not_pass():
     assert (await judged(CodeEnvironment, row, "```\nprint(1)\nexit()\n```", **OPTIONS)).reward == 1.0
 
 
-async def test_programs_cannot_read_the_answers_or_the_environment(monkeypatch):
+async def test_programs_cannot_find_answers_or_secret_environment_variables(monkeypatch):
     """Searches the interpreter's objects, the stack frames and the environment variables for the expected output."""
     monkeypatch.setenv("SECRET_ANSWER", "swordfish")
     program = """

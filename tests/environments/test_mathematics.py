@@ -74,7 +74,7 @@ async def test_an_episode_runs_through_the_generator():
     assert rewards == {"\\boxed{0.5}": 1.0, "\\boxed{3}": 0.0, "none": 0.0}
 
 
-async def test_a_reference_that_cannot_be_read_fails_the_sample_and_not_the_answer():
+async def test_an_unreadable_reference_fails_the_sample_with_a_data_error():
     with pytest.raises(DataError, match=r"the reference answer '.*' cannot be read"):
         await judged(MathematicsEnvironment, {"prompt": "", "answer": "\\boxed{}"}, "\\boxed{1}", **OPTIONS)
     (trajectory,) = await played(MathematicsEnvironment, {"prompt": "?", "answer": "\\boxed{}"}, ["1"], OPTIONS)

@@ -154,7 +154,7 @@ print(open("mine").read(), os.listdir("."))
 # --- the mechanism ----------------------------------------------------------------------------------------------------
 
 
-async def test_no_attack_of_the_probe_escapes_from_the_sandbox_that_it_chooses():
+async def test_the_probe_chooses_a_sandbox_from_which_no_attack_escapes():
     try:
         sandbox = await probe_sandbox()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Router replay end to end: the trainer replays the engine's expert choices, the engine gets the trained weights."""
+"""Router replay in a whole run: the trainer replays the expert choices of an engine that gets the trained weights."""
 
 from __future__ import annotations
 

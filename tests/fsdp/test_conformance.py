@@ -1,4 +1,4 @@
-"""FSDP2 and FSDP1 pass the suite that every backend must pass, in every sharding mode.
+"""FSDP2 and FSDP1 pass the suite that every backend must pass.
 
 All checks run with parameters sharded over two ranks, and for FSDP2 also with Ulysses and with routed experts. All
 other variants run only the checks behind `docs/parity.md`. `make test` leaves out the variants made by
