@@ -61,7 +61,7 @@ class Strike:
     phase: str
     """A key of SECONDS."""
     visit: int = 0
-    """How many times the phase begins before the time that is struck."""
+    """The strike comes when the phase begins for the (`visit` + 1)-th time."""
     delay_s: float = 0.0
     """Seconds from the beginning of the phase to the signal."""
 
