@@ -197,7 +197,7 @@ async def test_an_observation_that_does_not_fit_is_a_failure(observation: Any, m
         ([{"role": "user"}], "an observation must be text or a list of messages"),
     ],
 )
-async def test_an_observation_of_a_chat_is_messages(observation: Any, message: str):
+async def test_an_invalid_observation_of_a_chat_is_a_failure(observation: Any, message: str):
     class Odd(Counts):
         async def reset(self) -> Any:
             return [{"role": "user", "content": "x"}]

@@ -57,8 +57,8 @@ def shared_servers(
 
 @pytest.fixture(scope="session")
 def dense_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
-    """Serves a tiny Qwen3 in float32. It was started for a transport that is not installed. Tests may publish weights
-    by any transport, so each test first publishes its own.
+    """Serves a tiny Qwen3 in float32. It was started with a weight transport that has no entry point. Tests may publish
+    weights by any transport, so a test that needs certain weights publishes them first.
     """
     return shared_servers["dense_server"]
 

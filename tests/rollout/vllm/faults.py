@@ -39,12 +39,12 @@ TIMEOUT_S = 300.0
 """The deadline of a request. On two free cores a server starts in a minute."""
 _UPDATE_S = TIMEOUT_S / 2
 _TRANSPORT_S = TIMEOUT_S / 3
-"""Shorter than the engine's deadline, as in the defaults: a participant that waits in vain for another names the
-missing one before its own engine is given up.
+"""Shorter than the engine's deadline, as in the defaults, so that a participant that waits in vain can name the missing
+participant before its own engine is given up.
 """
 HUNG_AFTER_S = 20.0
 _LATE_S = 30.0
-"""The time of a sync on a busy machine, and the time by which a deadline may be exceeded."""
+"""How long a sync may take on a busy machine, and by how much a deadline may be exceeded."""
 _POLL_S = 0.1
 _CALLS: Mapping[When, tuple[str, float]] = {
     "pausing": ("pause", 0.02),
@@ -55,7 +55,7 @@ _CALLS: Mapping[When, tuple[str, float]] = {
 _BACK_WITHIN_S = 900.0
 _PAUSE_S = 2.0
 _LIMIT = 1e-3
-"""The largest allowed error of a log-prob in float32. Measured: 1e-5; weights of another version differ by 0.1 or more.
+"""The largest allowed error of a log-prob in float32. Measured: 1e-5; those of two versions differ by 0.1 or more.
 """
 _BUCKET_BYTES = 1 << 15
 TRANSPORTS: Mapping[str, WeightTransport] = {
@@ -161,7 +161,7 @@ class Model:
         return logprobs_TV.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
     def require_versions(self, asked: GenerateRequest, completion: Completion) -> None:
-        """Requires that each token has the log-prob of the version that it names, unlike that of the next version."""
+        """Requires that each token has the log-prob of the version recorded for it, not that of the next version."""
         tokens = [*asked.prompt_tokens, *completion.tokens]
         said, versions = torch.tensor(completion.logprobs), torch.tensor(completion.policy_versions)
         for version in set(completion.policy_versions):
@@ -272,8 +272,8 @@ class Cluster:
         return completion
 
     async def _in_time(self, sync: Coroutine[Any, Any, None], within_s: float) -> None:
-        """The sync must end within `within_s`, by its own deadline. Time without any server does not count, but a
-        server must start within its own limit.
+        """Requires that the sync ends within `within_s` without being cancelled. Time without any server does not
+        count, but must not exceed the time that a server may take to start.
         """
         syncing, took_s, waited_s = asyncio.ensure_future(sync), 0.0, 0.0
         while not syncing.done():
@@ -283,12 +283,12 @@ class Cluster:
                 took_s += time.monotonic() - began
             else:
                 waited_s += time.monotonic() - began
-        assert took_s < within_s, f"a sync took {took_s:.0f} s, where its deadline is {within_s:g} s"
+        assert took_s < within_s, f"a sync took {took_s:.0f} s; its limit is {within_s:g} s"
         assert waited_s < TIMEOUT_S + _LATE_S, f"a sync waited {waited_s:.0f} s for a server to start"
         await syncing
 
     async def whole_again(self) -> None:
-        """Waits until all servers serve the current version; publishes it again for servers that lack it."""
+        """Waits until all servers serve the current version; publishes a new version for servers that lack it."""
         async with asyncio.timeout(_BACK_WITHIN_S):
             while len(self.client._pool.serving) < len(self.members):
                 await self.client.needs_weights()
@@ -382,7 +382,7 @@ class FaultInjection:
 
     @contextlib.contextmanager
     def in_call_of(self, client: RemoteInferenceClient) -> Iterator[None]:
-        """Triggers the fault during the client's call in the phase, if it belongs to a call."""
+        """Triggers the fault during the client's call in the fault's phase. Does nothing if `among` triggers it."""
         name, about_s = _CALLS.get(self._fault.when, ("", 0.0))
         if not name or self._comes_after_buckets:
             yield
@@ -400,7 +400,7 @@ class FaultInjection:
             delattr(client, name)
 
     def among(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
-        """Yields the buckets; triggers the fault before one of them, or after the last, if it belongs there."""
+        """Yields the buckets. Triggers the fault before one of them or after the last, if the fault belongs there."""
         every = list(buckets)
         place = round(self._fault.moment * (len(every) - 1)) if self._fault.when == "receiving" else None
         for i, bucket in enumerate(every):
@@ -418,8 +418,8 @@ class FaultInjection:
 
     @property
     def _comes_after_buckets(self) -> bool:
-        """Whether the fault comes right after the last bucket: if versions are not staged, the call that receives
-        weights also loads them.
+        """Whether the fault comes right after the last bucket. In phase `swapping` it does unless versions are staged,
+        because the call that receives weights then also loads them.
         """
         return self._fault.when == "swapping" and not TRANSPORTS[self._fault.transport].is_staged
 

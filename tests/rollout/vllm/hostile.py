@@ -105,7 +105,7 @@ class HostileRequest:
 
 
 def hostile_request(seed: int, *, to_router: bool) -> HostileRequest:
-    """The request of this seed. For a router, it uses no control routes, and of the routes in WHOLE those under /v1."""
+    """The request of this seed. For a router: no control routes, and of the routes in WHOLE only those under /v1."""
     dice = random.Random(seed)
     kinds = [_wrong_field, _wrong_field, _wrong_field, _broken_body, _odd_path, _odd_head, _departure]
     paths = [path for path in WHOLE if path.startswith("/v1/") or not to_router]
@@ -235,7 +235,8 @@ def _wrong_control(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
 
 
 async def sent(request: HostileRequest, host: str, port: int) -> tuple[int, bytes] | None:
-    """Sends the request. Returns the status and the body of the answer, or None if there is no answer and none is due.
+    """Sends the request. Returns the answer's status and, if an answer is due, its body. Returns None if the client
+    leaves early, or if no answer comes and none is due.
 
     Raises:
         TimeoutError: an answer is due and did not arrive in time.

@@ -15,7 +15,7 @@ from rl_examples.arithmetic import problems, write_model, write_rows
 
 
 def prepare(directory: Path, *, seed: int = 0) -> None:
-    """Writes the data and the untrained model. Every run encodes all rows of its data, so there are few."""
+    """Writes the data and the untrained model. There are few rows, because every run encodes all of them."""
     write_rows(directory / "train.parquet", problems()[:400])
     write_model(directory / "model", seed=seed)
 

@@ -1,4 +1,4 @@
-"""Servers that tests share, and their clients. A client belongs to one event loop, a server to the whole test run."""
+"""Servers that tests share, and their clients. A client belongs to one event loop; a server outlives it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 @attrs.frozen(kw_only=True)
 class RunningServer:
-    """A server that runs during the whole test run."""
+    """A server that tests share."""
 
     url: str
     pid: int

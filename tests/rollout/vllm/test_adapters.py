@@ -1,5 +1,5 @@
-"""Adapters sent without the base weights to a real vLLM server: updated in place, verified, refused whole, and served
-beside others.
+"""Adapters sent without the base weights to a real vLLM server: updated in place, verified, refused as a whole, and
+served beside others.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ async def test_an_adapter_that_cannot_be_served_leaves_the_previous_adapter(
 
 
 class TwoCores:
-    """An engine of two data-parallel engines, whose core processes answer with the test's answers."""
+    """A server's engine with two data-parallel core processes, which give the answers that the test sets."""
 
     errored = False
 
@@ -351,7 +351,7 @@ class TwoCores:
 
 
 def named_adapters(engine: Any) -> tuple[NamedAdapters, dict[str, Any]]:
-    """One name, `kept`, has an adapter already. Returns the adapters, and the dict from their names to the adapters."""
+    """Adapters of which one, named `kept`, is loaded already. Also returns their dict from name to adapter."""
     held: dict[str, Any] = {"kept": SimpleNamespace(lora_int_id=7)}
     counter = itertools.count(1)
     models: Any = SimpleNamespace(

@@ -135,9 +135,6 @@ async def test_chat_answers_in_text(client: RemoteInferenceClient):
     assert answer["usage"]["completion_tokens"] <= 5
 
 
-# --- routed experts -------------------------------------------------------------------------------------------------
-
-
 async def test_prompts_that_take_several_steps_keep_their_seeds(client: RemoteInferenceClient):
     """Together, the prompts exceed `max_num_batched_tokens`, so some take several steps; alone, each takes one."""
     prompts = [tuple((7 * row + place) % 40 for place in range(400)) for row in range(12)]
@@ -147,6 +144,9 @@ async def test_prompts_that_take_several_steps_keep_their_seeds(client: RemoteIn
     for row, (prompt, (answer,)) in enumerate(zip(prompts, answers, strict=True)):
         (alone,) = await client.generate(request(f"alone-{row}", prompt, seed=row, **params))
         assert answer.tokens == alone.tokens
+
+
+# --- routed experts -------------------------------------------------------------------------------------------------
 
 
 async def test_routed_experts_are_the_routers_own_choices(moe_client: RemoteInferenceClient, moe_server: RunningServer):
@@ -188,8 +188,8 @@ async def test_an_aborted_request_has_the_routed_experts_of_its_tokens(
 async def test_routed_experts_after_an_update_are_those_of_the_new_weights(
     moe_client: RemoteInferenceClient, moe_server: RunningServer
 ):
-    """The routes of all tokens are those of the last weights, also of the prompt and of tokens that earlier weights
-    sampled.
+    """All tokens have the routed experts of the last weights, even the prompt's tokens and those sampled with earlier
+    weights.
     """
     first, second = _Router(moe_server.model_path), _Router(moe_server.model_path)
     second.add_noise(0.03)

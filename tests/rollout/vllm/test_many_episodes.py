@@ -14,7 +14,7 @@ from tests.rollout.vllm.servers import RunningServer, connect
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_one_of_two_hundred_episodes_is_accounted_for_despite_server_faults(dense_server: RunningServer):
+def test_every_one_of_two_hundred_episodes_is_accounted_for_despite_pauses_and_aborts(dense_server: RunningServer):
     with asyncio.Runner() as runner:
         client = runner.run(connect(dense_server))
         bench = make_bench(client, FilesTransport(timeout_s=60.0), dense_server.model_path, runner)

@@ -156,7 +156,7 @@ def require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: Se
 
 @torch.no_grad()
 def own_scores(model: Any, tokens: Sequence[int]) -> tuple[Any, Any]:
-    """The log-prob of each token from the second on; and, of a MoE model, the router's choices [tokens, layers, 2]."""
+    """The log-prob of each token from the second on and, for a MoE model, the router's choices [tokens, layers, 2]."""
     tokens_T = torch.tensor(tokens)
     is_moe = getattr(model.config, "num_experts", 0) > 0
     output = model(input_ids=tokens_T[None], use_cache=False, **({"output_router_logits": True} if is_moe else {}))
@@ -189,7 +189,7 @@ async def test_two_hundred_episodes_with_tools_have_exactly_the_servers_tokens(d
     require_the_engines_tokens(trajectories, kept)
     assert len({len(trajectory.turns) for trajectory in trajectories}) > 2
     assert sum(trajectory.metrics["wrong_calls"] for trajectory in trajectories) > 50
-    # Negative control: a record with one other token is noticed.
+    # Negative control: one changed token in the record is noticed.
     changed = attrs.evolve(kept[7].completion, tokens=(3, *kept[7].completion.tokens[1:]))
     with pytest.raises((AssertionError, KeyError)):
         require_the_engines_tokens(trajectories, [*kept[:7], Exchange(kept[7].request, changed), *kept[8:]])

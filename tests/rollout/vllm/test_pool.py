@@ -41,8 +41,8 @@ async def test_a_session_stays_on_its_server_and_others_go_to_the_least_loaded()
 
 
 async def test_the_idle_time_of_each_server_is_the_time_without_samples():
-    """Worked by hand. The first server has samples from 2 to 7, for part of that time from two calls. The second server
-    has a call too, but without samples.
+    """Worked by hand. The first server has samples under way from second 2 to second 7, for part of that time from two
+    calls. The second server has a call too, but without samples.
     """
     now, pool = 0.0, Pool(2)
     for member in pool.members:
@@ -171,7 +171,7 @@ async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
 
 
 class DoesNotStart:
-    """A server of the run that fails to start."""
+    """A server that the run starts itself, and that fails to start."""
 
     async def start(self) -> ServerAddress:
         raise GenerationError("no memory")

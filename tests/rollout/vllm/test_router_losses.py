@@ -175,7 +175,7 @@ async def test_a_request_that_loses_too_many_servers_is_not_retried(start):
 
 
 async def test_the_runs_own_request_is_not_retried_without_limit_either(start):
-    """The server answers 502, because an engine that ends gives up its requests."""
+    """The server answers 502, as it does when its engine ends and gives up its requests."""
 
     async def engine_ends(request: web.Request) -> web.StreamResponse:
         return web.Response(status=502, body=wire.encode({"message": "the engine gave up its requests"}))

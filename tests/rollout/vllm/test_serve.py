@@ -30,7 +30,7 @@ from tests.rollout.vllm.trainers import Trainer, policy_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HOST = "127.0.0.2"
-"""An address of this machine for which agents need a token too."""
+"""A loopback address other than the default of `--host`."""
 ACCESS_TOKEN = "what agents are told"
 START_S = 600.0
 
@@ -172,7 +172,7 @@ async def test_the_agents_token_opens_the_api_only(served):
 
 
 def test_a_killed_server_leaves_no_process_and_has_logged_its_states(served):
-    """Kills the shared server, so it must be the last test that uses it."""
+    """Kills the shared server, so this must be the last test that uses it."""
     others = psutil.Process(served.process.pid).children(recursive=True)
     assert len(others) > served.split.num_workers, "expected a core per engine and its workers"
     served.process.kill()

@@ -205,7 +205,7 @@ def test_a_missing_worker_makes_the_weights_unservable():
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_an_update_counts_when_every_worker_has_answered_for_itself(
+async def test_an_update_counts_only_if_every_worker_loads_the_same_weights(
     servers: dict[str, RunningServer], client: RemoteInferenceClient, split: str, fault: Fault
 ):
     message = FAULTS[fault].format(first=SPLITS[split].first, last=SPLITS[split].last)

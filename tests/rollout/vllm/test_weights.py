@@ -105,8 +105,8 @@ async def test_a_tensor_that_is_left_out_later_is_refused_by_the_engine(dense_se
 
 
 def with_tensors(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[..., Iterator[WeightBucket]]:
-    """Sends one layer's `gate_proj` as `change` makes it. vLLM itself would refuse no change in `WRONG_TENSORS`, and
-    the checksums match."""
+    """Sends one layer's `gate_proj` as changed by `change`. The checksums match, and vLLM itself would accept every
+    change in `WRONG_TENSORS`."""
 
     def spoil(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
         tensors = (pair for bucket in buckets for pair in unpack_bucket(bucket))
@@ -266,7 +266,7 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
 
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
 async def test_an_interrupted_delta_sync_is_healed_by_whole_weights(dense_server, transport, caplog):
-    """With broadcast, the server is in quarantine until the whole weights arrive, as after any failed sync."""
+    """With broadcast, the server is quarantined until the whole weights arrive, as after any failed unstaged sync."""
     client = await connect(dense_server)
     async with policy_of(dense_server.model_path) as policy:
         trainer = trained(client, policy, transport)

@@ -59,8 +59,8 @@ async def policy_of(
 
 
 def serving(policy: Any, client: Any, transport: str = "shared_memory", *, interval: int | None = 100) -> ServedEngines:
-    """Publishes as the training loop does: deltas, and whole weights once in `interval` syncs; if None, always whole
-    weights.
+    """Publishes as the training loop does: deltas, and whole weights once in `interval` syncs. If `interval` is None,
+    always whole weights.
     """
     never = VerificationSettings(prove_at_start=False, interval=0, num_tokens=256, limit=0.06, seed=0, limits=LIMITS)
     return ServedEngines(
