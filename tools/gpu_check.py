@@ -40,8 +40,8 @@ LIBRARIES = {
     "megatron-bridge": "megatron.bridge",
     "transformer-engine": "transformer_engine",
 }
-"""Distribution → its package. The GPU locks pin the versions. Transformer Engine has three distributions: this one has
-the Python sources, the others are a library for CUDA 13 and its torch bindings."""
+"""Distribution → its package. The GPU locks pin the versions. Transformer Engine has three distributions:
+transformer-engine has the Python sources, the other two a library for CUDA 13 and its torch bindings."""
 TELLING_ATTRIBUTES = {
     "transformer_engine.pytorch.Linear": "parallel_mode",
     "transformer_engine.pytorch.LayerNormLinear": "parallel_mode",
@@ -137,7 +137,8 @@ class Wheels:
         found = [path.name.removesuffix(".dist-info").rpartition("-")[2] for path in self._directory.glob(pattern)]
         if len(found) != 1:
             raise SystemExit(
-                f"{self._directory} has {len(found)} wheels of {distribution}, expected 1; fill it with --fetch"
+                f"{self._directory}: got {len(found)} wheels of {distribution}, expected 1; "
+                "fill an empty folder with --fetch"
             )
         return found[0]
 

@@ -22,7 +22,7 @@ KEYS = ROOT / "tests" / "carrying_over" / "keys.yaml"
 PAGE = ROOT / "docs" / "coming_from.md"
 BEGIN, END = "<!-- keys: made by python -m tools.key_table -->\n", "<!-- end of keys -->\n"
 _CONTEXT = {"generator.inference_engine.backend": "vllm"}
-"""Makes the keys of every installed engine and backend known."""
+"""Makes the keys of the vLLM engine known."""
 _PATHS = ("trainer.ckpt_path", "trainer.export_path")
 """Keys whose defaults are derived from other keys here."""
 _SOURCE = re.compile(r" \(code(, with .*?)?\)\.?$")

@@ -43,7 +43,7 @@ GPU_PACKAGES = (
 )
 """Our packages, as the Dockerfile installs them."""
 GPU_KERNELS = ("transformer-engine[core_cu13,pytorch]>=2.10,<2.12", "flash-attn==2.8.3")
-"""Megatron-Core 0.16.1 and Bridge 0.3.1 both accept Transformer Engine 2.10 and 2.11. These accept flash-attn 2.8.3,
+"""Megatron-Core 0.16.1 and Bridge 0.3.1 both accept Transformer Engine 2.10 and 2.11, which accept flash-attn 2.8.3
 but not 2.8.3.post1."""
 BUILD_TOOLS = ("hatchling>=1.27", "ninja", "packaging", "pybind11", "setuptools", "wheel")
 """The packages that must be installed before a build with --no-build-isolation."""
@@ -129,8 +129,8 @@ def cpu_requirements() -> list[Requirement]:
 
 
 def gpu_requirements() -> list[Requirement]:
-    """The Dockerfile's requirements and those that our packages declare there, without our packages themselves;
-    includes the extras that our packages request of each other."""
+    """The Dockerfile's requirements and those of our packages that it installs, including extras that our packages
+    request of each other; without our packages themselves."""
     declared = [*GPU_KERNELS, *BUILD_TOOLS]
     ours, asked, seen = projects(), [*map(Requirement, GPU_PACKAGES)], set()
     while asked:

@@ -33,7 +33,8 @@ LENGTHS = (7, 3, 10, 5)
 _INTRODUCTION = """\
 # Megatron: how models and data are distributed
 
-`trainer.strategy=megatron` trains with Megatron-Core 0.16.1 and any combination of its kinds of parallelism.
+`trainer.strategy=megatron` trains with Megatron-Core 0.16.1 and any combination of its kinds of parallelism, apart from
+[those refused](#what-is-refused).
 `make docs` generates this page with `rl_core.layout`, the functions that a run uses, so it shows the actual layout.
 `rl plan RECIPE` shows the layout of your own model and mesh, with bytes, without starting anything.
 [install_gpu.md](install_gpu.md) has the installation on GPUs.
@@ -56,9 +57,9 @@ _MODELS = """\
 
 A model is trained if Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute it as transformers does, which is verified
 for each model: both run a small copy of the model (fewer layers, narrower, otherwise the same configuration) with
-random weights, and log-probs (to 2e-5) and gradients are compared. This happens before a rank loads, in a dry run and
-in `rl plan`. The result is cached in `~/.cache/rl` (or `RL_CACHE_DIR`) for the same configuration, options, versions
-and code. If this is not possible before the start (the model has not been created or downloaded, or
+random weights, and log-probs (to 2e-5) and gradients are compared. This happens before any rank loads the model, also
+in a dry run and in `rl plan`. The result is cached in `~/.cache/rl` (or `RL_CACHE_DIR`) for the same configuration,
+options, versions and code. If this is not possible before the start (the model has not been created or downloaded, or
 Transformer Engine is installed but there is no GPU), a dry run reports that, and rank 0 runs the check before any rank
 loads. `trainer.strategy=fsdp` trains transformers' own models, so models that are refused here train there.
 
@@ -322,8 +323,9 @@ def _routes() -> str:
     return _section(
         "Routes",
         "With `moe_enable_routing_replay` a rank's routers use the entries of `routed_experts` [token, layer, "
-        "choice] for the rank's tokens and layers. A token without a known route (the last one of a sequence was never "
-        "an input of the engine) follows the router's own choice, which recomputation repeats. Padding tokens are "
+        "choice] for the rank's tokens and layers. A token without a known route, such as the last one of a sequence, "
+        "which was never an input of the engine, follows the router's own choice, and recomputation repeats that "
+        "choice. Padding tokens are "
         f"spread evenly over expert ranks and their experts, {EXPERTS_PER_TOKEN} experts per token, and are excluded "
         "from all statistics. The ranks of stage 0 and data part 0, for the micro-batch above:",
         _table(["rank", "routes of", "padding goes to"], rows),

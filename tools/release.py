@@ -34,7 +34,7 @@ class Distribution:
     name: str
     """File name of the distribution."""
     files: dict[str, bytes]
-    """Content by path, for a source distribution without the top folder."""
+    """Content by path. Paths in a source distribution lack its top folder."""
 
     @property
     def is_wheel(self) -> bool:

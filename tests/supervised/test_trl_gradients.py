@@ -90,8 +90,8 @@ CHAT = """\
     {%- else %}{{ m.content }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '\\n' }}assistant.{% endif %}"""
-"""A template of characters that the tokenizer knows. It writes nothing after the end of a turn, because TRL's DPO would
-train on it."""
+"""A template made of characters that the tokenizer knows. It writes nothing after the end of a turn, because TRL's DPO
+would train on it."""
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "double")]
 
 

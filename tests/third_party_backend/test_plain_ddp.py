@@ -19,7 +19,7 @@ GUIDE = HERE.parents[1] / "docs" / "backends.md"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment variables with which the package is found, in addition to all installed packages."""
+    """Environment variables that make the package importable, in addition to all installed packages."""
     return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"), HERE)}
 
 

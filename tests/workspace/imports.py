@@ -22,7 +22,7 @@ class Import:
     importer: str
     """Dotted name of the module that imports."""
     imported: str
-    """Dotted name as written; for `from package import name` it is `package.name`, since that may be a module."""
+    """Absolute dotted name; for `from package import name` it is `package.name`, since that may be a module."""
     when: When
     """On import of the module, on a function call, or for type checkers only."""
     place: str

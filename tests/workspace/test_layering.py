@@ -1,6 +1,7 @@
 """Allowed imports between the packages and between the layers of rl_core, and modules that must stay unloaded.
 
-Imports inside functions and for type checkers count too, because a reader follows them as well.
+Between packages and between layers, imports inside functions and for type checkers count too, because a reader follows
+them as well.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def listed_layers() -> tuple[str, ...]:
 LAYERS = listed_layers()
 """Each layer imports only layers before it."""
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
-"""Layers that are useful without the rest: they import only this library, and of rl_core only `GROUND`."""
+"""Layer that is useful without the rest → the only library that it imports. Of rl_core it imports only `GROUND`."""
 GROUND = {"errors", "columns", "function_settings", "trajectory_rows"}
 """Modules that import no library."""
 NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}

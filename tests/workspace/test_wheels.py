@@ -125,7 +125,7 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     environment.install("rl-core[testing]")
     environment.import_all("rl_core", left_out=ON_RAY)
 
-    # The doctor reports what Megatron lacks, and after that installation Megatron works.
+    # The doctor reports what Megatron lacks; once that is installed, Megatron works.
     missing = environment.run("rl", "doctor", fails=True)
     (command,) = re.findall(r"^MISSING +megatron-bridge +pip install (.*?)(?:  |$)", missing, flags=re.MULTILINE)
     environment.install_by_hint(command)

@@ -52,7 +52,7 @@ class PlainDdpBackend:
                 raise ConfigError(f"trainer.strategy 'plain_ddp' needs {remedy}")
 
     def needs_own_process(self) -> bool:
-        """False, because a single rank patches no library."""
+        """False: a single rank creates no process group, so it can share the controller's process."""
         return False
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
