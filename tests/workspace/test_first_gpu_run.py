@@ -20,7 +20,8 @@ from tests.gpu.test_first_run import SAYS, activation
 
 
 def require_real(words: list[str]) -> None:
-    """Fails unless everything that the command names exists in the repository."""
+    """Fails unless the script and options, packages, or recipe and keys that the command names exist. Does not check
+    `make`'s targets."""
     command, *arguments = words
     if command.endswith("python"):
         script, *options = arguments

@@ -74,7 +74,7 @@ class Fault:
     """`generating`: when some of the requests are done. `idle`: before the first request. Otherwise a phase of a sync.
     """
     transport: str = "files"
-    """The transport of the sync that the fault hits, or of the next sync."""
+    """The transport of the sync that the fault hits or, if it hits none, of the next sync."""
     whom: Whom = "server"
     """The process that is killed, frozen or paused. The other faults hit the sender."""
     moment: float = 0.5

@@ -181,7 +181,7 @@ def test_a_lost_server_is_reported_once_a_server_is_up_again(comes_back_s: float
 
 
 def test_an_update_whose_connection_breaks_may_be_repeated_though_the_server_lives():
-    """As behind a proxy that answers one request itself."""
+    """The update loses its connection although no server is lost, as behind a proxy that fails."""
 
     async def work() -> None:
         async def is_gone_once() -> Any:

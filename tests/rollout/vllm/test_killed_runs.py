@@ -22,7 +22,7 @@ RUN_WITHIN_S = 3000.0
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_goes_on_when_a_server_is_killed(tmp_path: Path, seed: int, max_staleness: int):
-    """Kills a random server twice, each time at a random moment after a random step."""
+    """Twice, kills a random server at a random moment after a random step."""
     prepare(tmp_path, seed=seed)
     overrides = {
         "trainer.max_training_steps": NUM_STEPS,

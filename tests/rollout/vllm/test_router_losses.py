@@ -48,7 +48,7 @@ class ScriptedServer:
 
 @attrs.frozen
 class Scene:
-    """A router and the servers behind it, which all run the same scripts."""
+    """A router, and one HTTP server that stands for all servers behind it."""
 
     server: ScriptedServer
     pool: Pool
