@@ -273,7 +273,7 @@ class Cluster:
 
     async def _in_time(self, sync: Coroutine[Any, Any, None], within_s: float) -> None:
         """Requires that the sync ends within `within_s` without being cancelled. Time without any server does not
-        count, but must not exceed the time that a server may take to start.
+        count, but must stay below TIMEOUT_S + _LATE_S.
         """
         syncing, took_s, waited_s = asyncio.ensure_future(sync), 0.0, 0.0
         while not syncing.done():
