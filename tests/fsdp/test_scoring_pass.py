@@ -77,7 +77,7 @@ def test_a_loss_whose_old_logprobs_are_its_own_has_the_gradient_of_a_scored_batc
     scored = worker.forward(batch, PLAN, temperature=0.9)
     expected, _ = gradient(worker, batch.with_columns(old_logprobs=scored["logprobs"]), loss)
     assert relative(found, expected) <= 1e-6
-    # Negative control: other old log-probs are detected. At each second token, the ratio exceeds every clipping bound.
+    # Negative control: other old log-probs are detected. At every other token, the ratio exceeds every clipping bound.
     shift_T = 0.5 * (torch.arange(batch.num_tokens) % 2)
     other, _ = gradient(worker, batch.with_columns(old_logprobs=scored["logprobs"] - shift_T), loss)
     assert relative(other, expected) > 1e-3

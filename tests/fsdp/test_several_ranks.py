@@ -141,8 +141,8 @@ def test_a_critic_on_two_ranks_is_that_of_one(case: Case):
 
 
 def require_same_as_one_rank(case: Case, spec: WorkerSpec, loss: LossSpec) -> None:
-    """Requires that two ranks train for three steps like one, that one rank continues the state of two, and that saved
-    models are the same."""
+    """Requires that two ranks have the weights of one rank after three steps, that one rank loads the state of two, and
+    that both save models under the same file names."""
     weights = []
     for size in (1, 2):
         group = RankGroup(fsdp, spec, size, directory=case.directory, timeout_s=60)

@@ -68,7 +68,8 @@ async def stepped(
     scoring: ScoringPass = UNSCORED,
     scales: bool = True,
 ) -> tuple[Tensor, dict[str, float], Tensor]:
-    """The gradient of one step, its metrics, and the scores by the new weights. `parts=None` trains it at once."""
+    """The gradient of one step, its metrics, and the scores by the new weights. `parts=None` trains on all groups
+    at once."""
     backend: Any = RecordingFsdp(scales=scales)
     group = await WorkerGroup.launch(backend, spec_of(path))
     settings = settings_of(scoring, groups_per_mini_batch=4, epochs=1)

@@ -13,7 +13,7 @@ from tests.gpu.page import ROOT, published_rows, sent_back, steps
 
 pytestmark = [
     pytest.mark.gpu,
-    # Step 6 downloads the CUDA builds; the largest row trains 7 billion parameters.
+    # Step 6 downloads the CUDA builds. The largest row that one GPU can run trains 7 billion parameters.
     pytest.mark.timeout(3600),
 ]
 STEPS = steps()
@@ -30,7 +30,7 @@ SAYS = {
 
 
 def output_of(commands: list[str]) -> str:
-    """The output of the commands in a shell in the repository, without the environment variables set for tests."""
+    """Runs the commands in the repository without the environment variables set for tests. Returns their output."""
     of_tests = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "RL_CACHE_DIR", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     ran = subprocess.run(

@@ -38,11 +38,11 @@ class Case:
     overrides: tuple[str, ...] = ()
     seed: int = 0
     at_least: float = 0.0
-    """The lowest allowed accuracy on held-out problems (greedy) after the last step."""
+    """The lowest allowed value of `measure` after the last step."""
     below: float = 1.01
-    """The accuracy after the last step must stay below this; a control that must not learn sets it."""
+    """`measure` after the last step must stay below this; a control that must not learn sets it."""
     starts_below: float = 0.35
-    """The highest allowed held-out accuracy before training: a better start leaves too little to learn."""
+    """The highest allowed value of `measure` before training: a better start leaves too little to learn."""
     max_rl_seconds: float = 600.0
     """The limit for steps and evaluations together; generous, because other programs may use the cores."""
     recipe: str = "quickstart"
@@ -53,8 +53,8 @@ class Case:
     installs_backend: bool = False
     """Whether to install the backend of `tests/third_party_backend` for the case."""
     max_logprob_diff: float | None = None
-    """The limit in every step: the largest |engine − trainer| log-prob, in nats, over tokens that the trainer's current
-    version sampled.
+    """The largest allowed difference, in nats and in any step, between the engine's and the trainer's log-probs of a
+    token that was sampled with the trainer's current weights.
     """
 
 

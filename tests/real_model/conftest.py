@@ -14,7 +14,7 @@ from tests.real_model.real_text import plain_logprobs, real_model, real_sequence
 
 @attrs.frozen(kw_only=True, eq=False)
 class Reference:
-    """The reference for backends and engines."""
+    """The model, its input, and the log-probs that backends must compute."""
 
     model: Path
     sequences: list[list[int]]
