@@ -1,6 +1,6 @@
 """A stand-in for Transformer Engine's FusedAdam, which runs on GPUs only.
 
-It behaves like FusedAdam towards Megatron and the worker: it is not one of torch's optimizers; the first step creates
+It behaves like FusedAdam towards Megatron and the worker: it is not a `torch.optim.AdamW`; the first step creates
 the moments if they are missing; the number of steps is in the parameter group, and is not counted in a group without
 parameters; loading a state copies it into new memory.
 """

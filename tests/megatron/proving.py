@@ -45,7 +45,7 @@ def proofs() -> Pool:
 
 
 def proved(backend: MegatronBackend, config: dict[str, Any], **changes: Any) -> Differences | str:
-    """The differences between the backend and transformers for a `config.json`, or the error of either."""
+    """The differences between the backend and transformers for a `config.json`, or the error that either raises."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         try:

@@ -1,5 +1,5 @@
-"""A load-balancing loss adds the gradient of its mean over tokens to the model's, also if tensor or context parallelism
-splits the tokens."""
+"""A load-balancing loss adds the gradient of its mean over all tokens to the policy loss's gradient, also if tensor or
+context parallelism splits the tokens."""
 
 from __future__ import annotations
 

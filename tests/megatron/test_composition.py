@@ -17,7 +17,7 @@ PRELOADED["rl_megatron.rank.worker"] = None
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_a_single_trained_token_has_one_processes_gradient_on_either_context_rank(tmp_path, is_packed):
+def test_a_single_trained_token_on_either_context_rank_gives_the_gradient_of_one_process(tmp_path, is_packed):
     """Trains on one token at a time, so that the other context rank has no trained token."""
     variant = Variant(
         world_size=2, options=MegatronOptions(context_parallel_size=2), spec={"use_sample_packing": is_packed}

@@ -1,4 +1,4 @@
-"""A critic and adapters, on every kind of mesh: they compute the same as transformers with the saved files."""
+"""A critic and adapters on tensor, pipeline and context ranks compute the same as transformers with the saved files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only the first export of weights finds out how tensors are assembled; later exports reuse this."""
+"""Only the first export of weights finds out how tensors are assembled; later exports reuse the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_stages_exchange_objects_in_the_first_export_only(tmp_path, lora):
 
 
 def test_later_exports_of_weights_and_gradients_reuse_the_first_exports_layout(tmp_path):
-    """Runs in bfloat16, because gradients then have another dtype than weights: float32."""
+    """Runs in bfloat16, where gradients are float32 but weights are bfloat16."""
     variant = Variant(world_size=2, checkpoint=MOE, options=STAGES)
     with open_case(probed, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
         group = case.start(attrs.evolve(case.spec, bf16=True))

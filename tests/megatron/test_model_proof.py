@@ -58,7 +58,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "yarn, qwen3": config_of("qwen3", rope_scaling=YARN, rope_theta=1e6),
     "yarn, qwen3_moe": config_of("qwen3_moe", **rope(**YARN, beta_fast=8, beta_slow=2)),
     "yarn, llama": config_of("llama", **rope(**YARN, attention_factor=1.5, truncate=False)),
-    "yarn, half of it said": config_of("qwen2", rope_scaling={"type": "yarn", "factor": 4.0}),
+    "yarn, default original length": config_of("qwen2", rope_scaling={"type": "yarn", "factor": 4.0}),
     "yarn, latent, attention_factor": config_of(V3, **rope(**YARN, attention_factor=1.5)),
     "yarn, latent, truncate": config_of(V3, **rope(**YARN, truncate=False)),
     "yarn, latent, mscale alone": config_of(V3, **rope(**YARN, mscale=0.7)),

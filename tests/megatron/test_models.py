@@ -119,7 +119,7 @@ def test_bfloat16_keeps_float32_sums_and_scores_as_transformers_does(tmp_path: P
         assert losses[-1] < losses[0]
         assert {tensor.dtype for tensor in group.weights().values()} == {torch.bfloat16}
         for _ in range(2):
-            # Reading gradients must not change the parameters, so the second ones must be right as well.
+            # Gradients are read in two steps, because reading them must not disturb the next step.
             group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
             gradients = group.gradients()
             assert {tensor.dtype for tensor in gradients.values()} == {torch.float32}

@@ -1,5 +1,5 @@
-"""Each fix of another library, and each step on which parallel numbers depend, is needed: without it the suite's
-comparison fails."""
+"""Each fix of another library is needed, and so is each part of this backend on which the results of parallel ranks
+depend: without it, training fails or gives wrong numbers."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def require_a_step_of_the_reference(case: Case) -> None:
 
 
 def test_some_drawn_configurations_are_refused_and_some_are_not(tmp_path):
-    """Checks without starting ranks that some configurations are refused and some are not."""
+    """Starts no ranks."""
     refused = [seed for seed in range(NUM_QUICK) if is_refused(draw(seed), tmp_path / str(seed))]
     assert NUM_QUICK // 5 <= len(refused) <= NUM_QUICK * 4 // 5
 

@@ -1,5 +1,5 @@
-"""Models that are refused without a proof before any rank starts, and models that a run's checks prove. Ranks compute
-the proved models as transformers does. For models that the proof refuses, their results differ."""
+"""Models that are refused without a proof before any rank starts, and models on which a run's checks start a proof.
+Ranks compute accepted models as transformers does, and refused models differently."""
 
 from __future__ import annotations
 

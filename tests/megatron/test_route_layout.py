@@ -1,4 +1,4 @@
-"""Which rows each router sees, and to which experts padding is routed. These properties follow from lengths alone."""
+"""Which tokens the routers of each tensor rank see, and to which experts padding is routed."""
 
 from __future__ import annotations
 

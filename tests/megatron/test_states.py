@@ -23,7 +23,7 @@ from tests.megatron.test_needed import start, step
 PRELOADED["rl_megatron.rank.worker"] = None
 TP = "tensor_model_parallel_size"
 WEIGHT_ERROR = 2e-5
-"""As in the conformance suite: float32 rounding, which grows because the first moments are nearly zero."""
+"""As in the conformance suite: float32 rounding, which Adam enlarges where gradients are small."""
 
 
 def error_of_weights(case: Case, group: RankGroup) -> float:
