@@ -1,4 +1,4 @@
-"""The FSDP backend with a first rank for which directories named `full` are out of disk space."""
+"""An FSDP backend whose first rank finds no disk space in directories named `full`, and a transport that finds none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _fails_if_full(write: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FullTransport:
-    """A weight transport that is out of disk space at the first bucket of version 1. It discards all other versions."""
+    """A weight transport that is out of disk space at the first bucket of version 1. It discards other versions."""
 
     contract_version = CONTRACT_VERSION
     name = f"{__name__}:transport"

@@ -57,7 +57,7 @@ async def test_metrics_and_gradient_of_all_ranks_are_those_of_the_whole_batch(fo
     await four_ranks.load_state(tmp_path)
 
 
-async def test_every_rank_of_a_replica_receives_the_same_part_whole_and_without_a_copy(four_ranks):
+async def test_last_stages_receive_their_parts_whole_and_without_a_copy(four_ranks):
     batch = batch_of([3, 5, 2, 7, 4, 6])
     ranks, parts = four_ranks._ranks, four_ranks._parts(batch, LIMITS)
     received = await ranks.call_on_parts(GlooWorker.columns_of, batch, parts)

@@ -1,4 +1,4 @@
-"""A run that loses one of Ray's own servers says so itself, before Ray ends its process without the run's error."""
+"""A run that loses one of Ray's own servers reports the loss as its error, before Ray ends the run's process."""
 
 from __future__ import annotations
 

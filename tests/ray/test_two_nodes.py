@@ -1,4 +1,4 @@
-"""A group on the two nodes of a running Ray cluster, as `ray start` on two machines creates it."""
+"""A group on a running Ray cluster of two nodes, such as `ray start` on two machines creates."""
 
 from __future__ import annotations
 
