@@ -150,7 +150,7 @@ class Family:
     end_of_turn: str
     special: tuple[str, ...]
     plain: tuple[str, ...] = ()
-    """Special tokens that decode as text."""
+    """Added tokens that are not special, so decoding never skips them."""
     bos: str | None = None
     is_sentence_piece: bool = False
     observers: tuple[str, ...] = ("user",)

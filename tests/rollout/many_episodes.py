@@ -171,8 +171,8 @@ def require_own_logprobs(
 def require_exact_accounting(
     bench: Bench, trajectories: Sequence[Trajectory], watched: WatchedEngine, disturbance: Disturbance
 ) -> None:
-    """Every episode has one result, every request was sent once, and every token has the log-prob of the version it
-    names.
+    """Every episode has one result, every request was sent once, and every sampled token has the log-prob of its
+    version's weights.
     """
     names = [(trajectory.group_id, trajectory.sample_index) for trajectory in trajectories]
     assert names == [(group, index) for group in range(NUM_GROUPS) for index in range(GROUP_SIZE)]

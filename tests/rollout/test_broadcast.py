@@ -130,7 +130,7 @@ def test_one_receiver_too_many_is_refused(sync):
 
 
 def stranger(rendezvous):
-    """A store client without the sync's secret, which any user of the machine can make."""
+    """A store client without the sync's secret. Any user of the machine can create one."""
     return TCPStore("127.0.0.1", rendezvous.data["port"], is_master=False, wait_for_workers=False)
 
 

@@ -173,7 +173,8 @@ def trained_by(*runs: ScriptedRun) -> dict[tuple[int, int], Trajectory]:
 
 
 def require_continued(started: Sequence[StartedGroup], trained: dict[tuple[int, int], Trajectory]) -> None:
-    """Fails unless each sample begins with its stored tokens, log-probs and versions, at its group's start version."""
+    """Fails unless each sample has its group's start version and begins with its stored tokens, log-probs and
+    versions."""
     for group in started:
         for index in range(2):
             trajectory, stored = trained[group.group_id, index], stored_of(group, index)
@@ -182,7 +183,8 @@ def require_continued(started: Sequence[StartedGroup], trained: dict[tuple[int, 
 
 
 def require_sound(run: ScriptedRun) -> None:
-    """Fails unless each token has the log-prob of its version, which is not older than its group's start version."""
+    """Fails unless each token has the log-prob of its version, no version is older than the group's start version, and
+    the staleness bound holds."""
     for step, trajectories in run.reports.groups.items():
         for trajectory in trajectories:
             sampled = sampled_of(trajectory)
@@ -260,7 +262,7 @@ class Refuses(TokenEngine):
 
 
 class Breaks(TokenEngine):
-    """An engine of a plug-in that never had to abort before."""
+    """An engine whose plug-in does not implement `abort`."""
 
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
         raise NotImplementedError("not written yet")
@@ -327,7 +329,7 @@ class Echo:
 
 
 class TwoTurns:
-    """Answers each request with three tokens drawn at random; aborts the second request, after its tokens."""
+    """Answers each request with three tokens drawn at random, and marks the second answer as aborted."""
 
     def __init__(self, seed: int) -> None:
         self._dice = random.Random(seed)

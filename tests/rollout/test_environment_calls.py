@@ -263,7 +263,9 @@ async def test_only_calls_that_wait_have_a_deadline():
     trajectory, num_timers = await timers_of(InPlace)
     assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 0)
     trajectory, num_timers = await timers_of(Waits)
-    assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 2), "the step's timer and the call's"
+    assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 2), (
+        "the only timers must be the step's own and the call's deadline"
+    )
 
 
 async def test_a_deadline_counts_from_the_beginning_of_the_call():
@@ -316,7 +318,7 @@ def test_a_keyboard_interrupt_out_of_an_environment_ends_the_run(placement: str)
 
 
 @pytest.mark.parametrize(("placement", "kind"), [("thread", "CancelledError"), ("process", "EnvironmentEnded")])
-async def test_a_task_of_an_environment_that_exits_ends_its_own_episode_alone(placement: str, kind: str):
+async def test_a_task_of_an_environment_that_exits_fails_its_episode(placement: str, kind: str):
     (trajectory, other), _ = await play(EndsItsLoop, placement=placement, num_samples=2, timeout_s=100.0)
     assert trajectory.failure_kind == other.failure_kind == kind
     until_threads_end()

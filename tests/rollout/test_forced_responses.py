@@ -106,7 +106,7 @@ async def test_an_episode_of_forced_responses_alone_trains_nothing():
 async def test_forced_tokens_are_left_out_of_the_logprob_difference():
     batch = collate([await play(saying("a", "bcd"))])
     forced_T = batch["sampled"] & ~batch["loss_mask"]
-    # The trainer's log-probs equal the engine's for free tokens and are far from them for forced tokens.
+    # The trainer's log-probs equal the engine's for free tokens. For forced tokens, the engine's are NaN.
     old_T = torch.where(forced_T, -9.0, batch["rollout_logprobs"])
     metrics = rollout_agreement(batch.with_columns(old_logprobs=old_T), version=0)
     assert metrics["rollout/logprob_diff_max"] == (0.0, 1.0)

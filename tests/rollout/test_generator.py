@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 class EchoClient:
     """Answers `4` and the end of sequence; records all requests, and the largest number in flight at once. Answers no
-    request before `meeting` requests were in flight at once.
+    request until `meeting` requests are in flight at once.
     """
 
     def __init__(self, tokenizer, stop_reason="stop", meeting=1):

@@ -282,7 +282,7 @@ async def test_the_event_loop_goes_on_while_the_engine_computes(model):
     while not task.done():
         await asyncio.sleep(0.005)
         beats += 1
-    # Eight forward passes of 50 ms: if they blocked the event loop, it would run about once during each.
+    # Eight forward passes of 50 ms: if they blocked the event loop, it would run about once per pass.
     assert beats > 20
     await engine.close()
 

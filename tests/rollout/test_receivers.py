@@ -22,7 +22,7 @@ transport = Transport()
 
 
 def write_transport(directory: Path, name: str) -> None:
-    """A distribution with an entry point, as an installer would write it."""
+    """Writes a distribution with an entry point, as an installer would."""
     metadata = directory / f"{name}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")

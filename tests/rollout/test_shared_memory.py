@@ -91,7 +91,7 @@ def test_writing_into_received_weights_changes_no_other_copy(sync):
     assert received(sync[1])["a"].tolist() == [1.0] * 6
 
 
-def test_a_missing_bucket_in_the_middle_is_noticed(sync):
+def test_a_missing_last_bucket_is_noticed(sync):
     send(*sync, bucket_bytes=32)
     assert len(announcements(sync[1])) > 2
     announcements(sync[1])[-1].unlink()
