@@ -37,7 +37,8 @@ LOGPROB_TOLERANCE = 2e-5
 
 
 def draw(seed: int) -> dict[str, Any]:
-    """A random `config.json`. About one in three has a setting that Megatron computes differently."""
+    """A random `config.json`. Of the families that are not always refused, about one model in four has a setting that
+    Megatron computes differently."""
     rng = random.Random(seed)
     family = FAMILIES[seed % len(FAMILIES)]
     is_latent = family.startswith("deepseek")
