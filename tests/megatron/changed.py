@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import attrs
 
 from rl_core.interfaces import RankInfo, Worker, WorkerSpec
@@ -139,6 +143,27 @@ def use_fused_adam_without_states() -> None:
 
     use_fused_adam()
     Optimizer._make_states = lambda self: None
+
+
+def write_to_two_bad_disks() -> None:
+    """Rank 0 cannot write Megatron's common file into a directory named `full`; rank 1 cannot create a directory whose
+    parent is named `lost`."""
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+
+    mkdir, save_common = Path.mkdir, TorchCommonSaveStrategy.save_common
+
+    def make(self, *args, **settings):
+        if self.parent.name == "lost" and dist.is_initialized() and dist.get_rank() == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return mkdir(self, *args, **settings)
+
+    def save(self, common, directory):
+        if Path(directory).name == "full" and dist.get_rank() == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return save_common(self, common, directory)
+
+    Path.mkdir, TorchCommonSaveStrategy.save_common = make, save
 
 
 def leave_out_steps() -> None:

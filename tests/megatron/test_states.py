@@ -1,5 +1,5 @@
 """Training with FusedAdam continues from a saved state, up to rounding. Only the first data-parallel rank gathers the
-optimizer's state.
+optimizer's state. If one rank cannot write, all ranks raise the same error and stay usable.
 
 Transformer Engine's FusedAdam runs on GPUs only, so a stand-in replaces it (`fused_adam.py`).
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.errors import WorkerError
-from rl_core.interfaces import Worker
+from rl_core.errors import DiskFullError, StorageError, WorkerError
+from rl_core.interfaces import BackgroundSaver, Worker
 from rl_core.testing.backend import PRELOADED
 from rl_core.testing.cases import Case, Variant, open_case
 from rl_core.testing.rank_process import SuiteHost
@@ -66,3 +66,14 @@ def test_only_the_first_data_parallel_rank_gathers_the_optimizer_state(tmp_path)
     assert sizes == [3 * 4 * num_elements, 0], (
         "the first rank must gather main parameters and two moments in float32, the second nothing"
     )
+
+
+def test_if_one_rank_cannot_write_all_raise_and_the_next_state_is_written(tmp_path, request):
+    case, group = start("write_to_two_bad_disks", tmp_path, request, **{TP: 2})
+    bad = case.directory / "lost" / "state", case.directory / "full"
+    for save in (Worker.save_state, BackgroundSaver.start_saving):
+        for directory, error in zip(bad, (StorageError, DiskFullError), strict=True):
+            with pytest.raises(error, match=f"{directory.name}: could not be written"):
+                group.call(save, directory)
+    group.call(Worker.save_state, case.directory / "state")
+    assert (case.directory / "state" / "state.json").is_file()

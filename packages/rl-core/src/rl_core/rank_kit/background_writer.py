@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_core.errors import DiskFullError, WorkerError
-from rl_core.rank_kit.process_group import new_cpu_group
+from rl_core.rank_kit.process_group import agree, new_cpu_group
 from rl_core.rank_kit.state_writing import state_not_written
 
 
@@ -29,7 +29,8 @@ class BackgroundWriter:
         self._finish: Callable[[Any], None] = lambda result: None
 
     def start(self, directory: Path, write: Callable[[], Future[Any]], finish: Callable[[Any], None]) -> None:
-        """Begins to write a state.
+        """Begins to write a state. All ranks call it together. If the state cannot be started on one of them, all raise
+        the same error.
 
         Args:
             directory: the state's directory; it is created.
@@ -42,10 +43,17 @@ class BackgroundWriter:
                 has reported that the disk was full, `start` does not report that state again.
             RuntimeError: another rank was lost while the previous state was being written.
         """
-        if not self._found_no_room and not self.is_done():
-            raise WorkerError(f"{directory}: cannot be written while {self._directory} is still being written")
+
+        def begin() -> None:
+            if not self._found_no_room and not self.is_done():
+                raise WorkerError(f"{directory}: cannot be written while {self._directory} is still being written")
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise state_not_written(directory, error, "in the background") from error
+
+        agree(begin)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             self._writing, self._directory, self._finish = write(), directory, finish
         except OSError as error:
             raise state_not_written(directory, error, "in the background") from error

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -123,9 +125,21 @@ def write_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | N
 
 
 def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, files: _PlainFiles) -> None:
+    """Writes what `dist_checkpointing.save` writes. That function ends with an error on rank 0 alone if rank 0 cannot
+    write its files, and the other ranks wait for it."""
+    parts, common = save_preprocess(_sharded_state(chunks, optimizer, is_loading=False))
+
+    def write_common() -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            TorchCommonSaveStrategy("torch", 1).save_common(common, directory)
+            save_config(CheckpointingConfig(files.backend, files.version), str(directory))
+        except (OSError, RuntimeError) as error:
+            raise state_not_written(directory, error) from error
+
+    from_first(write_common)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(_sharded_state(chunks, optimizer, is_loading=False), str(directory), files)
+        files.save(parts, directory)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise state_not_written(directory, error) from error
 
