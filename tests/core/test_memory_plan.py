@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from rl_core.config import Config, from_mapping
@@ -74,6 +75,13 @@ def test_engine_and_policy_take_turns_on_shared_devices():
     assert found["generate"].device_bytes == 5_000 + processes
     assert found["generate"].host_bytes == 2 * (10 + 40)
     assert found["save policy"].device_bytes == 10 + 20 + 40 + 5 + 2 * MAX_FILE_BYTES + 7 + processes
+
+
+def test_a_sleeping_engine_counts_on_the_host_even_if_it_keeps_nothing_on_the_device():
+    engine = attrs.evolve(ENGINE, asleep_bytes=0)
+    found = by_phase(peaks(config_of(), [policy()], engine, context=10, device_bytes=10_000))
+    assert found["train policy"].host_bytes == 2 * 200
+    assert found["generate"].host_bytes == 2 * (10 + 40)
 
 
 def test_on_separate_devices_nothing_is_offloaded():

@@ -163,7 +163,7 @@ def _of_devices(
 
     def add(phase: str, parts: Mapping[str, int], host: int) -> None:
         shown = {name: size for name, size in {**parts, **beside}.items() if size}
-        slept = asleep if "engine, asleep" in shown else 0
+        slept = asleep if "engine, asleep" in beside else 0
         found.append(Peak(devices=devices, phase=phase, parts=shown, host_bytes=at_rest + slept + host))
 
     for model in models:
