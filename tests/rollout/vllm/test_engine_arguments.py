@@ -1,4 +1,5 @@
-"""The arguments and devices that an engine gets from the configuration, and what is refused before a server starts."""
+"""The arguments and devices that an engine gets from the configuration, the memory that is planned for it, and what is
+refused before a server starts."""
 
 from __future__ import annotations
 
@@ -170,6 +171,19 @@ def test_all_ranks_share_the_threads_of_their_machine(monkeypatch: pytest.Monkey
     assert cpu_environment(1)["OMP_NUM_THREADS"] == "8"
     assert cpu_environment(4)["OMP_NUM_THREADS"] == "2"
     assert cpu_environment(16)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_plan_knows_that_gemma_ties_its_embeddings_by_default(tmp_path: Path):
+    """Gemma's `config.json` has no `tie_word_embeddings`."""
+    config = {"model_type": "gemma2", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000}
+
+    def weight_bytes(**fields: bool) -> list[int]:
+        (tmp_path / "config.json").write_text(json.dumps(config | fields))
+        spec = make_spec(tmp_path, tmp_path)
+        return [plugin.plan(spec).weight_bytes for plugin in (vllm, local)]
+
+    assert weight_bytes() == weight_bytes(tie_word_embeddings=True) < weight_bytes(tie_word_embeddings=False)
 
 
 @pytest.mark.parametrize(

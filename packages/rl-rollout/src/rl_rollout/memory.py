@@ -1,10 +1,10 @@
-"""Functions for estimating the memory of any engine before it is started. This module does not import torch."""
+"""Functions for estimating the memory of any engine before it is started."""
 
 from __future__ import annotations
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EngineSpec
-from rl_core.rank_kit.model_proof import written_config
+from rl_core.rank_kit.model_proof import config_at_hand
 from rl_core.rank_kit.model_shapes import ModelShape, model_shape
 
 BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -12,15 +12,16 @@ _MODEL = "trainer.policy.model.path"
 
 
 def shape_of(spec: EngineSpec) -> ModelShape:
-    """Reads the sizes of the engine's model from its configuration. Raises ConfigError if they are unknown, for example
-    because the model is not on this machine."""
-    config = written_config(spec.model_path)
+    """Reads the sizes of the engine's model from its configuration. transformers fills in what `config.json` leaves
+    out, such as Gemma's tied embeddings. Raises ConfigError if the sizes are unknown, for example because the model is
+    not on this machine."""
+    config = config_at_hand(spec.model_path, _MODEL)
     if config is None:
         raise ConfigError(
             f"{_MODEL}: {spec.model_path} is not on this machine, so its sizes are unknown; set a directory, or let "
             "the recipe create the model first"
         )
-    return model_shape(config.get("text_config") or config, _MODEL)
+    return model_shape(config.get_text_config().to_dict(), _MODEL)
 
 
 def sampling_bytes(spec: EngineSpec, shape: ModelShape) -> int:

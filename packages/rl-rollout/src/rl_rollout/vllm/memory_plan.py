@@ -1,4 +1,4 @@
-"""Estimates the memory that one device of a vLLM engine needs, without importing vllm or torch."""
+"""Estimates the memory that one device of a vLLM engine needs, without importing vllm."""
 
 from __future__ import annotations
 
