@@ -114,6 +114,19 @@ async def test_all_calls_are_made_by_one_thread_other_than_the_controllers():
     assert threading.get_ident() not in worker.threads[1:]
 
 
+async def test_the_error_about_a_long_sequence_names_it_even_if_prefixes_are_shared():
+    """Sequences 0 and 1 are one family, so sequence 2 is the second item of the plan."""
+    tokens = ([1] * 50, [1] * 49 + [2], [3] * 60)
+    batch = Batch.from_sequences([{"tokens": row, "rewards": [0.0] * len(row)} for row in tokens])
+    spec = attrs.evolve(SPEC, share_prefixes=True)
+    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), spec, timeout_s=30.0)
+    try:
+        with pytest.raises(ConfigError, match=r"sequence 2 has 60 tokens, .* is 55; 1 of 3 sequences exceed it"):
+            await group.forward(batch, MicroBatchLimits(max_tokens=55), temperature=1.0)
+    finally:
+        await group.close()
+
+
 async def test_the_error_for_a_call_newer_than_the_backend_names_both_versions():
     group = await WorkerGroup.launch(RecordedBackend(RecordedWorker(), contract_version=1), SPEC, timeout_s=30.0)
     try:

@@ -66,7 +66,7 @@ def plan_micro_batches(
     for name, count in (("num_data_ranks", num_data_ranks), ("multiple", multiple)):
         if count < 1:
             raise ConfigError(f"plan_micro_batches: {name} is {count}, expected at least 1")
-    _require_within_budget(lengths_N, max_tokens, sequence_multiple)
+    require_within_budget(lengths_N, max_tokens, sequence_multiple)
     costs_N = lengths_N if costs_N is None else np.asarray(costs_N)
     if costs_N.shape != lengths_N.shape:
         raise ShapeError(f"costs_N has shape {costs_N.shape} for {len(lengths_N)} sequences")
@@ -96,7 +96,9 @@ def padded_lengths(lengths_N: npt.ArrayLike, multiple: int) -> IntArray:
     return -(-lengths_N.astype(np.int64) // multiple) * multiple
 
 
-def _require_within_budget(lengths_N: IntArray, max_tokens: int | None, sequence_multiple: int) -> None:
+def require_within_budget(lengths_N: npt.ArrayLike, max_tokens: int | None, sequence_multiple: int) -> None:
+    """Raises ConfigError if a sequence, padded to a multiple of `sequence_multiple`, exceeds `max_tokens`."""
+    lengths_N = padded_lengths(lengths_N, sequence_multiple)
     over = np.flatnonzero(lengths_N > max_tokens) if max_tokens is not None else []
     if len(over):
         padded = f" (padded to a multiple of {sequence_multiple})" if sequence_multiple > 1 else ""

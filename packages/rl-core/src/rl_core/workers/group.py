@@ -38,7 +38,7 @@ from rl_core.interfaces import (
     WorkerSpec,
 )
 from rl_core.layout.mesh import Mesh
-from rl_core.layout.packing import plan_micro_batches
+from rl_core.layout.packing import plan_micro_batches, require_within_budget
 from rl_core.layout.prefixes import families, prefix_forest
 from rl_core.rank_kit.model_proof import require_proof
 from rl_core.rank_kit.weight_buckets import merge_manifests
@@ -324,6 +324,8 @@ class WorkerGroup:
         lengths_N, members, counts_N = batch.lengths.numpy(), None, None
         shortest = int(lengths_N.argmin())
         if self._share_prefixes:
+            # The plan counts families, so it cannot name a sequence that is too long.
+            require_within_budget(lengths_N, limits.max_tokens, self.mesh.sequence_multiple)
             members, lengths_N = _families(batch, limits, num_data_ranks=self.mesh.data)
             counts_N = [len(family) for family in members]
         plans = plan_micro_batches(
