@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from rl_core.batch import Batch
 from rl_core.config import from_mapping
@@ -169,6 +170,17 @@ def test_a_router_that_gives_nothing_to_experts_outside_of_its_groups_is_refused
     with pytest.raises(
         ConfigError, match="layer 1 of DeepseekV2ForCausalLM does not use the experts that the routes name"
     ):
+        FsdpWorker(spec_of(checkpoint, options=FOLLOWING), RankInfo())
+
+
+def test_a_model_that_calls_its_experts_twice_in_a_layer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def call_twice(self: torch.nn.Module, *args: Any) -> Any:
+        torch.nn.Module.__call__(self, *args)
+        return torch.nn.Module.__call__(self, *args)
+
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeExperts, "__call__", call_twice)
+    checkpoint = make_checkpoint(tmp_path, family="qwen3_moe")
+    with pytest.raises(ConfigError, match=r"replay: Qwen3MoeForCausalLM called its experts 4 times for 2 layers"):
         FsdpWorker(spec_of(checkpoint, options=FOLLOWING), RankInfo())
 
 

@@ -34,7 +34,7 @@ def require_followed_routes(
     0 to experts outside the groups that they choose first.
 
     Raises:
-        ConfigError: other experts were used, or some have weight 0.
+        ConfigError: other experts were used, some have weight 0, or a layer calls its experts never or several times.
     """
     shape, num_cells = choices.shape, inputs.tokens_BL.numel()
     generator = torch.Generator().manual_seed(0)
@@ -47,16 +47,22 @@ def require_followed_routes(
         if name.endswith(".experts")
     ]
     choices.follow(sent_CLK, torch.ones(num_cells, dtype=torch.bool, device=model.device))
-    with torch.no_grad():
-        predicting_states(model, inputs, compute_dtype)
-    for handle in handles:
-        handle.remove()
+    try:
+        with torch.no_grad():
+            predicting_states(model, inputs, compute_dtype)
+    finally:
+        for handle in handles:
+            handle.remove()
+    name = type(model).__name__
+    remedy = f"set {key}=false and generator.inference_engine.enable_return_routed_experts=false"
+    if len(given) != len(shape.layers):
+        raise ConfigError(
+            f"{key}: {name} called its experts {len(given)} times for {len(shape.layers)} layers with experts, so it "
+            f"cannot be checked that it uses those that the routes name; {remedy}"
+        )
     for layer, arguments in zip(shape.layers, given, strict=True):
         if not _is_followed(arguments, sent_CLK[:, layer]):
-            raise ConfigError(
-                f"{key}: layer {layer} of {type(model).__name__} does not use the experts that the routes name; set "
-                f"{key}=false and generator.inference_engine.enable_return_routed_experts=false"
-            )
+            raise ConfigError(f"{key}: layer {layer} of {name} does not use the experts that the routes name; {remedy}")
 
 
 def _is_followed(arguments: tuple[Any, ...], sent_CK: Tensor) -> bool:
