@@ -322,13 +322,20 @@ def test_layers_are_stacked():
 def test_thinning_keeps_the_ends_and_every_peak(values, limit):
     points = list(enumerate(values))
     kept = thinned(points, limit)
-    assert len(kept) <= limit + 2
+    assert len(kept) <= 1.5 * limit + 2
     assert (kept[0], kept[-1]) == (points[0], points[-1])
     assert kept == sorted(kept, key=lambda point: point[0])
     known = [value for value in values if value is not None]
     if known:
         kept_values = [value for _, value in kept if value is not None]
         assert (min(kept_values), max(kept_values)) == (min(known), max(known))
+
+
+def test_thinning_keeps_gaps():
+    points = [(step, None if step % 100 == 50 else float(step % 7)) for step in range(1000)]
+    kept = thinned(points, 400)
+    assert len(kept) < 500
+    assert [step for step, value in kept if value is None] == list(range(50, 1000, 100))
 
 
 def test_smoothing_is_not_bent_by_a_lone_spike_and_keeps_gaps():
@@ -359,6 +366,14 @@ def test_ticks_of_close_values_are_distinct_decimal_numbers():
         ([0, 6], {"Start": "held out: step 0 · training: step 1", "End": "held out: step 6 · training: step 6"}),
         ([6], {"Start": "training: step 1", "End": "held out: step 6 · training: step 6"}),
         ([0], {"Start": "held out: step 0 · training: step 1", "End": "training: step 6"}),
+        (
+            [5, 6],
+            {
+                "Start": "training: step 1",
+                "Middle": "held out: step 5 · training: step 3",
+                "End": "held out: step 6 · training: step 6",
+            },
+        ),
     ],
 )
 def test_evaluations_are_shown_at_the_stage_of_their_step(tmp_path, evaluated: list[int], expected: dict[str, str]):

@@ -180,15 +180,18 @@ def _tick(value: float, spacing: float, largest: float) -> str:
 
 
 def thinned(points: Sequence[Point], limit: int) -> list[Point]:
-    """Selects about `limit` of the points: the ends, and the lowest and highest point of each group of neighbours, so
-    that peaks remain visible."""
+    """Selects about `limit` of the points: the ends, and of each group of neighbours the lowest and highest point and
+    the first gap, so that peaks and gaps remain visible."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / (limit // 2))
     kept = [points[0]]
     for start in range(1, len(points) - 1, size):
-        bucket = [point for point in points[start : min(start + size, len(points) - 1)] if point[1] is not None]
-        kept += sorted({min(bucket, key=_value), max(bucket, key=_value)}) if bucket else [points[start]]
+        bucket = points[start : min(start + size, len(points) - 1)]
+        known = [point for point in bucket if point[1] is not None]
+        peaks = {min(known, key=_value), max(known, key=_value)} if known else set()
+        first_gap = [point for point in bucket if point[1] is None][:1]
+        kept += sorted([*peaks, *first_gap], key=lambda point: point[0])
     return [*kept, points[-1]]
 
 
