@@ -9,6 +9,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def _shown_samples(run_dir: Path) -> _ShownSamples:
     for sample in read_samples(run_dir):
         if sample.failure is None:
             steps[sample.purpose].add(sample.step)
-        if sample.failure is not None:
+        else:
             num_failures += 1
             failures += [sample] if num_failures <= _FAILURES_SHOWN else []
     wanted = {purpose: _start_middle_end(found) for purpose, found in steps.items()}
@@ -185,16 +186,19 @@ def _start_middle_end(steps: set[int]) -> list[int]:
 
 
 def _stages(wanted: Mapping[str, Sequence[int]]) -> list[tuple[str, dict[str, int]]]:
-    """(name, purpose → step) of start, middle and end. If one purpose has fewer steps than the other, each of its steps
-    belongs to the stage in which the other purpose's step is nearest. For example, if a run is evaluated only before
-    and after training, these evaluations belong to the start and the end."""
+    """(name, purpose → step) of start, middle and end. If one purpose has fewer steps than the other, they belong to
+    different stages, in which the other purpose's steps are nearest. For example, if a run is evaluated only before and
+    after training, these evaluations belong to the start and the end."""
     longest = max(wanted.values(), key=len)
     names = {0: (), 1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[len(longest)]
     stages: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names]
     for purpose, steps in wanted.items():
-        for step in steps:
-            place = min(range(len(longest)), key=lambda i: abs(longest[i] - step))
-            stages[steps.index(step) if len(steps) == len(longest) else place][1][purpose] = step
+        places = min(
+            combinations(range(len(longest)), len(steps)),
+            key=lambda chosen: sum(abs(longest[place] - step) for place, step in zip(chosen, steps, strict=True)),
+        )
+        for place, step in zip(places, steps, strict=True):
+            stages[place][1][purpose] = step
     return stages
 
 
@@ -221,7 +225,7 @@ def _best_and_worst(samples: Sequence[Sample]) -> list[dict[str, Any]]:
         return []
     best = max(rewarded, key=lambda sample: sample.reward or 0.0)
     worst = min(rewarded, key=lambda sample: sample.reward or 0.0)
-    if best is worst or best.reward == worst.reward:
+    if best.reward == worst.reward:
         return [_card(best, "training")]
     return [_card(best, "training, highest reward"), _card(worst, "training, lowest reward")]
 
