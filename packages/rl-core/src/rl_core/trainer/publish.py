@@ -82,10 +82,11 @@ async def publish_weights(
             received = await _of_client(client, client.update_weights(rendezvous, version))
         require_same(sent, received)
         await _of_client(client, client.resume())
+        resumed_at = time.monotonic()
     finally:
         transport.close(rendezvous)
     assert paused_at is not None
-    return Publication(sent=sent, pause_s=time.monotonic() - paused_at)
+    return Publication(sent=sent, pause_s=resumed_at - paused_at)
 
 
 async def _paused(client: InferenceClient, mode: PauseMode) -> float:
