@@ -107,7 +107,10 @@ class Interrupts:
             return
         if self._stop is not None and self._asked_at is None:
             self._asked_at = now
-            logger.warning("stopping at the next step boundary, with a checkpoint; press Ctrl-C again to stop at once")
+            logger.warning(
+                "stopping at the next step boundary, with a checkpoint if a step was trained; press Ctrl-C again to "
+                "stop at once"
+            )
             self._stop()
         elif self._asked_at is None or now - self._asked_at >= _BOUNCE_S:
             self._ended_at, self._is_cancelled = now, True
