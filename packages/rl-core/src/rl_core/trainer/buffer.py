@@ -175,10 +175,10 @@ class GroupBuffer:
             try:
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._failure or self._choice()), timeout_s)
             except TimeoutError:
-                there = self._groups_per_step - self._places + len(self._finished)
                 raise DeadlineError(
-                    f"step {self._next_step + 1}: {there} of {self._groups_per_step} groups were finished in "
-                    f"{timeout_s:g} s (trainer.generation_timeout_s); {len(self._outstanding)} are outstanding"
+                    f"step {self._next_step + 1}: still needs {self._places} of its {self._groups_per_step} groups "
+                    f"after {timeout_s:g} s (trainer.generation_timeout_s); {len(self._finished)} finished, "
+                    f"{self.num_under_way} in progress"
                 ) from None
             if self._failure:
                 raise self._failure
