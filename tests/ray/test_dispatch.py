@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.exceptions import ObjectStoreFullError, RayError, RaySystemError
 
 from rl_core.batch import Batch
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, WorkerError
 from rl_core.interfaces import LossSpec, Rendezvous
-from rl_core.workers import MicroBatchLimits, WorkerGroup
+from rl_core.workers import MicroBatchLimits, WorkerGroup, ray_ranks
 from rl_core.workers.rank import Part
 from rl_core.workers.ray_ranks import _put
 from tests.ray.gloo_backend import GlooWorker
@@ -119,6 +120,26 @@ async def test_an_error_found_by_all_ranks_is_raised_unchanged_and_the_group_sur
         await four_ranks.load_state(tmp_path)
     assert "policy rank 0 of 4" in raised.value.__notes__[0]
     assert "Traceback" in raised.value.__notes__[0]
+    await four_ranks.forward(batch_of([3]), LIMITS, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ObjectStoreFullError("full"), "policy: 3 tokens do not fit into Ray's object store"),
+        (RaySystemError("raylet is gone"), "policy: forward cannot start, because Ray failed .* raylet is gone"),
+    ],
+)
+async def test_a_batch_that_ray_does_not_store_is_an_error_with_the_reason(
+    four_ranks, monkeypatch: pytest.MonkeyPatch, error: RayError, message: str
+):
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ray_ranks, "_put", fail)
+        with pytest.raises(WorkerError, match=message):
+            await four_ranks.forward(batch_of([3]), LIMITS, temperature=1.0)
     await four_ranks.forward(batch_of([3]), LIMITS, temperature=1.0)
 
 

@@ -28,7 +28,7 @@ from rl_core.workers.ray_cluster import CPUS, Reservation, ray_session  # sets w
 
 # isort: split
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rl_core.workers.heartbeat import Heartbeats, Pulse, pulse_of
@@ -154,10 +154,15 @@ class RayRanks:
             )
             self._end(reason)
             raise DeadlineError(reason) from error
-        except RayError as error:
+        except (ObjectStoreFullError, OutOfDiskError) as error:
             raise WorkerError(
                 f"{self._role}: {batch.num_tokens} tokens do not fit into Ray's object store ({error}): give it "
                 "more memory (`ray start --object-store-memory`), or train on smaller batches"
+            ) from error
+        except RayError as error:
+            raise WorkerError(
+                f"{self._role}: {method.__name__} cannot start, because Ray failed to store the batch ({error}); check "
+                "with `ray status` whether Ray is still running"
             ) from error
         calls = []
         for rank, (number, _) in enumerate(readers):
