@@ -41,10 +41,28 @@ class Guess:
         pass
 
 
+class Counted(Guess):
+    """Records which environments are not closed."""
+
+    unclosed: ClassVar[set[Counted]] = set()
+
+    def __init__(self, row, options):
+        super().__init__(row, options)
+        self.unclosed.add(self)
+
+    async def close(self):
+        self.unclosed.discard(self)
+
+
 class TestGuess(EnvironmentConformance):
-    factory = Guess
+    factory = Counted
     row: ClassVar = {"answer": "4"}
     rewards: ClassVar = {"4": 1.0, "5": 0.0}
+
+    @pytest.fixture(autouse=True)
+    def all_are_closed(self):
+        yield
+        assert not Counted.unclosed, "the suite must close every environment that it creates"
 
 
 class TestGuessOfSeveralTurns(EnvironmentConformance):

@@ -104,10 +104,7 @@ class EnvironmentConformance:
         assert len(names) == 1, f"all episodes must report the same metrics, so that their means are right: {names}"
 
     def test_observations_go_on_as_the_episode_began(self) -> None:
-        async def reset() -> Prompt:
-            return await self._make().reset()
-
-        is_text = isinstance(_run(reset()), str)
+        is_text = isinstance(_run(self._opened(lambda environment, prompt: _value(prompt))), str)
         for response in self.rewards:
             shown = [result.observation for result in _run(self._play(response)) if result.observation is not None]
             for observation in shown:
@@ -201,9 +198,9 @@ class EnvironmentConformance:
 
     def test_an_episode_goes_on_from_a_snapshot(self) -> None:
         environment = self._make()
+        _run(environment.close())
         if not isinstance(environment, Snapshotable):
             pytest.skip("the environment does not implement the optional Protocol Snapshotable")
-        _run(environment.close())
         for response in self.rewards:
             whole = _run(self._play(response))
             snapshots: list[bytes] = []
@@ -217,11 +214,9 @@ class EnvironmentConformance:
                 )
 
     def _offered_tools(self) -> Sequence[ToolSchema]:
-        if not isinstance(self._make(), Tools):
-            pytest.skip("the environment does not implement the optional Protocol Tools")
-
         async def tools(environment: Environment, _: Prompt) -> Sequence[ToolSchema]:
-            assert isinstance(environment, Tools)
+            if not isinstance(environment, Tools):
+                pytest.skip("the environment does not implement the optional Protocol Tools")
             offered = environment.tools()
             assert isinstance(offered, Awaitable), "`tools` must be an async method"
             return json.loads(json.dumps(await offered, default=repr))
