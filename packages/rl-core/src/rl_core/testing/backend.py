@@ -473,7 +473,8 @@ class BackendConformance:
         group = case.start()
         divisor = 64.0
         second = steps_of(case.batch)[1]
-        before, expected = group.weights(), None
+        before: Mapping[str, Tensor] = {}
+        expected = None
         for number, batch in enumerate(steps_of(case.batch)[:2]):
             undivided = batch.with_columns(loss_weights=batch["loss_weights"] * divisor)
             loss, before = 0.0, group.weights()

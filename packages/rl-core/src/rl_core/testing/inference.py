@@ -443,7 +443,8 @@ class InferenceClientConformance:
 
         completions = [completion for (completion,) in bench.run(update_in_flight())]
         old = [bench.own_logprobs_R(*pair) for pair in zip(requests, completions, strict=True)]
-        before, _ = bench.version, bench.now_serving(tensors, version)
+        before = bench.version
+        bench.now_serving(tensors, version)
         for request, completion, old_R in zip(requests, completions, old, strict=True):
             versions_R = torch.tensor(completion.policy_versions)
             assert set(completion.policy_versions) <= {before, version}

@@ -93,7 +93,7 @@ class MemoryReceiver:
                     f"waited {self._timeout_s:g} s for {sync.num_ranks} ranks, of which {len(sync.sent)} have sent"
                 )
         if sync.is_closed:
-            raise WeightSyncError("the sync was closed before all ranks had sent")
+            raise WeightSyncError("the sync was closed before the engine had received it")
         for rank, (sent_version, buckets) in sorted(sync.sent.items()):
             if sent_version != version:
                 raise WeightSyncError(f"rank {rank} sent version {sent_version}, expected {version}")
