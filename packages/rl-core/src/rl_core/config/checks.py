@@ -266,7 +266,9 @@ def _check_loss(config: Config) -> None:
     try:
         objective = objective_from_spec(LossSpec(name=name, params=params), key=key)
     except (PluginError, ConfigError) as error:
-        raise (error if str(error).startswith(key) else type(error)(f"{key}: {name!r}: {error}")) from error
+        if str(error).startswith(key):
+            raise
+        raise type(error)(f"{key}: {name!r}: {error}") from error
     if "predicted_values" in objective.reads and not getattr(objective.function, "is_pairwise", False):
         raise ConfigError(
             f"{key}: {name!r} trains a critic, and a run with trainer.algorithm.advantage_estimator=gae uses it "
@@ -318,14 +320,14 @@ def _gather_critic(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_correction(config: Config) -> None:
+    params = correction_params(config)
+    if params is None:
+        return
     import torch
 
     from rl_core.algorithms.corrections import off_policy_correction
 
     no_tokens, no_mask, no_index = torch.empty(0), torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
-    params = correction_params(config)
-    if params is None:
-        return
     try:
         off_policy_correction(no_tokens, no_tokens, no_mask, no_index, **params)
     except ConfigError as error:
