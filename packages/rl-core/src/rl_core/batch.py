@@ -309,7 +309,7 @@ def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
     return tuple(getattr(torch, dtype) for dtype in field_of(name).dtypes)
 
 
-def read_of_tokens(batch: Batch) -> list[np.ndarray]:
+def token_inputs(batch: Batch) -> list[np.ndarray]:
     """The per-token columns that are inputs of a model (tokens and routes), each [T, …]. Two tokens are the same input
     if they have the same position in their sequences and equal values in all these columns."""
     return [batch[name].numpy() for name in ("tokens", *ROUTE_COLUMNS) if name in batch]

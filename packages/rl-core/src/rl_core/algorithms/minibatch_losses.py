@@ -49,7 +49,7 @@ def clip_cov_columns(
     generator = torch.Generator().manual_seed(seed)
     order_C = torch.randperm(candidates_C.numel(), generator=generator).to(candidates_C.device)
     clipped_T = torch.zeros_like(mask_T)
-    clipped_T[candidates_C[order_C[: _share(clip_ratio, mask_T)]]] = True
+    clipped_T[candidates_C[order_C[: _num_selected(clip_ratio, mask_T)]]] = True
     return {"x_cov_clipped": clipped_T}
 
 
@@ -96,7 +96,7 @@ def kl_cov_columns(
     """
     require_between(0.0, 1.0, kl_cov_frac=kl_cov_frac)
     covariances_T = token_covariances(old_logprobs_T, advantages_T, mask_T)
-    return {"x_cov_top": _largest(covariances_T, mask_T, _share(kl_cov_frac, mask_T))}
+    return {"x_cov_top": _largest(covariances_T, mask_T, _num_selected(kl_cov_frac, mask_T))}
 
 
 @takes_corrections("reads")
@@ -203,7 +203,7 @@ def top_entropy_mask(entropies_T: Tensor, mask_T: Tensor, *, top_entropy_fractio
     """
     require_between(0.0, 1.0, top_entropy_fraction=top_entropy_fraction)
     require_tokens(mask_T, entropies_T=entropies_T)
-    return _largest(entropies_T, mask_T, _share(top_entropy_fraction, mask_T))
+    return _largest(entropies_T, mask_T, _num_selected(top_entropy_fraction, mask_T))
 
 
 def token_covariances(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def token_covariances(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) 
     return masked(centred(logprobs_T) * centred(advantages_T), mask_T)
 
 
-def _share(fraction: float, mask_T: Tensor) -> int:
+def _num_selected(fraction: float, mask_T: Tensor) -> int:
     return max(1, int(fraction * int(mask_T.sum())))
 
 

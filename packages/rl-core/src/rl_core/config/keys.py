@@ -160,9 +160,9 @@ _MTP = "there is no multi-token prediction"
 _SIMULATED = "training is not simulated"
 _MEGATRON_FSDP = "for sharded parameters choose trainer.strategy=fsdp"
 _NCCL_BUFFERS = "torch allocates the buffers, so that they can be moved to the CPU while inference uses the device"
-_ONE_RANK = "how sequences are split over ranks is set in the backend's own section"
+_OWN_SECTION = "how sequences are split over ranks is set in the backend's own section"
 _CHUNKS = "trainer.logprobs_chunk_size limits how many tokens' logits are in memory at a time"
-_LOCAL_ONLY = "no engine of this version supports it"
+_NO_ENGINE = "no engine of this version supports it"
 _SAMPLES = "samples are written to samples.jsonl"
 _AGENTS = "set generator.inference_engine.router_port if agents outside the run use the policy"
 _ALLOCATOR = "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
@@ -170,7 +170,7 @@ _ALLOCATOR = "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment
 UNSUPPORTED: dict[str, Unsupported] = {
     "hydra": Unsupported("Hydra is not used; a run writes everything to trainer.run_dir", is_harmless=True),
     "trainer.algorithm.value_head_prefix": Unsupported("a critic's head is called value_head", ("value_head",)),
-    "trainer.sequence_parallel_backend": Unsupported(_ONE_RANK, ("ulysses",)),
+    "trainer.sequence_parallel_backend": Unsupported(_OWN_SECTION, ("ulysses",)),
     "trainer.use_expandable_segments": Unsupported(_ALLOCATOR, is_harmless=True),
     "trainer.policy.use_torch_compile": Unsupported("models are not compiled", (True, False)),
     "trainer.policy.record_memory": Unsupported("memory is not recorded", (False,)),
@@ -237,7 +237,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "if a stop string ends a turn, the chat template closes the turn", (True,)
     ),
     "generator.vision_language_generator": Unsupported("only text models are supported", (False,)),
-    "generator.use_cache_salt": Unsupported(_LOCAL_ONLY, is_harmless=True),
+    "generator.use_cache_salt": Unsupported(_NO_ENGINE, is_harmless=True),
     "generator.chat_template": Unsupported("the model's own chat template is used", (None,)),
     "generator.chat_template.name_or_path": Unsupported("the model's own chat template is used", (None,)),
     "generator.chat_template.source": Unsupported("the model's own chat template is used", ("name",)),
@@ -253,8 +253,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.inference_engine.delta_weight_sync": Unsupported(
         "set weight_sync_delta, which works with any transport", (None,)
     ),
-    "generator.inference_engine.enable_pd": Unsupported(_LOCAL_ONLY, (False,)),
-    "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),
+    "generator.inference_engine.enable_pd": Unsupported(_NO_ENGINE, (False,)),
+    "generator.inference_engine.num_prefill": Unsupported(_NO_ENGINE, (0,)),
     "generator.inference_engine.language_model_only": Unsupported("only text models are supported", (False, True)),
 }
 for _model in ("policy", "ref", "critic"):
@@ -348,7 +348,7 @@ for _name, _entry_of_name in list(UNSUPPORTED.items()):
         UNSUPPORTED.setdefault(f"generator.{_name.removeprefix(_ENGINE)}", _entry_of_name)
 for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
     UNSUPPORTED[f"{_section}.logprobs"] = Unsupported("log-probs of sampled tokens are always returned", (None, 0, 1))
-    UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported("no engine of this version supports it", (1, 1.0))
+    UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported(_NO_ENGINE, (1, 1.0))
     UNSUPPORTED[f"{_section}.additional_kwargs"] = Unsupported("set the sampling keys directly", (None,))
 
 

@@ -257,8 +257,8 @@ def written(node: Any) -> dict[str, Any]:
 
 def changed_keys(options: Any) -> dict[str, Any]:
     """The fields of an options object whose value is not the default."""
-    plain = _values(type(options)())
-    return {name: value for name, value in _values(options).items() if value != plain[name]}
+    defaults = _values(type(options)())
+    return {name: value for name, value in _values(options).items() if value != defaults[name]}
 
 
 def unread_keys(config: Config) -> dict[str, str]:

@@ -156,12 +156,9 @@ def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
     and returns the default."""
     default = Config().trainer.strategy
     strategy = given["trainer.strategy"].value if "trainer.strategy" in given else default
-    message = ""
-    if not isinstance(strategy, str):
-        message = f"got {strategy!r}; expected a backend's name"
-    if not message:
+    if isinstance(strategy, str):
         return strategy
-    mistakes.add(ConfigError(f"trainer.strategy: {message}"))
+    mistakes.add(ConfigError(f"trainer.strategy: got {strategy!r}; expected a backend's name"))
     del given["trainer.strategy"]
     return default
 

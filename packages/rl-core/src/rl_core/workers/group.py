@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.batch import Batch, read_of_tokens
+from rl_core.batch import Batch, token_inputs
 from rl_core.columns import INPUT_COLUMNS
 from rl_core.errors import ConfigError, WorkerError
 from rl_core.interfaces import (
@@ -349,7 +349,7 @@ def _families(batch: Batch, limits: MicroBatchLimits, *, num_data_ranks: int) ->
     """Families of sequences that share a prefix, and the number of tokens computed for each family."""
     offsets = batch.offsets.numpy()
     return families(
-        prefix_forest(offsets, *read_of_tokens(batch)),
+        prefix_forest(offsets, *token_inputs(batch)),
         offsets,
         max_tokens=limits.max_tokens,
         max_sequences=limits.max_sequences,

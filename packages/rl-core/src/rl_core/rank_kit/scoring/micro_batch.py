@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl_core.batch import Batch, read_of_tokens
+from rl_core.batch import Batch, token_inputs
 from rl_core.layout.prefixes import input_cells, prefix_forest, separate_sequences
 from rl_core.layout.slices import even_slice, inverse_index, padded_layout
 from rl_core.rank_kit.device_copies import on_device
@@ -108,7 +108,7 @@ def model_input(
     multiple, score_S = ulysses.size if ulysses else 1, None
     if use_sample_packing:
         offsets = batch.offsets.numpy()
-        forest = prefix_forest(offsets, *read_of_tokens(batch)) if share_prefixes else separate_sequences(offsets)
+        forest = prefix_forest(offsets, *token_inputs(batch)) if share_prefixes else separate_sequences(offsets)
         cells = input_cells(forest, offsets, total_multiple=multiple)
         index_BL = torch.from_numpy(cells.index_C).view(1, -1)
         positions_BL = torch.from_numpy(cells.position_C).view(1, -1)
