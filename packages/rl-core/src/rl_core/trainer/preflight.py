@@ -25,12 +25,14 @@ from rl_core.config.value_checks import gather_values
 from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, install
 from rl_core.interfaces import Completion, Constraining, GenerateRequest, GrammarSampling, Role, RowChecking
 from rl_core.layout.mesh import Mesh
+from rl_core.layout.packing import padded_lengths
 from rl_core.rank_kit.model_proof import require_proof, written_config
 from rl_core.rank_kit.shipped_configs import shipped_config
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.trainer.checkpoint import load_state
 from rl_core.trainer.data import DataRow, is_at_hand, read_rows
 from rl_core.trainer.fingerprint import fingerprint, require_same_groups, warn_of_changes
+from rl_core.trainer.planned_run import longest_sequence
 from rl_core.trainer.prompt_lengths import fitting_rows
 from rl_core.trainer.run_directory import checkpoint_to_resume, require_own_files
 from rl_core.trainer.run_lock import require_unused
@@ -493,8 +495,8 @@ def _keys_of(role: Role, section: str) -> Iterator[None]:
 def require_token_budget(config: Config, mesh: Mesh) -> None:
     """Requires that the longest sequence, padded so that the mesh can split it, fits into a micro-batch."""
     budget, multiple = config.trainer.max_tokens_per_microbatch, mesh.sequence_multiple
-    longest = config.trainer.max_prompt_length + config.generator.sampling_params.max_generate_length
-    padded = -(-longest // multiple) * multiple
+    longest = longest_sequence(config)
+    padded = int(padded_lengths([longest], multiple)[0])
     if 0 < budget < padded:
         raise ConfigError(
             f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, {longest} tokens "
