@@ -143,7 +143,7 @@ def cispo_loss(
         log_ratio_T = log_ratio(logprobs_T, anchor_T, mask_T)
         ratio_T = log_ratio_T.exp()
         weight_T = ratio_T.clamp(1.0 - cispo_eps_clip_low, 1.0 + cispo_eps_clip_high)
-        metrics = ratio_metrics(log_ratio_T, ratio_T, weight_T != ratio_T)
+        metrics = ratio_metrics(log_ratio_T, ratio_T, clip_fraction=weight_T != ratio_T)
         weight_T.mul_(masked(advantages_T, mask_T)).neg_()
     return TokenLoss(weight_T * masked(logprobs_T, mask_T), metrics)
 
@@ -183,9 +183,7 @@ def sapo_loss(
     gate_T = torch.sigmoid((ratio_T - 1.0) * tau_T)
     with torch.no_grad():
         faded_T = 1.0 - 4.0 * gate_T * (1.0 - gate_T)
-    metrics = ratio_metrics(log_ratio_T, ratio_T, faded_T)
-    metrics["gate_fraction"] = metrics.pop("clip_fraction")
-    return TokenLoss(gate_T * scale_T, metrics)
+    return TokenLoss(gate_T * scale_T, ratio_metrics(log_ratio_T, ratio_T, gate_fraction=faded_T))
 
 
 def importance_sampling_loss(
@@ -205,9 +203,7 @@ def importance_sampling_loss(
     require_tokens(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
     log_ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
     ratio_T = log_ratio_T.exp()
-    metrics = ratio_metrics(log_ratio_T, ratio_T, mask_T)
-    del metrics["clip_fraction"]
-    return TokenLoss(-masked(advantages_T, mask_T) * ratio_T, metrics)
+    return TokenLoss(-masked(advantages_T, mask_T) * ratio_T, ratio_metrics(log_ratio_T, ratio_T))
 
 
 @takes_corrections("reads")
@@ -244,8 +240,7 @@ def dro_loss(
         loss_T = loss_T * masked(correction_weights_T, mask_T)
     with torch.no_grad():
         log_ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
-        metrics = ratio_metrics(log_ratio_T, log_ratio_T.exp(), mask_T)
-    del metrics["clip_fraction"]
+        metrics = ratio_metrics(log_ratio_T, log_ratio_T.exp())
     return TokenLoss(loss_T, metrics)
 
 
@@ -294,11 +289,11 @@ def clipped_surrogate(
         # The clipped term is the minimum where the advantage has already pushed the ratio beyond its bound.
         clipped_T = (ratio_T - bounded_T).mul_(advantages_T) > 0
     loss_T = -advantages_T * torch.where(clipped_T, bounded_T, ratio_T)
-    return TokenLoss(loss_T, ratio_metrics(log_ratio_T, ratio_T, clipped_T))
+    return TokenLoss(loss_T, ratio_metrics(log_ratio_T, ratio_T, clip_fraction=clipped_T))
 
 
-def ratio_metrics(log_ratio_T: Tensor, ratio_T: Tensor, clipped_T: Tensor) -> dict[str, Tensor]:
-    """The metrics ratio, clip_fraction and approx_kl = r − 1 − log r, the k3 estimate of KL(anchor ‖ current)."""
+def ratio_metrics(log_ratio_T: Tensor, ratio_T: Tensor, **others_T: Tensor) -> dict[str, Tensor]:
+    """The metrics ratio, approx_kl = r − 1 − log r, the k3 estimate of KL(anchor ‖ current), and the given ones."""
     with torch.no_grad():
         approx_kl_T = torch.expm1(log_ratio_T).sub_(log_ratio_T)
-    return {"ratio": ratio_T.detach(), "clip_fraction": clipped_T, "approx_kl": approx_kl_T}
+    return {"ratio": ratio_T.detach(), "approx_kl": approx_kl_T, **others_T}

@@ -144,9 +144,7 @@ def kl_cov_loss(
     if correction_weights_T is not None:
         require_tokens(mask_T, correction_weights_T=correction_weights_T)
         loss_T = loss_T * masked(correction_weights_T, mask_T)
-    metrics = ratio_metrics(log_ratio_T, ratio_T, x_cov_top_T)
-    metrics["cov_fraction"] = metrics.pop("clip_fraction")
-    return TokenLoss(loss_T, metrics)
+    return TokenLoss(loss_T, ratio_metrics(log_ratio_T, ratio_T, cov_fraction=x_cov_top_T))
 
 
 def top_entropy_columns(

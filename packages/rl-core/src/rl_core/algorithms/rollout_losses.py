@@ -149,7 +149,7 @@ def decoupled_ppo_loss(
 
 def _kept(log_ratio_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, outside_T: Tensor) -> TokenLoss:
     loss_T = -advantages_T * ratio_T.masked_fill(outside_T, 0.0)
-    return TokenLoss(loss_T, ratio_metrics(log_ratio_T, ratio_T, outside_T))
+    return TokenLoss(loss_T, ratio_metrics(log_ratio_T, ratio_T, clip_fraction=outside_T))
 
 
 def _binary_tv(logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> Tensor:

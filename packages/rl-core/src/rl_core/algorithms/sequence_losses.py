@@ -122,7 +122,7 @@ def gmpo_loss(
         clipped_T = (log_ratio_T - bounded_T).mul_(clean_T) > 0
     mean_T = _clamped_mean(torch.where(clipped_T, bounded_T, log_ratio_T), mask_T, sequence_T)
     ratio_T = mean_T.exp()
-    return TokenLoss(-clean_T * ratio_T, ratio_metrics(mean_T, ratio_T, clipped_T))
+    return TokenLoss(-clean_T * ratio_T, ratio_metrics(mean_T, ratio_T, clip_fraction=clipped_T))
 
 
 def _token_log_ratio(
