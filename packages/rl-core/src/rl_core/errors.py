@@ -142,12 +142,10 @@ class Mistakes:
 
     def passes(self, check: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
         """Runs a check and records its mistakes. Returns whether it found none."""
-        try:
+        with self.gathered():
             check(*args, **kwargs)
-        except (ConfigError, PluginError, DataError) as error:
-            self.add(error)
-            return False
-        return True
+            return True
+        return False
 
     def raise_found(self) -> None:
         """Raises the recorded error, or one ConfigErrors if there are several. Does nothing if there are none."""

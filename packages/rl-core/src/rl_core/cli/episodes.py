@@ -33,7 +33,7 @@ def _lines(row: Mapping[str, Any]) -> Iterator[str]:
     )
     yield from _indented("prompt", row["prompt"])
     for turn in turns:
-        cut = {"length": " (cut)"}.get(turn["stop_reason"], "")
+        cut = " (cut)" if turn["stop_reason"] == "length" else ""
         yield from _indented(f"policy{cut}", turn["response"])
         if turn["observation"] is not None:
             yield from _indented("environment", turn["observation"])
