@@ -183,8 +183,8 @@ def test_all_wrong_plug_ins_are_reported_at_once_without_follow_up_errors(functi
         "generator.inference_engine.weight_sync_backend",
         "trainer.logger",
         "trainer.logger",
-        f"{algorithm}.policy_loss_type",
         "trainer.callbacks",
+        f"{algorithm}.policy_loss_type",
         f"{algorithm}.advantage_estimator",
         "generator.sampling_params",
     ]
