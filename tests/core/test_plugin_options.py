@@ -301,7 +301,7 @@ def test_the_reference_page_has_the_keys_of_installed_plug_ins_under_their_secti
     page = reference_page()
     engine = page.index(f"### {ENGINE}, backend=beam")
     assert page.index(f"### {ENGINE}\n") < engine < page.index(f"### {ENGINE}.weight_verification")
-    assert "An engine with a beam. Keys of rl-beam for `generator.inference_engine.backend=beam`." in page
+    assert "An engine with a beam. Keys of rl-beam, read only with `generator.inference_engine.backend=beam`." in page
     assert "| `beam_width` | int | `4` | Hypotheses that are kept. |" in page
     assert f"### {ENGINE}.cache\n" in page
     assert "| `retries` | int | `0` | Times that a failed episode is played again. |" in page
