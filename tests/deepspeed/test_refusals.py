@@ -40,7 +40,6 @@ def zero(**settings: Any) -> DeepSpeedOptions:
             r"offload_param\.device: got 'cpu', .* set stage=3",
         ),
         (zero(stage=1, overlap_comm=True), 2, r"overlap_comm: .* set stage=2"),
-        (zero(zero_hpz_partition_size=2), 3, r"zero_hpz_partition_size: 2 does not divide 3 ranks"),
         (zero(reduce_bucket_size=0), 2, r"reduce_bucket_size: got 0; expected at least 1 element"),
         (DeepSpeedOptions(sequence_parallel_size=2), 3, r"2"),
         (
@@ -53,6 +52,11 @@ def zero(**settings: Any) -> DeepSpeedOptions:
             DeepSpeedOptions(extra={"zero_optimization": {"stage": 2}}),
             1,
             r"set deepspeed_config\.zero_optimization\.stage instead",
+        ),
+        (
+            DeepSpeedOptions(extra={"zero_optimization": {"zero_hpz_partition_size": 2}}),
+            2,
+            r"extra\.zero_optimization\.zero_hpz_partition_size: not supported",
         ),
     ],
 )

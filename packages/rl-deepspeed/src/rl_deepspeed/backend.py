@@ -39,7 +39,7 @@ class DeepSpeedBackend:
         self.mesh(spec.options, world_size)
         require_model_path(spec)
         require_training_settings(spec)
-        _require_zero(spec, f"{SECTIONS[spec.role]}.deepspeed_config", world_size)
+        _require_zero(spec, f"{SECTIONS[spec.role]}.deepspeed_config")
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
             raise ConfigError(f"{replay_key('critic')}: a critic cannot follow the policy's routes; set it to false")
 
@@ -73,7 +73,7 @@ class DeepSpeedBackend:
         return DeepSpeedWorker(spec, rank)
 
 
-def _require_zero(spec: WorkerSpec, section: str, world_size: int) -> None:
+def _require_zero(spec: WorkerSpec, section: str) -> None:
     zero = spec.options.zero_optimization
     where = f"{section}.zero_optimization"
     if zero.offload_param.device != "none" and zero.stage != 3:
@@ -91,10 +91,6 @@ def _require_zero(spec: WorkerSpec, section: str, world_size: int) -> None:
             "trainer.gradient_checkpointing=selective: stage 3 gathers parameters inside a layer, and torch cannot "
             f"tell these gathers from the operations that it recomputes: set {where}.stage=2, or "
             "trainer.gradient_checkpointing=true"
-        )
-    if zero.zero_hpz_partition_size < 1 or world_size % zero.zero_hpz_partition_size:
-        raise ConfigError(
-            f"{where}.zero_hpz_partition_size: {zero.zero_hpz_partition_size} does not divide {world_size} ranks"
         )
     for name in ("sub_group_size", "reduce_bucket_size"):
         if getattr(zero, name) < 1:

@@ -75,6 +75,11 @@ def require_free_keys(extra: Mapping[str, Any], where: str) -> None:
             raise ConfigError(
                 f"{where}.zero_optimization.{name}: set deepspeed_config.zero_optimization.{name} instead"
             )
+        if name == "zero_hpz_partition_size":
+            raise ConfigError(
+                f"{where}.zero_optimization.{name}: not supported, because the ranks would not update the second copy "
+                "of the parameters when they load weights; leave it out"
+            )
 
 
 def _zero_class() -> type:

@@ -62,8 +62,6 @@ class ZeroOptimization:
     """Stage 3: number of elements that are gathered ahead of their use."""
     stage3_param_persistence_threshold: int = 100_000
     """Stage 3: parameters with fewer elements than this stay whole on every rank."""
-    zero_hpz_partition_size: int = 1
-    """Stage 3: number of ranks in a node that together hold a second copy of the parameters; 1: no second copy."""
     memory_efficient_linear: bool = False
     """Stage 3: use DeepSpeed's own linear function instead of torch's, in the whole process."""
 

@@ -1,8 +1,7 @@
 """Estimates the memory of each rank under ZeRO, from the model's structure without its weights.
 
-Memory that a rank holds from step to step is counted exactly, except for a second copy of the parameters
-(`zero_hpz_partition_size`), which is not counted. Memory for gathered tensors is bounded by DeepSpeed's own settings:
-its buckets are allocated in full, however small the model is, and stage 3 keeps gathered parameters up to
+Memory that a rank holds from step to step is counted exactly. Memory for gathered tensors is bounded by DeepSpeed's own
+settings: its buckets are allocated in full, however small the model is, and stage 3 keeps gathered parameters up to
 `stage3_max_live_parameters`.
 """
 
