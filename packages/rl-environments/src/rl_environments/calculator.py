@@ -93,6 +93,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1 or abs(exponent) > _LARGEST_POWER or max(base.numerator, base.denominator) > 10**12:
+    largest = max(abs(base.numerator), base.denominator)
+    if exponent.denominator != 1 or abs(exponent) > _LARGEST_POWER or largest > 10**12:
         raise ValueError(f"a power may have a whole exponent up to {_LARGEST_POWER} and a base up to 10^12")
     return base ** int(exponent)
