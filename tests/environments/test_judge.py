@@ -126,6 +126,7 @@ def test_a_second_try_may_bring_the_score(judge: Judge):
         (lambda: (200, '{"choices": []}'), "expected a chat completion"),
         (said("I refuse."), "said 'I refuse.'; expected `Score: n` with n from 0 to 10"),
         (said("Score: 11"), "expected `Score: n`"),
+        (said("Score: -3"), "expected `Score: n`"),
     ],
 )
 def test_a_failing_judge_raises_an_error_instead_of_a_reward(judge: Judge, reply: Any, message: str):

@@ -188,7 +188,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def score_of(reply: str, highest: int) -> float:
     """Returns the number after the last `Score:` in the reply. Raises GenerationError if there is none, or if it is not
     from 0 to `highest`."""
-    found = re.findall(r"score\W{0,8}(-?\d+(?:\.\d+)?)", reply, re.IGNORECASE)
+    found = re.findall(r"score\W{0,8}?(-?\d+(?:\.\d+)?)", reply, re.IGNORECASE)
     if not found or not 0 <= float(found[-1]) <= highest:
         raise GenerationError(f"the judge said {reply[-200:]!r}; expected `Score: n` with n from 0 to {highest}")
     return float(found[-1])
