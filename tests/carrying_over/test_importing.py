@@ -204,6 +204,17 @@ def test_a_yaml_file_of_verl_becomes_a_file_that_loads(tmp_path: Path, text: str
     assert "not translated   reward: verl chooses a function by data_source" in result.stderr
 
 
+def of_verl(folder: Path, *keys: str) -> Translation:
+    return translate(read(write(folder, "run.sh", f"python3 -m verl.trainer.main_ppo {' '.join(keys)}\n")))
+
+
+def test_engines_of_verl_share_its_gpus(tmp_path: Path):
+    axes = ("tensor_model", "pipeline_model", "data")
+    sizes = [f"actor_rollout_ref.rollout.{axis}_parallel_size=2" for axis in axes]
+    translation = of_verl(tmp_path, *sizes, "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
+    assert translation.values["generator.inference_engine.num_engines"] == 2
+
+
 def test_every_key_of_a_documented_script_is_translated(tmp_path: Path):
     words = " \\\n  ".join(SCRIPT)
     file = write(

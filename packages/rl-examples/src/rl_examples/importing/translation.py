@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -128,11 +129,12 @@ def _skyrl_gym(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _set_engines(given: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Sets the number of engines to GPUs / tensor parallel size; verl has no key for it."""
+    """Sets the number of engines to all GPUs / GPUs of an engine; verl has no key for it."""
     gpus = given.get("trainer.n_gpus_per_node"), given.get("trainer.nnodes", 1)
-    ranks = given.get("actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
-    if all(isinstance(number, int) for number in (*gpus, ranks)):
-        values["generator.inference_engine.num_engines"] = max(1, gpus[0] * gpus[1] // ranks)
+    axes = ("tensor_model", "pipeline_model", "data")
+    sizes = [given.get(f"actor_rollout_ref.rollout.{axis}_parallel_size", 1) for axis in axes]
+    if all(isinstance(number, int) for number in (*gpus, *sizes)):
+        values["generator.inference_engine.num_engines"] = max(1, gpus[0] * gpus[1] // math.prod(sizes))
 
 
 def _loadable(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
