@@ -215,6 +215,14 @@ def test_engines_of_verl_share_its_gpus(tmp_path: Path):
     assert translation.values["generator.inference_engine.num_engines"] == 2
 
 
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+def test_verls_threshold_limits_the_kind_of_ratio_that_is_used(tmp_path: Path, kind: str):
+    correction = "algorithm.rollout_correction.rollout_is"
+    values = of_verl(tmp_path, f"{correction}_threshold=3.0", f"{correction}={kind}").values
+    ours = "trainer.algorithm.off_policy_correction."
+    assert values == {f"{ours}tis_ratio_type": kind, f"{ours}{kind}_tis_ratio_clip_high": 3.0}
+
+
 def test_every_key_of_a_documented_script_is_translated(tmp_path: Path):
     words = " \\\n  ".join(SCRIPT)
     file = write(

@@ -47,6 +47,7 @@ class Translation:
 
 
 _CLIP = "actor_rollout_ref.actor.clip_ratio"
+_CORRECTION = "algorithm.rollout_correction.rollout_is"
 _OF_A_MODEL = re.compile(r"^megatron_config\.(policy|ref)\.")
 _ENV_CLASS = "environment.env_class"
 _NAMES = {"skyrl": "SkyRL", "verl": "verl"}
@@ -95,7 +96,7 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
     for key, value in given.items():
         if key in KEYS:
             try:
-                values[KEYS[key].key] = KEYS[key].value(value)
+                values[_key_here(key, given)] = KEYS[key].value(value)
             except (ValueError, TypeError) as error:
                 left.append(f"{key}={value}: {error}")
         elif key == _CLIP:
@@ -113,6 +114,13 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
         "reward: verl chooses a function by data_source; set environment.env_class or environment.reward_functions"
     ]
     return values, changed, left
+
+
+def _key_here(key: str, given: Mapping[str, Any]) -> str:
+    """Returns this project's key for a verl key in `KEYS`. verl has one threshold for both kinds of ratio."""
+    here = KEYS[key].key
+    is_of_sequences = key == f"{_CORRECTION}_threshold" and given.get(_CORRECTION) == "sequence"
+    return here.replace(".token_", ".sequence_") if is_of_sequences else here
 
 
 def _skyrl_gym(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
