@@ -223,6 +223,21 @@ def test_verls_threshold_limits_the_kind_of_ratio_that_is_used(tmp_path: Path, k
     assert values == {f"{ours}tis_ratio_type": kind, f"{ours}{kind}_tis_ratio_clip_high": 3.0}
 
 
+@pytest.mark.parametrize("is_in_reward", [False, True])
+def test_of_two_kl_estimators_of_verl_none_is_dropped_silently(tmp_path: Path, is_in_reward: bool):
+    translation = of_verl(
+        tmp_path,
+        "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+        "algorithm.kl_penalty=kl",
+        f"algorithm.use_kl_in_reward={is_in_reward}",
+    )
+    assert translation.values["trainer.algorithm.kl_estimator_type"] == "k3"
+    unused = "algorithm.kl_penalty: has no effect without algorithm.use_kl_in_reward"
+    conflicting = "algorithm.kl_penalty=kl: trainer.algorithm.kl_estimator_type is already k3, from another key of verl"
+    assert (unused in translation.changed) is not is_in_reward
+    assert (conflicting in translation.left) is is_in_reward
+
+
 def test_every_key_of_a_documented_script_is_translated(tmp_path: Path):
     words = " \\\n  ".join(SCRIPT)
     file = write(

@@ -47,6 +47,7 @@ class Translation:
 
 
 _CLIP = "actor_rollout_ref.actor.clip_ratio"
+_KL_PENALTY = "algorithm.kl_penalty"
 _CORRECTION = "algorithm.rollout_correction.rollout_is"
 _OF_A_MODEL = re.compile(r"^megatron_config\.(policy|ref)\.")
 _ENV_CLASS = "environment.env_class"
@@ -94,9 +95,13 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
     values: dict[str, Any] = {}
     changed, left = [], []
     for key, value in given.items():
-        if key in KEYS:
+        if key == _KL_PENALTY and given.get("algorithm.use_kl_in_reward") is not True:
+            changed.append(f"{key}: has no effect without algorithm.use_kl_in_reward")
+        elif key in KEYS:
             try:
-                values[_key_here(key, given)] = KEYS[key].value(value)
+                here, value_here = _key_here(key, given), KEYS[key].value(value)
+                if values.setdefault(here, value_here) != value_here:
+                    raise ValueError(f"{here} is already {values[here]}, from another key of verl")
             except (ValueError, TypeError) as error:
                 left.append(f"{key}={value}: {error}")
         elif key == _CLIP:
