@@ -15,9 +15,10 @@ import pytest
 import rl_environments
 from rl_core.errors import ConfigError, DeadlineError
 from rl_environments.sandbox import Limits, Sandbox, SandboxError, Test, escapes, probe_sandbox
+from rl_environments.sandbox import sandbox as sandbox_module
 from rl_environments.sandbox.bubblewrap import bubblewrap_command
 from rl_environments.sandbox.slots import locked_slot
-from tests.environments.boxes import LIMITS, MECHANISMS, SLOTS, answer_of, outcome_of, sandbox_by
+from tests.environments.boxes import LIMITS, MECHANISMS, SLOTS, answer_of, outcome_of, processes_named, sandbox_by
 
 
 @pytest.fixture(params=MECHANISMS)
@@ -246,6 +247,19 @@ async def test_the_error_of_a_supervisor_that_cannot_start_gives_its_exit_code()
     broken = Sandbox(mechanism="bubblewrap", python="/usr/bin/false", slots=SLOTS)
     with pytest.raises(SandboxError, match="ended: with code 1"):
         await outcome_of(broken, "")
+
+
+async def test_a_supervisor_that_hangs_is_killed_and_its_error_is_kept(tmp_path, monkeypatch, caplog):
+    for name in ("_START_S", "_END_S"):
+        monkeypatch.setattr(sandbox_module, name, 0.2)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 604801\n")
+    python.chmod(0o755)
+    hanging = Sandbox(mechanism="landlock", python=str(python), slots=SLOTS)
+    with pytest.raises(DeadlineError, match=r"waited 0.2 s for the supervisor of the landlock sandbox to answer"):
+        await outcome_of(hanging, "")
+    assert processes_named("604801") == []
+    assert "another one did not end them within 0.2 s" in caplog.text
 
 
 def test_limits_out_of_bounds_are_named():

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -22,6 +23,7 @@ from rl_environments.sandbox.limits import Limits, Outcome, SandboxError, Test
 from rl_environments.sandbox.seccomp import seccomp_filter
 from rl_environments.sandbox.slots import Slot, locked_slot
 
+logger = logging.getLogger(__name__)
 Mechanism = Literal["bubblewrap", "landlock", "none"]
 _SOURCE = Path(__file__).parents[2]
 _INSIDE = Path(__file__).parent / "inside"
@@ -145,10 +147,19 @@ class Sandbox:
 
     async def _cleared(self, slot: Slot) -> None:
         """Ends the processes that a killed supervisor has left, by starting a new one, which ends all processes of the
-        slot's user."""
+        slot's user. Logs a warning if the new one takes too long; an exception would replace the error with which the
+        first one ended."""
         process = await self._started(slot, Limits())
         settings = {**self._settings(slot, Limits()), "clear": True}
-        await asyncio.wait_for(process.communicate(frames.packed(settings)), _END_S)
+        try:
+            await asyncio.wait_for(process.communicate(frames.packed(settings)), _END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            logger.warning(
+                "a program's processes may still run: its supervisor was killed, and another one did not end them "
+                f"within {_END_S:g} s. The next program in the slot {slot.work} ends them before it starts"
+            )
 
 
 def _python(python: str, root: str) -> list[str]:
