@@ -155,6 +155,7 @@ def test_values_are_compared_as_json_values():
         ({"limits": {"cpu_s": 0.5}}, "environment.options.limits.cpu_s: got 0.5; expected an integer"),
         ({"code": {"max_tests": 0}}, "environment.options.code.max_tests: got 0; expected at least 1"),
         ({"slots": "2"}, "environment.options.slots: got '2'; expected an integer"),
+        ({"slots": 304}, "environment.options.slots: got 304; expected between 1 and 303"),
     ],
 )
 def test_options_are_checked(options, message):

@@ -307,6 +307,12 @@ async def test_a_slot_has_one_holder_at_a_time():
         assert os.getuid() != 0 or first.uid != second.uid
 
 
+@pytest.mark.parametrize("count", [0, 304])
+async def test_too_few_and_too_many_slots_are_refused(count: int):
+    with pytest.raises(ConfigError, match=f"slots: got {count}; expected between 1 and 303"):
+        await probe_sandbox("none", slots=count)
+
+
 async def test_waiting_too_long_for_a_slot_is_an_error():
     async def take_three_of_two() -> None:
         async with contextlib.AsyncExitStack() as held:

@@ -9,10 +9,11 @@ from typing import Any, Literal
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least
+from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between
 from rl_environments.code_tests import ExpectedTest, expected_tests
 from rl_environments.options import is_number, one_of, options_of
 from rl_environments.sandbox import Limits, Outcome, Sandbox, shared_sandbox
+from rl_environments.sandbox.slots import MOST_SLOTS
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
@@ -55,7 +56,7 @@ class CodeOptions:
     work."""
     readable: Sequence[str] = ()
     """Directories that programs may read besides the system's."""
-    slots: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
+    slots: int | None = attrs.field(default=None, validator=[is_number(int), between(1, MOST_SLOTS)])
     """Maximum number of programs that this user runs on the machine at a time; None: one per CPU core."""
     wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
     """Longest wait for a slot in seconds. Keep it below `environment.timeout_s`; otherwise that timeout expires first,

@@ -24,6 +24,7 @@ from rl_environments.sandbox.bubblewrap import missing_programs
 from rl_environments.sandbox.limits import Limits, SandboxError, Test
 from rl_environments.sandbox.sandbox import Mechanism, Sandbox
 from rl_environments.sandbox.seccomp import seccomp_filter
+from rl_environments.sandbox.slots import MOST_SLOTS
 
 logger = logging.getLogger(__name__)
 Kind = Literal["auto", "bubblewrap", "landlock", "none"]
@@ -63,14 +64,14 @@ async def probe_sandbox(
         python: path of the interpreter that runs the programs; None: the system's, else this process's if the sandbox's
             user may read it.
         readable: directories that programs may read besides the system's.
-        slots: maximum number of programs at a time; None: one per CPU core.
+        slots: maximum number of programs at a time, from 1 to `MOST_SLOTS`; None: one per CPU core.
 
     Raises:
         ConfigError: a setting is invalid, or no mechanism works on this machine; the message says why, and what to
             install.
     """
-    _require_settings(kind, readable, slots)
-    slots = slots or len(os.sched_getaffinity(0))
+    _require_settings(kind, readable)
+    slots = min(MOST_SLOTS, len(os.sched_getaffinity(0))) if slots is None else slots
     mechanisms: list[Mechanism] = ["bubblewrap", "landlock"] if kind == "auto" else [kind]
     reasons: dict[str, str] = {}
     for mechanism in mechanisms:
@@ -103,13 +104,11 @@ async def shared_sandbox(
     return _shared[key] if key in _shared else await asyncio.to_thread(probed)
 
 
-def _require_settings(kind: Kind, readable: Sequence[str], slots: int | None) -> None:
+def _require_settings(kind: Kind, readable: Sequence[str]) -> None:
     if kind not in get_args(Kind):
         raise ConfigError(f"sandbox: got {kind!r}; expected one of {', '.join(get_args(Kind))}")
     if sys.platform != "linux":
         raise ConfigError(f"sandbox: programs can be run only on Linux; this machine is {sys.platform}")
-    if slots is not None and slots < 1:
-        raise ConfigError(f"slots: got {slots}, the number of programs that run at a time; expected at least 1")
     for path in readable:
         if not Path(path).is_absolute() or not Path(path).exists():
             raise ConfigError(f"readable: got {path!r}; expected absolute paths of files or directories that exist")

@@ -17,11 +17,12 @@ from typing import Any, Literal
 import attrs
 
 from rl_core.errors import DeadlineError
+from rl_core.interfaces import between
 from rl_environments.sandbox.bubblewrap import SUPERVISOR, WORK, bubblewrap_command
 from rl_environments.sandbox.inside import frames
 from rl_environments.sandbox.limits import Limits, Outcome, SandboxError, Test
 from rl_environments.sandbox.seccomp import seccomp_filter
-from rl_environments.sandbox.slots import Slot, locked_slot
+from rl_environments.sandbox.slots import MOST_SLOTS, Slot, locked_slot
 
 logger = logging.getLogger(__name__)
 Mechanism = Literal["bubblewrap", "landlock", "none"]
@@ -52,7 +53,7 @@ class Sandbox:
     """The programs' interpreter, which the sandbox's user must be able to read."""
     readable: tuple[str, ...] = ()
     """Directories that programs may read besides the system's."""
-    slots: int
+    slots: int = attrs.field(validator=between(1, MOST_SLOTS))
     """Maximum number of programs that all of this user's processes on the machine run at a time."""
     has_disk: bool = True
     """Whether programs have a directory to write to; False with Landlock in a container that may not mount."""

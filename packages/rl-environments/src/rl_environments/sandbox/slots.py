@@ -22,7 +22,7 @@ import attrs
 
 from rl_core.errors import ConfigError, DeadlineError
 
-_FIRST_USER, _MOST_SLOTS = 60578, 303
+_FIRST_USER, MOST_SLOTS = 60578, 303
 """User ids that no distribution assigns (systemd's table of users and groups: 60578 to 61183) and that lie within a
 container's usual mapping of 65,536 ids. A slot uses two of them."""
 _RETRY_S = 0.02
@@ -48,7 +48,7 @@ async def locked_slot(count: int, *, wait_s: float) -> AsyncIterator[Slot]:
     """Waits for a free slot and keeps it locked until the context ends.
 
     Args:
-        count: number of slots.
+        count: number of slots, at most `MOST_SLOTS`.
         wait_s: longest wait in seconds.
 
     Raises:
@@ -89,7 +89,7 @@ def slots_directory() -> Path:
 
 def _free_slot(count: int) -> Slot | None:
     directory = slots_directory()
-    for index in range(min(count, _MOST_SLOTS)):
+    for index in range(count):
         uid = _FIRST_USER + index if os.getuid() == 0 else os.getuid()
         if os.getuid() == 0 and _has_name(uid):
             continue
@@ -101,7 +101,7 @@ def _free_slot(count: int) -> Slot | None:
             continue
         work = directory / f"work-{index}"
         work.mkdir(mode=0o700, exist_ok=True)
-        return Slot(uid=uid, ending_uid=uid + _MOST_SLOTS, work=work, lock_fd=fd)
+        return Slot(uid=uid, ending_uid=uid + MOST_SLOTS, work=work, lock_fd=fd)
     return None
 
 
