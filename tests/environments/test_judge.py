@@ -240,3 +240,10 @@ def test_a_model_of_the_runs_engine_is_asked_by_its_name_and_key(judge: Judge):
 def test_invalid_options_are_refused(judge: Judge, options: dict[str, Any], message: str):
     with pytest.raises(RLError, match=message):
         step(judge, **options)
+
+
+@pytest.mark.parametrize(("option", "value"), [("url", "x"), ("timeout_s", 0), ("key_variable", "NO_KEY")])
+def test_the_error_of_an_option_in_the_judges_section_names_its_full_key(option: str, value: Any):
+    section = {"url": "http://host/v1", "model": "m", option: value}
+    with pytest.raises(RLError, match=f"environment.options.judge.{option}: "):
+        JudgeEnvironment(ROW, {"judge": section})

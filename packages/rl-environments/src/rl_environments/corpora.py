@@ -72,7 +72,7 @@ def _load(path: str) -> Corpus:
             raise DataError(f"{path} cannot be read as an index: {type(error).__name__}: {error}") from error
         return Corpus(retriever, retriever.corpus)
     if not Path(path).exists():
-        raise DataError(f"environment.options.corpus: {path} does not exist; expected a .jsonl file or an index folder")
+        raise DataError(f"corpus: {path} does not exist; expected a .jsonl file or an index folder")
     documents = read_documents(Path(path))
     return Corpus(_indexed(documents), documents)
 

@@ -15,7 +15,7 @@ from typing import Any
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_environments.answers import number_behind_hashes, number_of_row, require_prompt
-from rl_environments.options import own_options, whole_number
+from rl_environments.options import key_of, own_options, whole_number
 
 WRONG = "That is not the right number. Find the mistake, correct it, and end with #### and the number."
 NO_NUMBER = "There is no number behind ####. End your answer with #### and the number."
@@ -69,5 +69,5 @@ class Gsm8kTurnsEnvironment:
 def _reward(options: Mapping[str, Any]) -> float:
     value = options.get("later_reward", 1.0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"environment.options.later_reward: got {value!r}; expected a number from 0 to 1")
+        raise ConfigError(f"{key_of(options, 'later_reward')}: got {value!r}; expected a number from 0 to 1")
     return float(value)

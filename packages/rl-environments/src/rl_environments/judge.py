@@ -33,7 +33,7 @@ from rl_core.errors import DataError, DeadlineError, GenerationError
 from rl_core.interfaces import Action, Prompt, Row, ServedModel, StepResult
 from rl_core.tasks import OwnThread
 from rl_environments.answers import require_prompt
-from rl_environments.options import own_options, seconds, text, whole_number
+from rl_environments.options import key_of, own_options, seconds, text, whole_number
 from rl_environments.tools.call_formats import without_thought
 
 INSTRUCTIONS = """\
@@ -77,9 +77,9 @@ class JudgeEnvironment:
         if isinstance(served, ServedModel):
             self._url, model, self._key = served.url, served.name, served.key
         else:
-            self._url, model = _checked_url(text(options, "url")), text(options, "model")
-            variable = options.get("key_variable")
-            self._key = None if variable is None else _key(variable)
+            self._url, model = _checked_url(options), text(options, "model")
+            self._key = None if options.get("key_variable") is None else _key(options)
+        self._timeout_key = key_of(options, "timeout_s")
         self._timeout_s = seconds(options, "timeout_s", 60.0)
         self._tries = whole_number(options, "tries", 2)
         self._highest = whole_number(options, "highest_score", 10)
@@ -143,7 +143,7 @@ class JudgeEnvironment:
             return await OwnThread(lambda: self._ask(asked)).within(self._timeout_s)
         except TimeoutError as error:
             raise DeadlineError(
-                f"the judge at {self._url} did not answer within {self._timeout_s:g} s (environment.options.timeout_s)"
+                f"the judge at {self._url} did not answer within {self._timeout_s:g} s ({self._timeout_key})"
             ) from error
 
     def _ask(self, asked: str) -> str:
@@ -194,20 +194,22 @@ def score_of(reply: str, highest: int) -> float:
     return float(found[-1])
 
 
-def _checked_url(url: str) -> str:
+def _checked_url(options: Mapping[str, Any]) -> str:
+    url = text(options, "url")
     if not re.match(r"https?://[^/]", url):
         raise DataError(
-            f"environment.options.url: got {url!r}; expected the API's address, e.g. http://host:8000/v1, or, "
+            f"{key_of(options, 'url')}: got {url!r}; expected the API's address, e.g. http://host:8000/v1, or, "
             "in a run, inference_engine for the run's own servers"
         )
     return url.rstrip("/")
 
 
-def _key(variable: Any) -> str:
+def _key(options: Mapping[str, Any]) -> str:
+    variable = options["key_variable"]
     key = os.environ.get(variable) if isinstance(variable, str) else None
     if not key:
         raise DataError(
-            f"environment.options.key_variable: the environment variable {variable!r} is not set or is "
-            "empty; set it to the judge's API key"
+            f"{key_of(options, 'key_variable')}: the environment variable {variable!r} is not set or is empty; set it "
+            "to the judge's API key"
         )
     return key

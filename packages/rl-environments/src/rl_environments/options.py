@@ -12,6 +12,14 @@ from rl_core.errors import ConfigError, nearest
 T = TypeVar("T")
 
 
+class _Section(dict[str, Any]):
+    """The options in an environment's own section of `environment.options`."""
+
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.name = name
+
+
 def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
     """Returns the options that belong to one environment.
 
@@ -22,17 +30,21 @@ def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> 
         ConfigError: an option is not in `known`.
     """
     section = options.get(name)
-    has_section = isinstance(section, Mapping)
-    given: Mapping[str, Any] = section if has_section else options
-    place = f"environment.options.{name}" if has_section else "environment.options"
+    given = _Section(name, section) if isinstance(section, Mapping) else options
     for key in given:
         if key not in known:
             raise ConfigError(
-                f"{place}.{key}: not an option of the environment {name!r} ({', '.join(known) or 'it has none'})."
-                f"{nearest(str(key), known)} In a run with several environments write "
-                f"environment.options.{name}.<option>"
+                f"{key_of(given, key)}: not an option of the environment {name!r} "
+                f"({', '.join(known) or 'it has none'}).{nearest(str(key), known)} In a run with several environments "
+                f"write environment.options.{name}.<option>"
             )
     return given
+
+
+def key_of(options: Mapping[str, Any], name: str) -> str:
+    """Returns the full key, for messages, of an option in what `own_options` returned."""
+    section = f"{options.name}." if isinstance(options, _Section) else ""
+    return f"environment.options.{section}{name}"
 
 
 def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
@@ -48,8 +60,7 @@ def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
     try:
         return record(**given)
     except ConfigError as error:
-        place = "environment.options" if given is options else f"environment.options.{name}"
-        raise ConfigError(f"{place}.{error}") from error
+        raise ConfigError(key_of(given, str(error))) from error
 
 
 def one_of(*choices: str) -> Any:
@@ -78,7 +89,7 @@ def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:
     """Returns the option `name`. Raises ConfigError unless it is a whole number of at least 1."""
     value = options.get(name, default)
     if type(value) is not int or value < 1:
-        raise ConfigError(f"environment.options.{name}: got {value!r}; expected a whole number of at least 1")
+        raise ConfigError(f"{key_of(options, name)}: got {value!r}; expected a whole number of at least 1")
     return value
 
 
@@ -86,7 +97,7 @@ def seconds(options: Mapping[str, Any], name: str, default: float) -> float:
     """Returns the option `name`, a time in seconds. Raises ConfigError unless it is above 0 and at most a day."""
     value = options.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
-        raise ConfigError(f"environment.options.{name}: got {value!r}; expected seconds, above 0 and at most 86400")
+        raise ConfigError(f"{key_of(options, name)}: got {value!r}; expected seconds, above 0 and at most 86400")
     return float(value)
 
 
@@ -94,5 +105,5 @@ def text(options: Mapping[str, Any], name: str, default: str | None = None) -> s
     """Returns the option `name`. Raises ConfigError unless it is text and not empty."""
     value = options.get(name, default)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"environment.options.{name}: got {value!r}; expected text that is not empty")
+        raise ConfigError(f"{key_of(options, name)}: got {value!r}; expected text that is not empty")
     return value

@@ -22,7 +22,7 @@ from typing import Any
 from rl_core import plugins
 from rl_core.errors import ConfigError, DataError, install, nearest
 from rl_core.interfaces import Action, Prompt, Row, StepResult
-from rl_environments.options import own_options, text, whole_number
+from rl_environments.options import key_of, own_options, text, whole_number
 
 
 class SkyrlGymEnvironment:
@@ -39,7 +39,7 @@ class SkyrlGymEnvironment:
         extras: dict[str, Any] = {"extra_info": {}, **row}
         if "max_turns" in options:
             extras["max_turns"] = whole_number(options, "max_turns", 1)
-        self._environment = _made(text(options, "env"), _attributes(options.get("config") or {}), extras)
+        self._environment = _made(options, _attributes(options.get("config") or {}), extras)
         self._is_closed = False
 
     async def reset(self) -> Prompt:
@@ -81,9 +81,10 @@ class SkyrlGymEnvironment:
             self._environment.close()
 
 
-def _made(name: str, config: Any, extras: Mapping[str, Any]) -> Any:
+def _made(options: Mapping[str, Any], config: Any, extras: Mapping[str, Any]) -> Any:
+    name, key = text(options, "env"), key_of(options, "env")
     if ":" in name:
-        return plugins.import_object(name, "environment.options.env: ")(env_config=config, extras=dict(extras))
+        return plugins.import_object(name, f"{key}: ")(env_config=config, extras=dict(extras))
     try:
         import skyrl_gym
     except ImportError as error:
@@ -91,7 +92,7 @@ def _made(name: str, config: Any, extras: Mapping[str, Any]) -> Any:
     if name not in skyrl_gym.registry:
         known = ", ".join(skyrl_gym.registry)
         remedy = nearest(name, skyrl_gym.registry)
-        raise DataError(f"environment.options.env: skyrl-gym has no {name!r}; it has {known}.{remedy}")
+        raise DataError(f"{key}: skyrl-gym has no {name!r}; it has {known}.{remedy}")
     return skyrl_gym.make(name, env_config=config, extras=dict(extras))
 
 

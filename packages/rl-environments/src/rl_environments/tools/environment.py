@@ -20,6 +20,7 @@ import attrs
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, Prompt, Row, StepResult, ToolSchema
+from rl_environments.options import key_of
 from rl_environments.tools.call_formats import (
     MARKED,
     CallFormat,
@@ -95,7 +96,9 @@ class ToolEnvironment:
                 "`read` (rl_environments.tools.CallFormat). To select a format by name, set "
                 "environment.options.call_format"
             )
-        self._format = type(self).call_format or (None if name is None else format_of_name(name))
+        self._format = type(self).call_format or (
+            None if name is None else format_of_name(name, key_of(options, "call_format"))
+        )
         known = _tool_functions(type(self))
         self._tools = {name: attrs.evolve(each, function=getattr(self, name)) for name, each in known.items()}
         if type(self).judge is ToolEnvironment.judge and type(self).step is ToolEnvironment.step:
