@@ -234,6 +234,7 @@ def test_a_model_of_the_runs_engine_is_asked_by_its_name_and_key(judge: Judge):
         ({"url": "localhost:8000"}, "expected the API's address"),
         ({"model": None}, "environment.options.model: got None"),
         ({"timeout_s": 0}, "environment.options.timeout_s: got 0"),
+        ({"temperature": "0"}, "environment.options.temperature: got '0'; expected a number from 0 to 2"),
         ({"modle": "x"}, "Did you mean 'model'"),
     ],
 )

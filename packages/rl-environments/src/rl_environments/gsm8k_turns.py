@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_environments.answers import number_behind_hashes, number_of_row, require_prompt
-from rl_environments.options import key_of, own_options, whole_number
+from rl_environments.options import number_up_to, own_options, whole_number
 
 WRONG = "That is not the right number. Find the mistake, correct it, and end with #### and the number."
 NO_NUMBER = "There is no number behind ####. End your answer with #### and the number."
@@ -31,7 +30,7 @@ class Gsm8kTurnsEnvironment:
         self._prompt: Prompt = row["prompt"]
         self._answer = number_of_row(row, "gsm8k_turns")
         self._max_tries = whole_number(options, "max_tries", 3)
-        self._later_reward = _reward(options)
+        self._later_reward = number_up_to(options, "later_reward", 1.0, highest=1)
         self._tries = 0
 
     @staticmethod
@@ -64,10 +63,3 @@ class Gsm8kTurnsEnvironment:
 
     async def close(self) -> None:
         """See `Environment.close`."""
-
-
-def _reward(options: Mapping[str, Any]) -> float:
-    value = options.get("later_reward", 1.0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"{key_of(options, 'later_reward')}: got {value!r}; expected a number from 0 to 1")
-    return float(value)

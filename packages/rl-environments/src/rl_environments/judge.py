@@ -33,7 +33,7 @@ from rl_core.errors import DataError, DeadlineError, GenerationError
 from rl_core.interfaces import Action, Prompt, Row, ServedModel, StepResult
 from rl_core.tasks import OwnThread
 from rl_environments.answers import require_prompt
-from rl_environments.options import key_of, own_options, seconds, text, whole_number
+from rl_environments.options import key_of, number_up_to, own_options, seconds, text, whole_number
 from rl_environments.tools.call_formats import without_thought
 
 INSTRUCTIONS = """\
@@ -68,7 +68,7 @@ _PART_BYTES = 2**16
 class JudgeEnvironment:
     """See the module."""
 
-    placement = "thread"
+    placement = "thread"  # so that `environment.num_workers` limits the requests to the judge
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
         options = own_options(options, "judge", _OPTIONS)
@@ -87,7 +87,7 @@ class JudgeEnvironment:
         self._body = {
             "model": model,
             "max_tokens": whole_number(options, "max_tokens", 512),
-            "temperature": options.get("temperature", 0),
+            "temperature": number_up_to(options, "temperature", 0.0, highest=2),
         }
 
     @staticmethod

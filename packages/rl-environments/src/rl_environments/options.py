@@ -101,6 +101,14 @@ def seconds(options: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
+def number_up_to(options: Mapping[str, Any], name: str, default: float, *, highest: float) -> float:
+    """Returns the option `name`. Raises ConfigError unless it is a number from 0 to `highest`."""
+    value = options.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= highest:
+        raise ConfigError(f"{key_of(options, name)}: got {value!r}; expected a number from 0 to {highest:g}")
+    return float(value)
+
+
 def text(options: Mapping[str, Any], name: str, default: str | None = None) -> str:
     """Returns the option `name`. Raises ConfigError unless it is text and not empty."""
     value = options.get(name, default)
