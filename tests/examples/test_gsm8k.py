@@ -44,9 +44,10 @@ async def test_the_right_number_in_any_notation_earns_reward_one():
     assert (wrong.reward, wrong.metrics["has_answer"]) == (0.0, 0.0)
 
 
-def test_a_row_without_a_number_is_refused():
+@pytest.mark.parametrize("spec", [None, {}, {"ground_truth": "many"}, {"ground_truth": "nan"}])
+def test_a_row_without_a_number_is_refused(spec: dict[str, str] | None):
     with pytest.raises(DataError, match=r"needs reward_spec\.ground_truth"):
-        ground_truth({"prompt": "x", "reward_spec": {"ground_truth": "many"}})
+        ground_truth({"prompt": "x", "reward_spec": spec})
 
 
 def test_the_public_files_are_converted_to_rows_that_load(tmp_path: Path):

@@ -43,17 +43,24 @@ def number_of_row(row: Row, environment: str) -> Decimal:
     """Returns the row's correct answer, from `answer` or else `reward_spec.ground_truth`. Raises DataError if the value
     is not a number."""
     value = right_answer(row)
-    try:
-        number = Decimal(str(value).replace(",", ""))
-    except InvalidOperation:
-        number = Decimal("NaN")
-    if not number.is_finite():
+    number = finite_number(value)
+    if number is None:
         columns = ", ".join(map(str, row))
         raise DataError(
             f"a row of {environment} needs `answer` or `reward_spec.ground_truth`, a number; got {value!r:.80} "
             f"(the row has {columns})"
         )
     return number
+
+
+def finite_number(value: Any) -> Decimal | None:
+    """Returns the number that the value is or, as text, says; None if it is not a finite number. Commas may separate
+    thousands."""
+    try:
+        number = Decimal(str(value).replace(",", ""))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
 
 
 def right_answer(row: Row) -> Any:

@@ -9,13 +9,14 @@ Tiny:      rl train gsm8k --tiny      (2 cores, a random model, handwritten prob
 from __future__ import annotations
 
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+from rl_environments.answers import finite_number
 from rl_examples.gsm8k_data import HOW_TO_MAKE, final_answer, write_tiny_data
 
 _TINY_TRAIN = "runs/gsm8k_tiny_data/train.parquet"
@@ -90,14 +91,14 @@ class Gsm8kEnvironment:
 
 def ground_truth(row: Row) -> Decimal:
     """Returns the row's number, from `reward_spec.ground_truth`. Raises DataError if the row has none."""
-    spec: Any = row.get("reward_spec")
-    try:
-        return Decimal(str(spec["ground_truth"]).replace(",", ""))
-    except (TypeError, KeyError, InvalidOperation) as error:
+    spec = row.get("reward_spec")
+    number = finite_number(spec.get("ground_truth")) if isinstance(spec, Mapping) else None
+    if number is None:
         columns = ", ".join(map(str, row))
         raise DataError(
             f"a gsm8k row needs reward_spec.ground_truth, a number; got reward_spec={spec!r} (the row has {columns})"
-        ) from error
+        )
+    return number
 
 
 def prepare(config: Config) -> None:
