@@ -13,8 +13,9 @@ from rl_core.interfaces import Action
 from rl_core.trainer.data import read_rows
 from rl_core.trainer.preflight import preflight
 from rl_core.trainer.run import run_training
+from rl_environments.answers import number_behind_hashes
 from rl_examples.gsm8k import Gsm8kEnvironment, ground_truth, prepare
-from rl_examples.gsm8k_data import converted, final_answer, main
+from rl_examples.gsm8k_data import converted, main
 
 
 @pytest.mark.parametrize(
@@ -24,14 +25,19 @@ from rl_examples.gsm8k_data import converted, final_answer, main
         ("#### 1,250.50", "1250.50"),
         ("#### $18", "18"),
         ("#### -3.", "-3"),
+        ("#### -$5", "-5"),
+        ("#### $-5", "-5"),
+        ("#### .5", "0.5"),
         ("#### 5 no, wait\n#### 7", "7"),
+        ("#### 5\n#### done", "5"),
+        ("#### - 5", None),
         ("the answer is 42", None),
         ("####", None),
         ("#### 1.2.3", None),
     ],
 )
-def test_the_answer_is_the_number_after_the_last_mark(text: str, answer: str | None):
-    assert final_answer(text) == (None if answer is None else Decimal(answer))
+def test_the_answer_is_the_last_number_after_a_mark(text: str, answer: str | None):
+    assert number_behind_hashes(text) == (None if answer is None else Decimal(answer))
 
 
 async def test_the_right_number_in_any_notation_earns_reward_one():

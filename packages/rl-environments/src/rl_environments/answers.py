@@ -12,6 +12,7 @@ from rl_core.errors import DataError
 from rl_core.interfaces import Row
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_BEHIND_HASHES = re.compile(r"####\s*(-?)(?:\$\s*)?(-?[\d.,]*\d)")
 
 
 def normalized(text: str) -> str:
@@ -33,10 +34,10 @@ def last_number(text: str) -> Decimal | None:
 
 
 def number_behind_hashes(text: str) -> Decimal | None:
-    """Returns the number after the last `####`, as in GSM8K's solutions, or None if there is none."""
-    _, hashes, behind = text.rpartition("####")
-    match = _NUMBER.match(behind.replace("$", "").strip()) if hashes else None
-    return Decimal(match[0].replace(",", "")) if match else None
+    """Returns the last number that follows a `####`, as in GSM8K's solutions, or None if there is none. The number may
+    have a `$` and commas between thousands."""
+    found = _BEHIND_HASHES.findall(text)
+    return finite_number("".join(found[-1])) if found else None
 
 
 def number_of_row(row: Row, environment: str) -> Decimal:

@@ -16,8 +16,8 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
-from rl_environments.answers import finite_number
-from rl_examples.gsm8k_data import HOW_TO_MAKE, final_answer, write_tiny_data
+from rl_environments.answers import finite_number, number_behind_hashes
+from rl_examples.gsm8k_data import HOW_TO_MAKE, write_tiny_data
 
 _TINY_TRAIN = "runs/gsm8k_tiny_data/train.parquet"
 _TINY_VALIDATION = "runs/gsm8k_tiny_data/validation.parquet"
@@ -80,7 +80,7 @@ class Gsm8kEnvironment:
         return self._prompt
 
     async def step(self, action: Action) -> StepResult:
-        answer = final_answer(action.text)
+        answer = number_behind_hashes(action.text)
         reward = float(answer is not None and answer == self._ground_truth)
         metrics = {"accuracy": reward, "has_answer": float(answer is not None)}
         return StepResult(reward=reward, done=True, metrics=metrics)

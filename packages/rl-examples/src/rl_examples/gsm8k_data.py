@@ -5,22 +5,20 @@ python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
 import click
 
 from rl_core.errors import DataError, RLError
+from rl_environments.answers import number_behind_hashes
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 HOW_TO_MAKE = (
     "make it from GSM8K's own two files: "
     "python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k"
 )
-_FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
 
 
 def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> 
     missing = {"question", "answer"} - row.keys()
     if missing:
         raise DataError(f"{place}: expected the columns 'question' and 'answer', got {', '.join(row) or 'none'}")
-    answer = final_answer(row["answer"])
+    answer = number_behind_hashes(row["answer"])
     if answer is None:
         raise DataError(f"{place}: no number after #### in the answer {row['answer'][-60:]!r}")
     return {
@@ -55,15 +53,6 @@ def write_tiny_data(target: Path, *, split: str) -> None:
     """Writes a few handwritten problems: the training part if `split` is `train`, else the validation part."""
     problems = _PROBLEMS[:8] if split == "train" else _PROBLEMS[8:]
     _write(target, [converted(row, place=split, split=split, index=index) for index, row in enumerate(problems)])
-
-
-def final_answer(text: str) -> Decimal | None:
-    """Returns the last number that follows a `####`, or None if there is none. Commas may separate thousands."""
-    found = _FINAL_ANSWER.findall(text)
-    try:
-        return Decimal(found[-1].replace(",", "")) if found else None
-    except InvalidOperation:
-        return None
 
 
 def _read(path: Path) -> Sequence[Mapping[str, Any]]:
