@@ -13,8 +13,9 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import Action
 from rl_core.testing.environments import EnvironmentConformance
 from rl_core.trainer.run import run_training
-from rl_examples import smollm2_model
+from rl_examples import smollm2, smollm2_calculator, smollm2_model
 from rl_examples.smollm2 import CapitalsEnvironment, rows
+from rl_examples.whole_models import is_whole
 
 
 class TestCapitalsEnvironment(EnvironmentConformance):
@@ -46,6 +47,17 @@ def test_the_tiny_run_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     summary = run_training(load("smollm2", [], tiny=True))
     assert summary.steps == 2
     assert Path("runs/smollm2_tiny/model/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "smollm2_calculator"])
+def test_a_half_written_tiny_model_is_made_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = load(name, [], tiny=True).config
+    model = Path(config.policy_model_path)
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    {"smollm2": smollm2, "smollm2_calculator": smollm2_calculator}[name].prepare(config)
+    assert is_whole(model)
 
 
 def test_adapters_need_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -115,14 +115,15 @@ def prepare(config: Config) -> None:
     """Creates the recipe's data and model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import write_rows
     from rl_examples.tiny_model import write_tiny_chat_model
+    from rl_examples.whole_models import is_to_be_made, make_whole
 
     for path, is_held_out in ((_TRAIN, False), (_HELD_OUT, True)):
         if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
             write_rows(Path(path), [row for row in rows() if row["is_held_out"] == is_held_out])
     if config.policy_model_path == _MODEL:
         write_smollm2(Path(_MODEL))
-    if config.policy_model_path == _TINY_MODEL and not Path(_TINY_MODEL).exists():
-        write_tiny_chat_model(Path(_TINY_MODEL), seed=0)
+    if config.policy_model_path == _TINY_MODEL and is_to_be_made(Path(_TINY_MODEL)):
+        make_whole(Path(_TINY_MODEL), lambda partial: write_tiny_chat_model(partial, seed=0))
 
 
 _CAPITALS = {

@@ -24,8 +24,8 @@ from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Recipe, Row, StepResult
 from rl_environments.tools import BrokenCall, Call, CallFormat, ToolEnvironment, tool
+from rl_examples.smollm2 import prepare as prepare_model
 from rl_examples.smollm2 import recipe as smollm2
-from rl_examples.smollm2_model import write_smollm2
 
 NUM_HELD_OUT = 24
 MAX_CALLS = 1
@@ -122,17 +122,14 @@ def rows() -> list[dict[str, Any]]:
 
 
 def prepare(config: Config) -> None:
-    """Creates the recipe's data and model if the configuration uses them and they are missing."""
+    """Creates the recipe's data, and the model of `rl_examples.smollm2`, if the configuration uses them and they are
+    missing."""
     from rl_examples.arithmetic import write_rows
-    from rl_examples.tiny_model import write_tiny_chat_model
 
+    prepare_model(config)
     for path, part in ((_TRAIN, rows()[NUM_HELD_OUT:]), (_HELD_OUT, rows()[:NUM_HELD_OUT])):
         if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
             write_rows(Path(path), part)
-    if config.policy_model_path == _MODEL:
-        write_smollm2(Path(_MODEL))
-    if config.policy_model_path == _TINY_MODEL and not Path(_TINY_MODEL).exists():
-        write_tiny_chat_model(Path(_TINY_MODEL), seed=0)
 
 
 def _said(role: str, content: str) -> dict[str, str]:
