@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_core.stored_files import sync
@@ -70,7 +71,7 @@ def write_data(train: Path, held_out: Path) -> None:
     write_rows(held_out, rows[:NUM_HELD_OUT])
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes a Parquet file atomically."""
     import pyarrow
     import pyarrow.parquet
@@ -80,6 +81,13 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), unfinished)
     sync(unfinished)
     unfinished.replace(path)
+
+
+def write_missing_rows(config: Config, files: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Writes those of the Parquet files, each given with its rows, that the configuration uses and that are missing."""
+    for path, rows in files.items():
+        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
+            write_rows(Path(path), rows)
 
 
 def write_model(

@@ -13,8 +13,6 @@ Copies:   rl train dapo trainer.algorithm.dynamic_sampling.type=replace     (cop
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import attrs
 
 from rl_core.config import Config
@@ -69,10 +67,8 @@ def prepare(config: Config) -> None:
     """Creates the quick start's model, and its problems for this environment, if the configuration uses them and they
     are missing."""
     from rl_examples import quickstart
-    from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_rows
+    from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_missing_rows
 
     quickstart.prepare(config)
     rows = [{**row, "env_class": "shaped_arithmetic"} for row in problems()]
-    for path, part in ((_TRAIN, rows[NUM_HELD_OUT:]), (_HELD_OUT, rows[:NUM_HELD_OUT])):
-        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
-            write_rows(Path(path), part)
+    write_missing_rows(config, {_TRAIN: rows[NUM_HELD_OUT:], _HELD_OUT: rows[:NUM_HELD_OUT]})

@@ -55,13 +55,11 @@ START_STEPS = 150
 
 def prepare(config: Config) -> None:
     """Creates the recipe's pairs and start model if the configuration uses them and they are missing."""
-    from rl_examples.arithmetic import NUM_HELD_OUT, write_model, write_rows
+    from rl_examples.arithmetic import NUM_HELD_OUT, write_missing_rows, write_model
 
     rows = pairs()
     held_out, trained = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
-    for path, part in ((_TRAIN, trained), (_HELD_OUT, held_out), (_RANDOM, with_random_preferences(trained))):
-        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
-            write_rows(Path(path), part)
+    write_missing_rows(config, {_TRAIN: trained, _HELD_OUT: held_out, _RANDOM: with_random_preferences(trained)})
     start = Path(_START.replace("${trainer.seed}", str(config.trainer.seed)))
     if config.policy_model_path == str(start):
         make_fine_tuned(start, write_model, steps=START_STEPS, seed=config.trainer.seed)

@@ -104,11 +104,10 @@ class GuessEnvironment:
 
 def prepare(config: Config) -> None:
     """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
-    from rl_examples.arithmetic import write_rows
+    from rl_examples.arithmetic import write_missing_rows
     from rl_examples.whole_models import is_to_be_made
 
-    if _NUMBERS in (*config.data.train_data, *config.data.val_data) and not Path(_NUMBERS).exists():
-        write_rows(Path(_NUMBERS), numbers())
+    write_missing_rows(config, {_NUMBERS: numbers()})
     for start_model, write in ((_START_MODEL, write_model), (_START_MOE_MODEL, write_moe_model)):
         directory = start_model.replace("${trainer.seed}", str(config.trainer.seed))
         if config.policy_model_path == directory and is_to_be_made(Path(directory)):

@@ -65,13 +65,11 @@ START_ACCURACY = 0.20
 
 def prepare(config: Config) -> None:
     """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
-    from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_model, write_moe_model, write_rows
+    from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_missing_rows, write_model, write_moe_model
     from rl_examples.whole_models import is_to_be_made
 
     rows = problems()
-    for path, part in ((_TRAIN, rows[NUM_HELD_OUT:]), (_HELD_OUT, rows[:NUM_HELD_OUT])):
-        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
-            write_rows(Path(path), part)
+    write_missing_rows(config, {_TRAIN: rows[NUM_HELD_OUT:], _HELD_OUT: rows[:NUM_HELD_OUT]})
     for start_model, write in ((_START_MODEL, write_model), (_START_MOE_MODEL, write_moe_model)):
         directory = start_model.replace("${trainer.seed}", str(config.trainer.seed))
         if config.policy_model_path == directory and is_to_be_made(Path(directory)):

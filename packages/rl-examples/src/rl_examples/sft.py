@@ -77,13 +77,11 @@ def prepare(config: Config) -> None:
 
 def write_missing_data(config: Config) -> None:
     """Writes the problems with their answers if the configuration uses them and they are missing."""
-    from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_rows
+    from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_missing_rows
 
     rows = problems()
     held_out, trained = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
-    for path, part in ((TRAIN, trained), (HELD_OUT, held_out), (_SHUFFLED, with_shuffled_answers(trained))):
-        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
-            write_rows(Path(path), part)
+    write_missing_rows(config, {TRAIN: trained, HELD_OUT: held_out, _SHUFFLED: with_shuffled_answers(trained)})
 
 
 def with_shuffled_answers(rows: list[dict[str, str]]) -> list[dict[str, str]]:

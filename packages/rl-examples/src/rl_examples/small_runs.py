@@ -135,11 +135,9 @@ def write_files(
 def write_problems(config: Config, run: SmallRun, rows: Sequence[Mapping[str, Any]], *, num_held_out: int) -> None:
     """Writes the first `num_held_out` problems to the held-out file and the others to the training file. Writes a file
     only if the configuration uses it and it is missing."""
-    from rl_examples.arithmetic import write_rows
+    from rl_examples.arithmetic import write_missing_rows
 
-    for path, part in ((run.train, rows[num_held_out:]), (run.held_out, rows[:num_held_out])):
-        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
-            write_rows(Path(path), part)
+    write_missing_rows(config, {run.train: rows[num_held_out:], run.held_out: rows[:num_held_out]})
 
 
 def write_start_model(

@@ -113,13 +113,13 @@ def rows() -> list[dict[str, Any]]:
 
 def prepare(config: Config) -> None:
     """Creates the recipe's data and model if the configuration uses them and they are missing."""
-    from rl_examples.arithmetic import write_rows
+    from rl_examples.arithmetic import write_missing_rows
     from rl_examples.tiny_model import write_tiny_chat_model
     from rl_examples.whole_models import is_to_be_made, make_whole
 
-    for path, is_held_out in ((_TRAIN, False), (_HELD_OUT, True)):
-        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
-            write_rows(Path(path), [row for row in rows() if row["is_held_out"] == is_held_out])
+    trained = [row for row in rows() if not row["is_held_out"]]
+    held_out = [row for row in rows() if row["is_held_out"]]
+    write_missing_rows(config, {_TRAIN: trained, _HELD_OUT: held_out})
     if config.policy_model_path == _MODEL:
         write_smollm2(Path(_MODEL))
     if config.policy_model_path == _TINY_MODEL and is_to_be_made(Path(_TINY_MODEL)):

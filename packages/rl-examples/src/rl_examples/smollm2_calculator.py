@@ -17,7 +17,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from rl_core.config import Config
@@ -124,12 +123,10 @@ def rows() -> list[dict[str, Any]]:
 def prepare(config: Config) -> None:
     """Creates the recipe's data, and the model of `rl_examples.smollm2`, if the configuration uses them and they are
     missing."""
-    from rl_examples.arithmetic import write_rows
+    from rl_examples.arithmetic import write_missing_rows
 
     prepare_model(config)
-    for path, part in ((_TRAIN, rows()[NUM_HELD_OUT:]), (_HELD_OUT, rows()[:NUM_HELD_OUT])):
-        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
-            write_rows(Path(path), part)
+    write_missing_rows(config, {_TRAIN: rows()[NUM_HELD_OUT:], _HELD_OUT: rows()[:NUM_HELD_OUT]})
 
 
 def _said(role: str, content: str) -> dict[str, str]:
