@@ -110,8 +110,9 @@ print(bytes.fromhex("73776f726466697368").decode() if found() else "not found")
 def test_the_program_is_the_last_closed_python_block_after_the_thinking():
     assert program_in("```python\na\n```\nthen\n```py\nb\n```\n```text\nc\n```") == "b\n"
     assert program_in("```\na\n```") == "a\n"
-    assert program_in("<think>```python\na\n```</think> none") is None
+    assert program_in("<think>\n```python\na\n```\n</think> none") is None
     assert program_in("<think>hm</think>```python\nb\n```") == "b\n"
+    assert program_in("<think>\n```python\na\n```\nhm, no") is None
     assert program_in("```python\na\n") is None
     assert program_in("```json\n{}\n```") is None
     assert program_in("") is None

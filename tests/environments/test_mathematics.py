@@ -46,6 +46,7 @@ async def test_answers_are_compared_as_expressions():
         ("18", "\\boxed{18.0}", 1.0),
         ("18", "<think>\\boxed{17}</think> \\boxed{18}", 1.0),
         ("18", "<think>\\boxed{18}</think> I forgot.", 0.0),
+        ("18", "<think>Is it \\boxed{18}?", 0.0),
         ("$x^2+2x+1$", "$(x+1)^2$", 1.0),
         ("x^2+2x+1", "\\boxed{(x+1)^2}", 1.0),
         ("Half of 36 is 18.\n#### 18", "\\boxed{18}", 1.0),

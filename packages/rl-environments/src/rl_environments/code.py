@@ -14,6 +14,7 @@ from rl_environments.code_tests import ExpectedTest, expected_tests
 from rl_environments.options import is_number, one_of, options_of
 from rl_environments.sandbox import Limits, Outcome, Sandbox, shared_sandbox
 from rl_environments.sandbox.slots import MOST_SLOTS
+from rl_environments.tools.call_formats import without_thought
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
@@ -130,8 +131,7 @@ def program_in(response: str) -> str | None:
 
     Blocks in the model's thinking do not count, nor does an unterminated block (the response was cut off).
     """
-    answer = response.rpartition("</think>")[2]
-    blocks = [body for language, body in _FENCED.findall(answer) if language.lower() in _PYTHON]
+    blocks = [body for language, body in _FENCED.findall(without_thought(response)) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else None
 
 

@@ -13,6 +13,7 @@ from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least
 from rl_environments.judge_pool import shared_pool
 from rl_environments.options import is_number, options_of
+from rl_environments.tools.call_formats import without_thought
 
 _MOST_PROCESSES = 4
 
@@ -61,7 +62,7 @@ class MathematicsEnvironment:
         """Raises what `JudgePool.verdict` raises."""
         processes = self._options.processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
         verdict = await shared_pool(processes).verdict(
-            answer_in(action.text), self._reference, cpu_s=self._options.cpu_s, wait_s=self._options.wait_s
+            without_thought(action.text), self._reference, cpu_s=self._options.cpu_s, wait_s=self._options.wait_s
         )
         metrics = {
             "accuracy": float(verdict.is_right),
@@ -93,8 +94,3 @@ def reference_answer(row: Row) -> str:
             f"{given!r:.200} (the row has {columns})"
         )
     return text
-
-
-def answer_in(response: str) -> str:
-    """Returns the response without the model's thinking."""
-    return response.rpartition("</think>")[2]

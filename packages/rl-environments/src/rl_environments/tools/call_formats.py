@@ -88,7 +88,8 @@ def format_of_name(name: str, key: str = "environment.options.call_format") -> C
 
 
 def without_thought(text: str) -> str:
-    """The text after the last `</think>`, up to the next `<think>`. Calls in the thinking do not count."""
+    """The text after the last `</think>`, up to the next `<think>`, whose thought was cut off. What the model writes in
+    its thinking does not count."""
     behind = text.rpartition("</think>")[2]
     return behind.partition("<think>")[0]
 
