@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,11 +101,57 @@ async def test_a_hung_server_is_restarted_even_if_it_answers():
     await supervisor.close()
 
 
+async def _restarted(supervisor: Supervisor, pool: Pool) -> None:
+    """Gives up the pool's only server, and waits until it is up again."""
+    (member,) = pool.members
+    lost, member.hung = member.lost, "it is hung, says a test"
+    supervisor.suspect(member)
+    async with asyncio.timeout(20):
+        await lost.wait()
+    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=20)
+
+
+async def test_a_server_that_restarts_while_an_update_begins_and_ends_comes_back():
+    """A report that crosses an update is ignored, so the server must be asked again."""
+    pool, server = Pool(1), StartedAgain()
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    await supervisor.start()
+
+    def begins_or_ends() -> None:
+        pool.num_updates += 1
+
+    server.during_heartbeats = [begins_or_ends, begins_or_ends]
+    await _restarted(supervisor, pool)
+    await _restarted(supervisor, pool)
+    await supervisor.close()
+
+
+async def test_a_server_comes_back_whatever_error_its_heartbeats_and_starts_raise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.01)
+    pool, server = Pool(1), StartedAgain()
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    await supervisor.start()
+    health, server.health = server.health, {}
+    supervisor.suspect(pool.members[0])
+    async with asyncio.timeout(20):
+        while "vLLM server 0 could not be restarted: KeyError: 'vocab_size'" not in caplog.messages:
+            await asyncio.sleep(0.01)
+    assert caplog.messages[0] == "vLLM server 0 has failed; it is restarted: KeyError: 'vocab_size'"
+    server.health = health
+    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=20)
+    await supervisor.close()
+
+
 class StartedAgain:
     """A server that answers every route and records its requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, Any]] = []
+        self.health = {"quarantine": None, "version": -1, "vocab_size": 8, "num_workers": 1}
+        self.during_heartbeats: list[Callable[[], None]] = []
+        """Functions that are called during the next heartbeats, one for each."""
         self._runners: list[web.AppRunner] = []
 
     async def start(self) -> ServerAddress:
@@ -121,8 +168,9 @@ class StartedAgain:
         name, arguments = request.match_info["name"], wire.decode(await request.read())
         if name != "health":
             self.requests.append((name, arguments))
-        health = {"quarantine": None, "version": -1, "vocab_size": 8, "num_workers": 1}
-        answer = wire.encode(health if name == "health" else {})
+        elif self.during_heartbeats:
+            self.during_heartbeats.pop(0)()
+        answer = wire.encode(self.health if name == "health" else {})
         return web.Response(body=answer, content_type=wire.MEDIA_TYPE)
 
     def kill(self) -> None: ...

@@ -106,7 +106,8 @@ class Supervisor:
                     # The server allocated its memory when it started, but training uses that memory now.
                     await connection.call("sleep", {"level": reached.sleep_level}, timeout_s=_PREPARE_S)
                     await connection.call("wake", {"tags": sorted(reached.woken)}, timeout_s=_PREPARE_S)
-                await self._heard(member, connection)
+                while not await self._heard(member, connection):
+                    pass  # a weight update began or ended meanwhile
         except ServerGone as error:
             raise GenerationError(f"{member} started, but was lost right away: {error}") from error
 
@@ -120,15 +121,17 @@ class Supervisor:
             except (GenerationError, DeadlineError) as error:
                 logger.error("%s no longer serves adapter %r: %s", connection.name, name, error)
 
-    async def _heard(self, member: Member, connection: Connection) -> None:
-        """Sends one heartbeat and records the answer in the pool. Leaves the member unchanged if a weight update began
-        or ended meanwhile."""
+    async def _heard(self, member: Member, connection: Connection) -> bool:
+        """Sends one heartbeat and records the answer in the pool. Leaves the member unchanged and returns False if a
+        weight update began or ended meanwhile."""
         updates = self._pool.num_updates
         health = await connection.call("health", timeout_s=self._heartbeat.hung_after_s)
         self._pool.facts = EngineFacts(vocab_size=health["vocab_size"], num_workers=health["num_workers"])
-        if updates == self._pool.num_updates:
-            is_quarantined = health["quarantine"] is not None
-            await self._pool.joined(member, connection, health["version"], is_quarantined=is_quarantined)
+        if updates != self._pool.num_updates:
+            return False
+        is_quarantined = health["quarantine"] is not None
+        await self._pool.joined(member, connection, health["version"], is_quarantined=is_quarantined)
+        return True
 
     async def _watch(self, member: Member, server: Startable) -> None:
         suspected = self._suspected[member.index]
@@ -160,28 +163,33 @@ class Supervisor:
             except ServerGone:
                 await asyncio.sleep(_CONFIRM_S)
                 await self._heard(member, connection)
-        except (ServerGone, RLError) as error:
-            return str(error)
+        except Exception as error:  # whatever it is: if this task ended, nothing would restart the server
+            return _reason(error)
         return None
 
     async def _bring_back(self, member: Member, server: Startable) -> None:
         """Restarts the server, as often as needed until it answers. The other servers continue to serve."""
         pause_s, began = _RESTART_PAUSE_S, time.monotonic()
         while True:
-            server.kill()
             try:
+                server.kill()
                 await self._start(member, server)
-            except RLError as error:
+            except Exception as error:  # as in `_fault`
                 problem = (
                     "has not been started again" if isinstance(server, ExternalServer) else "could not be restarted"
                 )
-                logger.error("%s %s: %s", member, problem, error)
-                member.why_down = str(error)
+                member.why_down = _reason(error)
+                logger.error("%s %s: %s", member, problem, member.why_down)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RESTART_PAUSE_S)
             else:
                 logger.warning("%s is up again after %.0f s", member, time.monotonic() - began)
                 return
+
+
+def _reason(error: Exception) -> str:
+    """Returns the error's message; an unexpected error's message begins with its type."""
+    return str(error) if isinstance(error, ServerGone | RLError) else f"{type(error).__name__}: {error}"
 
 
 @attrs.frozen
