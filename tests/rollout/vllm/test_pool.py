@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from rl_core.errors import DeadlineError, GenerationError
+from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.tasks import IdleTime
 from rl_rollout.vllm import supervisor as supervisor_module
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import Connection, ServerGone, open_session
+from rl_rollout.vllm.launch import ClientSettings, supervised_client
 from rl_rollout.vllm.pool import Member, Pool, Wanted
 from rl_rollout.vllm.server import ServerAddress
 from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
+from rl_rollout.vllm.tokens import Tokens
 
 
 async def _pool(*versions: int) -> tuple[Pool, list[Member]]:
@@ -175,6 +178,10 @@ class StartedAgain:
 
     def kill(self) -> None: ...
 
+    @property
+    def is_stopped(self) -> bool:
+        return not self._runners
+
     async def stop(self) -> None:
         while self._runners:
             await self._runners.pop().cleanup()
@@ -216,6 +223,24 @@ async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
     await supervisor.start()
     assert server.requests == [adapter]
     await supervisor.close()
+
+
+async def test_a_router_whose_port_is_used_is_an_error_of_its_key_and_stops_the_servers(tmp_path: Path):
+    server = StartedAgain()
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        settings = ClientSettings(
+            tokens=Tokens(control="token"),
+            timeout_s=10.0,
+            start_timeout_s=10.0,
+            heartbeat=Heartbeat(interval_s=100.0, hung_after_s=10.0),
+            served_model_name="policy",
+            run_dir=tmp_path,
+            router_address=("127.0.0.1", port),
+        )
+        with pytest.raises(ConfigError, match=rf"^generator\.inference_engine\.router_port: got {port}, but .* in use"):
+            await supervised_client([server], settings)
+    assert server.is_stopped
 
 
 class DoesNotStart:

@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 
 from rl_core import plugins
+from rl_core.errors import ConfigError
 from rl_core.interfaces import EngineSpec
 from rl_core.workers.ray_cluster import ray_session
 from rl_rollout.transports.receivers import receiver_of
@@ -32,8 +33,8 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
     external servers may hold other weights.
 
     Raises:
-        ConfigError: Ray's cluster is too small for the servers, vLLM's CPU build does not support the options, or the
-            control token of external servers is missing.
+        ConfigError: Ray's cluster is too small for the servers, vLLM's CPU build does not support the options, the
+            control token of external servers is missing, or the router cannot listen at its port.
         DeadlineError: resources of Ray's cluster did not become free in time.
         GenerationError, DeadlineError: a server did not start. If the run started it, the message has its last log
             lines.
@@ -100,21 +101,20 @@ async def supervised_client(
     servers: Sequence[Startable], settings: ClientSettings, *, after: Callable[[], None] = lambda: None
 ) -> RemoteInferenceClient:
     """Starts the servers and returns a client for them. Its `close` stops the servers that the run started, then calls
-    `after`."""
+    `after`. Raises the errors of `Supervisor.start`, and ConfigError if the router cannot listen at its address; then
+    the servers are stopped."""
     pool = Pool(len(servers))
     supervisor = Supervisor(pool, servers, settings.heartbeat, control_token=settings.tokens.control)
     await supervisor.start()
     pool.adopt_version()
     router = Router(pool, token=settings.tokens.access, timeout_s=settings.timeout_s, on_failure=supervisor.suspect)
     if settings.router_address is not None:
-        await router.start(*settings.router_address)
-        where = tell_agents(settings.run_dir, settings.tokens)
-        logger.warning(
-            "an OpenAI client reaches the policy at %s, model %r; its api_key is in %s",
-            router.url,
-            settings.served_model_name,
-            where,
-        )
+        try:
+            await _open_to_agents(router, *settings.router_address, settings)
+        except BaseException:  # not only Exception: the run may be cancelled meanwhile
+            await router.close()
+            await supervisor.close()
+            raise
 
     async def close() -> None:
         await router.close()
@@ -129,6 +129,23 @@ async def supervised_client(
         on_close=close,
         served_model_name=settings.served_model_name,
         router=router,
+    )
+
+
+async def _open_to_agents(router: Router, host: str, port: int, settings: ClientSettings) -> None:
+    try:
+        await router.start(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"generator.inference_engine.router_port: got {port}, but the router cannot listen there: {error}; set "
+            "another port, or 0 for a free one"
+        ) from error
+    where = tell_agents(settings.run_dir, settings.tokens)
+    logger.warning(
+        "an OpenAI client reaches the policy at %s, model %r; its api_key is in %s",
+        router.url,
+        settings.served_model_name,
+        where,
     )
 
 

@@ -99,14 +99,20 @@ class Router:
         self._runner: web.AppRunner
 
     async def start(self, host: str, port: int) -> str:
-        """Starts listening; returns `url`."""
+        """Starts listening; returns `url`. Raises OSError if that is impossible, for example because the port is
+        used."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", _PREFIX + "{path:.*}", self._pass_on)
         self._session = open_session(self.token)
         # aiohttp cancels a request whose agent disconnects. `close` waits at most 1 s for requests that still run.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except BaseException:
+            await self._runner.cleanup()
+            await self._session.close()
+            raise
         address = self._runner.addresses[0]
         self.url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}/v1"
         return self.url
