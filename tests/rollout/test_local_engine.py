@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
+from typing import ClassVar
 
 import attrs
 import pytest
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import engine_spec, from_mapping
 from rl_core.errors import ConfigError, DeadlineError, GenerationError, WeightSyncError
-from rl_core.interfaces import GenerateRequest, InferencePlugin, Manifest, SamplingParams
+from rl_core.interfaces import GenerateRequest, InferencePlugin, Manifest, Rendezvous, SamplingParams
 from rl_core.plugins import installed, load
 from rl_core.rank_kit.weight_buckets import tensor_record
 from rl_core.testing.models import make_checkpoint
@@ -258,6 +260,36 @@ async def test_the_error_of_a_late_request_says_what_it_waited_for(model):
     await engine.resume()
     assert (await engine.health()).num_waiting == 0
     await engine.generate(request_of("frozen", SamplingParams(max_tokens=2)))
+    await engine.close()
+
+
+class HeldUp:
+    """A receiver that records the version. Version 0 arrives only when `go_on` is set."""
+
+    is_staged = True
+    begun: ClassVar[list[int]] = []
+    go_on = threading.Event()
+
+    def __init__(self, rendezvous):
+        pass
+
+    def receive(self, version):
+        self.begun.append(version)
+        assert version or self.go_on.wait(30)
+        return iter(())
+
+
+async def test_a_sync_waits_for_an_earlier_one_that_missed_its_deadline(model):
+    engine = await start(model)
+    rendezvous = Rendezvous(transport="held_up", receiver=f"{__name__}:HeldUp", data={})
+    deadline_s, engine._timeout_s = engine._timeout_s, 0.3
+    for version in range(2):
+        with pytest.raises(DeadlineError, match=rf"waited 0\.3 s for weight version {version} to arrive"):
+            await engine.prepare_weights(rendezvous, version)
+    engine._timeout_s = deadline_s
+    HeldUp.go_on.set()
+    await engine.prepare_weights(rendezvous, 2)
+    assert HeldUp.begun == [0, 2]
     await engine.close()
 
 

@@ -17,6 +17,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -63,6 +64,8 @@ class LocalEngine:
         self._closed = False
         self._answers: set[asyncio.Future[Any]] = set()
         self._held = HeldWeights()
+        # One thread: a sync that missed its deadline still uses `_held`, so the next one waits for its end.
+        self._staging = ThreadPoolExecutor(1, "rl-rollout-local-staging")
         self._staged: tuple[Rendezvous, StagedWeights] | None = None
         self._when_still: list[Callable[[], None]] = []
         self._thread: threading.Thread
@@ -159,7 +162,7 @@ class LocalEngine:
         """See `WeightPreparing`."""
         self._require_alive()
         self._staged = None
-        staging = asyncio.ensure_future(asyncio.to_thread(stage, rendezvous, version, self._held))
+        staging = self._loop.run_in_executor(self._staging, stage, rendezvous, version, self._held)
         self._staged = (rendezvous, await self._wait(staging, f"weight version {version} to arrive"))
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
@@ -202,6 +205,7 @@ class LocalEngine:
         if not self._closed:
             self._closed = True
             self._fail_calls(GenerationError("the local engine was closed"))
+            self._staging.shutdown(wait=False)
             with self._wake:
                 self._wake.notify()
         await asyncio.to_thread(self._thread.join, self._timeout_s)
