@@ -38,6 +38,10 @@ def wrong(completions: list[Any]) -> float:
     return 1.0
 
 
+def wordy(completions: list[Any]) -> list[str]:
+    return ["good"]
+
+
 def endless(completions: list[Any]) -> list[float]:
     return [float("nan")]
 
@@ -91,6 +95,7 @@ async def test_a_function_that_returns_none_is_ignored():
     ("name", "message"),
     [
         ("wrong", r"returned 1\.0; expected a list of one number"),
+        ("wordy", r"the reward function wordy returned \['good'\]; expected a list of one number"),
         ("endless", "returned nan; expected a finite number"),
         ("stateful", r"needs 'trainer_state'; only TRL passes it, so give it a default, such as trainer_state=None$"),
         ("needy", r"needs 'anser'; the row has prompt, answer\. Did you mean 'answer'\?"),

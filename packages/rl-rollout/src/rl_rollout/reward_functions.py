@@ -115,13 +115,17 @@ def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
 
 def _number(name: str, answer: Any) -> float | None:
     """Returns the single number in a function's result, or None. Raises DataError if the result is not a list of one
-    element, or if the number is not finite."""
+    number or None, or if the number is not finite."""
+    not_one_number = f"the reward function {name} returned {answer!r:.80}; expected a list of one number"
     values = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 1:
-        raise DataError(f"the reward function {name} returned {answer!r:.80}; expected a list of one number")
+        raise DataError(not_one_number)
     if values[0] is None:
         return None
-    reward = float(values[0])
+    try:
+        reward = float(values[0])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(not_one_number) from error
     if not math.isfinite(reward):
         raise DataError(f"the reward function {name} returned {reward}; expected a finite number, or None")
     return reward
