@@ -161,7 +161,8 @@ async def test_a_broken_stream_ends_with_an_error_and_without_a_partial_event(st
     assert status == 200
     *events, error, end = body.split(b"\n\n")
     assert events == [EVENT.strip()] * 2
-    assert "the server was lost" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
+    record = json.loads(error.removeprefix(b"data: "))["error"]
+    assert (record["code"], "the server was lost" in record["message"]) == (502, True)
     assert end == b""
     assert scene.server.num_asked == 1
 
@@ -197,7 +198,10 @@ async def test_no_request_outlives_its_deadline(start):
 async def test_a_stream_that_outlives_its_deadline_ends_with_an_error(start):
     scene = await start(streams(1, never_answers), timeout_s=0.5)
     _, body = await asyncio.wait_for(posted(scene), 10)
-    assert b"the request's deadline has passed" in body
+    event, error, _ = body.split(b"\n\n")
+    record = json.loads(error.removeprefix(b"data: "))["error"]
+    assert event == EVENT.strip()
+    assert (record["code"], "the request's deadline has passed" in record["message"]) == (504, True)
     await asyncio.wait_for(scene.server.left.wait(), 10)
 
 

@@ -228,11 +228,13 @@ class Router:
                 raise gone(error, str(member)) from error
             if response is None:
                 raise
-            if not isinstance(error, TimeoutError):
+            if isinstance(error, TimeoutError):
+                record = _error_record(504, "the request's deadline has passed; ask again")
+            else:
                 logger.warning("%s was lost while it answered an agent: %s", member, error)
                 self._on_failure(member)
-            what = "the request's deadline has passed" if isinstance(error, TimeoutError) else "the server was lost"
-            event = b"data: " + json.dumps(_error_record(502, f"{what}; ask again")).encode() + b"\n\n"
+                record = _error_record(502, "the server was lost; ask again")
+            event = b"data: " + json.dumps(record).encode() + b"\n\n"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline + _LAST_WORDS_S):
                     await response.write(event)
