@@ -126,18 +126,22 @@ def test_sample_seeds_never_change_between_versions_and_machines():
     assert len({sample_seed(s, g, i) for s in range(5) for g in range(12) for i in range(12)}) == 5 * 12 * 12
 
 
-async def test_a_prompt_is_encoded_once_for_its_group(tokenizer):
-    class CountingCodec(TokenCodec):
-        count = 0
+async def test_a_prompt_is_rendered_and_encoded_once_for_its_group(tokenizer):
+    calls = []
 
-        def encode(self, prompt):
-            CountingCodec.count += 1
-            return super().encode(prompt)
+    class RecordingCodec(TokenCodec):
+        def prompt_text(self, prompt):
+            calls.append("prompt_text")
+            return super().prompt_text(prompt)
 
-    codec = CountingCodec(tokenizer, chat_template_kwargs={})
+        def encode_text(self, text):
+            calls.append("encode_text")
+            return super().encode_text(text)
+
+    codec = RecordingCodec(tokenizer, chat_template_kwargs={})
     episodes = Episodes(environment_of=lambda row: Sums)
     await EnvironmentGenerator(EchoClient(tokenizer), codec, episodes).generate(request_of(num_samples=16))
-    assert CountingCodec.count == 1
+    assert calls == ["prompt_text", "encode_text"]
 
 
 async def test_no_more_episodes_run_than_allowed(tokenizer):

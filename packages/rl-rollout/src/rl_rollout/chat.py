@@ -91,10 +91,15 @@ class TokenCodec:
                 tools; or the tokenizer has no chat template, or the template refuses the messages.
             ConfigError: the codec has tools, but the template does not show them.
         """
-        tokens = self.encode_text(self.prompt_text(prompt))
+        return self.encode_with_text(prompt)[0]
+
+    def encode_with_text(self, prompt: Prompt) -> tuple[tuple[int, ...], str]:
+        """Like `encode`, but also returns the prompt's text, as `prompt_text` does."""
+        text = self.prompt_text(prompt)
+        tokens = self.encode_text(text)
         if not tokens:
             raise DataError(f"the prompt {prompt!r} has no tokens")
-        return tokens
+        return tokens, text
 
     def prompt_text(self, prompt: Prompt) -> str:
         """Returns the text that the policy sees: the prompt itself, or chat messages as the template writes them."""

@@ -225,7 +225,7 @@ class _GroupPrompts:
         for known, its_codec, tokens, text in self._known:
             if its_codec is codec and known == prompt:
                 return tokens, text
-        tokens, text = codec.encode(prompt), codec.prompt_text(prompt)
+        tokens, text = codec.encode_with_text(prompt)
         self._known.append((prompt, codec, tokens, text))
         return tokens, text
 
