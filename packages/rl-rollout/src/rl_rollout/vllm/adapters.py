@@ -49,11 +49,8 @@ class NamedAdapters:
                 adapter; nothing has changed. Or an engine failed to load the adapter after the checks; the name now has
                 no adapter.
         """
-        if name == BASE_MODEL.lora_name:
-            raise GenerationError(
-                f"an adapter cannot have the name {name!r}, which is the base model's; choose another"
-            )
-        if not name or name == POLICY_ADAPTER.lora_name or self._models.is_base_model(name):
+        reserved = ("", POLICY_ADAPTER.lora_name, BASE_MODEL.lora_name)
+        if name in reserved or self._models.is_base_model(name):
             raise GenerationError(
                 f"an adapter cannot have the name {name!r}: it is empty, the policy's or the model's; choose another"
             )
