@@ -11,9 +11,9 @@ import pytest
 
 from rl_core import plugins
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WeightBucket, WorkerSpec
+from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, PauseMode, WeightBucket, WorkerSpec
 from rl_core.trainer.colocation import EngineTurns
-from rl_core.trainer.publish import PauseMode, publish_weights
+from rl_core.trainer.publish import publish_weights
 from rl_core.trainer.serving import ServedEngines, ServingSettings
 from rl_core.trainer.verification import LIMITS as LARGEST
 from rl_core.trainer.verification import VerificationSettings, WeightVerification

@@ -96,12 +96,15 @@ class Sampler(Protocol):
         ...
 
 
+PauseMode = Literal["keep", "abort", "wait"]
+
+
 @runtime_checkable
 class InferenceClient(Sampler, Protocol):
     """A sampler whose weights the loop updates. Every call has a deadline. A call that exceeds it raises an error that
     says what the call waited for."""
 
-    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
+    async def pause(self, mode: PauseMode = "keep") -> None:
         """Stops sampling. Running requests pause (`keep`), return the tokens sampled so far (`abort`) or finish first
         (`wait`)."""
         ...

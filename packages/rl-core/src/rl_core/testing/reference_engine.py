@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -17,6 +17,7 @@ from rl_core.interfaces import (
     EngineHealth,
     GenerateRequest,
     Manifest,
+    PauseMode,
     Rendezvous,
     SamplingParams,
     StopReason,
@@ -82,7 +83,7 @@ class ReferenceEngine:
         except TimeoutError:
             raise DeadlineError(f"waited {self._timeout_s:g} s for request {request.sample_id!r}") from None
 
-    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
+    async def pause(self, mode: PauseMode = "keep") -> None:
         if mode == "wait":
             await asyncio.gather(*[r.task for r in self._running.values() if r.task])
         self._may_sample.clear()

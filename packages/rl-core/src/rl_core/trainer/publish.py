@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
-from rl_core.interfaces import InferenceClient, Manifest, WeightPreparing, WeightReceivers, WeightTransport
+from rl_core.interfaces import InferenceClient, Manifest, PauseMode, WeightPreparing, WeightReceivers, WeightTransport
 from rl_core.rank_kit.weight_buckets import require_same
 from rl_core.tasks import code_of
 from rl_core.workers import WorkerGroup
 
 R = TypeVar("R")
-PauseMode = Literal["keep", "abort", "wait"]
 _END_S = 10.0
 """Longest wait, in seconds, for engines to end their part of a failed sync."""
 

@@ -17,6 +17,7 @@ from rl_core.interfaces import (
     IdleMeasuring,
     InferenceClient,
     LossDetecting,
+    PauseMode,
     Recovering,
     WeightReceivers,
     WeightTransport,
@@ -24,7 +25,7 @@ from rl_core.interfaces import (
 from rl_core.stored_files import is_disk_full
 from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.delta_syncs import DeltaSyncs, sent_share
-from rl_core.trainer.publish import PauseMode, Publication, publish_weights
+from rl_core.trainer.publish import Publication, publish_weights
 from rl_core.trainer.verification import VerificationSettings, verification_of
 from rl_core.workers import WorkerGroup
 

@@ -24,12 +24,12 @@ import attrs
 import torch
 
 from rl_core.errors import DeadlineError, GenerationError, RLError
-from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Rendezvous
+from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, PauseMode, Rendezvous
 from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_core.rank_kit.weight_deltas import HeldWeights
 from rl_rollout.local.model import StagedWeights, eos_tokens, stage
 from rl_rollout.local.rows import Ended, Sample
-from rl_rollout.local.scheduler import PauseMode, Scheduler
+from rl_rollout.local.scheduler import Scheduler
 from rl_rollout.local.stop_strings import StopStringWatch
 
 if TYPE_CHECKING:

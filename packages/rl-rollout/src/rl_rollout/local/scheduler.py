@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from rl_core.interfaces import Completion
+from rl_core.interfaces import Completion, PauseMode
 from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_rollout.local.model import StagedWeights, load_weights, require_complete
 from rl_rollout.local.rows import Ended, Rows, Sample
-
-PauseMode = Literal["keep", "abort", "wait"]
 
 _JOIN_FRACTION = 8
 """Waiting samples join the running ones only when 1/8 of the rows are free, or when enough rows are free for all of

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from rl_core.interfaces import GenerateRequest, Rendezvous, SamplingParams
+from rl_core.interfaces import GenerateRequest, PauseMode, Rendezvous, SamplingParams
 
 MAX_SAMPLES = 4096
 """Maximum number of samples of one request."""
@@ -97,7 +97,7 @@ class AbortBody(Body):
 class PauseBody(Body):
     """See `InferenceClient.pause`."""
 
-    mode: Literal["keep", "abort", "wait"]
+    mode: PauseMode
 
 
 class UpdateBody(Body):

@@ -15,12 +15,21 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
 from rl_core.errors import DeadlineError, GenerationError, RLError, WeightSyncError
-from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Message, Rendezvous, ServedModel
+from rl_core.interfaces import (
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    Manifest,
+    Message,
+    PauseMode,
+    Rendezvous,
+    ServedModel,
+)
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
 from rl_rollout.vllm.engine_arguments import BASE_MODEL_NAME
@@ -176,7 +185,7 @@ class RemoteInferenceClient:
 
     # --- pausing and weights ------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
+    async def pause(self, mode: PauseMode = "keep") -> None:
         """See `InferenceClient.pause`."""
         await self._on_all("pause", {"mode": mode}, timeout_s=self._timeout_s)
 

@@ -12,7 +12,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Literal
+from typing import Any
 
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.exceptions import VLLMClientError
@@ -24,14 +24,13 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl_core.errors import GenerationError, WeightSyncError
-from rl_core.interfaces import Completion, GenerateRequest, Rendezvous, SamplingParams
+from rl_core.interfaces import Completion, GenerateRequest, PauseMode, Rendezvous, SamplingParams
 from rl_core.tasks import all_of
 from rl_rollout.transports.receivers import require_allowed
 from rl_rollout.vllm.adapters import NamedAdapters
 from rl_rollout.vllm.engine_cores import answers_of_all, require_single_calls
 from rl_rollout.vllm.preparing import arguments_of, prepared
 
-PauseMode = Literal["keep", "abort", "wait"]
 _MAX_SEED = 2**63
 _SETTLE_S = 0.001
 _LOOK_S = 0.2
