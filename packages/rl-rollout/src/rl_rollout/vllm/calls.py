@@ -33,11 +33,6 @@ class Calls:
         self._finished: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
         self._kept_bytes = 0
 
-    @property
-    def running(self) -> tuple[str, ...]:
-        """Ids of running requests."""
-        return tuple(self._running)
-
     async def answer(self, sample_id: str, body: bytes, compute: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
         """Runs `compute` and returns its answer. If the id is known, waits for its running `compute` instead, or
         returns its kept answer.
