@@ -344,12 +344,15 @@ async def _five_syncs(engine: EngineInProcess) -> dict[str, list[float]]:
 
 
 async def _moe(engine: EngineInProcess) -> dict[str, Any]:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
     from rl_rollout.vllm import fixes
 
     expert = "model.layers.1.mlp.experts.3.down_proj.weight"
     found: dict[str, Any] = {"expert left out": await _proof(engine, "files", leave_out=expert)}
     found["syncs"] = await _five_syncs(engine.forgetful())
-    fixes.undo_repack_moe_experts_on_cpu()
+    fixed: Any = UnquantizedFusedMoEMethod._setup_kernel
+    UnquantizedFusedMoEMethod._setup_kernel = fixed.__wrapped__
     found["without the fix"] = await _proof(engine, "files")
     fixes.apply()
     return {**found, "with the fix again": await _proof(engine, "files")}

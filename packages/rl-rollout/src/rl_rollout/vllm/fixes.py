@@ -231,11 +231,3 @@ def unlink_shared_memory_on_cpu() -> None:
 
     setattr(init_and_unlink, _MARK, True)
     _CPUSHMDistributed._init_cpu_shm = init_and_unlink
-
-
-def undo_repack_moe_experts_on_cpu() -> None:
-    """Removes `repack_moe_experts_on_cpu`, so that a test can show that this fix is still needed."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-    setup_kernel: Any = UnquantizedFusedMoEMethod._setup_kernel
-    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel.__wrapped__
