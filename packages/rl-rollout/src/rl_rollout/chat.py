@@ -39,7 +39,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except Exception as error:
         # A broken file can make transformers raise any exception.
         raise ConfigError(
-            f"trainer.policy.model.path: {path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
+            f"{_MODEL_PATH}: {path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -243,9 +243,7 @@ class LocalEngine:
                 "generator.inference_engine.backend=vllm"
             )
         if params.stop and self._tokenizer is None:
-            raise GenerationError(
-                f"request {request.sample_id!r}: stop strings need a tokenizer, but the model directory has none"
-            )
+            raise GenerationError(f"{who}: stop strings need a tokenizer, but the model directory has none")
 
     def _submit_new_calls(self) -> None:
         calls, self._new_calls = self._new_calls, []
