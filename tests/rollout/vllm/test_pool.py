@@ -204,6 +204,31 @@ async def test_an_answer_of_another_program_names_the_server_and_quotes_the_answ
     await proxy.stop()
 
 
+class Broken(StartedAgain):
+    """A server whose answers have the expected media type, but another content."""
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        return web.Response(body=b"[oops", content_type=request.content_type)
+
+
+async def test_an_answer_that_cannot_be_decoded_names_the_server_and_quotes_the_answer():
+    server = Broken()
+    url = (await server.start()).url
+    async with open_session("token") as session:
+        connection = Connection(session, url, "vLLM server 0")
+        calls = {
+            wire.MEDIA_TYPE: connection.call("health", timeout_s=10),
+            "application/json": connection.call_json("/rl/health", {}, timeout_s=10),
+        }
+        for media_type, call in calls.items():
+            expected = (
+                rf"vLLM server 0 at {url} answered /rl/health with {media_type} that cannot be decoded .* \[oops$"
+            )
+            with pytest.raises(GenerationError, match=expected):
+                await call
+    await server.stop()
+
+
 async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
     """A server takes its memory when it starts, but training needs that memory while the other servers sleep."""
     pool, server = Pool(1), StartedAgain()

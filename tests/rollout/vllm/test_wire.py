@@ -38,7 +38,7 @@ def test_requests_completions_and_manifests_survive_the_wire():
     empty = Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")
     body = msgspec.msgpack.decode(wire.request_body(REQUEST), type=bodies.GenerateBody)
     assert body.request() == REQUEST
-    first, second = wire.completions_of(wire.completions_body([whole, empty]))
+    first, second = wire.completions_of(wire.decode(wire.completions_body([whole, empty])))
     assert attrs.evolve(first, routed_experts=None) == attrs.evolve(whole, routed_experts=None)
     assert first.routed_experts is not None
     assert first.routed_experts.dtype == np.uint8

@@ -116,7 +116,7 @@ class RemoteInferenceClient:
         """See `InferenceClient.generate`. If the server dies or stops serving, the request goes to another one."""
         body = wire.request_body(request)
 
-        async def ask(connection: Connection, timeout_s: float) -> bytes:
+        async def ask(connection: Connection, timeout_s: float) -> Any:
             return await connection.send("generate", body, timeout_s=timeout_s)
 
         what = f"sample {request.sample_id} ({request.num_samples} × up to {request.params.max_tokens} tokens)"

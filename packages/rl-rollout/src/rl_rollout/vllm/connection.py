@@ -4,9 +4,11 @@ that refused the request."""
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from rl_core.errors import DeadlineError, GenerationError, WeightSyncError
 from rl_rollout.vllm import wire
@@ -19,6 +21,8 @@ CONNECT_S = 10.0
 """Timeout for a server to accept a connection."""
 _REFUSED, _BAD_WEIGHTS, _LOST, _UNAVAILABLE = 400, 409, 502, 503
 _NO_TOKEN, _NO_ROUTE = 401, 404
+_JSON = "application/json"
+_DECODERS = {wire.MEDIA_TYPE: wire.decode, _JSON: json.loads}
 
 
 class ServerGone(Exception):
@@ -56,10 +60,10 @@ class Connection:
             DeadlineError: no answer in time.
             GenerationError, WeightSyncError: the server refused, or something else answered.
         """
-        return wire.decode(await self.send(method, wire.encode(arguments or {}), timeout_s=timeout_s))
+        return await self.send(method, wire.encode(arguments or {}), timeout_s=timeout_s)
 
-    async def send(self, method: str, body: bytes, *, timeout_s: float) -> bytes:
-        """Like `call`, but takes the encoded request body and returns the encoded answer."""
+    async def send(self, method: str, body: bytes, *, timeout_s: float) -> Any:
+        """Like `call`, but takes the encoded request body."""
         headers = {"Content-Type": wire.MEDIA_TYPE}
         status, answer = await self._post(f"/rl/{method}", timeout_s, wire.MEDIA_TYPE, data=body, headers=headers)
         if status == 200:
@@ -87,20 +91,18 @@ class Connection:
 
     async def call_json(self, path: str, arguments: Any, *, timeout_s: float) -> Any:
         """Calls one of vLLM's own routes with a JSON body. Raises the same errors as `call`, except WeightSyncError."""
-        import json
-
-        status, answer = await self._post(path, timeout_s, "application/json", json=arguments)
+        status, answer = await self._post(path, timeout_s, _JSON, json=arguments)
         if status == 200:
-            return json.loads(answer)
+            return answer
         text = answer.decode(errors="replace")
         if status >= 500:
             kind = LostUnderRequest if status == _LOST else ServerGone
             raise kind(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
         raise GenerationError(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
 
-    async def _post(self, path: str, timeout_s: float, media_type: str, **body: Any) -> tuple[int, bytes]:
-        """Returns the answer's status and body. Raises GenerationError if the status is 200, but the body's media type
-        is not `media_type`."""
+    async def _post(self, path: str, timeout_s: float, media_type: str, **body: Any) -> tuple[int, Any]:
+        """Returns the answer's status and body, which is decoded if the status is 200. Raises GenerationError if the
+        status is 200, but the body is not of `media_type`."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
@@ -112,12 +114,18 @@ class Connection:
             raise DeadlineError(f"waited {timeout_s:g} s for {self.name} at {self.url} to answer {path}") from None
         except aiohttp.ClientError as error:
             raise gone(error, f"{self.name} at {self.url}") from error
-        if response.status == 200 and response.content_type != media_type:
-            raise GenerationError(
-                f"{self.name} at {self.url} answered {path} with {response.content_type}; expected {media_type}. A "
-                f"proxy or another program answers there. It sent: {answer.decode(errors='replace'):.200}"
-            )
-        return response.status, answer
+        if response.status != 200:
+            return response.status, answer
+        reason = ""
+        if response.content_type == media_type:
+            try:
+                return response.status, _DECODERS[media_type](answer)
+            except (msgspec.DecodeError, ValueError) as error:
+                reason = f" that cannot be decoded ({error})"
+        raise GenerationError(
+            f"{self.name} at {self.url} answered {path} with {response.content_type}{reason}; expected {media_type}. A "
+            f"proxy or another program may answer there. It sent: {answer.decode(errors='replace'):.200}"
+        )
 
 
 def gone(error: aiohttp.ClientError, name: str) -> ServerGone:

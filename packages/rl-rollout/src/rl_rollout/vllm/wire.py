@@ -43,9 +43,9 @@ def completions_body(completions: Iterable[Completion]) -> bytes:
     return encode([_completion_record(completion) for completion in completions])
 
 
-def completions_of(body: bytes) -> tuple[Completion, ...]:
-    """Decodes the samples that `completions_body` encoded."""
-    return tuple(_completion(record) for record in decode(body))
+def completions_of(records: Iterable[Mapping[str, Any]]) -> tuple[Completion, ...]:
+    """Converts the plain data of a decoded `completions_body` back to samples."""
+    return tuple(_completion(record) for record in records)
 
 
 def _completion_record(completion: Completion) -> dict[str, Any]:
