@@ -127,6 +127,19 @@ def test_a_model_gives_the_same_scores_and_gradient_from_fewer_tokens(window: in
         assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
+@pytest.mark.parametrize("responses", [([1], [2], [3]), ([1, 2], [1, 2], [1, 2])], ids=["of one token", "equal"])
+def test_the_gradient_is_the_same_if_the_shared_tokens_are_all_the_input(responses: tuple[list[int], ...]):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.set_attn_implementation(PACKED_ATTENTION)
+    batch = Batch.from_sequences([{"tokens": [*range(20), *response]} for response in responses])
+    apart, num_apart = scored(model, batch, share_prefixes=False)
+    shared, num_shared = scored(model, batch, share_prefixes=True)
+    assert num_shared == num_apart // 3
+    for found, expected in zip(shared, apart, strict=True):
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
 def test_merging_the_parts_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """Negative control: treats each part as the whole softmax."""
     monkeypatch.setattr(shared_attention.torch, "logaddexp", lambda own, before: own)

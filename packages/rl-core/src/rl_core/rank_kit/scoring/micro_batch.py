@@ -114,7 +114,9 @@ def model_input(
         positions_BL = torch.from_numpy(cells.position_C).view(1, -1)
         cell_T = torch.from_numpy(cells.cell_T)
         packed = PackedSequences.of_nodes(cells, device, ulysses=ulysses)
-        if packed.shared is not None:
+        # `packed.shared` is None if sequences with a common prefix differ at most in their last tokens, which are no
+        # input; they still share cells.
+        if forest.num_cells < batch.num_tokens:
             index_S, score_S = _first_of_each(index_S, torch.from_numpy(forest.cell_T))
     else:
         layout = padded_layout(batch.offsets, np.arange(batch.num_sequences), width_multiple=multiple)
