@@ -159,6 +159,19 @@ def test_equal_rewards_and_single_responses_have_no_loss():
         assert made[name][group_T == 14].any()
 
 
+@pytest.mark.parametrize("row", [1, 4], ids=["preferred", "other"])
+@pytest.mark.parametrize("function", [dpo_loss, reward_model_loss])
+def test_a_pair_of_which_one_response_is_not_trained_on_has_no_loss(function: Any, row: int):
+    batch = random_pairs(3)
+    mask_T = batch["loss_mask"] & (batch.sequence_index != row)
+    batch = weighted(batch.with_columns(loss_mask=mask_T, rewards=batch["rewards"] + 0.5 * (batch["rewards"] == 0)))
+    made = Objective(function).prepare(batch.columns, batch.sequence_index, seed=0)
+    group_T = batch["group_id"][batch.sequence_index]
+    for name in ("x_pair_slope", "x_pair_loss"):
+        assert not made[name][group_T == 7].any()
+        assert made[name][group_T != 7].any()
+
+
 def test_three_responses_to_a_prompt_are_refused():
     batch = random_pairs(2)
     batch = weighted(batch.with_columns(group_id=torch.tensor([0, 0, 0, 7])))

@@ -85,7 +85,8 @@ def dpo_loss(
     smoothing ε: Mitchell 2023, "A note on DPO with noisy preferences" (conservative DPO).
     ipo: (Δ − 1/(2β))², with s the mean over the tokens. Source: Azar et al. 2023, arXiv 2310.12036, eq. 17; the
     authors' and TRL's code also use the mean.
-    A prompt with equal rewards or with a failed response has no loss, but still counts as a prompt.
+    A prompt with equal rewards, or with a response that failed or is not trained on, has no loss, but still counts as a
+    prompt.
 
     Args:
         logprobs_T: log-probs under the current policy; carries gradient.
@@ -204,7 +205,8 @@ class _Pairs(NamedTuple):
                 "generator.n_samples_per_prompt=2 and generator.step_wise_trajectories=false"
             )
         total_S = group_sum(rewards_S, pair_S)[pair_S]
-        sign_S = torch.where(counts_P[pair_S] == 2, torch.sign(2.0 * rewards_S - total_S), 0.0)
+        trained_P = group_sum(sequence_sum(mask_T, sequence_T) > 0, pair_S)
+        sign_S = torch.where(trained_P[pair_S] == 2, torch.sign(2.0 * rewards_S - total_S), 0.0)
         return cls(pair_S, sign_S, torch.unique_consecutive(sequence_T, return_inverse=True)[1], mask_T)
 
     def margins(self, scores_S: Tensor) -> Tensor:
