@@ -124,6 +124,13 @@ def test_a_saved_batch_loads_unchanged(tmp_path_factory, batch):
     require_equal(Batch.load(path), batch)
 
 
+def test_columns_that_share_memory_are_saved(tmp_path):
+    batch = Batch.from_sequences(TWO)
+    batch = batch.with_columns(loss_mask=batch["sampled"])
+    batch.save(tmp_path / "batch.safetensors")
+    require_equal(Batch.load(tmp_path / "batch.safetensors"), batch)
+
+
 def test_half_a_file_is_refused(tmp_path):
     path = tmp_path / "batch.safetensors"
     Batch.from_sequences(TWO).save(path)

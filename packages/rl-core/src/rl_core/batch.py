@@ -258,7 +258,8 @@ class Batch:
         """Writes the batch as one safetensors file."""
         from safetensors.torch import save_file
 
-        tensors = {name: values.contiguous() for name, values in self.columns.items()}
+        # Copies, because columns may share memory, which safetensors refuses: `loss_mask` may be `sampled` itself.
+        tensors = {name: values.clone(memory_format=torch.contiguous_format) for name, values in self.columns.items()}
         save_file({"offsets": self.offsets, **tensors}, path, metadata={"rl_core.batch": json.dumps({"version": 1})})
 
     @classmethod
