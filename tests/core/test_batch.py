@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,21 @@ def test_a_group_id_that_is_text_is_refused():
 def test_a_number_that_a_column_cannot_hold_is_named(name, values, message, given):
     with pytest.raises(ShapeError, match=message):
         Batch.from_sequences([{"tokens": [1, 2], name: given(values)}])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tokens": [1.0, 1.5]}, "tokens: got 1.5; expected whole numbers"),
+        ({"tokens": [1, math.nan]}, "tokens: got nan; expected whole numbers"),
+        ({"group_id": 0.25}, "group_id: got 0.25; expected whole numbers"),
+        ({"group_id": 2**70}, f"group_id: {2**70} does not fit into torch.int64"),
+    ],
+)
+def test_a_number_that_an_integer_column_would_change_is_refused(values, message):
+    with pytest.raises(ShapeError, match=message):
+        Batch.from_sequences([{"tokens": [1, 2], **values}])
+    assert Batch.from_sequences([{"tokens": [1.0, 2.0], "group_id": 3.0}])["group_id"].tolist() == [3]
 
 
 def test_errors_name_missing_columns_and_sizes_that_do_not_fit():

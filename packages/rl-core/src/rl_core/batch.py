@@ -44,8 +44,8 @@ class Batch:
 
         Raises:
             ShapeError: there are no sequences, a sequence has no tokens, a column is unknown, a sequence lacks a column
-                of the first one, a list's length differs from the number of tokens, a per-sequence value is text, or an
-                integer is out of the column's range.
+                of the first one, a list's length differs from the number of tokens, a per-sequence value is text, or a
+                value of an integer column is not a whole number or out of the column's range.
         """
         if not sequences:
             raise ShapeError("Batch.from_sequences: got no sequences")
@@ -71,7 +71,7 @@ class Batch:
                     raise ShapeError(f"sequence {i}: {name} has {len(values[i])} entries for {lengths[i]} tokens")
                 columns[name] = _laid_end_to_end(name, values, dtypes)
             else:
-                columns[name] = _one_per_sequence(name, values, dtypes[0])
+                columns[name] = _one_per_sequence(name, values, dtypes)
         return cls(offsets_of(lengths), columns)
 
     @property
@@ -332,20 +332,24 @@ _NUMPY = {
 }
 
 
-def _one_per_sequence(name: str, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+def _one_per_sequence(name: str, values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Tensor:
     wrong = [(i, value) for i, value in enumerate(values) if isinstance(value, str)]
     if wrong:
         i, value = wrong[0]
         raise ShapeError(
             f"sequence {i}: {name} is the text {value!r}; expected a number: use the same number for the same text"
         )
-    return torch.tensor(values, dtype=dtype)
+    if dtypes[0] == torch.int64:
+        return _laid_end_to_end(name, [[value] for value in values], dtypes)
+    return torch.tensor(values, dtype=dtypes[0])
 
 
 def _laid_end_to_end(name: str, values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Tensor:
     if dtypes[0].is_floating_point or dtypes[0] == torch.bool:
         return torch.from_numpy(np.concatenate([np.asarray(v, _NUMPY[dtypes[0]]) for v in values]))
     whole = np.concatenate([np.asarray(v) for v in values])
+    if whole.dtype.kind == "f" and len(fractions := whole[~np.isfinite(whole) | (whole != np.trunc(whole))]):
+        raise ShapeError(f"{name}: got {fractions[0]}; expected whole numbers")
     smallest, largest = int(whole.min(initial=0)), int(whole.max(initial=0))
     for dtype in dtypes:
         if torch.iinfo(dtype).min <= smallest and largest <= torch.iinfo(dtype).max:
