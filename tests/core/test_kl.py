@@ -135,6 +135,13 @@ def test_adaptive_coefficient_by_hand():
     assert adaptive_kl_coef(1.0, 0.1, **step) == 1.0
 
 
+@pytest.mark.parametrize("num_samples", [1000, 4000, 50_000])
+def test_a_large_step_changes_the_adaptive_coefficient_by_a_fifth_at_most(num_samples):
+    step = {"kl_target": 0.1, "horizon": 1000, "num_samples": num_samples}
+    assert adaptive_kl_coef(1.0, 0.0, **step) == pytest.approx(0.8)
+    assert adaptive_kl_coef(1.0, 9.0, **step) == pytest.approx(1.2)
+
+
 def test_adaptive_coefficient_settles_where_the_kl_is_on_target():
     coef = 1.0
     for _ in range(4000):

@@ -109,8 +109,9 @@ def adaptive_kl_coef(
 ) -> float:
     """The KL coefficient of the next step, adapted so that the KL approaches its target.
 
-    kl_coef · (1 + clip(observed_kl / kl_target − 1, −0.2, 0.2) · num_samples / horizon).
-    Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
+    kl_coef · (1 + clip(observed_kl / kl_target − 1, −0.2, 0.2) · min(1, num_samples / horizon)).
+    Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, without the minimum. Without it, a step of more than
+    5 · horizon samples could make the coefficient negative, which would reward a large KL.
 
     Args:
         kl_coef: coefficient of this step, >= 0; 0 stays 0.
@@ -125,7 +126,7 @@ def adaptive_kl_coef(
     if kl_target <= 0 or horizon <= 0:
         raise ConfigError(f"adaptive_kl_coef: kl_target and horizon must be > 0, got {kl_target} and {horizon}")
     error = min(max(observed_kl / kl_target - 1.0, -0.2), 0.2)
-    return kl_coef * (1.0 + error * num_samples / horizon)
+    return kl_coef * (1.0 + error * min(1.0, num_samples / horizon))
 
 
 def require_kl_estimator(estimator: str) -> None:

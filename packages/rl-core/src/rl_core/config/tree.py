@@ -166,7 +166,8 @@ class KLControlConfig:
     kl_target: float = 0.1
     """Adaptive only: target KL in nats per token."""
     horizon: int = 10000
-    """Adaptive only: number of sequences over which the coefficient adapts. With a smaller number, it adapts faster."""
+    """Adaptive only: number of sequences over which the coefficient adapts. With a smaller number, it adapts faster,
+    but by at most 20 % per step."""
 
 
 @attrs.frozen(kw_only=True)
