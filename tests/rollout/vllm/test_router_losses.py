@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from rl_core.errors import GenerationError
+from rl_core.errors import DeadlineError, GenerationError
 from rl_core.interfaces import GenerateRequest, SamplingParams
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
@@ -186,6 +186,24 @@ async def test_the_runs_own_request_is_not_retried_without_limit_either(start):
     with pytest.raises(GenerationError, match=f"{MAX_LOST} servers were lost while they processed it"):
         await client.generate(GenerateRequest(sample_id="s", prompt_tokens=(1,), params=SamplingParams(), seed=0))
     assert scene.server.num_asked == MAX_LOST
+
+
+async def test_a_server_is_told_to_end_a_request_that_missed_its_deadline(start):
+    """A server computes a request to its end even if the client's connection is gone."""
+    told: asyncio.Queue[list[str]] = asyncio.Queue()
+
+    async def hangs_until_told(request: web.Request) -> web.StreamResponse:
+        if request.path == "/rl/generate":
+            return await never_answers(request)
+        assert request.path == "/rl/cancel"
+        told.put_nowait(wire.decode(await request.read())["sample_ids"])
+        return web.Response(body=wire.encode(None), content_type=wire.MEDIA_TYPE)
+
+    scene = await start(hangs_until_told)
+    client = RemoteInferenceClient(scene.pool, timeout_s=0.2)
+    with pytest.raises(DeadlineError, match="waited"):
+        await client.generate(GenerateRequest(sample_id="s", prompt_tokens=(1,), params=SamplingParams(), seed=0))
+    assert await asyncio.wait_for(told.get(), 10) == ["s"]
 
 
 async def test_no_request_outlives_its_deadline(start):

@@ -366,7 +366,7 @@ class RemoteInferenceClient:
                         f"{what}: {num_lost} servers were lost while they processed it, so it is not sent to another; "
                         f"their logs say why they ended{last}"
                     ) from error
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, DeadlineError):
                 if sample_id is not None:
                     self._forget(member, sample_id)
                 raise
