@@ -28,7 +28,7 @@ from rl_rollout.environment_pool import HangingThreads, placement_of
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
-from tests.rollout.odd_environments import RAISED, Blocks, EndsItsLoop, InItsOwnProcess, Throws
+from tests.rollout.odd_environments import RAISED, Blocks, EndsItsLoop, InItsOwnProcess, KnownOnlyHere, Throws
 
 TOKENIZER = character_tokenizer()
 
@@ -372,6 +372,12 @@ async def test_a_process_that_hangs_or_dies_fails_its_sample_and_is_ended(does: 
     assert trajectory.failure_kind == kind
     assert trajectory.failure.startswith(f"rows:1: {kind}: {failure}")
     assert processes() == before
+
+
+async def test_a_row_that_a_process_cannot_unpickle_fails_its_sample_at_once():
+    (trajectory,), _ = await play(InItsOwnProcess, does="nothing", value=KnownOnlyHere(), timeout_s=20.0)
+    assert trajectory.failure_kind == "ModuleNotFoundError"
+    assert "No module named 'of_the_recipe'" in trajectory.failure
 
 
 def processes() -> set[str]:

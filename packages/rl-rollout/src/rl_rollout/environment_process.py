@@ -84,10 +84,16 @@ class EnvironmentHost:
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
 
-    async def answer(self, request: Request) -> bytes:
-        """Carries out a request and returns the pickled answer. A result that cannot be pickled becomes a failure."""
+    async def answer(self, request: bytes) -> bytes:
+        """Carries out a pickled request and returns the pickled answer. A request that cannot be unpickled, or a result
+        that cannot be pickled, becomes a failure."""
+
+        async def carried_out() -> Any:
+            asked: Request = pickle.loads(request)
+            return await getattr(self, asked.call)(*asked.arguments)
+
         try:
-            value = await caught(lambda: getattr(self, request.call)(*request.arguments))
+            value = await caught(carried_out)
             return pickle.dumps(Answer(value=value))
         except EnvironmentFailure as error:
             return pickle.dumps(Answer(failure=(error.kind, error.args[1])))
@@ -97,15 +103,15 @@ class EnvironmentHost:
             return pickle.dumps(Answer(failure=(type(error).__name__, f"its answer cannot be pickled: {error}")))
 
 
-def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Request]) -> None:
+def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[bytes]) -> None:
     while len(header := source.read(LENGTH.size)) == LENGTH.size:
-        request = pickle.loads(source.read(*LENGTH.unpack(header)))
+        request = source.read(*LENGTH.unpack(header))
         loop.call_soon_threadsafe(requests.put_nowait, request)
     os._exit(0)  # the controller is gone: whatever the environment is doing, nobody waits for it
 
 
 async def _serve(source: BinaryIO, sink: BinaryIO) -> None:
-    host, requests = EnvironmentHost(), asyncio.Queue[Request]()
+    host, requests = EnvironmentHost(), asyncio.Queue[bytes]()
     threading.Thread(target=_read, args=(source, asyncio.get_running_loop(), requests), daemon=True).start()
     while True:
         answer = await host.answer(await requests.get())
