@@ -132,3 +132,18 @@ def _unpickled_in(pid: int) -> KnownOnlyHere:
     if os.getpid() != pid:
         raise ModuleNotFoundError("No module named 'of_the_recipe'")
     return KnownOnlyHere()
+
+
+class LeavesADaemon(InItsOwnProcess):
+    """Forks a process that leaves the process group, and so survives, with the environment's pipes open."""
+
+    async def reset(self) -> Any:
+        self._daemon = os.fork()
+        if not self._daemon:
+            os.setsid()
+            time.sleep(60.0)
+            os._exit(0)
+        return self._row["prompt"]
+
+    async def step(self, action: Any) -> StepResult:
+        return StepResult(reward=0.0, done=True, metrics={"daemon": self._daemon})

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -22,13 +23,21 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, GroupRequest, SamplingParams, StepResult
 from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
-from rl_rollout import environment_pool
+from rl_rollout import environment_pool, environment_processes
 from rl_rollout.chat import TokenCodec
 from rl_rollout.environment_pool import HangingThreads, placement_of
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
-from tests.rollout.odd_environments import RAISED, Blocks, EndsItsLoop, InItsOwnProcess, KnownOnlyHere, Throws
+from tests.rollout.odd_environments import (
+    RAISED,
+    Blocks,
+    EndsItsLoop,
+    InItsOwnProcess,
+    KnownOnlyHere,
+    LeavesADaemon,
+    Throws,
+)
 
 TOKENIZER = character_tokenizer()
 
@@ -372,6 +381,13 @@ async def test_a_process_that_hangs_or_dies_fails_its_sample_and_is_ended(does: 
     assert trajectory.failure_kind == kind
     assert trajectory.failure.startswith(f"rows:1: {kind}: {failure}")
     assert processes() == before
+
+
+async def test_a_daemon_that_an_environment_leaves_behind_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_processes, "_END_S", 0.2)
+    async with asyncio.timeout(20.0):
+        (trajectory,), _ = await play(LeavesADaemon, does="nothing")
+    os.kill(int(trajectory.metrics["daemon"]), signal.SIGKILL)
 
 
 async def test_a_row_that_a_process_cannot_unpickle_fails_its_sample_at_once():

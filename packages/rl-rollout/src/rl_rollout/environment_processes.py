@@ -19,6 +19,10 @@ from rl_core.interfaces import Action, Prompt, Row, StepResult, ToolSchema
 from rl_rollout.environment_calls import EnvironmentFailure
 from rl_rollout.environment_process import LENGTH, Answer, Request
 
+_END_S = 5.0
+"""Longest wait for a killed process to end. In Python 3.11, asyncio also waits until the process's pipes are closed,
+but a process that has left the group may keep them open."""
+
 
 class EnvironmentProcess:
     """A process in its own session and process group. So Ctrl-C does not reach it, and killing the group also kills the
@@ -68,11 +72,16 @@ class EnvironmentProcess:
         raise EnvironmentFailure(*answer.failure)
 
     async def end(self) -> None:
-        """Kills the process group, and waits for the process to end."""
+        """Kills the process group, and waits for the process to end, but not for processes that have left the group."""
         self.is_usable = False
         self.kill()
         self._requests.close()
-        await self._process.wait()
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        except TimeoutError:
+            # asyncio has no public way to close the pipe of the answers.
+            self._process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
 
     def kill(self) -> None:
         """Sends SIGKILL to the process group; a process that has left the group survives."""
