@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import tempfile
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from rl_core.errors import DeadlineError, WeightSyncError
-from rl_core.rank_kit.weight_buckets import pack_buckets
+from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.testing.transports import WeightTransportConformance
+from rl_rollout.transports import files as files_module
 from rl_rollout.transports.files import FilesReceiver, FilesTransport, files
 
 
@@ -105,3 +107,39 @@ def test_a_rank_that_cannot_write_raises_an_error(sync):
     transport.close(rendezvous)
     with pytest.raises(WeightSyncError, match="rank 0 could not write weight version 0"):
         send(transport, rendezvous)
+
+
+def test_a_bucket_goes_to_disk_if_other_ranks_fill_the_memory_first(sync, monkeypatch):
+    """Every rank may see free memory at the same time, although there is room for only one of their buckets."""
+    transport, rendezvous = sync
+    disk, memory = map(Path, rendezvous.data["directories"])
+
+    def write(path, bucket):
+        if path.parent == memory:
+            path.write_bytes(b"the beginning")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, bucket)
+
+    written = files_module._write_bucket
+    monkeypatch.setattr(files_module, "_write_bucket", write)
+    manifest = send(transport, rendezvous)
+    assert [path.parent for path in bucket_paths(rendezvous)] == [disk]
+    received = {
+        name: tensor for bucket in FilesReceiver(rendezvous).receive(0) for name, tensor in unpack_bucket(bucket)
+    }
+    assert received.keys() == manifest.tensors.keys()
+
+
+def test_a_sync_that_is_closed_while_a_manifest_is_read_is_an_error_of_the_sync(sync, monkeypatch):
+    transport, rendezvous = sync
+    send(transport, rendezvous)
+    exists = Path.exists
+
+    def exists_until_now(path):
+        found = exists(path)
+        transport.close(rendezvous)
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists_until_now)
+    with pytest.raises(WeightSyncError, match=r"the sync was closed while rank0\.json was read"):
+        list(FilesReceiver(rendezvous).receive(0))

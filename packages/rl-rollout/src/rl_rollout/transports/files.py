@@ -11,6 +11,7 @@ checksums. It is renamed into place when all buckets of the rank are complete.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -99,8 +100,7 @@ class FilesSender:
             with draining(buckets):
                 for i, bucket in enumerate(buckets):
                     num_bytes = bucket.num_bytes
-                    path = self._directory_for(num_bytes) / f"rank{self._rank}_{i}.bucket"
-                    records = _write_bucket(path, bucket)
+                    path, records = self._write(f"rank{self._rank}_{i}.bucket", bucket)
                     tensors |= records
                     described = [
                         [name, record.dtype, record.shape, record.checksum] for name, record in records.items()
@@ -114,10 +114,20 @@ class FilesSender:
             ) from error
         return Manifest(version=version, tensors=tensors)
 
-    def _directory_for(self, num_bytes: int) -> Path:
+    def _write(self, name: str, bucket: WeightBucket) -> tuple[Path, dict[str, TensorRecord]]:
+        """Writes a bucket to memory if it fits, else to disk; returns the file and the tensors' records."""
         *memory, disk = reversed(self._directories)
-        # Files in memory are a second copy of the weights, so a bucket may take at most half of the free memory.
-        return next((directory for directory in memory if shutil.disk_usage(directory).free > 2 * num_bytes), disk)
+        for directory in memory:
+            # Files in memory are a second copy of the weights, so a bucket may take at most half of the free memory.
+            if shutil.disk_usage(directory).free > 2 * bucket.num_bytes:
+                path = directory / name
+                try:
+                    return path, _write_bucket(path, bucket)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    path.unlink()  # other ranks have filled the memory meanwhile
+        return disk / name, _write_bucket(disk / name, bucket)
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         path = _manifest_path(self._directories[0], self._rank)
@@ -170,7 +180,7 @@ class FilesReceiver:
                 )
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _MAX_POLL_S)
-        return [json.loads(path.read_text()) for path in paths]
+        return [_read_manifest(path) for path in paths]
 
 
 def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
@@ -221,6 +231,13 @@ def _read_bytes(path: Path) -> Tensor:
         while count := file.readinto(view[at:]):
             at += count
     return data[:at]
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise WeightSyncError(f"the sync was closed while {path.name} was read: {error}") from error
 
 
 def _manifest_path(directory: Path, rank: int) -> Path:
