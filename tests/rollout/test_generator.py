@@ -310,3 +310,6 @@ def test_the_context_is_the_engines_or_the_models(tmp_path):
     assert context_window(generator_spec(from_mapping(values))[1]) == 256
     limit = {"generator.inference_engine.engine_init_kwargs": {"max_model_len": 100}}
     assert context_window(generator_spec(from_mapping(values | limit))[1]) == 100
+    # With −1, vLLM chooses the limit.
+    chosen = {"generator.inference_engine.engine_init_kwargs": {"max_model_len": -1}}
+    assert context_window(generator_spec(from_mapping(values | chosen))[1]) == 256

@@ -260,12 +260,12 @@ def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerat
 
 
 def context_window(spec: GeneratorSpec) -> int | None:
-    """Returns the engine's maximum sequence length: its `max_model_len` if that is configured, else the model's number
-    of positions; None if neither is known."""
+    """Returns the engine's maximum sequence length: its `max_model_len` if that is configured (-1, with which vLLM
+    chooses the length, does not count), else the model's number of positions; None if neither is known."""
     from transformers import AutoConfig
 
     limit = spec.engine_init_kwargs.get("max_model_len")
-    if isinstance(limit, int):
+    if isinstance(limit, int) and limit > 0:
         return limit
     text_config: Any = AutoConfig.from_pretrained(spec.model_path).get_text_config(decoder=True)
     return getattr(text_config, "max_position_embeddings", None)
