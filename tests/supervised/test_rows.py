@@ -157,6 +157,9 @@ def test_text_shows_gaps_between_trained_parts():
         ({"input_ids": [1]}, "at least two token ids"),
         ({"input_ids": [1, 2.5, 3]}, "must be a list of at least two token ids"),
         ({"input_ids": [1, 2, 3], "loss_mask": [1, 1]}, "'loss_mask' has 2 values for 3 tokens"),
+        ({"input_ids": [1, 2, 3], "completion_mask": 1}, "'completion_mask' must be a list of 3 values, got 1"),
+        ({"input_ids": [1, 2, 3], "labels": 1}, "'labels' must be a list of 3 values, got 1"),
+        ({"completion": "b"}, "the row has no 'prompt' before its 'completion'; it has completion"),
         ({"input_ids": [1, 2, 3], "labels": [-100] * 3}, "no token of 'input_ids' is marked as trained"),
     ],
 )
@@ -168,6 +171,8 @@ def test_rows_that_cannot_be_trained_on_are_refused(row: dict[str, Any], message
 def test_a_pair_needs_both_responses():
     with pytest.raises(DataError, match="the row has no 'rejected'"):
         encoder()[1].pair({"prompt": "a", "chosen": "b"})
+    with pytest.raises(DataError, match="the row has no 'prompt' before its 'chosen'; it has chosen, rejected"):
+        encoder()[1].pair({"chosen": say("a", "b"), "rejected": say("a", "c")})
 
 
 def test_a_tokenizer_without_an_end_is_refused():

@@ -89,7 +89,9 @@ class RowEncoder:
 
     def _answered(self, row: Row, name: str) -> Supervised:
         """Encodes the row's prompt with the response in column `name`."""
-        prompt, response = row["prompt"], row[name]
+        prompt, response = row.get("prompt"), row[name]
+        if prompt is None:
+            raise DataError(f"the row has no 'prompt' before its {name!r}; it has {', '.join(map(str, row))}")
         if isinstance(prompt, str):
             if not isinstance(response, str):
                 raise DataError(f"{name!r} must be text, as the prompt is, got {type(response).__name__}")
@@ -193,11 +195,14 @@ def _marked(row: Mapping[str, Any]) -> Supervised:
     trained = [False] + [True] * (len(tokens) - 1)
     masks = {name: row[name] for name in _MASKS if row.get(name) is not None}
     if row.get("labels") is not None:
-        masks["labels"] = [label != -100 for label in row["labels"]]
+        masks["labels"] = row["labels"]
     for name, mask in masks.items():
+        if not isinstance(mask, list):
+            raise DataError(f"{name!r} must be a list of {len(tokens)} values, got {mask!r:.80}")
         if len(mask) != len(tokens):
             raise DataError(f"{name!r} has {len(mask)} values for {len(tokens)} tokens of 'input_ids'")
-        trained = [is_trained and bool(value) for is_trained, value in zip(trained, mask, strict=True)]
+        marked = [value != -100 for value in mask] if name == "labels" else map(bool, mask)
+        trained = [is_trained and is_marked for is_trained, is_marked in zip(trained, marked, strict=True)]
     if not any(trained):
         raise DataError(f"no token of 'input_ids' is marked as trained ({', '.join(masks)})")
     return Supervised(tokens=tuple(tokens), trained=tuple(trained))
