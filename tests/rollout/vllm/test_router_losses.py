@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import urlsplit
 
+import aiohttp
 import attrs
 import pytest
 import pytest_asyncio
@@ -17,7 +18,7 @@ from rl_core.errors import DeadlineError, GenerationError
 from rl_core.interfaces import GenerateRequest, SamplingParams
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
-from rl_rollout.vllm.connection import Connection, open_session
+from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone, gone, open_session
 from rl_rollout.vllm.pool import MAX_LOST, Pool
 from rl_rollout.vllm.router import MAX_SESSION_ID, SESSION_HEADER, Router
 from rl_rollout.vllm.wire import MAX_BODY_BYTES
@@ -173,6 +174,14 @@ async def test_a_request_that_loses_too_many_servers_is_not_retried(start):
     assert status == 502
     assert f"{MAX_LOST} servers were lost" in json.loads(body)["error"]["message"]
     assert scene.server.num_asked == MAX_LOST
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(aiohttp.ConnectionTimeoutError(), ServerGone), (aiohttp.ServerDisconnectedError(), LostUnderRequest)],
+)
+def test_a_request_that_was_never_sent_is_not_the_reason_for_a_loss(error: aiohttp.ClientError, kind: type):
+    assert type(gone(error, "vLLM server 0")) is kind
 
 
 async def test_the_runs_own_request_is_not_retried_without_limit_either(start):

@@ -130,7 +130,8 @@ class Connection:
 
 def gone(error: aiohttp.ClientError, name: str) -> ServerGone:
     """Returns the exception for a connection error: ServerGone if no connection was made, else LostUnderRequest."""
-    kind = ServerGone if isinstance(error, aiohttp.ClientConnectorError) else LostUnderRequest
+    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    kind = LostUnderRequest if was_sent else ServerGone
     return kind(f"{name}: {type(error).__name__}: {error}")
 
 
