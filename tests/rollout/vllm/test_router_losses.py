@@ -272,6 +272,17 @@ async def test_a_body_that_is_too_large_is_refused_and_reaches_no_server(start):
     assert scene.server.num_asked == 0
 
 
+async def test_a_token_that_is_not_text_is_refused(start, caplog):
+    scene = await start(answers)
+    url = urlsplit(scene.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: router\r\nAuthorization: Bearer \xff\r\nConnection: close\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert "Traceback" not in caplog.text
+
+
 async def test_a_session_id_that_is_too_long_is_refused(start):
     scene = await start(answers)
     assert (await posted(scene, {"user": "x" * MAX_SESSION_ID}))[0] == 200

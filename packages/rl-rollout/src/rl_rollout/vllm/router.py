@@ -124,7 +124,8 @@ class Router:
             await self._session.close()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        shown = request.headers.get("Authorization", "").encode()
+        # aiohttp decodes bytes that are not UTF-8 to surrogates.
+        shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not is_bearer(shown, self.token):
             return _error(401, "this router requires an access token (api_key)")
         path = path_of_api(request.rel_url.raw_path)
