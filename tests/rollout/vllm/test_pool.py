@@ -348,3 +348,50 @@ async def test_refused_connections_are_reported_even_if_the_last_attempt_times_o
     monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.1)
     with pytest.raises(DeadlineError, match=r"the server at http://127\.0\.0\.1:1: connection refused\. Is it started"):
         await ExternalServer("http://127.0.0.1:1", "token", timeout_s=0.05).start()
+
+
+class Paused(StartedAgain):
+    """A server that computes nothing between `pause` and `resume`, and that can be unreachable."""
+
+    is_paused = False
+    is_reachable = True
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if not self.is_reachable:
+            return web.Response(status=503, text="no route to the server")
+        name = request.match_info["name"]
+        if name in ("pause", "resume"):
+            self.is_paused = name == "pause"
+        response = await super()._answer(request)
+        if name == "health":
+            health = {"pid": 1, "quarantine": None, "version": 0, "vocab_size": 8, "num_workers": 1}
+            return web.Response(body=wire.encode(health), content_type=wire.MEDIA_TYPE)
+        return response
+
+
+async def test_an_external_server_that_was_unreachable_when_the_others_resumed_is_resumed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It keeps its weights and so returns to service at once. Paused, it would let every request miss its deadline."""
+    monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.05)
+    pool, server = Pool(1), Paused()
+    external = ExternalServer((await server.start()).url, "token", timeout_s=20.0)
+    supervisor = Supervisor(pool, [external], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    await supervisor.start()
+    pool.adopt_version()
+    client = RemoteInferenceClient(pool, timeout_s=10.0, on_failure=supervisor.suspect)
+    try:
+        await client.pause("keep")
+        (member,) = pool.members
+        server.is_reachable = False
+        supervisor.suspect(member)
+        async with asyncio.timeout(20):
+            await member.lost.wait()
+        await client.resume()
+        assert server.is_paused
+        server.is_reachable = True
+        await pool.choose(None, timeout_s=20)
+        assert not server.is_paused
+    finally:
+        await supervisor.close()
+        await server.stop()

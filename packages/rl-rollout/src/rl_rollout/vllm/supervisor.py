@@ -201,14 +201,17 @@ class ExternalServer:
     timeout_s: float
 
     async def start(self) -> ServerAddress:
-        """Waits until the server answers. Raises DeadlineError after `timeout_s`."""
+        """Waits until the server answers, and ends a pause, which a killed run may have left behind, or which may have
+        begun before the server became unreachable. Raises DeadlineError after `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         reason = "it did not answer"
         async with open_session(self.control_token) as session:
             while True:
                 left_s = max(0.001, deadline - time.monotonic())
                 try:
-                    health: Any = await Connection(session, self.url, "the server").call("health", timeout_s=left_s)
+                    connection = Connection(session, self.url, "the server")
+                    health: Any = await connection.call("health", timeout_s=left_s)
+                    await connection.call("resume", timeout_s=left_s)
                     return ServerAddress(url=self.url, pid=health["pid"])
                 except (ServerGone, DeadlineError) as error:
                     if isinstance(error, ServerGone):
