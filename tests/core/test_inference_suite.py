@@ -66,8 +66,6 @@ class LostSample(FaultyEngine):
 class SwappedRequests(FaultyEngine):
     """Answers requests for one token with another prompt's sample, as if concurrent requests were swapped."""
 
-    _other = None
-
     async def generate(self, request):
         if request.num_samples == 1 and request.params.max_tokens == 1:
             request = attrs.evolve(request, prompt_tokens=(*request.prompt_tokens[::-1], 1))

@@ -55,9 +55,9 @@ def slow_advantages(episodes, groups, *, gamma: float, norm: bool) -> list[float
     found: list[float] = []
     for i, turns in enumerate(episodes):
         for u, (length, _) in enumerate(turns):
-            others = [returns[j][u] for j in range(len(episodes)) if groups[j] == groups[i] and len(episodes[j]) > u]
-            spread = statistics.stdev(others) + 1e-6 if norm and len(others) > 1 else 1.0
-            found += [(returns[i][u] - statistics.fmean(others)) / spread] * length
+            compared = [returns[j][u] for j in range(len(episodes)) if groups[j] == groups[i] and len(episodes[j]) > u]
+            spread = statistics.stdev(compared) + 1e-6 if norm and len(compared) > 1 else 1.0
+            found += [(returns[i][u] - statistics.fmean(compared)) / spread] * length
     return found
 
 
