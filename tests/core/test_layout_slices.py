@@ -152,6 +152,15 @@ def test_any_layout_of_a_batch_gives_the_numbers_of_the_plain_stream(lengths, me
     assert np.array_equal(logprobs_through(lengths, tokens_T, mesh, budget), expected)
 
 
+def test_mixing_up_index_and_target_index_is_caught_by_the_numbers():
+    """Negative control of the test above."""
+    lengths, tokens_T = [5, 7], np.arange(12) * 3
+    layout = packed_layout(offsets_of(lengths), [0, 1])
+    values = fake_logprobs(tokens_T[layout.index], tokens_T[layout.target_index], layout.position)
+    wrong = values[inverse_index([layout.index], 12)]
+    assert not np.allclose(wrong, logprobs_through(lengths, tokens_T, Mesh(world_size=1), 99))
+
+
 @given(LENGTHS, st.sampled_from([1, 4, 6]))
 def test_packed_and_padded_rows_hold_the_same_pairs(lengths, multiple):
     sequences = np.arange(len(lengths))[::-1]
@@ -182,14 +191,6 @@ def test_contiguous_shards_in_place_of_mirrored_ones_do_unequal_work():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_mixing_up_index_and_target_index_is_caught_by_the_numbers():
-    lengths, tokens_T = [5, 7], np.arange(12) * 3
-    layout = packed_layout(offsets_of(lengths), [0, 1])
-    values = fake_logprobs(tokens_T[layout.index], tokens_T[layout.target_index], layout.position)
-    wrong = values[inverse_index([layout.index], 12)]
-    assert not np.allclose(wrong, logprobs_through(lengths, tokens_T, Mesh(world_size=1), 99))
-
-
 def test_unaligned_segments_are_named():
     with pytest.raises(ShapeError, match="segment 1 has 6 tokens, not a multiple of 2 · 2"):
         context_positions(np.array([0, 4, 10]), 0, 2)
@@ -210,11 +211,14 @@ def test_a_token_held_twice_or_outside_the_stream_is_named():
         packed_layout([0, 1, 2], [False, True])
 
 
-@pytest.mark.parametrize("lengths_or_worse", [[3, 1, 2], [0, 3, 3], [], [[0, 3]]])
-def test_lengths_in_place_of_offsets_are_refused(lengths_or_worse):
+@pytest.mark.parametrize("offsets", [[3, 1, 2], [0, 3, 3], [], [[0, 3]]])
+def test_lists_that_are_not_offsets_are_refused(offsets):
     with pytest.raises(
         ShapeError, match=r"offsets: got \[.*\]; expected 0, followed by the cumulative sums of the lengths"
     ):
-        packed_layout(lengths_or_worse, [0])
+        packed_layout(offsets, [0])
+
+
+def test_the_error_about_offsets_shows_only_the_first_of_many():
     with pytest.raises(ShapeError, match=r"offsets: got \[0, 1, 1, 1, 1, 1, …\]; expected"):
         padded_layout([0, *[1] * 40], [0])
