@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -116,8 +117,9 @@ def test_multiples_follow_from_the_parallel_sizes():
 # --- pipeline stages ------------------------------------------------------------------------------------------------
 
 
-def test_an_uneven_first_stage_leaves_the_rest_to_the_others():
+def test_uneven_end_stages_leave_the_rest_to_the_others():
     assert pipeline_chunks(27, 2, num_first=13) == [(0, 13), (13, 14)]
+    assert pipeline_chunks(28, 4, num_first=6, num_last=6) == [(0, 6), (6, 8), (14, 8), (22, 6)]
 
 
 def test_embedding_and_loss_take_the_place_of_a_layer():
@@ -189,6 +191,19 @@ def test_the_error_for_an_impossible_split_says_what_would_fit():
         pipeline_chunks(8, 1, num_first=4)
 
 
-def test_the_splits_that_the_messages_suggest_are_possible():
-    assert pipeline_chunks(27, 2, num_first=13) == [(0, 13), (13, 14)]
-    assert pipeline_chunks(28, 4, num_first=6, num_last=6) == [(0, 6), (6, 8), (14, 8), (22, 6)]
+@pytest.mark.parametrize(
+    ("num_layers", "pipeline", "ends"),
+    [
+        (27, 2, {}),
+        (28, 4, {"num_first": 6}),
+        (28, 4, {"num_last": 5}),
+        (28, 4, {"num_first": 6, "num_last": 5}),
+        (9, 2, {"num_first": 4, "num_last": 4}),
+    ],
+)
+def test_the_split_that_the_error_suggests_is_possible(num_layers: int, pipeline: int, ends: dict[str, int]):
+    with pytest.raises(ConfigError) as error:
+        pipeline_chunks(num_layers, pipeline, **ends)
+    ((name, suggested),) = re.findall(r"Set (num_first|num_last)=(\d+)", str(error.value))
+    chunks = pipeline_chunks(num_layers, pipeline, **{**ends, name: int(suggested)})
+    assert sum(count for _, count in chunks) == num_layers
