@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -67,3 +69,20 @@ def require_nothing_is_lost(*runs: ScriptedRun) -> None:
     assert [step for run in runs for step in run.trained] == list(range(1, runs[0].script.steps + 1))
     groups = Counter(group for run in runs for groups in run.trained.values() for group in groups)
     assert groups == Counter(range(runs[0].script.steps * runs[0].script.groups_per_step))
+
+
+def runs_stopped_at_any_moment(directories: pytest.TempPathFactory, script: Script) -> Iterator[list[ScriptedRun]]:
+    """Stops a separate run at every fourth turn of the event loop, until a run ends before its turn. Yields each
+    stopped run that trained with the run that resumed it, and last the run that ended. Fails unless several runs were
+    stopped between the end of each step and that of the next."""
+    stopped_after: list[int] = []
+    for turn in itertools.count(script.max_staleness, 4):
+        run = ScriptedRun(directories.mktemp("run"), script)
+        run.go(on_turn=lambda number, run=run, turn=turn: run.loop.stop() if number == turn else None)
+        if not run.loop.was_stopped:
+            yield [run]
+            break
+        stopped_after.append(run.loop.steps_done)
+        if run.loop.steps_done > 0:
+            yield [run, run.resumed().go()]
+    assert min(stopped_after.count(step) for step in range(1, script.steps)) > 3, stopped_after

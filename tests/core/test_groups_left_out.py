@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from rl_core.errors import GenerationError
-from tests.core.loop_checks import STALENESS, one_after_another, require_nothing_is_lost, require_the_bound
+from tests.core.loop_checks import (
+    STALENESS,
+    one_after_another,
+    require_nothing_is_lost,
+    require_the_bound,
+    runs_stopped_at_any_moment,
+)
 from tests.core.scripted_run import Play, Script, ScriptedRun
 
 
@@ -227,15 +233,9 @@ def test_a_stop_at_any_moment_loses_no_group_if_batches_are_discarded(
         return Play(seconds=one_after_another(group).seconds, rewards=(1.0, 1.0) if group in (2, 3, 6) else (0.0, 1.0))
 
     script = Script(steps=3, max_staleness=max_staleness, play=play, **REJECTING[rule])
-    is_over, turn = False, max_staleness
-    while not is_over:
-        run = ScriptedRun(tmp_path_factory.mktemp("run"), script)
-        run.go(on_turn=lambda number, run=run, turn=turn: run.loop.stop() if number == turn else None)
-        is_over, turn = not run.loop.was_stopped, turn + 4  # every fourth turn covers all phases
-        runs = [run, run.resumed().go()] if run.loop.was_stopped and run.loop.steps_done > 0 else [run]
-        if run.loop.steps_done > 0:
-            assert [step for each in runs for step in each.trained] == [1, 2, 3]
-            require_every_group_was_trained_on_or_given_up(*runs)
+    for runs in runs_stopped_at_any_moment(tmp_path_factory, script):
+        assert [step for run in runs for step in run.trained] == [1, 2, 3]
+        require_every_group_was_trained_on_or_given_up(*runs)
 
 
 def require_every_group_was_trained_on_or_given_up(*runs: ScriptedRun) -> None:

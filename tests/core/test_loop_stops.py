@@ -11,7 +11,13 @@ import pytest
 
 from rl_core.trainer.buffer import FinishedGroup
 from rl_core.trainer.checkpoint import list_checkpoints, load_state
-from tests.core.loop_checks import EVERYTHING, STALENESS, one_after_another, require_nothing_is_lost
+from tests.core.loop_checks import (
+    EVERYTHING,
+    STALENESS,
+    one_after_another,
+    require_nothing_is_lost,
+    runs_stopped_at_any_moment,
+)
 from tests.core.scripted_run import Play, RecordedBuffer, Script, ScriptedEngine, ScriptedRun, SleepingEngine
 from tests.core.virtual_time import run_virtually
 
@@ -176,18 +182,12 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
         return Play(seconds=one_after_another(group).seconds, rewards=rewards)
 
     script = Script(steps=4, max_staleness=max_staleness, play=play)
-    is_over, turn = False, max_staleness
-    while not is_over:
-        run = ScriptedRun(tmp_path_factory.mktemp("run"), script)
-        run.go(on_turn=lambda number, run=run, turn=turn: run.loop.stop() if number == turn else None)
-        is_over, turn = not run.loop.was_stopped, turn + 4
-        runs = [run, run.resumed().go()] if run.loop.was_stopped and run.loop.steps_done > 0 else [run]
-        if run.loop.steps_done > 0:
-            failed = Counter((group, sample) for each in runs for _, group, sample in each.reports.failed)
-            assert max(failed.values()) == 1
-            rows = [row for each in runs for row in each.reports.rows.values()]
-            assert sum(row["rollout/failed"] for row in rows) == len(failed)
-            assert sum(row["rollout/dropped_failed"] for row in rows) == 1.0
+    for runs in runs_stopped_at_any_moment(tmp_path_factory, script):
+        failed = Counter((group, sample) for run in runs for _, group, sample in run.reports.failed)
+        assert max(failed.values()) == 1
+        rows = [row for run in runs for row in run.reports.rows.values()]
+        assert sum(row["rollout/failed"] for row in rows) == len(failed)
+        assert sum(row["rollout/dropped_failed"] for row in rows) == 1.0
 
 
 def test_runs_that_end_without_an_error_save_nothing_extra(tmp_path: Path):
@@ -217,6 +217,7 @@ def test_a_run_cancelled_at_any_moment_leaves_complete_checkpoints_and_no_task(
 ):
     """Cancels the run, as a second signal does. `ScriptedRun.work` fails if a task is left."""
     script = attrs.evolve(EVERYTHING, max_staleness=max_staleness, settings={"ckpt_interval": 1, "eval_interval": 2})
+    resumed_after = set()
     for second in range(0, 72, 2):
         run = ScriptedRun(tmp_path_factory.mktemp("run"), script)
         ended_after(run, second + 0.25)
@@ -226,6 +227,8 @@ def test_a_run_cancelled_at_any_moment_leaves_complete_checkpoints_and_no_task(
             resumed = run.resumed().go()
             assert resumed.taken[0][0] == complete[-1] + 1
             assert list(resumed.reports.rows) == list(range(complete[-1] + 1, script.steps + 1))
+            resumed_after.add(complete[-1])
+    assert resumed_after == {1, 2}
 
 
 def ended_after(run: ScriptedRun, seconds: float) -> None:
