@@ -11,10 +11,9 @@ import torch
 from rl_core.algorithms import Objective, TokenLoss, prepared_by, takes_corrections
 from rl_core.errors import PluginError
 from rl_core.interfaces import LossSpec
-from rl_core.plugins import installed
 from rl_core.rank_kit.objectives import objective_from_spec
+from tests.core.test_objective import LOSSES
 
-LOSSES = [plugin.name for plugin in installed("rl_core.policy_losses") if plugin.distribution.startswith("rl-core ")]
 REFUSING = {"dpo", "reward_model", "cross_entropy", "decoupled_ppo", "dppo", "rollout_is", "value_clip"}
 """Losses that refuse correction weights: they correct by themselves or have no advantages."""
 

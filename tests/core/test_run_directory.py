@@ -15,6 +15,7 @@ from rl_core.errors import CheckpointError, ConfigError
 from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, list_checkpoints
 from rl_core.trainer.run_directory import MARK, newest_config, open_run_directory, set_aside_later_steps
 from tests.core.stored_checkpoints import save_checkpoint
+from tests.core.test_trackers import steps_in
 
 
 def config_of(run_dir: Path, **trainer: object) -> Config:
@@ -31,10 +32,6 @@ async def write_run(run_dir: Path, *, rows: range, checkpoints: list[int]) -> No
     for step in checkpoints:
         state = RunState(step=step, next_group=step * 4, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
         await save_checkpoint(run_dir / "checkpoints", state)
-
-
-def steps_in(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
 def saved(root: Path) -> list[str]:
