@@ -6,10 +6,10 @@ import base64
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -120,28 +120,21 @@ def test_a_model_is_downloaded_once_with_a_line_of_progress(hub: ThreadingHTTPSe
     assert python(FETCH, tmp_path, "http://127.0.0.1:9").returncode == 0
 
 
-def test_without_a_network_a_name_ends_in_one_clear_error_within_twenty_seconds(tmp_path: Path):
-    started = time.monotonic()
+def test_without_a_network_a_name_ends_in_one_clear_error(tmp_path: Path):
     result = python(FETCH, tmp_path, "http://127.0.0.1:9")
-    assert time.monotonic() - started < 20
     assert "ConfigError: trainer.policy.model.path: org/model: there is no such directory" in result.stderr
     assert "http://127.0.0.1:9 cannot be reached" in result.stderr
     assert "hf download org/model --local-dir DIRECTORY" in result.stderr
 
 
 def test_a_hub_that_never_answers_is_given_up(tmp_path: Path):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        started = time.monotonic()
-        result = python(FETCH, tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert time.monotonic() - started < 20
+        code = f"hub.TIMEOUT_S, hub.LOOK_UP_S = 0.2, 50\n{FETCH}"
+        result = python(code, tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert "cannot be reached (timed out)" in result.stderr
 
 
 def test_a_server_that_does_not_speak_http_is_reported_at_once(tmp_path: Path):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -155,18 +148,17 @@ def test_a_server_that_does_not_speak_http_is_reported_at_once(tmp_path: Path):
     assert "cannot be reached (220 a mail server" in result.stderr
 
 
-SLOW_NAMES = """
-import socket, time
-socket.getaddrinfo = lambda *_, **__: time.sleep(60)
+SILENT_NAMES = """
+import socket, threading
+socket.getaddrinfo = lambda *_, **__: threading.Event().wait()
 assert hub.TIMEOUT_S + hub.LOOK_UP_S < 20
 hub.TIMEOUT_S, hub.LOOK_UP_S = 0.2, 0.3
 """
 
 
 def test_a_name_server_that_never_answers_is_given_up(tmp_path: Path):
-    started = time.monotonic()
-    result = python(SLOW_NAMES + FETCH, tmp_path, "http://hub.invalid")
-    assert time.monotonic() - started < 50, "the download must not wait for the name server"
+    """If the download waited for the name server, `python` would fail at its deadline."""
+    result = python(SILENT_NAMES + FETCH, tmp_path, "http://hub.invalid")
     assert "http://hub.invalid cannot be reached (no answer within 0.5 s)" in result.stderr
 
 
