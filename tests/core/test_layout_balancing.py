@@ -62,6 +62,12 @@ def test_equal_count_partition_gives_parts_of_equal_size_whatever_the_costs():
     assert np.bincount(part_N).tolist() == [3, 3]
 
 
+def require_the_bound(costs, part_N, num_parts) -> None:
+    """Fails unless all costs are in a part, and the parts' sums differ by at most the largest cost."""
+    assert part_sums(costs, part_N, num_parts).sum() == sum(costs)
+    assert spread(costs, part_N, num_parts) <= max(costs, default=0)
+
+
 @pytest.mark.parametrize("partition", PARTITIONS)
 @settings(max_examples=500)
 @given(costs=LENGTHS, num_parts=st.integers(1, 64))
@@ -69,8 +75,14 @@ def test_sums_differ_by_at_most_the_largest_cost(partition, costs, num_parts):
     part_N = partition(costs, num_parts)
     assert part_N.dtype == np.int64
     assert part_N.shape == (len(costs),)
-    assert part_sums(costs, part_N, num_parts).sum() == sum(costs)
-    assert spread(costs, part_N, num_parts) <= max(costs, default=0)
+    require_the_bound(costs, part_N, num_parts)
+
+
+def test_dealing_in_order_is_rejected_by_the_check_of_the_bound():
+    """Negative control of the test above."""
+    require_the_bound([9, 1] * 20, greedy_partition([9, 1] * 20, 2), 2)
+    with pytest.raises(AssertionError):
+        require_the_bound([9, 1] * 20, np.arange(40) % 2, 2)
 
 
 @pytest.mark.parametrize("partition", [greedy_partition, karmarkar_karp_partition])
@@ -85,11 +97,6 @@ def test_no_part_takes_more_than_its_share_of_items(costs, num_parts):
     counts = np.bincount(equal_count_partition(costs, num_parts), minlength=num_parts)
     assert counts.max() <= -(-len(costs) // num_parts)
     assert len(costs) < num_parts or counts.min() >= 1
-
-
-def test_a_partition_that_deals_in_order_breaks_the_bound():
-    costs = np.array([9, 1] * 20)
-    assert spread(costs, np.arange(40) % 2, 2) > costs.max()
 
 
 def test_karmarkar_karp_balances_better_than_greedy():
