@@ -1,3 +1,5 @@
+"""A row of metrics about rollouts has the share of tokens that were forced."""
+
 from __future__ import annotations
 
 import attrs
