@@ -61,6 +61,7 @@ def test_an_index_with_changed_content_is_a_checkpoint_error_on_all_ranks(case: 
     group = case.start()
     group.call(Worker.save_state, case.directory / "state")
     before = group.weights()
+    weights_after(group, case)
     index = case.directory / "state" / ".metadata"
     content = index.read_bytes()
     index.write_bytes(b"?" * len(content))
