@@ -128,7 +128,7 @@ async def test_the_step_does_not_depend_on_the_order_in_which_groups_finish(
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-async def test_a_step_in_which_nothing_is_trained_moves_nothing(reduction: str, checkpoint: Path):
+async def test_a_step_without_trained_tokens_is_the_same_in_parts(reduction: str, checkpoint: Path):
     batch = played_batch()
     batch = batch.with_columns(loss_mask=torch.zeros_like(batch["loss_mask"]))
     expected, metrics, scores = await stepped(checkpoint, batch, None, reduction=reduction)
