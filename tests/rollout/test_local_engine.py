@@ -122,7 +122,9 @@ def test_greedy_responses_are_those_of_transformers_generate(model, checkpoint):
     samples = [attrs.evolve(sample, stop_tokens=(eos,)) for sample in random_samples(12, params)]
     scheduler = Scheduler(model, max_num_seqs=5)
     scheduler.submit(samples)
-    for sample, completion in finish(scheduler):
+    ended = finish(scheduler)
+    assert len(ended) == 12
+    for sample, completion in ended:
         prompt = torch.tensor([sample.prompt_tokens])
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=15, do_sample=False)
         assert completion.tokens == tuple(expected[0, len(sample.prompt_tokens) :].tolist())
