@@ -47,7 +47,9 @@ def test_a_run_goes_on_when_a_server_is_killed(tmp_path: Path, seed: int, max_st
     rows = [row for row in read_rows(metrics) if row["step"] > 0]
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     assert sum(row["rollout/failed"] for row in rows) == 0, "the samples of a killed server must go to the other server"
-    assert all(row.get("rollout/logprob_diff_max", 0.0) <= 1e-3 for row in rows)
+    # A step has no such value if all its tokens were sampled with earlier versions.
+    differences = [row["rollout/logprob_diff_max"] for row in rows if "rollout/logprob_diff_max" in row]
+    assert max(differences) <= 1e-3
 
 
 def _servers(pid: int) -> list[int]:
