@@ -99,13 +99,16 @@ def test_a_missing_last_bucket_is_noticed(sync):
         received(sync[1])
 
 
-def test_reordered_buckets_are_noticed(sync):
-    send(*sync, bucket_bytes=32)
-    first, second, _ = announcements(sync[1])
+def test_swapped_buckets_of_equal_size_are_noticed(sync):
+    transport, rendezvous = sync
+    weights = {"a": torch.zeros(6), "b": torch.ones(6)}
+    transport.sender(rendezvous, 0, 1).send(pack_buckets(weights.items(), 24), 0)
+    first, second = announcements(rendezvous)
     one, other = json.loads(first.read_text()), json.loads(second.read_text())
-    first.write_text(json.dumps({**one, "path": other["path"], "num_bytes": other["num_bytes"]}))
-    with pytest.raises(WeightSyncError):
-        received(sync[1])
+    first.write_text(json.dumps({**one, "path": other["path"]}))
+    second.write_text(json.dumps({**other, "path": one["path"]}))
+    with pytest.raises(WeightSyncError, match="of rank 0 is damaged: a differ"):
+        received(rendezvous)
 
 
 def test_a_rank_that_never_sends_runs_into_the_deadline(sync):
