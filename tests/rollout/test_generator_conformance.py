@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import attrs
 import pytest
 
-from rl_core.errors import GenerationError
-from rl_core.interfaces import GroupRequest, StepResult, Trajectory
+from rl_core.interfaces import GroupRequest, StepResult, Trajectory, TrajectoryStep
 from rl_core.testing.generators import GeneratorConformance
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
@@ -83,29 +82,64 @@ def on_step(**changes: Callable[[Any], Any]) -> Callable[[Trajectory], Trajector
     return tamper
 
 
+def late(step: TrajectoryStep) -> list[bool]:
+    """Marks the sampled tokens of the step's second half."""
+    return [flag and i > len(step.sampled) // 2 for i, flag in enumerate(step.sampled)]
+
+
+def only_late(values: Sequence[Any], step: TrajectoryStep, other: Any) -> list[Any]:
+    """The values of late tokens, and `other` for all other tokens."""
+    return [value if is_late else other for value, is_late in zip(values, late(step), strict=True)]
+
+
+def shifted_logprobs(step: TrajectoryStep) -> list[float]:
+    """Each sampled token has the log-prob of the next one, and the last one that of the first."""
+    logprobs = [value for value, flag in zip(step.rollout_logprobs, step.sampled, strict=True) if flag]
+    following = iter(logprobs[1:] + logprobs[:1])
+    return [next(following) if flag else 0.0 for flag in step.sampled]
+
+
 TAMPERS = {
-    "encoded anew": on_step(tokens=lambda step: [*step.tokens[:-2], step.tokens[-1], step.tokens[-2]]),
-    "observations count as sampled": on_step(sampled=lambda step: [True] * len(step.sampled)),
-    "a turn is left out": on_step(
-        sampled=lambda step: [flag and i > len(step.sampled) // 2 for i, flag in enumerate(step.sampled)]
+    "encoded anew": (
+        on_step(tokens=lambda step: [*step.tokens[:-2], step.tokens[-1], step.tokens[-2]]),
+        "the step does not begin with the tokens of the request and its answer",
     ),
-    "log-probs are shifted": on_step(rollout_logprobs=lambda step: [0.0, *step.rollout_logprobs[:-1]]),
-    "versions are made up": on_step(policy_version=lambda step: [9 * flag for flag in step.sampled]),
-    "group is another": lambda trajectory: attrs.evolve(trajectory, group_id=77),
-    "samples are in another order": lambda trajectory: attrs.evolve(
-        trajectory, sample_index=5 - trajectory.sample_index
+    "observations count as sampled": (
+        on_step(sampled=lambda step: [True] * len(step.sampled)),
+        "the log-prob of a sampled token is not the engine's",
     ),
-    "nothing was played": lambda trajectory: attrs.evolve(trajectory, steps=()),
+    "a turn is left out": (
+        on_step(
+            sampled=late,
+            rollout_logprobs=lambda step: only_late(step.rollout_logprobs, step, 0.0),
+            policy_version=lambda step: only_late(step.policy_version, step, -1),
+        ),
+        "each sampled token must be trained on once",
+    ),
+    "log-probs are shifted": (on_step(rollout_logprobs=shifted_logprobs), "the log-prob belongs to another token"),
+    "versions are made up": (
+        on_step(policy_version=lambda step: [9 if flag else -1 for flag in step.sampled]),
+        "the version belongs to another token",
+    ),
+    "group is another": (lambda trajectory: attrs.evolve(trajectory, group_id=77), r"\[\(77, 0\)"),
+    "samples are in another order": (
+        lambda trajectory: attrs.evolve(trajectory, sample_index=5 - trajectory.sample_index),
+        r"\[\(\d+, 5\)",
+    ),
+    "nothing was played": (lambda trajectory: attrs.evolve(trajectory, steps=()), "assert False == "),
 }
+"""Name → change to a trajectory, and how the suite's error names it."""
 
 
 @pytest.mark.parametrize("name", TAMPERS)
 def test_a_generator_that_cheats_is_rejected(name: str):
+    tamper, error = TAMPERS[name]
+
     class Suite(GeneratorConformance):
         row: ClassVar = ROW
 
         def create_generator(self, client, tokenizer):
-            return Tampered(generator_of(client, tokenizer), TAMPERS[name])
+            return Tampered(generator_of(client, tokenizer), tamper)
 
-    with pytest.raises((AssertionError, GenerationError)):
+    with pytest.raises(AssertionError, match=error):
         Suite().test_what_the_engine_sampled_is_what_is_trained_on()
