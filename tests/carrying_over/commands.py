@@ -124,7 +124,7 @@ FRAGMENTS = (
     Fragment(
         name="without flash attention",
         keys=("trainer.flash_attn=false",),
-        says=("the backend selects an attention kernel",),
+        says=("trainer.flash_attn: has no effect and can be removed: the backend selects an attention kernel",),
     ),
     Fragment(name="deepspeed", keys=("trainer.strategy=deepspeed",), base=SCRIPT),
     Fragment(
