@@ -51,15 +51,31 @@ def test_plugins_are_listed_with_their_package_and_broken_ones_marked(
     assert "no_such_module" in broken
 
 
-def test_doctor_lists_what_is_installed_and_how_to_add_the_rest(rl: Run, tmp_path: Path):
+def test_doctor_lists_what_is_installed_and_how_to_add_the_rest(rl: Run, monkeypatch: pytest.MonkeyPatch):
     code, out, _ = rl("doctor")
     assert code == 0
     for subject in ("python", "cores", "torch", "rl-core", "run directory"):
         assert subject in out
+
+    def version(name: str) -> str:
+        if name in ("rl-fsdp", "ray", "wandb"):
+            raise PackageNotFoundError(name)
+        return "9.9"
+
+    monkeypatch.setattr("rl_core.cli.doctor.version", version)
+    code, out, _ = rl("doctor")
+    assert code == 1
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "MISSING rl-fsdp pip install './packages/rl-fsdp' in a clone of this project" in lines
+    assert any(line.startswith("- ray pip install './packages/rl-core[ray]' in a clone") for line in lines)
+    assert "- wandb pip install wandb (trainer.logger=wandb)" in lines
+
+
+def test_doctor_says_that_a_run_directory_is_not_writable(rl: Run, tmp_path: Path):
     (tmp_path / "file").touch()
     code, out, _ = rl("doctor", "--run-dir", "file/runs")
     assert code == 1
-    assert "MISSING" in out
+    assert f"{tmp_path / 'file'} is not writable; set another one with trainer.run_dir=" in out
 
 
 @pytest.mark.parametrize(
