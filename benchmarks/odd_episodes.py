@@ -30,7 +30,6 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 TURN_S, RESPONSE_S, DEADLINE_S = 0.2, 4.0, 10.0
 TROUBLE = {7: "sleeps", 31: "blocks", 57: "raises", 83: "hangs"}
 """Fault by the episode's number modulo 100."""
-FAILURES = {"raises": "ConnectionError", "hangs": "DeadlineError"}
 _NEVER = threading.Event()
 
 

@@ -44,7 +44,7 @@ CASES = (
 def measure(template: str | None, observer: str, corpus: Path) -> dict[str, float]:
     """Tokens of all sequences with steps merged and with steps apart, each divided by the tokens of the conversations
     as one sequence each."""
-    steps = asyncio.run(play(template, observer, corpus, step_wise=True))
+    steps = asyncio.run(play(template, observer, corpus))
     apart = collate(steps)
     joined, _ = merged(apart)
     once = sum(conversation_tokens(trajectory) for trajectory in steps)
@@ -77,7 +77,7 @@ def _end_of_shared_answer(prompt: Sequence[int], said: Sequence[int]) -> int:
     return places[-1] + len(end)
 
 
-async def play(template: str | None, observer: str, corpus: Path, *, step_wise: bool) -> list[Trajectory]:
+async def play(template: str | None, observer: str, corpus: Path) -> list[Trajectory]:
     """Plays the scripted conversations; a session's turns depend only on its number."""
     tokenizer = copy.copy(tokenizer_of("chatml"))
     if template not in (None, "chatml"):
@@ -100,7 +100,7 @@ async def play(template: str | None, observer: str, corpus: Path, *, step_wise: 
             environment_of=lambda row: SearchEnvironment,
             environment_options=options,
             limits=Limits(max_turns=MAX_SEARCHES + 1),
-            step_wise=step_wise,
+            step_wise=True,
             environment_workers=4,
         ),
     )

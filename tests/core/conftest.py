@@ -72,14 +72,6 @@ def advantages(scores_N, group_N):
     return scores_N
 
 
-class Engine:
-    contract_version = 2
-    name = "none"
-
-    def validate(self, spec):
-        pass
-
-
 class WantsArguments(Callback):
     def __init__(self, folder):
         pass

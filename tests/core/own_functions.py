@@ -1,4 +1,4 @@
-"""Source text of the module `own_functions`: a user's losses, estimators and engine, for tests of function checks."""
+"""Source text of the module `own_functions`: a user's losses and estimators, for tests of function checks."""
 
 from __future__ import annotations
 
@@ -81,19 +81,4 @@ def broken_loss(logprobs_T, mask_T):
 
 def advantages(scores_N, group_N, *, gamma=1.0, grpo_norm_by_std=True):
     return scores_N
-
-
-class Engine:
-    contract_version = 2
-    name = "fussy"
-
-    def validate(self, spec):
-        if spec.sampling.top_p < 1:
-            from rl_core.errors import ConfigError
-
-            raise ConfigError("generator.sampling_params: this engine returns raw log-probs")
-
-
-engine = Engine()
-anything = object
 """

@@ -20,6 +20,7 @@ from rl_core.config import (
 from rl_core.config.loading import known_paths
 from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS
 from rl_core.errors import ConfigError, ConfigErrors, PluginError
+from rl_rollout.transports.files import FilesTransport
 
 CORRECTION = "trainer.algorithm.off_policy_correction"
 IDLE = "tests.core.idle_plugins"
@@ -332,9 +333,6 @@ def test_the_hint_for_a_missing_plug_in_is_to_upgrade_an_installed_package(
 
 
 def test_the_files_transport_needs_a_shared_folder_on_several_machines():
-    from rl_core.config.checks import check_plugins
-    from rl_rollout.transports.files import FilesTransport
-
     nodes = {"trainer.placement.policy_num_nodes": 2, "trainer.policy.model.path": "model"}
     with pytest.raises(ConfigError, match=r"weight_sync_backend: files uses folders of this machine, .* broadcast"):
         check_plugins(from_mapping(nodes))
