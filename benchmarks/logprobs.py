@@ -59,6 +59,7 @@ def main(tokens: int, threads: int) -> None:
             target=measure, args=(chunk_tokens, tokens, threads, theirs)
         )
         process.start()
+        theirs.close()
         seconds, size = ours.recv()
         process.join()
         full = full or (seconds, size)
