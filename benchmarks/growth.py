@@ -64,7 +64,11 @@ MODEL = {
 def main() -> None:
     """Prints the controller's seconds by part, for each shape."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", action="append", help="number of sequences x tokens per sequence, such as 1000x16")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        help="number of sequences, rounded down to whole groups, x tokens per sequence, such as 1000x16",
+    )
     parser.add_argument("--no-ranks", action="store_true", help="do not measure the time of a rank")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -72,9 +76,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = make_checkpoint(Path(directory) / "model", **MODEL)
         for shape in args.shape or SHAPES:
-            num_sequences, length = map(int, shape.split("x"))
-            config = config_of(path, num_sequences // NUM_SAMPLES)
-            groups = played(num_sequences // NUM_SAMPLES, length)
+            wanted, length = map(int, shape.split("x"))
+            num_groups = wanted // NUM_SAMPLES
+            num_sequences = num_groups * NUM_SAMPLES
+            config, groups = config_of(path, num_groups), played(num_groups, length)
             seconds = controller_seconds(config, groups)
             total = sum(seconds.values())
             each = total / num_sequences * 1e6
