@@ -9,8 +9,9 @@ accordingly.
 
 Models are those of the recipes of the same name. Without --model they get random weights, which take the same time. On
 a machine with fewer GPUs than a row has, a pure data-parallel row runs with a proportional share of the batch. The row
-of four machines needs a Ray cluster and weights that all machines can read: --gpus 32 --model DIRECTORY. Peak memory is
-the largest memory in use on any GPU of this machine; nvidia-smi is read about four times a second.
+of four machines needs a Ray cluster and weights that all machines can read: --row qwen3_30b_a3b:megatron --gpus 32
+--model DIRECTORY. Peak memory is the largest memory in use on any GPU of this machine; nvidia-smi is read about four
+times a second.
 
 Run: python benchmarks/gpu_published_times.py [--row qwen2_5_3b:fsdp] [--steps 2] [--samples 5] [--model DIRECTORY]
 On a machine without CUDA, --tiny runs the same code on tiny models, to test it; its times mean nothing.
@@ -103,6 +104,9 @@ def main(
     names: tuple[str, ...], num_gpus: int | None, steps: int, samples: int | None, model: str | None, tiny: bool
 ) -> None:
     """Runs the rows and prints one line for each."""
+    rows = [row for row in ROWS if not names or row.name in names]
+    if model and len({row.recipe for row in rows}) > 1:
+        raise click.UsageError("--model is the model of one recipe; choose the rows of this recipe with --row")
     if not torch.cuda.is_available() and not tiny:
         print("skipped: needs CUDA (torch.cuda.is_available() is False); --tiny checks the code without measuring")
         return
@@ -110,12 +114,9 @@ def main(
     num_gpus = num_gpus or torch.cuda.device_count()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{num_gpus} GPUs, {device}, torch {torch.__version__}")
-    for row in ROWS:
-        if not names or row.name in names:
-            with tempfile.TemporaryDirectory() as directory:
-                print(
-                    f"{row.name:24} {line_of(row, num_gpus, steps, samples, model, tiny, Path(directory))}", flush=True
-                )
+    for row in rows:
+        with tempfile.TemporaryDirectory() as directory:
+            print(f"{row.name:24} {line_of(row, num_gpus, steps, samples, model, tiny, Path(directory))}", flush=True)
 
 
 def line_of(

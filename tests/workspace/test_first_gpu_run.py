@@ -92,6 +92,13 @@ def test_without_a_gpu_the_benchmark_is_skipped(benchmark_module: ModuleType, mo
 
 
 @pytest.mark.slow
+def test_one_model_is_refused_for_rows_of_several_recipes(benchmark_module: ModuleType, tmp_path: Path):
+    result = CliRunner().invoke(benchmark_module.main, ["--tiny", "--model", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "--model is the model of one recipe; choose the rows of this recipe with --row" in result.output
+
+
+@pytest.mark.slow
 def test_a_row_of_several_machines_is_not_run_on_one(benchmark_module: ModuleType, tmp_path: Path):
     row = benchmark_module.ROWS[-1]
     said = benchmark_module.line_of(row, 8, 1, None, None, False, tmp_path)
