@@ -68,7 +68,16 @@ TINY = Shape(
     sequence_tokens=64,
     micro_batch_tokens=256,
 )
-PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
+PEAK_TFLOPS = {
+    "H200 NVL": 835.5,
+    "H200": 989.0,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "B200": 2250.0,
+}
 """The manufacturers' dense bfloat16 peaks. The first key that is part of the device's name applies."""
 PROMPT = 1 / 8
 LOSS = LossSpec(name="regular", params={"eps_clip_low": 0.2, "eps_clip_high": 0.2})
