@@ -110,7 +110,7 @@ def main(rounds: int, sizes: Sequence[int]) -> None:
                 micro_batch=size,
             )
             show_norms(turns, norms[0])
-            theirs.append(median(f"TRL, {size} sequences at once", [0.0, *turns.theirs]))
+            theirs.append(median(f"TRL, {size} sequences at once", turns.theirs))
             own.extend(turns.ours)
         print(f"{'ours over the best of TRL':44s} {median('ours', own) / min(theirs):7.2f}  (goal 0.6)")
         loop.run_until_complete(group.close())

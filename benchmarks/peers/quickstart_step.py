@@ -97,7 +97,8 @@ def seconds_of(function: Callable[[], Any]) -> float:
 
 
 class TurnsOfOurs(TrainerCallback):
-    """Measures TRL's steps, and runs and measures one of our steps after each batch."""
+    """Measures TRL's steps, and runs and measures one of our steps after each batch. The first of both warms up and is
+    not in the lists."""
 
     def __init__(self, step: Callable[[], Any], num_updates: int):
         self._step = step
@@ -116,9 +117,10 @@ class TurnsOfOurs(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self._num_updates:
             return
+        ended, ours = time.process_time(), seconds_of(self._step)
         if self._since is not None:
-            self.theirs.append(time.process_time() - self._since)
-        self.ours.append(seconds_of(self._step))
+            self.theirs.append(ended - self._since)
+            self.ours.append(ours)
         self._since = time.process_time()
 
 
@@ -197,9 +199,9 @@ def show_norms(turns: TurnsOfOurs, own: float) -> None:
 
 
 def median(name: str, seconds: Sequence[float]) -> float:
-    """Prints and returns the median of all values but the first, which warms up."""
-    value = statistics.median(seconds[1:])
-    print(f"{name:44s} {value:7.3f} processor seconds ({len(seconds) - 1} rounds)")
+    """Prints and returns the median."""
+    value = statistics.median(seconds)
+    print(f"{name:44s} {value:7.3f} processor seconds ({len(seconds)} rounds)")
     return value
 
 
@@ -222,7 +224,7 @@ def main(rounds: int) -> None:
             loop.run_until_complete(step_of(update, trajectories, step=2))
 
         turns = against_trl(
-            model, trajectories, step_once, num_samples=NUM_SAMPLES, num_updates=NUM_UPDATES, rounds=rounds + 1
+            model, trajectories, step_once, num_samples=NUM_SAMPLES, num_updates=NUM_UPDATES, rounds=rounds
         )
         theirs, own = median("TRL, two updates", turns.theirs), median("ours, two updates", turns.ours)
         print(f"{'ours over TRL':44s} {own / theirs:7.2f}  (goal 0.6)")
@@ -234,7 +236,9 @@ def main(rounds: int) -> None:
             for scoring in (settings.scoring, SCORED)
         )
         seconds: dict[str, list[float]] = {"without": [], "scored": []}
-        for _ in range(rounds + 1):
+        for each in (without, scored):  # the first step of each warms up
+            step_once(each)
+        for _ in range(rounds):
             seconds["without"].append(seconds_of(lambda: step_once(without)))
             seconds["scored"].append(seconds_of(lambda: step_once(scored)))
         ratio = median("one update, no scoring pass", seconds["without"]) / median(
