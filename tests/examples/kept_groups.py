@@ -47,6 +47,7 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
     assert not state["restart_groups"] + state["finished_groups"], "the last checkpoint still lists groups"
     started = set(range(state["next_group"]))
     played = _played(ledger)
+    assert started <= played.keys(), f"started, but never played: {sorted(started - played.keys())}"
     trained, failed = _in_samples(run_dir, sizes)
     step_of = {group: step for group, (step, _) in trained.items()}
     assert Counter(step_of.values()) == dict.fromkeys(range(1, sizes.steps + 1), sizes.groups)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.resumed_groups import ResumedGroups, resumed_groups
 from rl_core.trainer.rollouts import Rollouts
 from rl_core.trainer.stored_groups import StoredGroup
-from tests.examples.kept_groups import require_every_group_once, require_listed_groups_once
+from tests.examples.kept_groups import Sizes, require_every_group_once, require_listed_groups_once
 from tests.examples.kill_cases import (
     BOUNDS_AND_DEPTHS,
     NUM_CASES,
@@ -170,17 +171,44 @@ AHEAD = attrs.evolve(
 """Saves after every step, generates up to two batches ahead, and is killed in step 3."""
 
 
-@pytest.mark.parametrize("pipeline_depth", [pytest.param(0, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize(
+    ("pipeline_depth", "message"),
+    [
+        pytest.param(0, "At index 3 diff: {'step': 3", marks=pytest.mark.soak),
+        (2, "never played|groups with a signal are in no row|are missing"),
+    ],
+)
 def test_the_comparison_notices_a_resume_that_skips_a_group(
-    pipeline_depth: int, small_run: BuildConfig, uninterrupted: Callable[[Case], Path], tmp_path: Path
+    pipeline_depth: int, message: str, small_run: BuildConfig, uninterrupted: Callable[[Case], Path], tmp_path: Path
 ):
     """Negative control: the resumed run forgets a group."""
     case = attrs.evolve(IN_STEP, max_staleness=pipeline_depth, pipeline_depth=pipeline_depth)
     place = Place(root=tmp_path)
     played = play_out(small_run, case, place, losing_attempt)
     assert len(played.strikes) == 1
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises(AssertionError, match=message):
         require_nothing_lost(small_run, case, place, played, uninterrupted)
+
+
+def test_a_group_that_was_never_played_is_named(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "samples.jsonl").touch()
+    (tmp_path / "ledger.jsonl").touch()
+    checkpoint = tmp_path / "checkpoints" / "step_000000"
+    checkpoint.mkdir(parents=True)
+    state = {"step": 0, "restart_groups": [], "finished_groups": [], "next_group": 1}
+    (checkpoint / "run.json").write_text(json.dumps(state))
+    sizes = Sizes(
+        steps=0,
+        groups=8,
+        samples=4,
+        max_staleness=0,
+        dynamic_sampling=None,
+        min_replace_ratio=0.3,
+        with_tokens=False,
+    )
+    with pytest.raises(AssertionError, match=r"started, but never played: \[0\]"):
+        require_every_group_once(tmp_path, tmp_path / "ledger.jsonl", sizes)
 
 
 @pytest.fixture(scope="module")
