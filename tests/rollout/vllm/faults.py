@@ -272,20 +272,23 @@ class Cluster:
         return completion
 
     async def _in_time(self, sync: Coroutine[Any, Any, None], within_s: float) -> None:
-        """Requires that the sync ends within `within_s` without being cancelled. Time without any server does not
-        count, but must stay below TIMEOUT_S + _LATE_S.
+        """Requires that the sync ends within `within_s`, and cancels it if it does not. Time without any server does
+        not count, but must stay below TIMEOUT_S + _LATE_S.
         """
         syncing, took_s, waited_s = asyncio.ensure_future(sync), 0.0, 0.0
-        while not syncing.done():
-            has_server, began = bool(self.client._pool.up), time.monotonic()
-            await asyncio.wait([syncing], timeout=_POLL_S)
-            if has_server:
-                took_s += time.monotonic() - began
-            else:
-                waited_s += time.monotonic() - began
-        assert took_s < within_s, f"a sync took {took_s:.0f} s; its limit is {within_s:g} s"
-        assert waited_s < TIMEOUT_S + _LATE_S, f"a sync waited {waited_s:.0f} s for a server to start"
-        await syncing
+        try:
+            while not syncing.done():
+                has_server, began = bool(self.client._pool.up), time.monotonic()
+                await asyncio.wait([syncing], timeout=_POLL_S)
+                if has_server:
+                    took_s += time.monotonic() - began
+                else:
+                    waited_s += time.monotonic() - began
+                assert took_s < within_s, f"a sync took {took_s:.0f} s; its limit is {within_s:g} s"
+                assert waited_s < TIMEOUT_S + _LATE_S, f"a sync waited {waited_s:.0f} s for a server to start"
+            await syncing
+        finally:
+            syncing.cancel()
 
     async def whole_again(self) -> None:
         """Waits until all servers serve the current version; publishes a new version for servers that lack it."""

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,30 @@ def test_a_hundred_faults_cover_every_phase_of_every_transport_with_every_kind_o
         for what in ("flip a byte", "stop sending"):
             assert {fault.transport for fault in faults if fault.what == what} == {*TRANSPORTS}
     assert {(f.when, f.transport) for f in by_cluster["two engines"] if f.what == "kill"} >= phases
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("within_s", "given_up_s", "error"), [(0.2, 20.0, "a sync took 0 s; its limit is 0.2 s"), (20.0, 0.2, None)]
+)
+async def test_a_sync_that_hangs_is_ended_and_its_limit_is_reported(
+    within_s: float, given_up_s: float, error: str | None
+):
+    """Both if the sync exceeds its limit, and if the loop that publishes again gives up before."""
+    has_ended = asyncio.Event()
+
+    async def hangs() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            has_ended.set()
+
+    client: Any = SimpleNamespace(_pool=SimpleNamespace(up=["a server"]))
+    model: Any = None
+    with pytest.raises(TimeoutError if error is None else AssertionError, match=error):
+        async with asyncio.timeout(given_up_s):
+            await Cluster(client, model)._in_time(hangs(), within_s)
+    await asyncio.wait_for(has_ended.wait(), 10)
 
 
 @pytest.mark.slow
