@@ -110,7 +110,7 @@ def main(folder: Path) -> int:
     found = problems(folder)
     for problem in found:
         print(problem, file=sys.stderr)
-    print(f"{2 * len(projects())} files of {len(projects())} packages checked: {len(found)} problems")
+    print(f"{len(projects())} packages checked: {len(found)} problems")
     return 1 if found else 0
 
 

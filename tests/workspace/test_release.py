@@ -11,7 +11,7 @@ import pytest
 
 from tests.workspace.imports import ROOT
 from tools.locks import projects
-from tools.release import problems, problems_of, read_distribution
+from tools.release import main, problems, problems_of, read_distribution
 
 pytestmark = pytest.mark.slow  # builds all distributions
 
@@ -71,6 +71,13 @@ def test_a_faulty_folder_is_found(dist: Path, tmp_path: Path):
     assert "rl_fsdp-0.1.0.tar.gz is missing" in found
     assert "15 files, 14 expected" in found
     assert "twine check: " in found
+
+
+def test_missing_files_are_not_counted_as_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(tmp_path) == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"{len(projects())} packages checked: {len(problems(tmp_path))} problems\n"
+    assert printed.err.count("is missing") == 2 * len(projects())
 
 
 def test_every_package_carries_the_licence():
