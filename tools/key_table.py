@@ -25,6 +25,8 @@ _CONTEXT = {"generator.inference_engine.backend": "vllm"}
 """Makes the keys of the vLLM engine known."""
 _PATHS = ("trainer.ckpt_path", "trainer.export_path")
 """Keys whose defaults are derived from other keys here."""
+_BACKEND_SECTION = re.compile(r"trainer\.\w+\.(fsdp|megatron)_config\.")
+"""Sections of backends, whose own page lists the defaults here."""
 _SOURCE = re.compile(r" \(code(, with .*?)?\)\.?$")
 
 
@@ -58,11 +60,10 @@ def outcome(key: str, value: Any) -> str:
 
 def _default_here(key: str, value: Any, config: Config) -> str:
     """Text for a default, or a value's name, that differs from the other trainer's; otherwise empty."""
-    try:
-        context = {name: given for name, given in _CONTEXT.items() if name != key}
-        given, here = value_at(config, key), value_at(from_mapping(context), key)
-    except AttributeError:  # keys of a backend's section, whose page lists their defaults
+    if _BACKEND_SECTION.match(key):
         return ""
+    context = {name: given for name, given in _CONTEXT.items() if name != key}
+    given, here = value_at(config, key), value_at(from_mapping(context), key)
     if given != value and isinstance(given, str) and not str(value).startswith("~"):
         return f"; the value is called `{given}` here"
     return "" if here == given or key in _PATHS else f"; default here `{json.dumps(here)}`"

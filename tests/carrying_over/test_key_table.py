@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from rl_core.config import Config
 from rl_core.errors import RLError
+from tools import key_table
 from tools.key_table import BEGIN, PAGE, keys, outcome, page, row
 
 KEYS = keys()
@@ -42,3 +44,12 @@ def test_every_policy_key_is_known_for_the_other_models_too(model: str):
 def test_an_unknown_key_has_no_row():
     with pytest.raises(RLError, match="unknown key"):
         row("trainer.zero_variance", 1)
+
+
+def test_a_mistake_in_reading_a_default_is_not_taken_for_the_same_default(monkeypatch: pytest.MonkeyPatch):
+    def broken(config: Config, key: str) -> None:
+        raise AttributeError(key)
+
+    monkeypatch.setattr(key_table, "value_at", broken)
+    with pytest.raises(AttributeError, match=r"trainer\.epochs"):
+        outcome("trainer.epochs", 1)
