@@ -20,10 +20,9 @@ from tests.gpu.test_first_run import SAYS, activation
 
 
 def require_real(words: list[str]) -> None:
-    """Fails unless the script and options, packages, or recipe and keys that the command names exist. Does not check
-    `make`'s targets."""
-    command, *arguments = words
-    if command.endswith("python"):
+    """Fails unless the script and options, packages, target, or recipe and keys that the command names exist."""
+    command, *arguments = Path(words[0]).name, *words[1:]
+    if command == "python":
         script, *options = arguments
         text = (ROOT / script).read_text()
         assert all(f'"{option}"' in text for option in options if option.startswith("--")), words
@@ -31,8 +30,10 @@ def require_real(words: list[str]) -> None:
         assert shlex.join(words) in (ROOT / "docs/install_gpu.md").read_text(), words
     elif command == "rl" and arguments[0] == "train":
         configuration.load(arguments[1], arguments[2:])
+    elif command == "make":
+        assert re.search(rf"^{re.escape(arguments[0])}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
     else:
-        assert command in ("make", "python3.11") or arguments == ["doctor"], words
+        assert [command, *arguments] == ["rl", "doctor"] or words[:3] == ["python3.11", "-m", "venv"], words
 
 
 def test_every_command_of_the_page_is_real():
@@ -57,6 +58,10 @@ def test_the_gpu_tests_run_the_steps_of_the_page():
         "python benchmarks/gpu_train_step.py --none",
         "pip install rl",
         "rl train quickstart no.key=1",
+        "rl doktor",
+        "lr doctor",
+        "make none",
+        "python3.11 -m none",
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str):
