@@ -47,9 +47,10 @@ def test_a_run_goes_on_when_a_server_is_killed(tmp_path: Path, seed: int, max_st
     rows = [row for row in read_rows(metrics) if row["step"] > 0]
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     assert sum(row["rollout/failed"] for row in rows) == 0, "the samples of a killed server must go to the other server"
-    # A step has no such value if all its tokens were sampled with earlier versions.
-    differences = [row["rollout/logprob_diff_max"] for row in rows if "rollout/logprob_diff_max" in row]
-    assert max(differences) <= 1e-3
+    # With staleness, a step may have no tokens of the current version, and then has nothing to compare.
+    compared = [row["rollout/logprob_diff_max"] for row in rows if "rollout/logprob_diff_max" in row]
+    assert len(compared) >= (1 if max_staleness else NUM_STEPS)
+    assert max(compared) <= 1e-3
 
 
 def _servers(pid: int) -> list[int]:
