@@ -111,7 +111,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("reduction", "loss", "scoring"), CASES, ids=lambda value: "" if isinstance(value, str) else "own"
+    ("reduction", "loss", "scoring"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else "unscored" if value is UNSCORED else "scored",
 )
 async def test_the_step_does_not_depend_on_the_order_in_which_groups_finish(
     reduction: str, loss: str, scoring: ScoringPass, checkpoint: Path
