@@ -14,7 +14,7 @@ from rl_core.errors import WorkerError
 from rl_core.layout.slices import context_positions
 from rl_core.testing.cases import TEMPERATURE
 from rl_megatron.model.attention import CoreAttention, Segments, _pieces
-from tests.megatron.test_needed import DENSE, LIMITS, gradient_error, start
+from tests.megatron.test_needed import DENSE, LIMITS, backward_error, start
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -94,7 +94,7 @@ def test_layers_of_one_micro_batch_share_the_attention_plan():
 @pytest.mark.parametrize("checkpoint", [DENSE, DENSE | {"family": "deepseek_v3"}], ids=["qwen3", "deepseek_v3"])
 def test_packed_float32_needs_no_kernel_of_transformer_engine(tmp_path, request, checkpoint):
     case, group = start("use_transformer_engines_attention", tmp_path, request, checkpoint)
-    assert gradient_error(case, group) < 1e-5
+    assert backward_error(case, group) < 1e-5
 
 
 @pytest.mark.parametrize("changes", [{"bf16": True}, {"use_sample_packing": False}], ids=str)
