@@ -100,7 +100,7 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
                     setattr(dist, name, function)
             return found
 
-        def tensors_that_a_new_export_has_otherwise(self) -> list[str]:
+        def stale_export_tensors(self) -> list[str]:
             """Names of the tensors in which the worker's cached export differs from a new one."""
             kept = {name: tensor.clone() for name, tensor in self._exported(self.export)}
             new = dict(self._exported(WeightExport(self.bridge, self.chunks)))

@@ -41,4 +41,4 @@ def test_later_exports_of_weights_and_gradients_reuse_the_first_exports_layout(t
             group.optim_step()
         after = group.weights()
         assert any(not after[name].equal(before[name]) for name in after)
-        assert group.call(SuiteHost.ask, "tensors_that_a_new_export_has_otherwise") == [[], []]
+        assert group.call(SuiteHost.ask, "stale_export_tensors") == [[], []]
