@@ -198,18 +198,13 @@ class GlooWorker:
             "node": ray.get_runtime_context().get_node_id(),
         }
 
-    def memory_of(self, batch: Batch, plan: Plan) -> str:
-        """The path of the memory-mapped file that contains the tokens; empty if there is none."""
-        address = batch["tokens"].data_ptr()
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
-            if start <= address < end:
-                return line.split(maxsplit=5)[-1]
-        return ""
-
     def columns_of(self, batch: Batch, plan: Plan) -> dict[str, Any]:
-        """The columns and the plan that this rank received."""
-        self.received = {"columns": {name: values.tolist() for name, values in batch.columns.items()}, "plan": plan}
+        """The columns and the plan that this rank received, and the mapped file in which the tokens lie."""
+        self.received = {
+            "columns": {name: values.tolist() for name, values in batch.columns.items()},
+            "plan": plan,
+            "mapped": mapped_file(batch["tokens"]),
+        }
         return self.received
 
     def received_before(self) -> dict[str, Any]:
@@ -251,6 +246,15 @@ class GlooWorker:
             sys.exit(0)
         elif options.fault == "cancelled":
             raise asyncio.CancelledError
+
+
+def mapped_file(tensor: Tensor) -> str:
+    """The path of the memory-mapped file that contains the tensor; empty if there is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < end:
+            return line.split(maxsplit=5)[-1]
+    return ""
 
 
 class NothingTransport:

@@ -58,19 +58,18 @@ async def test_metrics_and_gradient_of_all_ranks_are_those_of_the_whole_batch(fo
     await four_ranks.load_state(tmp_path)
 
 
-async def test_last_stages_receive_their_parts_whole_and_without_a_copy(four_ranks):
+async def test_every_stage_receives_its_part_whole_and_without_a_copy(four_ranks):
     batch = batch_of([3, 5, 2, 7, 4, 6])
     ranks, parts = four_ranks._ranks, four_ranks._parts(batch, LIMITS)
-    received = await ranks.call_on_parts(GlooWorker.columns_of, batch, parts)
-    for rank, answer in enumerate(received):
-        if answer is None:
-            assert rank < 2
-            continue
-        part = batch.select(torch.from_numpy(parts[rank - 2].sequences))
-        assert answer["columns"] == {name: values.tolist() for name, values in part.columns.items()}
-        assert answer["plan"] == parts[rank - 2].plan
-    mappings = await ranks.call_on_parts(GlooWorker.memory_of, batch, parts)
-    assert all("plasma" in mapping for mapping in mappings[2:]), mappings
+    answers = await ranks.call_on_parts(GlooWorker.columns_of, batch, parts)
+    every = await ranks.call(GlooWorker.received_before)
+    assert answers == [None, None, *every[2:]], "only the last stage answers"
+    for rank, received in enumerate(every):
+        own = parts[rank % 2]
+        part = batch.select(torch.from_numpy(own.sequences))
+        assert received["columns"] == {name: values.tolist() for name, values in part.columns.items()}
+        assert received["plan"] == own.plan
+        assert "plasma" in received["mapped"], "the tokens must lie in Ray's shared memory"
 
 
 async def test_a_stage_receives_the_routes_of_its_own_layers(four_ranks):
