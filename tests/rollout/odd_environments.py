@@ -86,7 +86,12 @@ RAISED = {
 
 
 class EndsItsLoop(Blocks):
+    """Starts a task that exits, unless `row["exits"]` is False."""
+
     async def step(self, action: Any) -> StepResult:
+        if not self._row.get("exits", True):
+            return await super().step(action)
+
         async def leave() -> None:
             sys.exit(3)
 

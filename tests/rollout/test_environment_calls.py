@@ -327,9 +327,14 @@ def test_a_keyboard_interrupt_out_of_an_environment_ends_the_run(placement: str)
 
 
 @pytest.mark.parametrize(("placement", "kind"), [("thread", "CancelledError"), ("process", "EnvironmentEnded")])
-async def test_a_task_of_an_environment_that_exits_fails_its_episode(placement: str, kind: str):
-    (trajectory, other), _ = await play(EndsItsLoop, placement=placement, num_samples=2, timeout_s=100.0)
-    assert trajectory.failure_kind == other.failure_kind == kind
+async def test_a_task_of_an_environment_that_exits_fails_only_its_episode(placement: str, kind: str):
+    generator = generator_of(EndsItsLoop, placement=placement, timeout_s=100.0)
+    healthy = asyncio.create_task(generator.generate(request_of(exits=False, blocks_s=1.0)))
+    exiting = await generator.generate(request_of(num_samples=2))
+    assert [trajectory.failure_kind for trajectory in exiting] == [kind] * 2
+    (trajectory,) = await healthy
+    assert (trajectory.failure, trajectory.reward) == (None, 0.25)
+    await generator.aclose()
     until_threads_end()
 
 
