@@ -140,12 +140,12 @@ def copied(kind, num_tokens):
     """
     cache = kind()
     like = [(torch.ones(1, HEADS, 8, HEAD_DIM), torch.ones(1, HEADS, 8, HEAD_DIM))]
-    one, no_padding = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    first_row, no_padding = np.zeros(1, np.int64), np.zeros(1, np.int64)
 
     def join(count):
         first = cache.num_rows
         cache.add(count, 8, like)
-        cache.fill(first + np.arange(count), like, one.repeat(count), no_padding)
+        cache.fill(first + np.arange(count), like, first_row.repeat(count), no_padding)
 
     join(4)
     with CopiedBytes() as counter:
