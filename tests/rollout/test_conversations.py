@@ -118,15 +118,22 @@ async def play(
     return Played(row=row, exchanges=client.exchanges, trajectory=trajectory)
 
 
-def expected_prompts(name: str, played: Played) -> list[list[int]]:
-    """The prompt of each turn, from one rendering of the whole conversation. For templates that keep earlier turns."""
+def rendered(name: str, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return tokenizer_of(name).apply_chat_template(given, tools=tools, add_generation_prompt=True, tokenize=False)
+
+
+def expected_prompts(name: str, row: Mapping[str, Any], exchanges: Sequence[Exchange]) -> list[list[int]]:
+    """The prompt of each turn, from one rendering of the whole conversation with the row's tools. For templates that
+    keep earlier turns.
+    """
     tokenizer = tokenizer_of(name)
-    messages, turns = list(played.row["prompt"]), len(played.exchanges)
-    for turn, observation in enumerate(played.row["observations"][: turns - 1]):
+    messages, turns = list(row["prompt"]), len(exchanges)
+    for turn, observation in enumerate(row["observations"][: turns - 1]):
         messages += [{"role": "assistant", "content": f"MARK{turn}MARK"}, *observation]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = rendered(name, messages, row.get("tools"))
     tokens, prompts = [], []
-    for turn, exchange in enumerate(played.exchanges):
+    for turn, exchange in enumerate(exchanges):
         before, _, text = text.partition(f"MARK{turn}MARK") if turn < turns - 1 else (text, "", "")
         before = before.removesuffix(" ") if name == "llama2" and turn < turns - 1 else before
         piece = tokenizer(before, add_special_tokens=False)["input_ids"]
@@ -169,7 +176,8 @@ async def test_random_conversations_are_trained_on_exactly_as_the_engine_had_the
         assert len(played.trajectory.steps) == 1
         assert len(played.exchanges) == num_turns
         require_exact(played)
-        assert [list(e.request.prompt_tokens) for e in played.exchanges] == expected_prompts(name, played)
+        expected = expected_prompts(name, row, played.exchanges)
+        assert [list(e.request.prompt_tokens) for e in played.exchanges] == expected
         step = played.trajectory.steps[0]
         for exchange in played.exchanges:
             have = exchange.request.prompt_tokens + exchange.completion.tokens
@@ -195,7 +203,8 @@ async def test_the_checks_notice_a_reencoded_conversation(monkeypatch: pytest.Mo
             await playing
         return
     played = await playing
-    assert [list(e.request.prompt_tokens) for e in played.exchanges] != expected_prompts("chatml", played)
+    expected = expected_prompts("chatml", played.row, played.exchanges)
+    assert [list(e.request.prompt_tokens) for e in played.exchanges] != expected
     assert len(merged(collate([played.trajectory]))[0].lengths) == 3
 
 

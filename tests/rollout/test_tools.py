@@ -18,7 +18,6 @@ from rl_core.interfaces import (
     GroupRequest,
     SamplingParams,
     StepResult,
-    Tools,
     Trajectory,
     require_messages,
     require_tools,
@@ -30,9 +29,8 @@ from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.turn_tokens import TurnTokens
 from tests.rollout.chat_templates import FAMILIES, tokenizer_of
+from tests.rollout.test_conversations import MAX_TOKENS, expected_prompts, random_script, random_text, rendered
 
-MAX_TOKENS = 24
-WORDS = ["higher", " lower\n", "東京 🙂", "{'x': 1}", "[INST]", "3", "user:", "  two  spaces ", "\n\nnew\n"]
 CALCULATOR = {
     "type": "function",
     "function": {
@@ -75,10 +73,6 @@ class UsesTools:
     async def close(self) -> None: ...
 
 
-def random_text(rng: random.Random) -> str:
-    return "".join(rng.choices(WORDS, k=rng.randint(1, 4))).strip() or "x"
-
-
 def random_row(name: str, rng: random.Random, num_turns: int) -> dict[str, Any]:
     observations = []
     for _ in range(num_turns - 1):
@@ -100,13 +94,7 @@ async def play(
     name: str, row: Mapping[str, Any], rng: random.Random, *, step_wise: bool = False, **settings: Any
 ) -> tuple[Trajectory, list[Exchange]]:
     tokenizer = tokenizer_of(name)
-
-    def script(request: Any) -> list[int]:
-        length = rng.randint(1, MAX_TOKENS * 3 // 2)
-        others = [token for token in rng.choices(range(len(tokenizer)), k=length) if token != tokenizer.eos_token_id]
-        return [*others, tokenizer.eos_token_id]
-
-    client = ScriptedClient(script, end_tokens=[tokenizer.eos_token_id])
+    client = ScriptedClient(random_script(tokenizer, rng), end_tokens=[tokenizer.eos_token_id])
     generator = EnvironmentGenerator(
         client,
         TokenCodec(tokenizer, chat_template_kwargs=settings),
@@ -123,31 +111,6 @@ async def play(
     )
     (trajectory,) = await generator.generate(request)
     return trajectory, client.exchanges
-
-
-def rendered(name: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
-    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return tokenizer_of(name).apply_chat_template(given, tools=tools, add_generation_prompt=True, tokenize=False)
-
-
-def expected_prompts(name: str, row: Mapping[str, Any], exchanges: list[Exchange]) -> list[list[int]]:
-    """The prompt of each turn, from one rendering of the whole conversation with its tools. For templates that keep
-    earlier turns.
-    """
-    tokenizer, messages, turns = tokenizer_of(name), list(row["prompt"]), len(exchanges)
-    for turn, observation in enumerate(row["observations"][: turns - 1]):
-        messages += [{"role": "assistant", "content": f"MARK{turn}MARK"}, *observation]
-    text = rendered(name, messages, row["tools"])
-    tokens, prompts = [], []
-    for turn, exchange in enumerate(exchanges):
-        before, _, text = text.partition(f"MARK{turn}MARK") if turn < turns - 1 else (text, "", "")
-        piece = tokenizer(before, add_special_tokens=False)["input_ids"]
-        if tokens and tokens[-1] == tokenizer.eos_token_id:
-            piece = piece[piece.index(tokenizer.eos_token_id) + 1 :]
-        tokens = [*tokens, *piece]
-        prompts.append(tokens)
-        tokens = [*tokens, *exchange.completion.tokens]
-    return prompts
 
 
 async def mismatches(name: str, num_conversations: int) -> int:
@@ -326,4 +289,3 @@ def test_malformed_messages_with_tool_calls_are_refused(message: Any, problem: s
 def test_arguments_may_be_json_text():
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     assert require_messages([{"role": "assistant", "tool_calls": [call]}], "a prompt")
-    assert isinstance(UsesTools(row_with([]), {}), Tools)
