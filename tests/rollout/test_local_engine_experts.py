@@ -11,22 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from rl_core.errors import ConfigError, WeightSyncError
-from rl_core.interfaces import Manifest, SamplingParams
+from rl_core.interfaces import SamplingParams
 from rl_core.rank_kit.expert_choices import ExpertChoices
-from rl_core.rank_kit.weight_buckets import tensor_record
 from rl_core.testing.forced_routes import routers
 from rl_core.testing.models import MOE_FAMILIES, make_checkpoint
 from rl_rollout.local.engine import LocalEngine
-from rl_rollout.local.model import StagedWeights
 from rl_rollout.local.scheduler import Scheduler
-from tests.rollout.test_local_engine import finish, largest_difference, load_checkpoint, random_samples
+from tests.rollout.test_local_engine import finish, largest_difference, load_checkpoint, random_samples, staged
 
 DENSE_FIRST = {"num_hidden_layers": 3, "mlp_only_layers": [0]}
-
-
-def staged(tensors: dict[str, torch.Tensor], version: int = 1) -> StagedWeights:
-    records = {name: tensor_record(tensor) for name, tensor in tensors.items()}
-    return StagedWeights(version=version, tensors=tensors, manifest=Manifest(version=version, tensors=records))
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
