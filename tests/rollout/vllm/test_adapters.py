@@ -28,8 +28,8 @@ from rl_rollout.vllm.adapters import NamedAdapters
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
 from tests.rollout.vllm.servers import RunningServer, connect, make_spec, request, write_model
-from tests.rollout.vllm.test_weights import TRANSPORTS, cut_off, half
-from tests.rollout.vllm.trainers import BUCKET_BYTES, REFUSED, Trainer, policy_of
+from tests.rollout.vllm.test_weights import TRANSPORTS, cut_off, half, trained
+from tests.rollout.vllm.trainers import BUCKET_BYTES, REFUSED, policy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,14 +37,7 @@ LORA = LoraConfig(rank=4, alpha=8, merge_lora=False)
 LIMIT = 1e-4
 """The largest allowed error of a log-prob, in float32 on both sides; measured 1e-5."""
 SEQUENCE = (5, 1, 9, 2, 7, 7, 3, 11, 4, 8)
-_versions = itertools.count(100, 100)
 _alphas = itertools.count(LORA.alpha + 1)
-
-
-def trained(client: RemoteInferenceClient, policy: WorkerGroup, transport: Any = "files") -> Trainer:
-    trainer = Trainer(policy, client, transport)
-    trainer.version = next(_versions)
-    return trainer
 
 
 def new_configuration() -> LoraConfig:

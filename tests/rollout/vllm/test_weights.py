@@ -26,10 +26,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TRANSPORTS = ["files", "shared_memory", "broadcast"]
 _versions = itertools.count(100, 100)
-"""Version numbers for the tests of this module, which share servers; none is used twice."""
+"""Version numbers for tests that share servers; none is used twice."""
 
 
-def trained(client: Any, policy: Any, transport: Any) -> Trainer:
+def trained(client: Any, policy: Any, transport: Any = "files") -> Trainer:
     trainer = Trainer(policy, client, transport)
     trainer.version = next(_versions)
     return trainer
