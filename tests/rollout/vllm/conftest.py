@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import ray
 
 from rl_core.interfaces import EngineSpec
-from tests.rollout.vllm.servers import RunningServer, make_spec, start_servers, stop_servers, write_model
+from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.launch import client_settings, supervised_client
+from rl_rollout.vllm.supervisor import ExternalServer
+from tests.rollout.vllm.servers import TOKENS, RunningServer, make_spec, start_servers, stop_servers, write_model
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +77,13 @@ def moe_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
 def adapter_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
     """Serves adapters, at most two in one batch, over the frozen weights of a tiny Qwen3 in float32."""
     return shared_servers["adapter_server"]
+
+
+@pytest_asyncio.fixture
+async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
+    """A client of `dense_server`, with a router on a free port."""
+    spec = make_spec(dense_server.spec.run_dir, dense_server.spec.run_dir, router_port=0)
+    servers = [ExternalServer(dense_server.url, TOKENS.control, 60.0)]
+    client = await supervised_client(servers, client_settings(spec, TOKENS))
+    yield client
+    await client.close()

@@ -5,36 +5,22 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
-import pytest_asyncio
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import open_session
-from rl_rollout.vllm.launch import client_settings, supervised_client
 from rl_rollout.vllm.routes import STATUS_NOT_COMPUTED, CheckBody
-from rl_rollout.vllm.supervisor import ExternalServer
 from tests.rollout.vllm.hostile import HostileRequest, hostile_request, sent
-from tests.rollout.vllm.servers import TOKENS, RunningServer, make_spec, request
+from tests.rollout.vllm.servers import TOKENS, RunningServer, request
 
 pytestmark = pytest.mark.slow
 NUM_TARGETS = 2
 AT_ONCE = 5
-
-
-@pytest_asyncio.fixture
-async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
-    """A client of the shared server, with a router on a free port."""
-    spec = make_spec(dense_server.spec.run_dir, dense_server.spec.run_dir, router_port=0)
-    servers = [ExternalServer(dense_server.url, TOKENS.control, 60.0)]
-    client = await supervised_client(servers, client_settings(spec, TOKENS))
-    yield client
-    await client.close()
 
 
 async def require_serving(client: RemoteInferenceClient, name: str) -> None:

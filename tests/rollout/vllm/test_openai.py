@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import openai
 import pytest
-import pytest_asyncio
 
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import open_session
-from rl_rollout.vllm.launch import client_settings, supervised_client
-from rl_rollout.vllm.supervisor import ExternalServer
-from tests.rollout.vllm.servers import TOKENS, RunningServer, make_spec
+from tests.rollout.vllm.servers import TOKENS
 
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "what is 12+3?"}]
-
-
-@pytest_asyncio.fixture
-async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
-    """A client of the shared server, with a router on a free port."""
-    spec = make_spec(dense_server.spec.run_dir, dense_server.spec.run_dir, router_port=0)
-    servers = [ExternalServer(dense_server.url, TOKENS.control, 60.0)]
-    client = await supervised_client(servers, client_settings(spec, TOKENS))
-    yield client
-    await client.close()
 
 
 def agent(client: RemoteInferenceClient) -> openai.AsyncOpenAI:
