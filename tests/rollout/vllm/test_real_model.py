@@ -68,28 +68,16 @@ def test_a_bf16_engine_errs_by_little_more_than_plain_transformers(
     group.close()
     plain_T = plain_logprobs(reference.model, reference.sequences, torch.bfloat16)
     plain = mean_difference(plain_T, reference.logprobs_T)
-    record("bf16 logprobs", mean_difference(engine_T, reference.logprobs_T), plain)
     both = mean_difference(engine_T, trainer_T[is_scored(batch)])
-    record("bf16 engine and trainer", both, 2**0.5 * plain)
+    for quantity, error, unit in (
+        ("bf16 logprobs", mean_difference(engine_T, reference.logprobs_T), plain),
+        ("bf16 engine and trainer", both, 2**0.5 * plain),
+    ):
+        require_within(quantity, error / unit, 1.5, mesh="SmolLM2-135M-Instruct, FSDP trains", unit=unit)
 
 
 def mean_difference(a_T: Tensor, b_T: Tensor) -> float:
     return (a_T - b_T).abs().mean().item()
-
-
-def record(quantity: str, error: float, unit: float) -> None:
-    """Writes a row of the parity table, and fails if the error exceeds its limit."""
-    measurement = Measurement(
-        backend="vllm",
-        mesh="SmolLM2-135M-Instruct, FSDP trains",
-        quantity=quantity,
-        difference=error / unit,
-        limit=1.5,
-        unit=unit,
-    )
-    write_down(measurement)
-    print(f"\n{quantity}: {measurement}")
-    assert measurement.difference <= 1.5, f"{quantity}: {measurement}"
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +103,12 @@ def test_real_text_scores_as_in_transformers(difference_T: Tensor):
     require_within("log-probs", difference_T.abs().max().item(), 1e-4)
 
 
-def require_within(quantity: str, difference: float, limit: float) -> None:
-    """Writes a float32 row of the parity table, and fails if the difference exceeds the limit."""
+def require_within(
+    quantity: str, difference: float, limit: float, *, mesh: str = "SmolLM2-135M-Instruct", unit: float | None = None
+) -> None:
+    """Writes a row of the parity table, and fails if the difference exceeds the limit."""
     measurement = Measurement(
-        backend="vllm", mesh="SmolLM2-135M-Instruct", quantity=quantity, difference=difference, limit=limit
+        backend="vllm", mesh=mesh, quantity=quantity, difference=difference, limit=limit, unit=unit
     )
     write_down(measurement)
     print(f"\nvLLM: {quantity} {measurement}")
