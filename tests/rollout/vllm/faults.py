@@ -195,7 +195,7 @@ class Cluster:
             [victim_process for those in processes.values() for victim_process in those]
         )
         hit = FaultInjection(processes, fault)
-        requests = _requests(name)
+        requests = batch_of_requests(name, 24)
         waiting: list[asyncio.Future[Completion]] = []
         try:
             if fault.when == "idle":
@@ -467,8 +467,8 @@ def _flip_byte_of_next_segment(where: float) -> None:
     Segment.write = write_and_flip
 
 
-def _requests(name: str) -> list[GenerateRequest]:
-    """24 requests, each with a longer response than the one before, so that they end at different times."""
+def batch_of_requests(name: str, count: int) -> list[GenerateRequest]:
+    """Requests, each with a longer response than the one before, so that they end at different times."""
     return [
-        request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=40 + 6 * i, ignore_eos=True) for i in range(24)
+        request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=60 + 4 * i, ignore_eos=True) for i in range(count)
     ]

@@ -31,9 +31,10 @@ from tests.rollout.vllm.faults import (
     Fault,
     Model,
     ServerResources,
+    batch_of_requests,
     faults_of_shard,
 )
-from tests.rollout.vllm.servers import make_spec, request, write_model
+from tests.rollout.vllm.servers import make_spec, write_model
 
 CLUSTERS: Mapping[str, Mapping[str, Any]] = {
     "two engines": {"num_engines": 2},
@@ -72,13 +73,6 @@ async def pid(cluster: Cluster, index: int) -> int:
     connection = cluster.members[index].connection
     assert connection is not None
     return (await connection.call("health", timeout_s=60))["pid"]
-
-
-def batch_of_requests(name: str, count: int) -> list[GenerateRequest]:
-    """Requests of growing length, so that they end at different times."""
-    return [
-        request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=60 + 4 * i, ignore_eos=True) for i in range(count)
-    ]
 
 
 async def answered(client: RemoteInferenceClient, requests: Sequence[GenerateRequest]) -> list[Completion]:
