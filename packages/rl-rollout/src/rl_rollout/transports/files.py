@@ -126,7 +126,7 @@ class FilesSender:
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-                    path.unlink()  # other ranks have filled the memory meanwhile
+                    path.unlink(missing_ok=True)  # other ranks have filled the memory meanwhile
         return disk / name, _write_bucket(disk / name, bucket)
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
