@@ -201,7 +201,7 @@ def test_the_error_for_an_impossible_split_says_what_would_fit():
         (9, 2, {"num_first": 4, "num_last": 4}),
     ],
 )
-def test_the_split_that_the_error_suggests_is_possible(num_layers: int, pipeline: int, ends: dict[str, int]):
+def test_the_split_that_the_error_suggests_is_possible(num_layers, pipeline, ends):
     with pytest.raises(ConfigError) as error:
         pipeline_chunks(num_layers, pipeline, **ends)
     ((name, suggested),) = re.findall(r"Set (num_first|num_last)=(\d+)", str(error.value))
