@@ -166,11 +166,16 @@ def test_dynamic_sampling_trains_on_full_batches_of_groups_with_a_signal(small_r
         "trainer__max_training_steps": 1,
         "trainer__train_batch_size": 2,
         "trainer__policy_mini_batch_size": 2,
+        "trainer__callbacks": "tests.examples.kept_samples:KeptSamples",
     }
+    SAMPLES.clear()
     run_training(small_run(tmp_path / "run", **changes))
-    row = rows_of(tmp_path / "run")[-1]
-    assert 0.0 < row["reward/mean"] < 1.0
-    assert "rollout/dropped_zero_variance" in row
+    assert rows_of(tmp_path / "run")[-1]["rollout/dropped_zero_variance"] > 0
+    assert len(SAMPLES) == 2 * 4
+    rewards_of: dict[int, set[float]] = {}
+    for sample in SAMPLES:
+        rewards_of.setdefault(sample.group_id, set()).add(sample.reward)
+    assert list(rewards_of.values()) == [{0.0, 1.0}, {0.0, 1.0}]
 
 
 @pytest.mark.parametrize(
