@@ -41,7 +41,7 @@ def zero(**settings: Any) -> DeepSpeedOptions:
         ),
         (zero(stage=1, overlap_comm=True), 2, r"overlap_comm: .* set stage=2"),
         (zero(reduce_bucket_size=0), 2, r"reduce_bucket_size: got 0; expected at least 1 element"),
-        (DeepSpeedOptions(sequence_parallel_size=2), 3, r"2"),
+        (DeepSpeedOptions(sequence_parallel_size=2), 3, r"mesh: sequence 2 does not divide the 3 ranks"),
         (
             DeepSpeedOptions(extra={"gradient_clipping": 1.0}),
             1,

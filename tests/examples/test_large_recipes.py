@@ -166,7 +166,6 @@ def test_the_tiny_form_trains_on_ranks_of_megatron_and_deepspeed(
     """On two ranks for models with experts, and on one for the dense model."""
     monkeypatch.chdir(beside_ray)
     rows = trained(name, *overrides)
-    is_synchronous = name != "moonlight_16b_a3b"
-    if is_synchronous:
-        assert max(row["rollout/logprob_diff_max"] for row in rows[-2:]) < 1e-4
-    assert len(rows) >= 2
+    # A step of an asynchronous run need not train on tokens of its own version; the first step does.
+    assert rows[-2]["rollout/logprob_diff_max"] < 1e-4
+    assert rows[-1].get("rollout/logprob_diff_max", 0.0) < 1e-4
