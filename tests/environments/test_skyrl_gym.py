@@ -49,7 +49,7 @@ class Plain:
         Plain.closed += 1
 
 
-PLAIN = {"env": f"{__name__}:Plain", "config": {"inner": {"text": "hello"}}}
+PLAIN = {"env": "tests.environments.test_skyrl_gym:Plain", "config": {"inner": {"text": "hello"}}}
 
 
 def play(row: dict[str, Any], options: dict[str, Any]) -> tuple[Any, StepResult]:
@@ -67,7 +67,7 @@ def play(row: dict[str, Any], options: dict[str, Any]) -> tuple[Any, StepResult]
 
 def test_a_users_environment_gets_its_configuration_and_row():
     before = Plain.closed
-    prompt, result = play(ROW, {**PLAIN, "env": "tests.environments.test_skyrl_gym:Plain"})
+    prompt, result = play(ROW, PLAIN)
     assert prompt[-1]["content"] == "hello"
     assert result == StepResult(reward=4.0, done=True, metrics={"accuracy": 4.0, "words": 3.0})
     import tests.environments.test_skyrl_gym as module
@@ -85,12 +85,12 @@ def test_a_users_environment_gets_its_configuration_and_row():
 )
 def test_step_outputs_without_a_counterpart_are_an_error(output: dict[str, Any], message: str):
     with pytest.raises(RLError, match=message):
-        play({**ROW, "output": output}, {**PLAIN, "env": "tests.environments.test_skyrl_gym:Plain"})
+        play({**ROW, "output": output}, PLAIN)
 
 
 def test_a_prompt_of_text_is_refused():
     with pytest.raises(DataError, match=r"prompt: got text, '1\+1='; environments of skyrl-gym start from messages"):
-        SkyrlGymEnvironment({**ROW, "prompt": "1+1="}, {**PLAIN, "env": "tests.environments.test_skyrl_gym:Plain"})
+        SkyrlGymEnvironment({**ROW, "prompt": "1+1="}, PLAIN)
 
 
 def test_a_name_that_skyrl_gym_does_not_know_is_refused():

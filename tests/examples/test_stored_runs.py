@@ -86,9 +86,7 @@ def left_by(run_dir: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files}
 
 
-def test_a_checkpoint_stays_usable_if_a_crash_lost_the_last_metric_rows(
-    stopped: Path, small_run: BuildConfig, finished: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_checkpoint_stays_usable_if_a_crash_lost_the_last_metric_rows(stopped: Path, small_run: BuildConfig):
     rows = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
     (stopped / "metrics.jsonl").write_text("".join(rows[:-2]) + rows[-2][:40])
     assert train_in_child(small_run(stopped)) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from rl_core.config import Config, from_mapping
 from rl_core.interfaces import Action, StepResult
+from rl_core.reports.jsonl import read_rows
 from rl_core.reports.samples import read_samples
 from rl_core.testing.environments import EnvironmentConformance
 from rl_core.trainer.run import run_training
@@ -120,24 +120,24 @@ def test_demonstrations_are_episodes_as_the_environment_plays_them():
             assert shown == row["prompt"]
 
 
-RECIPES: Mapping[str, tuple[Any, Callable[[Path], list[dict[str, Any]]], Callable[..., None]]] = {
-    "calculator": (calculator, lambda directory: calculator.problems()[:40], arithmetic.write_model),
+RECIPES: Mapping[str, tuple[Any, Callable[[], list[dict[str, Any]]], Callable[..., None]]] = {
+    "calculator": (calculator, lambda: calculator.problems()[:40], arithmetic.write_model),
     "look_up": (
         look_up,
-        lambda directory: [{"prompt": f"{name}?", "answer": number} for name, number in look_up.entries()[:40]],
+        lambda: [{"prompt": f"{name}?", "answer": number} for name, number in look_up.entries()[:40]],
         look_up.write_model,
     ),
-    "second_try": (second_try, lambda directory: arithmetic.problems()[:40], arithmetic.write_model),
+    "second_try": (second_try, lambda: arithmetic.problems()[:40], arithmetic.write_model),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_few_steps_train_on_each_recipes_episodes(name: str, tmp_path: Path, corpus: dict[str, Any]):
     module, rows, write_model = RECIPES[name]
-    write_rows(tmp_path / "rows.parquet", rows(tmp_path))
+    write_rows(tmp_path / "rows.parquet", rows())
     write_model(tmp_path / "model", seed=0)
     run_training(small(module.recipe.config, tmp_path, corpus))
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
     assert [row["step"] for row in metrics] == [0, 1, 2]
     for row in metrics[1:]:
         assert row["rollout/turns"] >= 1.0

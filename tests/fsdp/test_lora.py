@@ -114,7 +114,7 @@ def test_new_adapters_change_nothing_and_the_base_stays_frozen(checkpoint: Path)
         assert frozen[name].equal(weight), name
 
 
-def test_exported_weights_are_the_merged_ones_under_the_names_of_the_base(checkpoint: Path, tmp_path: Path):
+def test_exported_weights_are_the_merged_ones_under_the_names_of_the_base(checkpoint: Path):
     worker, batch = trained(adapted(checkpoint), batch_with_weights()), batch_with_weights()
     sent = {name: t.clone() for bucket in worker.export_weights(4096) for name, t in unpack_bucket(bucket)}
     plain = load_plain(checkpoint)
