@@ -98,7 +98,7 @@ async def test_the_error_of_a_hanging_rank_comes_soon_after_the_deadline_with_it
     assert 3 <= raised.value.seconds < 13  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def test_a_worker_that_hangs_in_its_constructor_meets_the_start_deadline():
+async def test_a_worker_that_hangs_in_its_constructor_misses_the_start_deadline():
     spec = spec_of(phase="start", rank=1, fault="hang")
     message = r"of 2 ranks did not finish start within 20 s \(trainer\.worker_start_timeout_s\)"
     with pytest.raises(DeadlineError, match=message):
