@@ -18,7 +18,7 @@ from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import Connection, ServerGone, open_session
 from rl_rollout.vllm.launch import ClientSettings, supervised_client
-from rl_rollout.vllm.pool import Member, Pool, Wanted
+from rl_rollout.vllm.pool import Member, Pool, Wanted, while_up
 from rl_rollout.vllm.server import ServerAddress
 from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
 from rl_rollout.vllm.tokens import Tokens
@@ -395,3 +395,23 @@ async def test_an_external_server_that_was_unreachable_when_the_others_resumed_i
     finally:
         await supervisor.close()
         await server.stop()
+
+
+async def test_a_server_that_is_given_up_as_it_answers_causes_no_error():
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    _, (member,) = await _pool(0)
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def ask() -> str:
+        async with while_up(member):
+            return await answer
+
+    asking = asyncio.create_task(ask())
+    for _ in range(3):  # until both the request and `lost` are awaited
+        await asyncio.sleep(0)
+    member.lost.set()
+    answer.set_result("the answer")
+    assert await asking == "the answer"
+    await asyncio.sleep(0)
+    assert errors == []

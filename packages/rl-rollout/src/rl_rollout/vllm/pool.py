@@ -85,14 +85,15 @@ async def while_up(member: Member) -> AsyncIterator[Connection]:
     if connection is None:
         raise ServerGone(f"{member} is down: {member.why_down}")
     block = asyncio.timeout(None)
-    losing = asyncio.ensure_future(member.lost.wait())
-    # A deadline in the past ends the block at once.
-    losing.add_done_callback(lambda _: None if losing.cancelled() else block.reschedule(0.0))
+    losing, has_ended = asyncio.ensure_future(member.lost.wait()), False
+    # A deadline in the past ends the block at once. The block may have ended in the same iteration of the event loop.
+    losing.add_done_callback(lambda _: None if losing.cancelled() or has_ended else block.reschedule(0.0))
     try:
         async with block:
             try:
                 yield connection
             finally:
+                has_ended = True
                 losing.cancel()
     except TimeoutError:
         if not block.expired():
