@@ -4,6 +4,7 @@ refused before a server starts."""
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import get_args
 
@@ -15,8 +16,9 @@ from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, k
 from rl_rollout.vllm.launch import cpu_environment
 from rl_rollout.vllm.placement import shared_gpus
 from rl_rollout.vllm.plugin import vllm
+from rl_rollout.vllm.server import HTTPServer, ServerSettings
 from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix
-from tests.rollout.vllm.servers import make_spec
+from tests.rollout.vllm.servers import TOKENS, make_spec
 
 
 def test_an_adapters_matrix_must_fit_its_layer():
@@ -202,3 +204,19 @@ def test_options_that_vllm_lacks_are_refused_before_anything_starts(
 ):
     with pytest.raises(ConfigError, match=message):
         vllm.validate(make_spec(tmp_path, tmp_path, **engine))
+
+
+def test_a_router_port_that_is_not_a_port_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"router_port: got 65536; expected between 0 and 65535"):
+        make_spec(tmp_path, tmp_path, router_port=65536)
+
+
+async def test_an_address_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RL_ROLLOUT_SERVER", "VLLM_RPC_BASE_PATH"):  # `load` sets them for the engine's processes
+        monkeypatch.setenv(name, "")
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        server = HTTPServer(ServerSettings(engine_args={}, host="127.0.0.1", port=port, tokens=TOKENS, log_path=""))
+        with pytest.raises(ConfigError, match=rf"the server cannot listen at 127\.0\.0\.1:{port}: .*already in use"):
+            await server.load()
+        await server.stop()

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from rl_core.errors import ConfigError
 from rl_core.held_folders import make_folder, remove_folder
 from rl_rollout.vllm import orphans
 from rl_rollout.vllm.placement import SharedGpus
@@ -154,7 +155,13 @@ class HTTPServer:
         if len(self._sockets) <= _MAX_SOCKETS_PATH and not has_other_machines:
             os.environ.setdefault(_SOCKETS_VARIABLE, self._sockets)
         # The port is bound before the engine is loaded, so that a port in use is detected at once.
-        self._listening = socket.create_server((self._settings.host, self._settings.port), backlog=_BACKLOG)
+        host, port = self._settings.host, self._settings.port
+        try:
+            self._listening = socket.create_server((host, port), backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"the server cannot listen at {host}:{port}: {error}; choose another host or port"
+            ) from error
         self._app = await self._make_app()
 
     async def start(self) -> ServerAddress:
