@@ -388,6 +388,22 @@ async def test_an_error_in_loading_the_model_reaches_the_caller():
         await LocalEngine.start(load, max_num_seqs=1, timeout_s=30)
 
 
+async def test_an_engine_that_loads_too_slowly_ends_when_it_has_loaded(model):
+    """Its caller has no engine to close, so the model would stay in memory."""
+    may_load, before = threading.Event(), set(threading.enumerate())
+
+    def load():
+        may_load.wait(30)
+        return model, None
+
+    with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the local engine to load its model"):
+        await LocalEngine.start(load, max_num_seqs=1, timeout_s=0.05)
+    (thread,) = (thread for thread in set(threading.enumerate()) - before if "local-engine" in thread.name)
+    may_load.set()
+    await asyncio.to_thread(thread.join, 10)
+    assert not thread.is_alive()
+
+
 # --- the plug-in ----------------------------------------------------------------------------------------------------
 
 

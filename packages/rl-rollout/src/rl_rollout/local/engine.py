@@ -108,7 +108,13 @@ class LocalEngine:
             daemon=True,
         )
         engine._thread.start()
-        await engine._wait(ready, "the local engine to load its model")
+        try:
+            await engine._wait(ready, "the local engine to load its model")
+        except BaseException:  # not only Exception: the run may be cancelled meanwhile
+            engine._closed = True
+            with engine._wake:
+                engine._wake.notify()
+            raise
         return engine
 
     # --- InferenceClient ----------------------------------------------------------------------------------------------
