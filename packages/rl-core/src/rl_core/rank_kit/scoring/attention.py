@@ -61,6 +61,7 @@ def packed_attention(
         ConfigError: the model's code does not pass `packed_sequences` on, or needs a term not implemented here.
     """
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    unsupported += _bounds_in_masks(module, sliding_window)
     if packed_sequences is None or attention_mask is not None or unsupported:
         fault = f"uses {', '.join(unsupported)}" if unsupported else "does not pass on the bounds of the sequences"
         raise ConfigError(
@@ -75,6 +76,15 @@ def packed_attention(
     if ulysses is not None:
         output_BLHD = tokens_for_heads(output_BLHD.transpose(1, 2), ulysses).transpose(1, 2)
     return output_BLHD, None
+
+
+def _bounds_in_masks(module: nn.Module, sliding_window: int | None) -> list[str]:
+    """The layer's kind if the model's code limits what a token sees only by a mask, which this module's attention does
+    not get: chunks, or a window that is not passed as `sliding_window`."""
+    kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    kind = None if kinds is None or layer is None else kinds[layer]
+    is_lost = kind == "chunked_attention" or (kind == "sliding_attention" and sliding_window is None)
+    return [f"{kind} by a mask"] if is_lost else []
 
 
 def _attention(
