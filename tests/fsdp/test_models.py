@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, OptimizerConfig, RankInfo
 from rl_core.testing.backend import make_batch, weights
@@ -104,6 +105,22 @@ def test_a_window_that_the_model_gives_only_to_masks_is_refused_packed(tmp_path:
     with pytest.raises(ConfigError, match=r"sliding_attention.*use_sample_packing=false"):
         fsdp.create_worker(spec_of(path), RankInfo())
     fsdp.create_worker(spec_of(path, use_sample_packing=False), RankInfo())
+
+
+def test_sequences_that_would_change_the_frequencies_of_others_are_refused(tmp_path: Path):
+    short, long = [1.0] * 4, [1.0, 2.0, 4.0, 8.0]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 8.0}
+    path = random_model(tmp_path, "llama", rope_parameters={**rope, "short_factor": short, "long_factor": long})
+    worker = FsdpWorker(spec_of(path), RankInfo())
+    batch = Batch.from_sequences([{"tokens": [n % 40 + 1 for n in range(length)]} for length in (20, 32, 33)])
+
+    def logprobs(plan: list[list[int]]) -> torch.Tensor:
+        return worker.forward(batch, plan, temperature=1.0)["logprobs"]
+
+    with pytest.raises(ConfigError, match=r"33 tokens; with rope_type=longrope, .* more than 32 tokens changes"):
+        logprobs([[0, 1, 2]])
+    apart = logprobs([[0], [1], [2]])
+    torch.testing.assert_close(logprobs([[0, 1], [2]]), apart, rtol=0, atol=1e-5)
 
 
 def test_a_model_without_attention_is_refused_packed_and_runs_unpacked(tmp_path: Path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.batch import Batch, token_inputs
+from rl_core.errors import ConfigError
 from rl_core.layout.prefixes import input_cells, prefix_forest, separate_sequences
 from rl_core.layout.slices import even_slice, inverse_index, padded_layout
 from rl_core.rank_kit.device_copies import on_device
@@ -84,6 +87,28 @@ def predicted_tokens(batch: Batch, *, among: Tensor | None = None) -> Tensor:
     is_predicted_T = torch.ones(batch.num_tokens, dtype=torch.bool) if among is None else among.clone()
     is_predicted_T[batch.offsets[:-1]] = False
     return is_predicted_T.nonzero().squeeze(1)
+
+
+def require_own_frequencies(config: PretrainedConfig, batch: Batch) -> None:
+    """Raises ConfigError if a sequence of the micro-batch would get rotary frequencies that depend on other sequences.
+
+    With `dynamic` and `longrope` scaling, transformers chooses the frequencies of the whole input by its largest
+    position; with `dynamic`, also by that of earlier inputs.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):
+        kind = part.get("rope_type") if isinstance(part, Mapping) else None
+        if kind not in ("dynamic", "longrope") or (kind == "longrope" and batch.num_sequences == 1):
+            continue
+        original = part.get("original_max_position_embeddings") if kind == "longrope" else None
+        limit, longest = original or config.max_position_embeddings, int(batch.lengths.max())
+        if longest > limit:
+            alone = "compute one sequence per micro-batch (micro_…_batch_size_per_gpu=1, max_tokens_per_microbatch=-1)"
+            raise ConfigError(
+                f"{config.model_type}: got a sequence of {longest} tokens; with rope_type={kind}, a sequence of more "
+                f"than {limit} tokens changes the rotary frequencies of other sequences. Limit prompt and response to "
+                f"{limit} tokens together, or {alone if kind == 'longrope' else 'choose another model'}"
+            )
 
 
 def model_input(

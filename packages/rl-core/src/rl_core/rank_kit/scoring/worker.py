@@ -48,7 +48,7 @@ from rl_core.rank_kit.publishing import pack_on_first, publish
 from rl_core.rank_kit.route_checks import require_routes
 from rl_core.rank_kit.row_moves import scatter_rows
 from rl_core.rank_kit.scoring.lora import has_adapters, save_adapters
-from rl_core.rank_kit.scoring.micro_batch import model_input, predicted_tokens
+from rl_core.rank_kit.scoring.micro_batch import model_input, predicted_tokens, require_own_frequencies
 from rl_core.rank_kit.scoring.rank_mesh import RankMesh
 from rl_core.rank_kit.scoring.shards import Shards
 from rl_core.rank_kit.scoring.state import read_state, start_writing, write_state
@@ -260,6 +260,7 @@ class ScoringWorker:
     def _score(
         self, micro_batch: Batch, index_S: Tensor, temperature: float, *, with_entropy: bool
     ) -> dict[str, Tensor]:
+        require_own_frequencies(self.scorer.model.config.get_text_config(), micro_batch)
         inputs = model_input(
             micro_batch,
             index_S,
