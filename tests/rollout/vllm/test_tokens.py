@@ -65,6 +65,16 @@ def test_missing_conflicting_and_equal_tokens_are_refused(environment: dict[str,
         given_tokens(environment=environment)
 
 
+@pytest.mark.parametrize("content", [b"a token\nand a comment\n", b"\x80\xff\n"], ids=["two lines", "not text"])
+def test_a_file_that_is_not_a_token_is_refused(content: bytes, tmp_path: Path):
+    """Such a token cannot be sent in a header."""
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="the control token has other characters than one line of printable ASCII"):
+        given_tokens(environment={CONTROL_FILE_VARIABLE: str(path)})
+
+
 def test_an_empty_file_is_refused(tmp_path: Path):
     path = tmp_path / "token"
     path.touch(mode=0o600)

@@ -59,6 +59,9 @@ class Tokens:
     def __attrs_post_init__(self) -> None:
         if not self.control:
             raise ConfigError(f"the control token is empty; {_REMEDY}")
+        for name, token in (("the control token", self.control), (ACCESS_VARIABLE, self.access)):
+            if not (token.isascii() and token.isprintable()):
+                raise ConfigError(f"{name} has other characters than one line of printable ASCII; choose another")
         if self.access == self.control:
             raise ConfigError(
                 f"{ACCESS_VARIABLE}, which agents get, equals the control token, which would let them change the "
@@ -143,7 +146,7 @@ def _token_in(path: Path, *, makes_file: bool) -> str:
     try:
         if makes_file and not path.exists():
             _write_new(path)
-        with path.open() as file:
+        with path.open(errors="replace") as file:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read().strip()
     except OSError as error:
