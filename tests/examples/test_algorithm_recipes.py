@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 
 from rl_core.config import from_mapping
 from rl_core.interfaces import Action
+from rl_core.reports.jsonl import read_rows
 from rl_core.testing.environments import EnvironmentConformance
 from rl_core.trainer.run import run_training
 from rl_examples import async_r3, dapo, gspo, ppo
@@ -40,7 +40,7 @@ def trained(module: Any, directory: Path, **keys: Any) -> list[dict[str, float]]
         **keys,
     }
     run_training(from_mapping({**module.recipe.config, **changed}))
-    return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    return list(read_rows(directory / "run" / "metrics.jsonl"))
 
 
 class TestShapedArithmetic(EnvironmentConformance):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from rl_core.reports.jsonl import read_rows
 from rl_core.trainer.run import run_training
 from tests.examples import shared_devices
 from tests.examples.test_resume import BuildConfig, require_same_run
@@ -52,7 +52,7 @@ def test_overlapping_or_separate_phases_offload_nothing(
 ):
     events = events_of(small_run, tmp_path / "run", **overrides)
     assert not {"engine sleeps", "policy leaves"} & set(events)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
     assert len(rows) == 5
 
 

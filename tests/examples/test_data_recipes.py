@@ -13,6 +13,7 @@ import pytest
 
 from rl_core.config import Config, load
 from rl_core.interfaces import Callback, Control
+from rl_core.reports.jsonl import read_rows
 from rl_core.trainer.run import run_training
 from rl_examples import arithmetic, distill, dpo, sft, sft_grpo
 from rl_examples.arithmetic import write_model
@@ -98,7 +99,7 @@ def test_an_interrupted_fine_tuning_makes_no_model_and_is_continued(monkeypatch:
     assert not model.exists()
     sft.make_fine_tuned(model, write_model, steps=2, seed=0)
     assert is_whole(model)
-    rows = [json.loads(line) for line in Path("made.run/metrics.jsonl").read_text().splitlines()]
+    rows = list(read_rows(Path("made.run/metrics.jsonl")))
     assert [row["step"] for row in rows] == [1, 2]
 
 

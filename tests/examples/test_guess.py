@@ -13,6 +13,7 @@ from rl_core.batch import Batch
 from rl_core.cli.episodes import show_episodes
 from rl_core.config import Config, from_mapping
 from rl_core.interfaces import Action, GenerateRequest, GroupRequest, SamplingParams, StepResult
+from rl_core.reports.jsonl import read_rows
 from rl_core.reports.samples import read_samples
 from rl_core.testing.environments import EnvironmentConformance
 from rl_core.testing.scripted_engine import ScriptedClient
@@ -77,7 +78,7 @@ def test_a_run_trains_on_episodes_of_several_turns(
     start: Path, tmp_path: Path, overrides: dict[str, Any], num_sequences: int, is_merged: bool
 ):
     run_training(config_of(start, tmp_path / "run", **overrides))
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
     for row in rows[1:]:
         assert row["rollout/turns"] == 4.0
         # In an asynchronous run a step may have no tokens of the version that it trains, and so no such metric.

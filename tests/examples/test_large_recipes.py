@@ -5,7 +5,6 @@ tiny form trains.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from click.testing import CliRunner, Result
 from rl_core.cli.app import rl
 from rl_core.config import load
 from rl_core.errors import ConfigError
+from rl_core.reports.jsonl import read_rows
 from rl_core.trainer.run import run_training
 from rl_examples.gsm8k_data import write_tiny_data
 
@@ -124,7 +124,7 @@ def test_the_plan_says_which_sequence_lengths_fit(tmp_path: Path, monkeypatch: p
 def trained(name: str, *overrides: str) -> list[dict[str, float]]:
     summary = run_training(load(name, list(overrides), tiny=True))
     assert summary.steps == 2
-    return [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return list(read_rows(summary.run_dir / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize(

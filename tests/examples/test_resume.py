@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from rl_core.config import Config
 from rl_core.interfaces import Trajectory
+from rl_core.reports.jsonl import read_rows
 from rl_core.reports.trackers import JsonlTracker
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.run import run_training
@@ -128,7 +129,7 @@ def train_in_child(config: Config) -> int:
 
 
 def without_times(run_dir: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = list(read_rows(run_dir / "metrics.jsonl"))
     return [{name: v for name, v in row.items() if not name.startswith(("time/", "tokens_per_second"))} for row in rows]
 
 

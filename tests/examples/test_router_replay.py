@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from rl_core.config import Config
 from rl_core.rank_kit.expert_choices import ExpertChoices
+from rl_core.reports.jsonl import read_rows
 from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.run import run_training
 
@@ -38,7 +38,7 @@ def test_a_mixture_of_experts_is_trained_along_the_routes_of_its_engine(
         generator__inference_engine__enable_return_routed_experts=True,
     )
     assert run_training(config).steps == 3
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
     # Both sides compute in float32 with the same experts, so only rounding differs. Step 3 samples with
     # weights that were synced after two steps.
     assert [row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:]] == [True] * 3

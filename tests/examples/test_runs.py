@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_core.config import Config, load
 from rl_core.errors import CheckpointError, ConfigError, DataError, GenerationError, NonFiniteError, PluginError
 from rl_core.interfaces import TrajectoryStep
+from rl_core.reports.jsonl import read_rows
 from rl_core.reports.samples import read_samples
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
 from tests.examples.kept_samples import SAMPLES
@@ -24,7 +25,7 @@ BuildConfig = Callable[..., Config]
 
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return list(read_rows(run_dir / "metrics.jsonl"))
 
 
 def test_a_run_writes_every_documented_file(small_run: BuildConfig, tmp_path: Path):

@@ -17,6 +17,7 @@ from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError
 from rl_core.trainer.run import run_evaluation, run_training
 from tests.examples.test_resume import KillInStepAfterCheckpoint, require_same_run, train_in_child
+from tests.examples.test_runs import rows_of
 
 BuildConfig = Callable[..., Config]
 SUPERVISED: dict[str, Any] = {
@@ -35,10 +36,6 @@ PAIRS: dict[str, Any] = {
     "trainer__policy_mini_batch_size": 8,
 }
 REWARD_MODEL = {**PAIRS, "trainer__algorithm__policy_loss_type": "reward_model", "generator__scored_at_end": True}
-
-
-def rows_of(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ problems, their demonstrations, and their tiny runs.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from rl_core.config import load
 from rl_core.interfaces import Action, StepResult
+from rl_core.reports.jsonl import read_rows
 from rl_core.trainer.run import run_training
 from rl_environments.code import CodeEnvironment
 from rl_environments.gsm8k_turns import Gsm8kTurnsEnvironment
@@ -178,7 +178,7 @@ def test_the_tiny_run_completes(name: str, tmp_path: Path, monkeypatch: pytest.M
     with rule_judge.serving() as url:
         keys = [f"environment.options.url={url}"] if name == "judge" else []
         assert run_training(load(name, keys, tiny=True)).steps == 2
-    metrics = [json.loads(line) for line in Path(f"runs/{name}_tiny/metrics.jsonl").read_text().splitlines()]
+    metrics = list(read_rows(Path(f"runs/{name}_tiny/metrics.jsonl")))
     assert [row["step"] for row in metrics] == [1, 2]
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in metrics)
     assert not any(row.get("rollout/failed", 0.0) for row in metrics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import re
@@ -20,6 +19,7 @@ import pytest
 from rl_core.cli import main
 from rl_core.config import Config, dump_yaml
 from rl_core.errors import ConfigError
+from rl_core.reports.jsonl import read_rows
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.run import run_training
 
@@ -143,5 +143,5 @@ def test_only_one_of_several_simultaneous_runs_trains(small_run: BuildConfig, tm
         assert f"is in use: process {winner.pid} on {socket.gethostname()}, " in printed
     assert before == [".run.rl-lock", "run", "run.1", "waits"]
     for run_dir in (folder / "run", folder / "run.1"):
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        rows = list(read_rows(run_dir / "metrics.jsonl"))
         assert [row["step"] for row in rows] == [1, 2]
