@@ -97,11 +97,21 @@ def test_a_model_that_looks_across_packed_sequences_is_refused_and_runs_unpacked
     require_reference_scores(path, use_sample_packing=False)
 
 
-def test_a_window_that_the_model_gives_only_to_masks_is_refused_packed(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (
+            "qwen2_moe",
+            {"num_experts": 4, "moe_intermediate_size": 16, "use_sliding_window": True, "max_window_layers": 2},
+        ),
+        ("phimoe", {"num_local_experts": 4}),
+    ],
+)
+def test_a_window_that_the_model_gives_only_to_masks_is_refused_packed(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+):
     """The window is longer than the sequences with which a model is checked, so that scores do not show the fault."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
-    path = random_model(tmp_path, "qwen2_moe", **experts, **window)
+    path = random_model(tmp_path, kind, num_experts_per_tok=2, sliding_window=64, **options)
     with pytest.raises(ConfigError, match=r"sliding_attention.*use_sample_packing=false"):
         fsdp.create_worker(spec_of(path), RankInfo())
     fsdp.create_worker(spec_of(path, use_sample_packing=False), RankInfo())

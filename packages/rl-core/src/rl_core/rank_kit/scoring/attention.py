@@ -10,6 +10,7 @@ rectangle's width. With Ulysses, all ranks first exchange their tokens for heads
 from __future__ import annotations
 
 import inspect
+import math
 from functools import cache
 from typing import Any
 
@@ -81,8 +82,14 @@ def packed_attention(
 def _bounds_in_masks(module: nn.Module, sliding_window: int | None) -> list[str]:
     """The layer's kind if the model's code limits what a token sees only by a mask, which this module's attention does
     not get: chunks, or a window that is not passed as `sliding_window`."""
-    kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
-    kind = None if kinds is None or layer is None else kinds[layer]
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or layer is None:
+        window = getattr(config, "sliding_window", None)
+        has_window = window is not None and window < getattr(config, "max_position_embeddings", math.inf)
+        kind = "sliding_attention" if has_window else None
+    else:
+        kind = kinds[layer]
     is_lost = kind == "chunked_attention" or (kind == "sliding_attention" and sliding_window is None)
     return [f"{kind} by a mask"] if is_lost else []
 
