@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socketserver
 import subprocess
 import sys
@@ -85,6 +86,31 @@ def test_the_dry_run_refuses_what_a_run_would_fail_on(
 
     assert re.search(message, refused(lambda: preflight(small_run(tmp_path / "run", **overrides))))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_sequences_that_would_change_the_rotary_frequencies_of_others_are_refused(
+    num_sequences: int, small_run: BuildConfig, tmp_path: Path
+):
+    path = Path(small_run(tmp_path / "run").trainer.policy.model.path)
+    model = Path(shutil.copytree(path, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    factors = [1.0] * (config["head_dim"] // 2)
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 5}
+    config["rope_parameters"] = {**scaling, "short_factor": factors, "long_factor": factors}
+    (model / "config.json").write_text(json.dumps(config))
+    small = small_run(
+        tmp_path / "run",
+        trainer__policy__model__path=str(model),
+        trainer__max_tokens_per_microbatch=-1,
+        trainer__micro_train_batch_size_per_gpu=num_sequences,
+        trainer__micro_forward_batch_size_per_gpu=1,
+    )
+    if num_sequences == 1:
+        preflight(small)
+    else:
+        said = refused(lambda: preflight(small))
+        assert re.search(r"policy\.model\.path: .* a sequence of more than 5 tokens changes the rotary", said)
 
 
 def rows_of(path: Path, **columns: Any) -> str:

@@ -26,7 +26,7 @@ from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, instal
 from rl_core.interfaces import Completion, Constraining, GenerateRequest, GrammarSampling, Role, RowChecking
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
-from rl_core.rank_kit.model_proof import require_proof, written_config
+from rl_core.rank_kit.model_proof import config_at_hand, require_proof, written_config
 from rl_core.rank_kit.shipped_configs import shipped_config
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.trainer.checkpoint import load_state
@@ -451,6 +451,25 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
         backend.validate(spec, nodes * per_node)
     if not known.about(*_BUDGET_READS):
         require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
+        _require_own_frequencies(config, role, spec.model.path)
+
+
+def _require_own_frequencies(config: Config, role: Role, path: str | None) -> None:
+    """Requires that the longest sequence does not change the rotary frequencies of others."""
+    key = f"{SECTIONS[role]}.model.path"
+    model_config = None if path is None else config_at_hand(path, key)
+    if model_config is None:
+        return
+    from rl_core.rank_kit.scoring.micro_batch import require_own_frequencies
+
+    trainer = config.trainer
+    is_alone = trainer.max_tokens_per_microbatch <= 0 and (
+        trainer.micro_train_batch_size_per_gpu == trainer.micro_forward_batch_size_per_gpu == 1
+    )
+    try:
+        require_own_frequencies(model_config.get_text_config(), longest_sequence(config), 1 if is_alone else 2)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _require_ray(config: Config, roles: Sequence[Role]) -> None:

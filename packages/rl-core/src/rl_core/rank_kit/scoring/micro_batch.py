@@ -89,19 +89,24 @@ def predicted_tokens(batch: Batch, *, among: Tensor | None = None) -> Tensor:
     return is_predicted_T.nonzero().squeeze(1)
 
 
-def require_own_frequencies(config: PretrainedConfig, batch: Batch) -> None:
-    """Raises ConfigError if a sequence of the micro-batch would get rotary frequencies that depend on other sequences.
+def require_own_frequencies(config: PretrainedConfig, longest: int, num_sequences: int) -> None:
+    """Raises ConfigError if a sequence of a micro-batch would get rotary frequencies that depend on other sequences.
 
     With `dynamic` and `longrope` scaling, transformers chooses the frequencies of the whole input by its largest
     position; with `dynamic`, also by that of earlier inputs.
+
+    Args:
+        config: the text model's configuration.
+        longest: tokens of the micro-batch's longest sequence.
+        num_sequences: number of sequences of the micro-batch.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *rope.values()):
         kind = part.get("rope_type") if isinstance(part, Mapping) else None
-        if kind not in ("dynamic", "longrope") or (kind == "longrope" and batch.num_sequences == 1):
+        if kind not in ("dynamic", "longrope") or (kind == "longrope" and num_sequences == 1):
             continue
         original = part.get("original_max_position_embeddings") if kind == "longrope" else None
-        limit, longest = original or config.max_position_embeddings, int(batch.lengths.max())
+        limit = original or config.max_position_embeddings
         if longest > limit:
             alone = "compute one sequence per micro-batch (micro_…_batch_size_per_gpu=1, max_tokens_per_microbatch=-1)"
             raise ConfigError(

@@ -260,7 +260,8 @@ class ScoringWorker:
     def _score(
         self, micro_batch: Batch, index_S: Tensor, temperature: float, *, with_entropy: bool
     ) -> dict[str, Tensor]:
-        require_own_frequencies(self.scorer.model.config.get_text_config(), micro_batch)
+        text_config, longest = self.scorer.model.config.get_text_config(), int(micro_batch.lengths.max())
+        require_own_frequencies(text_config, longest, micro_batch.num_sequences)
         inputs = model_input(
             micro_batch,
             index_S,
