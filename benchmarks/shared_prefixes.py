@@ -84,6 +84,7 @@ class Side:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, path, sizes, at_once, share_prefixes), daemon=True)
         self._process.start()
+        theirs.close()  # so that the end of the process ends a wait for its answer
         self.step()  # warms up
 
     def step(self) -> float:

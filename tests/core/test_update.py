@@ -18,6 +18,7 @@ from rl_core.algorithms.advantages import (
 )
 from rl_core.algorithms.minibatch_losses import kl_cov_columns
 from rl_core.batch import Batch
+from rl_core.config import from_mapping
 from rl_core.errors import NonFiniteError, PluginError
 from rl_core.interfaces import LossSpec, OptimizerStep
 from rl_core.rank_kit.objectives import objective_from_spec
@@ -29,7 +30,8 @@ from rl_core.trainer.batch_advantages import (
 )
 from rl_core.trainer.model_update import ModelUpdateSettings, mini_batch_sequences
 from rl_core.trainer.models import Models
-from rl_core.trainer.update import BatchUpdate, UpdateSettings, rollout_agreement
+from rl_core.trainer.settings import update_settings
+from rl_core.trainer.update import BatchUpdate, UpdateSettings, prepared, rollout_agreement
 from rl_core.workers import MicroBatchLimits
 
 
@@ -186,6 +188,13 @@ def test_the_reward_of_a_fully_forced_episode_affects_no_other_episode():
     batch = episodes([[0, 0, 0], [0, 1], [0, 1, 1]], forced=True)
     made = with_advantages(batch, reinforce_plus_plus_advantages, {})
     assert made["returns"].tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_loss_that_reads_rewards_gets_those_of_forced_tokens():
+    """The first episode of the pair ends with forced tokens, and its reward is the larger one."""
+    settings = update_settings(from_mapping({"trainer.algorithm.policy_loss_type": "reward_model"}))
+    batch, _ = prepared(episodes([[0, 0, 1, 1], [0, 0]], forced=True), settings, kl_coef=0.0)
+    assert batch["rewards"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_an_estimator_with_an_unknown_parameter_is_refused():

@@ -79,10 +79,11 @@ def test_a_run_trains_on_episodes_of_several_turns(
 ):
     run_training(config_of(start, tmp_path / "run", **overrides))
     rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
+    # In an asynchronous run a step may have no tokens of the version that it trains, and so no such metric.
+    differences = [row["rollout/logprob_diff_max"] for row in rows[1:] if "rollout/logprob_diff_max" in row]
+    assert max(differences) < 1e-4
     for row in rows[1:]:
         assert row["rollout/turns"] == 4.0
-        # In an asynchronous run a step may have no tokens of the version that it trains, and so no such metric.
-        assert row.get("rollout/logprob_diff_max", 0.0) < 1e-4
         assert row["rollout/sampled_tokens"] == pytest.approx(row["rollout/response_length"] * 20 * 16)
         assert (row.get("rollout/merged_tokens", 0.0) > 0.3) == is_merged
     for sample in read_samples(tmp_path / "run"):

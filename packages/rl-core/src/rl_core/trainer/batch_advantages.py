@@ -84,6 +84,14 @@ def with_normalized_advantages(batch: Batch) -> Batch:
     return batch.with_columns(advantages=whiten(batch["advantages"], batch["loss_mask"]))
 
 
+def with_rewards_of_chosen(batch: Batch) -> Batch:
+    """Moves rewards of forced tokens for a loss that reads rewards (`_rewards_of_chosen`), because losses do not see
+    what tokens outside `loss_mask` have. A batch without rewards is returned unchanged."""
+    if "rewards" not in batch:
+        return batch
+    return batch.with_columns(rewards=_rewards_of_chosen(batch, chosen_tokens(batch)))
+
+
 def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple[Batch, Metrics]:
     """Corrects for the mismatch between trainer and engine: adds `correction_weights`, and clears `loss_mask` at the
     tokens that the correction masks. The loss decides how it uses the weights (`Objective.prepare`)."""

@@ -21,6 +21,7 @@ from rl_core.trainer.batch_advantages import (
     with_kl_in_reward,
     with_normalized_advantages,
     with_off_policy_correction,
+    with_rewards_of_chosen,
 )
 from rl_core.trainer.model_update import ModelUpdate, ModelUpdateSettings, mini_batch_sequences
 from rl_core.trainer.models import Models
@@ -213,14 +214,15 @@ class BatchUpdate:
 
 def prepared(batch: Batch, settings: UpdateSettings, *, kl_coef: float) -> tuple[Batch, Metrics]:
     """Prepares a scored batch for the loss. Applies KL in the reward, computes advantages, normalises them, and applies
-    the off-policy correction, each if the settings enable it. Without an estimator, applies only KL in the reward.
+    the off-policy correction, each if the settings enable it. Without an estimator, applies only KL in the reward, and
+    moves the rewards of forced tokens.
     Returns the batch and metrics."""
     metrics: dict[str, tuple[float, float]] = {}
     if settings.kl_in_reward is not None:
         batch, kl = with_kl_in_reward(batch, coef=kl_coef, estimator=settings.kl_in_reward)
         metrics |= {**kl, "policy/kl_coef": (kl_coef, 1.0)}
     if settings.estimator is None:
-        return batch, metrics
+        return with_rewards_of_chosen(batch), metrics
     batch = with_advantages(batch, settings.estimator, settings.estimator_params)
     if settings.normalize_advantages:
         batch = with_normalized_advantages(batch)
