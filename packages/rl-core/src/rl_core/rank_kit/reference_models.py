@@ -139,8 +139,8 @@ def _kept_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_in_a_checkpoint(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors under their names in a checkpoint. transformers holds all experts of a layer in one tensor; a
-    checkpoint has a tensor per expert."""
+    """Returns the tensors under their names in a checkpoint. transformers stacks the experts of a layer; a checkpoint
+    has tensors of each expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
