@@ -71,7 +71,7 @@ try:
 except ConfigErrors as found:
     print(*found.errors, sep="\\n")
 """
-"""Checks a run's files as a user who can neither enter the first folder nor read the second file."""
+"""Checks a run's files as a user who can neither enter the folder `closed` nor read the file `unread`."""
 
 
 def test_every_path_that_the_user_may_not_read_is_named_with_its_key():

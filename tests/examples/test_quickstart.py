@@ -29,8 +29,8 @@ def config(*overrides: str) -> Config:
 
 @pytest.fixture
 def warm_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The directories of the start models that the recipe writes. Changes to an empty folder, and replaces the warm
-    start, which takes a minute, by a function that only writes an untrained model.
+    """The directories for which the recipe has requested a start model. An empty folder becomes the current directory.
+    The warm start, which takes a minute, is replaced by a function that only writes an untrained model to `untrained`.
     """
     written: list[Path] = []
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,8 @@
 
 The frozen weights are in bfloat16 (57 GiB in all, 7 GiB per GPU). The adapters, of rank 32 on every layer's attention,
 are in float32, and only they have gradients and moments. Engines get whole weights with the adapters merged.
-Deliberately omitted: adapters on experts, because transformers holds all experts of a layer in one tensor.
+Deliberately omitted: adapters on experts, because only linear layers can have adapters, and transformers stores the
+experts of a layer as stacked tensors.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_30b_a3b_lora
 Plan:   rl plan qwen3_30b_a3b_lora --gpu-memory 80

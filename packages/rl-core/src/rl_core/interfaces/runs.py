@@ -70,7 +70,7 @@ class Callback:
         """Called before the first step."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Called with the trajectories on which this step trains."""
+        """Called after a step was trained, with the trajectories on which it trained."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control | None:
         """Called after the weights of this step were published."""

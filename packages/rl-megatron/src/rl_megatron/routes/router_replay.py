@@ -143,7 +143,7 @@ class RoutedChunks(Around):
         for place_in_rank, choices in enumerate(self._all):
             choices.place = place_in_rank
         self.layers = [choices.layer for choices in self._all]
-        """Indices in the whole model of the layers whose routers are on this rank, ascending."""
+        """Layers whose routers are on this rank, as indices in the whole model, ascending."""
         self.records = False
         """Whether the schedules that start from now on record their choices."""
         self._recorded: list[MicroBatch] = []
