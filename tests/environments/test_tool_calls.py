@@ -93,7 +93,7 @@ def test_a_result_is_shown_as_text_or_json_and_answers_are_in_the_order_of_the_c
 
 
 def test_calls_of_one_turn_run_side_by_side():
-    """Each call waits for all the others, so calls that ran one after another would never return."""
+    """Each call waits for all the others. If calls ran one after another, the first would fail after 30 s."""
     barrier = threading.Barrier(3)
 
     def meet() -> str:

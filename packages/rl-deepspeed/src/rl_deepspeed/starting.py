@@ -31,7 +31,8 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
-    """Distributes rank 0's weights over the ranks and makes a DeepSpeed engine of them.
+    """Distributes rank 0's weights over the ranks and makes a DeepSpeed engine of them. With stages 1 and 2, a model
+    without an optimizer gets no engine: every rank keeps the whole model.
 
     With stage 3, a rank holds its parts and at most one whole unit at a time (a decoder layer, or all parameters
     outside the layers), apart from the model that rank 0 loaded.

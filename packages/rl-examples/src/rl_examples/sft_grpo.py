@@ -6,7 +6,8 @@ them, then trains it as the quick start does. The fine-tuning run, with its repo
 Deliberately omitted: different data for the two stages, a KL term that keeps the policy near its start.
 
 Run:    rl train sft_grpo
-Alone:  rl train sft, then rl train quickstart trainer.policy.model.path=runs/sft/model
+Stages: rl train sft trainer.max_training_steps=335        (with the next command, the same stages as separate runs)
+        rl train quickstart trainer.policy.model.path=runs/sft/model
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The configuration of a run: every key with its type, default and meaning. No key is unused.
 
 Keys that only one plug-in reads are declared in the plug-in's options class (`backend_sections`, `plugin_options`).
-`docs/configuration.md` is generated from this file and from those classes. If a key's text says "None: …" and names
-other keys, `rl_core.config.resolve` derives the value from them. A run uses only the resolved tree.
+`docs/configuration.md` is generated from this file and from those classes. If a key of `resolving.RULES` is None,
+`rl_core.config.resolve` derives its value from other keys. A run uses only the resolved tree.
 """
 
 from __future__ import annotations
@@ -265,8 +265,8 @@ class AlgorithmConfig:
     """Coefficient of the KL, in the loss or in the reward."""
     kl_estimator_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased"] = "k3"
     """Estimator of the KL (Schulman 2020, "Approximating KL divergence"). The suffix `+` selects the straight-through
-    form, whose gradient is unbiased. `k3_unbiased` weights k3 by the probability ratio to the policy that sampled. Both
-    can be used only in the loss."""
+    form, whose gradient is unbiased. `k3_unbiased` weights k3 by the probability ratio to the policy that sampled. The
+    forms with `+` and `k3_unbiased` can be used only in the loss."""
     off_policy_sequence_mask: float | None = None
     """Mask the policy loss of sequences with negative advantage whose log-probs have dropped by more than this many
     nats per token since they were sampled (DeepSeek-V3.2, arXiv 2512.02556). Try 0.5 first. None: off."""
@@ -415,8 +415,8 @@ class TrainerConfig:
     log_sample_logprobs: bool = False
     """Also write the per-token log-probs of engine and trainer to `samples.jsonl`."""
     entropy_interval: int = 10
-    """Steps between computations of `policy/entropy`, step 1 included; 0: never. A loss that reads entropies computes
-    them in every step."""
+    """Steps between computations of `policy/entropy`, which is also computed in step 1; 0: never. A loss that reads
+    entropies computes them in every step."""
     generation_timeout_s: float = 1800.0
     """Longest wait for the generation of a training batch (with `stream_groups`, of its next part) or an evaluation."""
     worker_timeout_s: float = 3600.0
@@ -608,8 +608,9 @@ class DataConfig:
 
     train_data: tuple[str, ...] = ()
     """Parquet, JSON-lines, JSON or CSV files, local or at an address that fsspec reads (`s3://…`), and Hugging Face
-    data sets, as a directory or `org/name[:configuration][@split]`. The prompt is the column `prompt`, or `messages` if
-    there is none. The column `reward_model` is read as `reward_spec` if there is no `reward_spec`."""
+    data sets, as a directory or `org/name[:configuration][@split]`. The prompt is the column `prompt_key`; if that is
+    `prompt`, rows without this column may have `messages` instead. The column `reward_model` is read as `reward_spec`
+    if there is no `reward_spec`."""
     val_data: tuple[str, ...] = ()
     """Held-out prompts in the same formats. Empty: no evaluation."""
     prompt_key: str = "prompt"

@@ -46,8 +46,8 @@ def _resident(pid: int) -> int:
 
 
 def _share(pid: int, resident: int) -> int:
-    """Returns the bytes of a process's private pages plus its share of the shared ones, or `resident` if this process
-    may not read them."""
+    """Returns the bytes of a process's private pages plus its share of the shared ones, or `resident` if its
+    `smaps_rollup` cannot be read."""
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024
