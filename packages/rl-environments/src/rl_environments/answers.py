@@ -55,8 +55,8 @@ def number_of_row(row: Row, environment: str) -> Decimal:
 
 
 def finite_number(value: Any) -> Decimal | None:
-    """Returns the number that the value is or, as text, says; None if it is not a finite number. Commas may separate
-    thousands."""
+    """Returns the value, a number or the text of one, as a Decimal; None if it is not a finite number. Commas may
+    separate thousands."""
     try:
         number = Decimal(str(value).replace(",", ""))
     except InvalidOperation:

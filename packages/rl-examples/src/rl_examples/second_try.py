@@ -90,7 +90,7 @@ def prepare(config: Config) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Returns one try as a demonstration, after up to two earlier ones. See `_guess` for its digits."""
+    """Returns a demonstration: one try, with up to two earlier tries in its prompt. `_guess` chooses their digits."""
     answer: str = problem["answer"]
     said, heard = problem["prompt"], "-" * len(answer)
     guess = _guess(heard, answer, rng)

@@ -25,7 +25,7 @@ async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config,
     for first in range(0, len(rows), _PART):
         await asyncio.sleep(0)
         kept += _short_enough(rows[first : first + _PART], generator, config, sampling)
-    _require_some(rows, kept, config, sampling)
+    _require_some(rows, kept, generator, config, sampling)
     return kept
 
 
@@ -42,7 +42,7 @@ def fitting_rows(rows: Sequence[DataRow], generator: Generator, config: Config, 
             prompt cannot be encoded.
     """
     kept = _short_enough(rows, generator, config, sampling)
-    _require_some(rows, kept, config, sampling)
+    _require_some(rows, kept, generator, config, sampling)
     return kept
 
 
@@ -74,10 +74,18 @@ def _long_response(row: DataRow, generator: ResponseMeasuring, config: Config, s
     return f"the response has {length} tokens; {key} is {limit}" if length > limit else None
 
 
-def _require_some(rows: Sequence[DataRow], kept: Sequence[DataRow], config: Config, sampling: str) -> None:
-    longest = "; ".join(text for _, text in _limits(config, sampling))
+def _require_some(
+    rows: Sequence[DataRow], kept: Sequence[DataRow], generator: Generator, config: Config, sampling: str
+) -> None:
+    texts = [text for _, text in _limits(config, sampling)]
+    if isinstance(generator, ResponseMeasuring):
+        key = f"{sampling}.max_generate_length"
+        texts.append(f"{key} is {value_at(config, key)}")
+    longest = "; ".join(texts)
     if rows and not kept:
-        raise DataError(f"all {len(rows)} rows have too long a prompt or response: {longest}; shorten them")
+        raise DataError(
+            f"all {len(rows)} rows have too long a prompt or response: {longest}. Shorten the prompts or responses"
+        )
     if len(kept) < len(rows):
         logger.warning(
             "dropped %d of %d rows whose prompts or responses are too long: %s",

@@ -1,7 +1,7 @@
 """Wraps vLLM's AsyncLLM for training: records the weight version of every token, and serves only complete versions.
 
 consumes     requests, pauses and weight versions from `routes`
-produces     completions; the manifest of what arrived
+produces     completions; the manifest of the weights that arrived
 waits for    the engine's core process; weight updates have a deadline here, and requests have one in the client
 unblocked by the core's outputs; quarantine and the core's death end all requests with an error
 """
@@ -75,10 +75,10 @@ class ServedEngine:
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
         """Request id → a pair for each version that was replaced since the request started: the number of tokens that
         the request had at that time, and the replaced version. The number is None if the request was already finished:
-        its remaining tokens have this version."""
+        all its tokens that no earlier pair counts have this version."""
         self._aborted: set[str] = set()
-        """Ids of requests that a caller has aborted. If any other request ends with the finish reason `abort`, the
-        server is quarantined, or the core has shut down."""
+        """Ids of requests that a caller has aborted. Any other request that ends with the finish reason `abort` was
+        ended by quarantine or by the end of the core."""
         self._changing = asyncio.Lock()
         self._is_paused = False
         self._asleep: set[str] = set()
@@ -178,8 +178,8 @@ class ServedEngine:
             await self._serve_unless_held()
 
     async def abort(self, sample_ids: Sequence[str] | None) -> list[str]:
-        """Ends these requests (None: all), which return the tokens sampled so far. Returns the ids of the samples that
-        were running."""
+        """Ends the requests with these sample ids (None: all requests). They return the tokens sampled so far. Returns
+        the sample ids of the requests that were running."""
         under_way: dict[str, list[str]] = {}
         for request_id in self._spans:
             under_way.setdefault(request_id.rpartition("/")[0], []).append(request_id)
@@ -202,9 +202,10 @@ class ServedEngine:
         arrived, as plain data, after every worker of every data-parallel engine has reported it.
 
         Tokens sampled so far keep the version that sampled them. Running requests continue with the new weights and a
-        recomputed cache; the prefix cache is empty afterwards. If routes are returned, running requests are aborted
-        instead, and the client continues them in new requests: vLLM 0.30 reads a prompt's routes once, before its first
-        token, and would return routes of the old weights for tokens sampled with the new ones.
+        recomputed cache; the prefix cache is empty afterwards. If the engine returns routes (the experts that
+        processed each token), running requests are aborted instead, and the client continues them in new requests.
+        Otherwise the routes of their prompts would be those under the old weights, because vLLM 0.30 reads them only
+        once, at the first sampled token.
 
         Raises:
             WeightSyncError: the version was refused or did not arrive in time, or its receiver may not be loaded. The
@@ -217,9 +218,10 @@ class ServedEngine:
                 async with asyncio.timeout(timeout_s):
                     manifest = await self._update(rendezvous, version)
             except (TimeoutError, asyncio.CancelledError) as error:
-                await self._enter_quarantine(f"an update did not end within {timeout_s:g} s")
                 if isinstance(error, asyncio.CancelledError):
+                    await self._enter_quarantine("an update was cancelled")
                     raise
+                await self._enter_quarantine(f"an update did not end within {timeout_s:g} s")
                 raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
             finally:
                 self.is_updating = False
@@ -374,13 +376,13 @@ class ServedEngine:
         return manifest
 
     async def _received(self, rendezvous: Rendezvous, version: int) -> Mapping[str, Any]:
-        # No deadline here: `update_weights` has one. If a worker hangs, the core does not answer the heartbeats that
-        # follow either, and the server is restarted.
+        # No deadline here: `update_weights` has one. If a worker hangs, the core answers no heartbeats after that
+        # deadline, and the server is restarted.
         arguments = ("rl_receive_weights", None, arguments_of(rendezvous, version), None)
         try:
             by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
         except Exception as error:
-            # A worker that knows its state returns data instead of raising; here at least one raised.
+            # Workers return their errors as data. If a call raises nevertheless, it is unknown what they hold.
             await self._enter_quarantine(f"an update broke off: {_described(error)}")
             raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
         answers = {self._worker(i, j): answer for i, those in enumerate(by_engine) for j, answer in enumerate(those)}
