@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import CheckpointError, DeadlineError
+from rl_core.stored_files import is_disk_full
 from rl_core.trainer.checkpoint import RunState, list_checkpoints, list_unfinished, load_state
 from rl_core.trainer.saving import CheckpointSaver
 
@@ -139,3 +140,10 @@ async def test_a_full_disk_and_the_first_checkpoint_after_it_are_logged_once(
     assert "step_000001.partial was removed" in full
     assert room.startswith("the disk has room again; wrote ")
     assert room.endswith("step_000004")
+
+
+def test_an_error_that_is_the_cause_of_its_own_cause_is_no_full_disk():
+    """As after `raise first from second`, if `second` was raised while `first` was handled."""
+    first, second = OSError(errno.EIO, "gone"), ValueError("clean-up failed")
+    first.__cause__, second.__context__ = second, first
+    assert not is_disk_full(first)

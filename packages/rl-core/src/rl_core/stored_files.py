@@ -146,6 +146,8 @@ def _says_full(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # an error can be the cause of its own cause
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
