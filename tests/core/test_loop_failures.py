@@ -15,7 +15,7 @@ from rl_core.errors import DeadlineError, DiskFullError, GenerationError, Weight
 from rl_core.interfaces import Manifest, Rendezvous
 from rl_core.trainer.checkpoint import list_checkpoints
 from tests.core.loop_checks import STALENESS, require_nothing_is_lost
-from tests.core.scripted_run import Play, RestartedEngine, Script, ScriptedEngine, ScriptedRun
+from tests.core.scripted_run import Play, RestartedEngine, Script, ScriptedEngine, ScriptedRun, SleepingEngine
 
 
 @STALENESS
@@ -215,6 +215,25 @@ def test_a_restarted_engine_gets_weights_at_once_or_from_the_step_under_way(
     restarted = events.index("restart") + 1
     assert events[restarted : restarted + len(expected)] == expected
     assert len(run.events_of("send")) == num_syncs
+
+
+class RestartedSleepingEngine(SleepingEngine, RestartedEngine):
+    """An engine on shared devices that a test can restart."""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 2.9, 3.0])
+def test_on_shared_devices_a_restarted_engine_waits_for_the_checkpoint_and_no_syncs_overlap(
+    tmp_path: Path, after_s: float
+):
+    script = Script(steps=2, settings={"ckpt_interval": 1})
+    run = ScriptedRun(tmp_path, script, engine_class=RestartedSleepingEngine)
+    assert isinstance(run.engine, RestartedSleepingEngine)
+    run.log.when("save 1", run.engine.restart, after_s=after_s)
+    run.go()
+    events = [event for event in run.events if event != "restart"]
+    assert events[events.index("save 1") + 1] == "checkpoint 1"
+    syncs = [event.split()[0] for event in events if event.startswith(("pause", "send", "serve"))]
+    assert syncs == ["pause", "send", "serve"] * (len(syncs) // 3)
 
 
 def test_a_group_that_never_ends_is_a_deadline_error_that_says_what_is_missing(tmp_path: Path):

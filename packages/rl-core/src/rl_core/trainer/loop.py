@@ -294,8 +294,8 @@ class TrainingLoop:
         if interval > 0 and (self.steps_done % interval == 0 or self._lacks_export):
             self._reporter.phase("export")
             with self._times.phase("checkpoint"):
-                await self._engines.to_models()
-                self._lacks_export = not await self._saver.export(self._export_directory)
+                async with self._devices_for_models():
+                    self._lacks_export = not await self._saver.export(self._export_directory)
 
     @property
     def _export_directory(self) -> Path:
@@ -336,7 +336,9 @@ class TrainingLoop:
         if self._stop.is_set():
             return None
         if self._engines.are_asleep:
-            await self._publish()
+            async with self._between_versions:
+                if self._engines.are_asleep:  # a sync for a restarted engine may have woken them
+                    await self._publish()
         await self._buffer.published(self.steps_done)
         self._reporter.phase("generate")
         with self._times.phase("generate"):
@@ -356,6 +358,17 @@ class TrainingLoop:
         self._reporter.phase("publish")
         with self._times.phase("publish"):
             return await self._engines.publish(self.steps_done)
+
+    @asynccontextmanager
+    async def _devices_for_models(self) -> AsyncIterator[None]:
+        """Context in which the models may compute between two steps. If they share devices with the engines, a
+        restarted engine waits for its weights, because it would need the devices."""
+        if not self._engines.are_shared:
+            yield
+            return
+        async with self._between_versions:
+            await self._engines.to_models()
+            yield
 
     async def _bring_back_engines(self) -> None:
         """Publishes the current version to restarted engines until the run ends. An error is passed to the buffer,
@@ -417,8 +430,8 @@ class TrainingLoop:
         # Set before saving: if saving fails, that error ends the run, and the save must not be tried again.
         self._saved_step = self.steps_done
         with self._times.phase("checkpoint"):
-            await self._engines.to_models()
-            await self._saver.save(state, stored, started)
+            async with self._devices_for_models():
+                await self._saver.save(state, stored, started)
 
     async def _collect_answers(self) -> None:
         with self._times.phase("checkpoint"):

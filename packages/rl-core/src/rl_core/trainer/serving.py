@@ -88,7 +88,8 @@ class Engines(Protocol):
 
         Args:
             version: returns the current version.
-            between_versions: the loop holds this lock while a step changes the weights.
+            between_versions: the loop holds this lock while a step changes the weights, and while models compute on
+                devices that they share with the engines.
         """
         ...
 
