@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import attrs
@@ -203,6 +204,15 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     scalars = events.Scalars("reward/mean")
     assert [scalar.step for scalar in scalars] == list(range(8))
     assert [round(scalar.value, 1) for scalar in scalars] == [0.1] * 4 + [0.2] * 4
+
+
+def test_dates_of_chat_messages_are_written_as_text(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "1+1=", "timestamp": datetime(2024, 5, 1, tzinfo=UTC)}]}
+    writer = SamplesWriter(tmp_path / "samples.jsonl", first_step=0)
+    writer.write([sample_of(trajectory(), step=1, purpose="train", row=row)])
+    writer.close()
+    (read,) = read_samples(tmp_path)
+    assert read.messages == [{"role": "user", "content": "1+1=", "timestamp": "2024-05-01 00:00:00+00:00"}]
 
 
 @pytest.mark.parametrize(("tracker", "package"), [(TensorBoardTracker, "tensorboard"), (WandbTracker, "wandb")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,7 +44,7 @@ class Sample:
     ground_truth: str | None = None
     """The row's correct answer; None if the row has none under a known name (`answer_of`)."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """The row's prompt, if it consists of chat messages."""
+    """The row's prompt, if it consists of chat messages. Values that JSON does not have are text."""
     turns: Sequence[Mapping[str, Any]] | None = None
     """For an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each turn."""
     tokens: Sequence[Sequence[int]] | None = None
@@ -84,9 +85,14 @@ def sample_of(
         metrics=dict(trajectory.metrics),
         failure=trajectory.failure,
         ground_truth=None if row is None else answer_of(row),
-        messages=prompt if isinstance(prompt, list) else None,
+        messages=_as_json(prompt) if isinstance(prompt, list) else None,
         turns=[attrs.asdict(turn) for turn in trajectory.turns] if len(trajectory.turns) > 1 else None,
     )
+
+
+def _as_json(messages: list[Any]) -> list[Any]:
+    """The messages as JSON has them. Other values, such as the dates of messages in a Parquet file, become text."""
+    return json.loads(json.dumps(messages, default=str))
 
 
 def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
