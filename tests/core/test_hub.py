@@ -127,6 +127,11 @@ def test_without_a_network_a_name_ends_in_one_clear_error(tmp_path: Path):
     assert "hf download org/model --local-dir DIRECTORY" in result.stderr
 
 
+def test_a_name_that_the_hub_does_not_allow_ends_in_the_same_error(tmp_path: Path):
+    result = python("hub.fetch_model('my model', key='k')", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    assert "ConfigError: k: my model: there is no such directory" in result.stderr
+
+
 def test_a_hub_that_never_answers_is_given_up(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         code = f"hub.TIMEOUT_S, hub.LOOK_UP_S = 0.2, 50\n{FETCH}"
