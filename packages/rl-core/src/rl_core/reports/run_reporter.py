@@ -46,11 +46,17 @@ class RunReporter:
         factories = [plugins.load("rl_core.trackers", name, key="trainer.logger") for name in config.trainer.logger]
         if JsonlTracker not in factories:
             factories.insert(0, JsonlTracker)
-        self._trackers: list[Tracker] = [
-            factory(config, run_dir, total_steps=total_steps, first_step=first_step - writes_last_row_again)
-            for factory in factories
-        ]
-        self._samples = SamplesWriter(run_dir / FILE_NAME, first_step=first_step, evaluates_again=writes_last_row_again)
+        self._trackers: list[Tracker] = []
+        with ExitStack() as closing:  # closes the trackers that have started if a later one fails
+            closing.callback(self._close_trackers)
+            for factory in factories:
+                self._trackers.append(
+                    factory(config, run_dir, total_steps=total_steps, first_step=first_step - writes_last_row_again)
+                )
+            self._samples = SamplesWriter(
+                run_dir / FILE_NAME, first_step=first_step, evaluates_again=writes_last_row_again
+            )
+            closing.pop_all()
 
     def phase(self, name: str) -> None:
         """Passes the current phase of the run to the trackers that show it."""
@@ -98,6 +104,10 @@ class RunReporter:
         """Closes the files; a second call does nothing."""
         with ExitStack() as closing:
             closing.callback(self._samples.close)
+            closing.callback(self._close_trackers)
+
+    def _close_trackers(self) -> None:
+        with ExitStack() as closing:
             while self._trackers:
                 closing.callback(self._trackers.pop().close)
 

@@ -236,6 +236,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             train_row=lambda group: prompts.row(group).row,
             eval_row=lambda group: eval_rows[group].row,
         )
+        closing.callback(reporter.close)
         resumed = resumed_groups(config, checkpoint, state, run_is, total_steps=total_steps)
         state = resumed.state
         buffer = GroupBuffer(
@@ -281,11 +282,8 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             steps_done=state.step,
             unfinished_row=state.unfinished_row,
         )
-        try:
-            with interrupts.stops(loop.stop), _data_outside_garbage_collection():
-                await loop.run()
-        finally:
-            reporter.close()
+        with interrupts.stops(loop.stop), _data_outside_garbage_collection():
+            await loop.run()
     summary = write_summary(
         run_dir, interrupted=loop.was_stopped, total_seconds=time.perf_counter() - started, seed=trainer.seed
     )
