@@ -76,6 +76,28 @@ async def test_another_machine_resumes_from_the_newest_copy(tmp_path: Path, addr
         await fetch_checkpoint(from_mapping({**keys, "trainer.resume_mode": "none"}))
 
 
+@pytest.mark.parametrize(("keep", "kept"), [(-1, [1, 2, 3, 4]), (3, [2, 3, 4]), (1, [4])])
+async def test_a_run_on_another_machine_keeps_as_many_earlier_copies_as_configured(
+    tmp_path: Path, address: str, keep: int, kept: list[int]
+):
+    first = saver(tmp_path / "here", address)
+    for step in (1, 2, 3):
+        await first.save(state_of(step))
+    CheckpointCopies(address).fetch_newest(tmp_path / "there")
+    await saver(tmp_path / "there", address, keep=keep).save(state_of(4))
+    assert CheckpointCopies(address).steps() == [f"step_{step:06d}" for step in kept]
+
+
+async def test_copies_of_steps_that_were_set_aside_are_deleted(tmp_path: Path, address: str):
+    saving = saver(tmp_path / "here", address)
+    for step in (1, 2, 4):
+        await saving.save(state_of(step))
+    for name in ("step_000002", "step_000004"):
+        (tmp_path / "here" / name).rename(tmp_path / name)
+    await saving.save(state_of(3))
+    assert CheckpointCopies(address).steps() == ["step_000001", "step_000003"]
+
+
 async def test_resuming_from_a_copy_reports_changed_settings_and_rows(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

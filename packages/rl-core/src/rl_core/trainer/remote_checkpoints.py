@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from rl_core import remote_files
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DeadlineError, StorageError
 from rl_core.tasks import OwnThread
-from rl_core.trainer.checkpoint import COMPLETE, PARTIAL, complete_checkpoints, is_step_name
+from rl_core.trainer.checkpoint import COMPLETE, PARTIAL, complete_checkpoints, is_step_name, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,29 +33,44 @@ class CheckpointCopies:
         """Names of the complete remote checkpoints, oldest first. Raises ConfigError if the store cannot be accessed,
         OSError if reading fails."""
         names = [name for name in remote_files.names_in(self._address) if is_step_name(name)]
-        return sorted((name for name in names if self._listing(name) is not None), key=lambda name: int(name[5:]))
+        return sorted((name for name in names if self._listing(name) is not None), key=_step)
 
-    def send(self, root: Path) -> None:
+    def send(self, root: Path, *, keep: int = -1) -> None:
         """Copies the complete checkpoints in `root` that are missing or different at the address, and removes remote
-        checkpoints that `root` lacks. Logs a failure as a warning, and keeps it for `require_sent`."""
+        checkpoints that `root` lacks. Those older than all in `root` stay, because an earlier run on another machine
+        may have written them, but only as many as `keep` allows. Logs a failure as a warning, and keeps it for
+        `require_sent`.
+
+        Args:
+            root: the directory of the run's checkpoints.
+            keep: number of checkpoints to keep at the address, including those in `root`; negative: all.
+        """
         try:
             here = {path.name: path for path in complete_checkpoints(root)}
             for name, path in here.items():
                 if self._listing(name) != (path / COMPLETE).read_bytes():
                     remote_files.upload(path, f"{self._address}/{name}", last=COMPLETE)
-            for name in self.steps():
-                if name not in here:
-                    remote_files.remove(f"{self._address}/{name}")
+            for name in self._superseded(here, keep):
+                remote_files.remove(f"{self._address}/{name}")
             self._failure = None
         except (OSError, ConfigError) as error:
             self._failure = error
             logger.warning("%s: checkpoints not copied (the next checkpoint tries again): %s", self._address, error)
 
-    async def send_within(self, root: Path, timeout_s: float) -> None:
+    def _superseded(self, here: Collection[str], keep: int) -> list[str]:
+        """The remote checkpoints to remove if a run has the checkpoints `here`."""
+        if not here:
+            return []
+        oldest, there = min(map(_step, here)), self.steps()
+        earlier = [name for name in there if _step(name) < oldest]
+        surplus = earlier[: max(len(here) + len(earlier) - keep, 0)] if keep >= 0 else []
+        return [*surplus, *(name for name in there[len(earlier) :] if name not in here)]
+
+    async def send_within(self, root: Path, timeout_s: float, *, keep: int = -1) -> None:
         """Runs `send` in a thread. If it has not ended within `timeout_s`, it counts as failed but continues. Until it
         has ended, later calls only warn and copy nothing."""
         if self._sending is None or self._sending.is_done:
-            self._sending = OwnThread(lambda: self.send(root))
+            self._sending = OwnThread(lambda: self.send(root, keep=keep))
             try:
                 await self._sending.within(timeout_s)
                 return
@@ -89,6 +105,10 @@ class CheckpointCopies:
             return None
         with remote_files.opened(place) as file:
             return file.read()
+
+
+def _step(name: str) -> int:
+    return step_of(Path(name))
 
 
 def copies_of(config: Config) -> CheckpointCopies | None:

@@ -197,7 +197,7 @@ class CheckpointSaver:
         """Copies checkpoints to `trainer.ckpt_path`. A thread does it, so that the event loop can read the engine's
         answers meanwhile."""
         if self._copies is not None:
-            await self._copies.send_within(self._root, self._timeout_s)
+            await self._copies.send_within(self._root, self._timeout_s, keep=self._keep)
 
     def _completed(self, path: Path) -> None:
         if self._warned_full_at is not None:
