@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 import uuid
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
+import attrs
 import fsspec
 import pytest
 from fsspec.spec import AbstractFileSystem
@@ -125,6 +127,26 @@ async def test_a_copy_that_was_cut_off_is_no_checkpoint_and_is_made_again(tmp_pa
     assert copies.steps() == []
     copies.send(tmp_path / "here")
     assert copies.steps() == ["step_000001"]
+
+
+async def test_a_step_trained_again_is_no_checkpoint_until_all_its_files_are_copied(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+):
+    await saver(tmp_path / "before", address).save(state_of(1))
+    copy = shutil.copyfileobj
+
+    def copies_run_state(source: BinaryIO, target: BinaryIO, length: int) -> None:
+        if not str(source.name).endswith("run.json"):
+            raise OSError("the network failed")
+        copy(source, target, length)
+
+    monkeypatch.setattr(shutil, "copyfileobj", copies_run_state)
+    await saver(tmp_path / "again", address).save(attrs.evolve(state_of(1), kl_coef=0.5))
+    monkeypatch.undo()
+    assert CheckpointCopies(address).steps() == []
+    CheckpointCopies(address).send(tmp_path / "again")
+    CheckpointCopies(address).fetch_newest(tmp_path / "there")
+    assert load_state(tmp_path / "there" / "step_000001").kl_coef == 0.5
 
 
 async def test_a_store_that_fails_ends_no_run_before_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -49,7 +49,12 @@ class CheckpointCopies:
             here = {path.name: path for path in complete_checkpoints(root)}
             for name, path in here.items():
                 if self._listing(name) != (path / COMPLETE).read_bytes():
-                    remote_files.upload(path, f"{self._address}/{name}", last=COMPLETE)
+                    copy = f"{self._address}/{name}"
+                    # If the step was trained again, the list of the earlier files would make a part of the new ones
+                    # count as a checkpoint.
+                    if remote_files.exists(copy):
+                        remote_files.remove(copy)
+                    remote_files.upload(path, copy, last=COMPLETE)
             for name in self._superseded(here, keep):
                 remote_files.remove(f"{self._address}/{name}")
             self._failure = None
