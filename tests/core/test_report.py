@@ -158,6 +158,11 @@ def test_metrics_of_the_environment_are_drawn_even_without_an_evaluation():
     assert "digits right" in [chart.title for chart in run_charts(rows).others]
 
 
+def test_failed_samples_of_an_evaluation_are_no_metric_of_the_environment():
+    rows = [{"step": step, "eval/reward": 0.5, "eval/failed": 1.0, "eval/failed/OSError": 1.0} for step in (1, 2)]
+    assert [chart.title for chart in run_charts(rows).others] == []
+
+
 def test_the_page_loads_nothing_and_its_policy_forbids_loading(tmp_path):
     html = html_of(run_directory(tmp_path / "run"))
     page = Page(html)

@@ -163,7 +163,8 @@ def _learning_charts(rows: Sequence[Row]) -> list[Chart]:
 def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
     """The environment's metrics in training and on held-out problems. A run on stored responses has no environment, so
     its charts show the metrics that the loss reports."""
-    names = {name.partition("/")[2] for row in rows for name in row if name.startswith(("environment/", "eval/"))}
+    found = {name for row in rows for name in row if name.startswith(("environment/", "eval/"))}
+    names = {name.partition("/")[2] for name in found if not name.startswith("eval/failed/")}
     charts = []
     for name in sorted(names - {"reward", "accuracy", "response_length", "failed", "loss", "entropy"}):
         series = _series(rows, {f"environment/{name}": "training", f"eval/{name}": "held out"})
