@@ -345,6 +345,13 @@ def test_a_holder_that_has_not_written_its_name_yet_is_waited_for(tmp_path: Path
             assert time.monotonic() - begin > run_lock._PATIENCE_S
 
 
+@pytest.mark.parametrize("content", ["[" * 4096, '{"pid": 1, "host": "a", "started": []}'], ids=["deep", "a list"])
+def test_a_lock_file_that_no_run_wrote_keeps_nobody_out(tmp_path: Path, content: str):
+    (tmp_path / ".run.rl-lock").write_text(content)
+    with held_directories(from_mapping({"trainer.run_dir": str(tmp_path / "run")})):
+        pass
+
+
 def test_a_process_that_only_checks_the_lock_does_not_keep_others_out(tmp_path: Path):
     path = tmp_path / ".run.rl-lock"
     path.touch()

@@ -303,10 +303,13 @@ def _write_holder(descriptor: int) -> None:
 
 
 def _read_holder(descriptor: int) -> Holder | None:
+    """The identity in a lock file; None if its process has not written it yet, or another program wrote the file."""
     try:
-        return Holder(**json.loads(os.pread(descriptor, 4096, 0).split(b"\n")[0]))
-    except (ValueError, TypeError):  # the process that created the file has not written its identity yet
+        holder = Holder(**json.loads(os.pread(descriptor, 4096, 0).split(b"\n")[0]))
+    except (ValueError, TypeError, RecursionError):
         return None
+    is_whole = type(holder.pid) is int and isinstance(holder.host, str) and isinstance(holder.started, str)
+    return holder if is_whole and 0 < holder.pid < 2**31 else None
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
