@@ -13,6 +13,7 @@ from rl_core.config.checks import gather_room
 from rl_core.config.context import EVALUATION, TRAINING, context_of, require_room_for_responses
 from rl_core.errors import ConfigError, DataError, Mistakes
 from rl_core.trainer.data import DataRow
+from rl_core.trainer.preflight import _gather_prompts
 from rl_core.trainer.prompt_lengths import fitting
 
 
@@ -24,6 +25,24 @@ class Counts:
 
     async def generate(self, request: object) -> Any:
         raise AssertionError
+
+
+class Stored(Counts):
+    """A generator whose responses are stored in the rows too. Also its own plug-in."""
+
+    name, contract_version, needs_no_engine = "stored", 2, True
+
+    def validate(self, spec: object) -> None:
+        pass
+
+    def create(self, spec: object, client: object) -> Stored:
+        return self
+
+    def response_length(self, row: Any) -> int:
+        return row["response_length"]
+
+
+stored = Stored()
 
 
 def config_of(model: Path, *, positions: dict[str, Any], **keys: Any) -> Config:
@@ -108,3 +127,23 @@ def test_a_response_as_long_as_the_context_is_a_mistake_before_the_run(tmp_path,
     check(39)
     with pytest.raises(ConfigError, match=rf"^{sampling}\.max_generate_length: got 40, but the model takes 40 tokens"):
         check(40)
+
+
+def test_rows_between_the_shortest_and_the_longest_prompts_may_be_the_only_ones_that_fit(tmp_path: Path):
+    def row(prompt: str, length: int, response_length: int) -> DataRow:
+        content = {"prompt": prompt, "length": length, "response_length": response_length}
+        return DataRow(content, f"rows:{length}")
+
+    config = config_of(
+        tmp_path / "model", positions={}, data__on_long_prompt="drop", generator__type=f"{__name__}:stored"
+    )
+    rows = [*[row("?", 1, 10**6)] * 32, *[row("????", 4, 5)] * 2, *[row("?" * 99, 99, 5)] * 32]
+
+    def errors(rows: list[DataRow]) -> list[str]:
+        mistakes = Mistakes()
+        _gather_prompts(config, {"data.train_data": rows}, mistakes, makes=())
+        return [str(error) for error in mistakes.errors]
+
+    assert errors(rows) == []
+    (error,) = errors([one for one in rows if one.row["length"] != 4] * 2)
+    assert error.startswith("all 128 rows have too long a prompt or response")

@@ -378,10 +378,17 @@ def _gather_prompts(
                 return  # the model directory is incomplete and will be created again
             raise
         for key, found in rows.items():
-            ordered = sorted(found or [], key=lambda row: len(str(row.row["prompt"])))
+            if not found:
+                continue
+            ordered = sorted(found, key=lambda row: len(str(row.row["prompt"])))
             likely = [*ordered[:_FEW], *ordered[max(_FEW, len(ordered) - _FEW) :]]
-            if likely:
-                fitting_rows(likely, generator, config, TRAINING if key == _TRAINING_DATA[0] else EVALUATION)
+            sampling = TRAINING if key == _TRAINING_DATA[0] else EVALUATION
+            try:
+                fitting_rows(likely, generator, config, sampling)
+            except DataError:
+                if len(likely) == len(found) or config.data.on_long_prompt != "drop":
+                    raise
+                fitting_rows(found, generator, config, sampling)  # other rows may be short enough
 
 
 def _rows(config: Config, key: str, mistakes: Mistakes) -> list[DataRow] | None:
