@@ -16,6 +16,7 @@ from rl_core.interfaces import Callback
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.interrupts import Interrupts
+from rl_core.trainer.models import Models
 
 
 class OpenTracker:
@@ -64,7 +65,7 @@ async def test_trackers_are_closed_if_a_callback_cannot_be_created(tmp_path: Pat
 
     @asynccontextmanager
     async def models(config: object, rows: object) -> AsyncIterator[Any]:
-        yield trainer_run.Models(policy=None)  # pyright: ignore[reportArgumentType]
+        yield Models(policy=None)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(trainer_run, "_playing", playing)
     monkeypatch.setattr(trainer_run, "_models", models)
