@@ -204,7 +204,7 @@ def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
                 f"{place}: 'chosen' and 'rejected' begin with different messages; begin both with the same prompt"
             )
         return {"prompt": prompt, **row}
-    if row.get("input_ids") is not None:
+    if isinstance(row.get("input_ids"), list):
         return {"prompt": f"{len(row['input_ids'])} token ids", **row}
     return row
 
