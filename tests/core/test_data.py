@@ -111,6 +111,12 @@ def test_a_whole_conversation_is_cut_before_the_last_answer(tmp_path: Path):
     assert own.row["prompt"] == "x"
 
 
+def test_a_conversation_is_split_even_if_other_rows_have_a_completion(tmp_path: Path):
+    file = write_lines(tmp_path / "a.jsonl", {"messages": CONVERSATION, "completion": None})
+    (row,) = read_rows([file], key="data.train_data")
+    assert (row.row["prompt"], row.row["completion"]) == (CONVERSATION[:2], CONVERSATION[2:])
+
+
 def test_token_ids_that_are_no_list_are_refused_with_the_place(tmp_path: Path):
     file = write_lines(tmp_path / "a.jsonl", {"input_ids": 5})
     with pytest.raises(DataError, match=r"a\.jsonl:1: expected a row with the column 'prompt', got input_ids"):

@@ -222,7 +222,9 @@ def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     prompt = plain[:-1] if is_answered else plain
     if not prompt:
         raise DataError(f"{place}: 'messages' has no message before the assistant's; add the prompt before it")
-    return {"prompt": prompt, **({"completion": plain[-1:]} if is_answered else {}), **row}
+    # In Parquet, a row that has no completion, unlike others, has None.
+    is_completed = row.get("completion") is not None
+    return {"prompt": prompt, **row, **({"completion": plain[-1:]} if is_answered and not is_completed else {})}
 
 
 class PromptSource:
