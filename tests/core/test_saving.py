@@ -147,3 +147,25 @@ def test_an_error_that_is_the_cause_of_its_own_cause_is_no_full_disk():
     first, second = OSError(errno.EIO, "gone"), ValueError("clean-up failed")
     first.__cause__, second.__context__ = second, first
     assert not is_disk_full(first)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+async def test_a_full_disk_of_a_callback_is_not_that_of_the_checkpoint(
+    tmp_path: Path, models: RecordedModels, new_saver: Callable[..., CheckpointSaver], in_background: bool
+):
+    saver: Any = new_saver(in_background=in_background)
+
+    def copies_elsewhere(step: int, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere")
+
+    async def save() -> None:
+        await saver.save(state(1))
+        models.write()
+        await saver.poll()
+
+    saver._on_complete = copies_elsewhere
+    with pytest.raises(OSError, match="/elsewhere"):
+        await save()
+    assert not saver.is_behind
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000001"]
+    await saver.finish()

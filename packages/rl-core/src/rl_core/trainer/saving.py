@@ -85,7 +85,7 @@ class CheckpointSaver:
         background save, and raises its error (unless the disk was full), or DeadlineError if it takes too long."""
         await self._wait()
         self._full = None
-        partial = partial_path(self._root, state.step)
+        partial, path = partial_path(self._root, state.step), None
         with self._room_for(partial):
             # Writing many long samples takes seconds. A thread does it, so that the event loop can read the engine's
             # answers meanwhile.
@@ -102,8 +102,9 @@ class CheckpointSaver:
                 self._partial, self._deadline = partial, None
             else:
                 await self._models.save_state(partial)
-                self._completed(complete_checkpoint(partial))
-                await self._copy()
+                path = complete_checkpoint(partial)
+        if path is not None:
+            await self._completed(path)
 
     async def export(self, directory: Path) -> bool:
         """Writes the model atomically in Hugging Face format. Must be called between two steps. Returns False, with a
@@ -132,14 +133,14 @@ class CheckpointSaver:
         unless the disk was full."""
         if self._partial is None:
             return
-        partial = self._partial
+        partial, path = self._partial, None
         with self._room_for(partial):
             if await self._models.has_saved():
                 # Flushing large files takes seconds. A thread does it, so that the event loop can read the engine's
                 # answers meanwhile.
                 self._partial, path = None, await asyncio.to_thread(complete_checkpoint, partial)
-                self._completed(path)
-                await self._copy()
+        if path is not None:
+            await self._completed(path)
 
     async def finish(self) -> None:
         """Waits for the background checkpoint.
@@ -199,9 +200,10 @@ class CheckpointSaver:
         if self._copies is not None:
             await self._copies.send_within(self._root, self._timeout_s, keep=self._keep)
 
-    def _completed(self, path: Path) -> None:
+    async def _completed(self, path: Path) -> None:
         if self._warned_full_at is not None:
             self._warned_full_at = None
             logger.warning("the disk has room again; wrote %s", path)
         delete_old_checkpoints(self._root, self._keep)
         self._on_complete(step_of(path), path)
+        await self._copy()
