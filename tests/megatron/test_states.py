@@ -12,8 +12,8 @@ import pytest
 
 from rl_core.errors import DiskFullError, StorageError, WorkerError
 from rl_core.interfaces import BackgroundSaver, Worker
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import Case, Variant, open_case
+from rl_core.testing.backend import PRELOADED, backward
+from rl_core.testing.cases import LOSS, Case, Variant, open_case
 from rl_core.testing.rank_process import SuiteHost
 from rl_core.testing.ranks import RankGroup
 from rl_megatron import MegatronOptions
@@ -39,9 +39,10 @@ def error_after_resume(change: str, tmp_path: Path, request: pytest.FixtureReque
     for _ in range(3):
         step(group, case)
     group.call(Worker.load_state, case.directory / "state")
-    for worker in (group, case.reference):
-        for _ in range(2):
-            step(worker, case)
+    for _ in range(2):
+        step(group, case)
+        backward(case.reference, case.batch, LOSS)
+        case.reference.optim_step()
     return error_of_weights(case, group)
 
 
