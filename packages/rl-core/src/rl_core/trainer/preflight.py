@@ -464,7 +464,10 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
 def _require_own_frequencies(config: Config, role: Role, path: str | None) -> None:
     """Requires that the longest sequence does not change the rotary frequencies of others."""
     key = f"{SECTIONS[role]}.model.path"
-    model_config = None if path is None else config_at_hand(path, key)
+    try:
+        model_config = None if path is None else config_at_hand(path, key)
+    except ConfigError:  # a model of the backend's own kind; a backend that needs transformers refuses it
+        return
     if model_config is None:
         return
     from rl_core.rank_kit.scoring.micro_batch import require_own_frequencies
