@@ -214,14 +214,17 @@ class EnvironmentConformance:
                 )
 
     def _offered_tools(self) -> Sequence[ToolSchema]:
-        async def tools(environment: Environment, _: Prompt) -> Sequence[ToolSchema]:
+        async def tools(environment: Environment, _: Prompt) -> Sequence[ToolSchema] | None:
             if not isinstance(environment, Tools):
-                pytest.skip("the environment does not implement the optional Protocol Tools")
+                return None
             offered = environment.tools()
             assert isinstance(offered, Awaitable), "`tools` must be an async method"
             return json.loads(json.dumps(await offered, default=repr))
 
-        return _run(self._opened(tools))
+        offered = _run(self._opened(tools))
+        if offered is None:
+            pytest.skip("the environment does not implement the optional Protocol Tools")
+        return offered
 
     # --- what the tests share -----------------------------------------------------------------------------------------
 
