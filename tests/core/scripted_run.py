@@ -86,6 +86,7 @@ class Script:
     train_s: float = 5.0
     send_s: float = 2.0
     save_s: float = 3.0
+    export_s: float = 0.0
     errors: Mapping[str, BaseException] = attrs.field(factory=dict)
     """Event → the error that is raised as soon as the event is recorded."""
     answers: Mapping[int, Control] = attrs.field(factory=dict)
@@ -311,6 +312,7 @@ class ScriptedPolicy:
         directory.mkdir(parents=True)
         name = directory.name.removesuffix(".partial")
         self._log(f"export {int(name[5:])}" if name.startswith("step_") else f"export {name}")
+        await asyncio.sleep(self._script.export_s)
 
     async def offload(self) -> None:
         self._log("offload")

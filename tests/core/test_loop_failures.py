@@ -236,6 +236,16 @@ def test_on_shared_devices_a_restarted_engine_waits_for_the_checkpoint_and_no_sy
     assert syncs == ["pause", "send", "serve"] * (len(syncs) // 3)
 
 
+def test_on_shared_devices_a_restarted_engine_waits_for_the_export(tmp_path: Path):
+    script = Script(steps=2, export_s=3.0, settings={"hf_save_interval": 1})
+    run = ScriptedRun(tmp_path, script, engine_class=RestartedSleepingEngine)
+    assert isinstance(run.engine, RestartedSleepingEngine)
+    run.log.when("export 1", run.engine.restart, after_s=1.0)
+    run.go()
+    began = run.time_of("export 1")
+    assert [event for at, event in run.log.entries if began < at < began + script.export_s] == ["restart"]
+
+
 def test_a_group_that_never_ends_is_a_deadline_error_that_says_what_is_missing(tmp_path: Path):
     script = Script(
         play=lambda group: Play(seconds=1e9 if group == 3 else 10.0), settings={"generation_timeout_s": 600.0}
