@@ -23,7 +23,15 @@ from rl_core.config.file_checks import gather_files
 from rl_core.config.resolving import value_at
 from rl_core.config.value_checks import gather_values
 from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, install
-from rl_core.interfaces import Completion, Constraining, GenerateRequest, GrammarSampling, Role, RowChecking
+from rl_core.interfaces import (
+    Completion,
+    Constraining,
+    GenerateRequest,
+    GrammarSampling,
+    ModelProving,
+    Role,
+    RowChecking,
+)
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
 from rl_core.rank_kit.model_proof import config_at_hand, require_proof, written_config
@@ -458,11 +466,13 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
         backend.validate(spec, nodes * per_node)
     if not known.about(*_BUDGET_READS):
         require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
-        _require_own_frequencies(config, role, spec.model.path)
+        if not isinstance(backend, ModelProving):  # its own code, which is proved instead
+            _require_own_frequencies(config, role, spec.model.path)
 
 
 def _require_own_frequencies(config: Config, role: Role, path: str | None) -> None:
-    """Requires that the longest sequence does not change the rotary frequencies of others."""
+    """Requires that the longest sequence does not change the rotary frequencies of others, if transformers' code
+    computes them."""
     key = f"{SECTIONS[role]}.model.path"
     try:
         model_config = None if path is None else config_at_hand(path, key)
