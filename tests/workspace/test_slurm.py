@@ -21,7 +21,7 @@ PROGRAMS = {
     # Stands in for the query of the cluster's size: the number of nodes on which Ray was started.
     "python": 'echo "${NODES_THAT_JOIN:-$(grep -c "^ray start" "$CALLS")}"',
     "rl": 'if [[ "$*" == *trainer.slow=1* && "$*" != *--dry-run* ]]; then trap "echo saved >> $CALLS; exit 130" TERM; '
-    'kill -TERM "$PPID"; while true; do sleep 0.1; done; fi; [[ "$*" != *trainer.wrong=1* ]]',
+    'kill -TERM "$PPID"; for _ in {1..300}; do sleep 0.1; done; fi; [[ "$*" != *trainer.wrong=1* ]]',
 }
 
 
@@ -46,6 +46,8 @@ def job(tmp_path: Path):
             "SLURM_GPUS_ON_NODE": "8",
             "RL_HEAD_START_S": "0",
             "RL_POLL_S": "0",
+            # Without pauses between them, many queries pass before a busy machine has started both steps.
+            "RL_NODES_WAIT_S": "30000",
             **variables,
         }
         result = subprocess.run(
@@ -104,6 +106,14 @@ def test_one_node_needs_no_broadcast(job):
 
 def test_the_signal_before_the_end_reaches_the_run_and_its_exit_code_is_the_jobs(job):
     code, calls, err = job("gsm8k", "trainer.slow=1")
+    assert code == 130, err
+    assert calls[-1] == "saved"
+
+
+def test_a_signal_that_arrives_before_the_script_knows_the_runs_process_is_passed_on(job, tmp_path: Path):
+    delay = tmp_path / "delay.sh"
+    delay.write_text("""trap 'case "$BASH_COMMAND" in run=*) sleep 0.5;; esac' DEBUG\n""")
+    code, calls, err = job("gsm8k", "trainer.slow=1", BASH_ENV=str(delay))
     assert code == 130, err
     assert calls[-1] == "saved"
 

@@ -45,7 +45,7 @@ address="$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | 
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
   ray start --head --node-ip-address="$address" --port="$port" --num-gpus="$gpus" --block &
 steps=("$!")
-trap 'kill "${steps[@]}" 2>/dev/null || true; wait || true' EXIT
+trap 'kill "${steps[@]}" 2>/dev/null || true; wait "${steps[@]}" || true' EXIT
 
 if ((nodes > 1)); then
   sleep "${RL_HEAD_START_S:-10}"
@@ -69,9 +69,14 @@ fi
 
 # Slurm sends a signal before the job ends or is requeued. It is passed on to the run, which saves and ends. The
 # requeued job resumes from there.
+run=""
+signalled_early=0
+pass_on() { if [[ -n "$run" ]]; then kill -TERM "$run" 2>/dev/null || true; else signalled_early=1; fi; }
+trap pass_on TERM
 rl train "$recipe" "${keys[@]}" "$@" &
 run="$!"
-trap 'kill -TERM "$run" 2>/dev/null || true' TERM
+# The signal may arrive before the line above: it is passed on once, because a second one would end the run unsaved.
+if ((signalled_early)); then pass_on; fi
 status=0
 wait "$run" || status="$?"
 # A trapped signal interrupts the first `wait` while the run is still saving.
