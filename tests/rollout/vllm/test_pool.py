@@ -152,7 +152,7 @@ class StartedAgain:
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, Any]] = []
-        self.health = {"quarantine": None, "version": -1, "vocab_size": 8, "num_workers": 1}
+        self.health = {"boot_id": "first", "quarantine": None, "version": -1, "vocab_size": 8, "num_workers": 1}
         self.during_heartbeats: list[Callable[[], None]] = []
         """Functions that are called during the next heartbeats, one for each."""
         self._runners: list[web.AppRunner] = []
@@ -185,6 +185,26 @@ class StartedAgain:
     async def stop(self) -> None:
         while self._runners:
             await self._runners.pop().cleanup()
+
+
+async def test_a_server_that_restarts_between_two_heartbeats_gets_its_adapters_again(caplog: pytest.LogCaptureFixture):
+    pool, server = Pool(1), StartedAgain()
+    pool.wanted = Wanted(adapters={"judge": "/adapters/judge"})
+    server.health["pid"] = 1
+    external = ExternalServer((await server.start()).url, "token", timeout_s=20.0)
+    supervisor = Supervisor(pool, [external], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    await supervisor.start()
+    (member,) = pool.members
+    server.requests.clear()
+    server.health["boot_id"] = "second"
+    supervisor.suspect(member)
+    async with asyncio.timeout(20):
+        await member.lost.wait()
+    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=20)
+    assert ("load_adapter", {"name": "judge", "path": "/adapters/judge"}) in server.requests
+    assert "it was restarted since the last heartbeat" in caplog.text
+    await supervisor.close()
+    await server.stop()
 
 
 class LoginPage(StartedAgain):
@@ -287,7 +307,7 @@ class DoesNotStart:
         (DoesNotStart(), "vLLM server 0 has failed; it is restarted: hung", "vLLM server 0 could not be restarted: "),
         (
             ExternalServer("http://127.0.0.1:1", "token", timeout_s=0.0),
-            "vLLM server 0 has failed; start it again (the run waits for it): hung",
+            "vLLM server 0 has failed; the run waits until it answers (start it again if it has ended): hung",
             "vLLM server 0 has not been started again: ",
         ),
     ],
@@ -364,7 +384,7 @@ class Paused(StartedAgain):
             self.is_paused = name == "pause"
         response = await super()._answer(request)
         if name == "health":
-            health = {"pid": 1, "quarantine": None, "version": 0, "vocab_size": 8, "num_workers": 1}
+            health = {"pid": 1, "boot_id": "first", "quarantine": None, "version": 0, "vocab_size": 8, "num_workers": 1}
             return web.Response(body=wire.encode(health), content_type=wire.MEDIA_TYPE)
         return response
 

@@ -58,6 +58,8 @@ class Member:
     index: int
     connection: Connection | None = None
     """None: the server is down."""
+    boot_id: str | None = None
+    """Identifies the server's process, as last reported; None: no process was seen yet."""
     version: int = -1
     """Version of the server's weights, as last reported."""
     is_quarantined: bool = False

@@ -123,12 +123,16 @@ class Supervisor:
 
     async def _heard(self, member: Member, connection: Connection) -> bool:
         """Sends one heartbeat and records the answer in the pool. Leaves the member unchanged and returns False if a
-        weight update began or ended meanwhile."""
+        weight update began or ended meanwhile. Raises ServerGone if another process answers than before: it lacks the
+        adapters."""
         updates = self._pool.num_updates
         health = await connection.call("health", timeout_s=self._heartbeat.hung_after_s)
         self._pool.facts = EngineFacts(vocab_size=health["vocab_size"], num_workers=health["num_workers"])
+        if member.connection is not None and member.boot_id != health["boot_id"]:
+            raise ServerGone("it was restarted since the last heartbeat")
         if updates != self._pool.num_updates:
             return False
+        member.boot_id = health["boot_id"]
         is_quarantined = health["quarantine"] is not None
         await self._pool.joined(member, connection, health["version"], is_quarantined=is_quarantined)
         return True
@@ -145,7 +149,9 @@ class Supervisor:
             reason = await self._fault(member)
             if reason is not None:
                 remedy = (
-                    "start it again (the run waits for it)" if isinstance(server, ExternalServer) else "it is restarted"
+                    "the run waits until it answers (start it again if it has ended)"
+                    if isinstance(server, ExternalServer)
+                    else "it is restarted"
                 )
                 logger.warning("%s has failed; %s: %s", member, remedy, reason)
                 await self._pool.left(member, reason)
