@@ -246,6 +246,20 @@ def test_on_shared_devices_a_restarted_engine_waits_for_the_export(tmp_path: Pat
     assert [event for at, event in run.log.entries if began < at < began + script.export_s] == ["restart"]
 
 
+@pytest.mark.parametrize(
+    "engine_class", [RestartedEngine, RestartedSleepingEngine], ids=["own devices", "shared devices"]
+)
+def test_the_end_of_the_run_waits_for_the_sync_of_a_restarted_engine(
+    tmp_path: Path, engine_class: type[RestartedEngine]
+):
+    run = ScriptedRun(tmp_path, Script(steps=2, settings={"ckpt_interval": 2}), engine_class=engine_class)
+    assert isinstance(run.engine, RestartedEngine)
+    run.log.when("save 2", run.engine.restart, after_s=2.0)
+    run.go()
+    syncs = [event.split()[0] for event in run.events if event.startswith(("pause", "send", "serve"))]
+    assert syncs == ["pause", "send", "serve"] * (len(syncs) // 3)
+
+
 def test_a_group_that_never_ends_is_a_deadline_error_that_says_what_is_missing(tmp_path: Path):
     script = Script(
         play=lambda group: Play(seconds=1e9 if group == 3 else 10.0), settings={"generation_timeout_s": 600.0}

@@ -174,7 +174,8 @@ class TrainingLoop:
                 await self._checkpoint()
             with self._times.phase("checkpoint"):
                 await self._saver.finish()
-            await self._engines.to_models()
+            async with self._between_versions:  # a sync for a restarted engine ends first: the models take part in it
+                await self._engines.to_models()
         async with self._saving_after_errors():
             self._tell(Callback.on_run_end, self.steps_done)
             if self._settings.model_path is not None and not self.was_stopped:
