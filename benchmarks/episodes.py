@@ -39,7 +39,7 @@ class OneTurn:
 
 
 class Answers:
-    """An engine that returns the same completion at the next turn of the event loop."""
+    """An engine that returns the same completion in the next iteration of the event loop."""
 
     def __init__(self, end_token: int) -> None:
         self._end_token = end_token
@@ -52,7 +52,7 @@ class Answers:
 
 
 async def measured(num_groups: int, rounds: int) -> list[float]:
-    """Milliseconds per episode in each round but the first, which warms up."""
+    """Milliseconds of processor time per episode in each round but the first, which warms up."""
     tokenizer: Any = character_tokenizer()
     generator = EnvironmentGenerator(
         Answers(tokenizer.eos_token_id),
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     taken_ms = asyncio.run(measured(arguments.groups, arguments.rounds))
-    print(f"ms per episode: median {statistics.median(taken_ms):.3f}, least {min(taken_ms):.3f}")
+    print(f"ms of processor time per episode: median {statistics.median(taken_ms):.3f}, least {min(taken_ms):.3f}")
 
 
 if __name__ == "__main__":

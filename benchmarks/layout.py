@@ -2,7 +2,9 @@
 
 Lengths are log-normal like those of reasoning responses (median 2,000 tokens, cut at 32,768). `worst/mean` is the load
 of the most loaded rank divided by the mean load: at 1.05, a rank with the mean load waits 5 % of its computing time.
-`bound` is the largest ratio that the balancing partitions can have with these costs: 1 + largest cost / mean load.
+`bound` is an upper bound of it for the balancing partitions with these costs: 1 + largest cost / mean load. In the
+table of plans, `micro-batches` is the number per rank, and `fewest` a lower bound of it: the tokens (or sequences) of
+all ranks divided by the ranks and by the limit of a micro-batch, rounded up.
 
 Run: python benchmarks/layout.py
 """
@@ -37,8 +39,9 @@ def random_lengths(num_sequences: int) -> np.ndarray:
     return np.clip(rng.lognormal(np.log(2000), 1.0, num_sequences), 16, MAX_TOKENS).astype(np.int64)
 
 
-def dealt_in_order(costs_N: np.ndarray, num_parts: int) -> np.ndarray:
-    """Splits the sequences in order into parts of equal count: the baseline without balancing."""
+def contiguous_partition(costs_N: np.ndarray, num_parts: int) -> np.ndarray:
+    """Splits the sequences, in order, into contiguous parts whose counts differ by at most one: the baseline without
+    balancing."""
     return np.arange(len(costs_N)) * num_parts // len(costs_N)
 
 
@@ -49,13 +52,13 @@ def compare_partitions() -> None:
         # A model of 7 billion parameters, 32 layers of width 4096.
         flops_N = flop_cost(lengths_N, hidden_size=4096, num_layers=32, num_parameters=7_000_000_000)
         for name, costs_N in (("tokens", lengths_N), ("FLOPs", flops_N)):
-            for partition in (dealt_in_order, equal_count_partition, greedy_partition, karmarkar_karp_partition):
+            for partition in (contiguous_partition, equal_count_partition, greedy_partition, karmarkar_karp_partition):
                 start = time.perf_counter()
                 part_N = partition(costs_N, num_ranks)
                 seconds = time.perf_counter() - start
                 loads = part_sums(costs_N, part_N, num_ranks)
                 worst, bound = loads.max() / loads.mean(), 1 + costs_N.max() / loads.mean()
-                guarantee = "none" if partition is dealt_in_order else f"{bound:8.4f}"
+                guarantee = "none" if partition is contiguous_partition else f"{bound:8.4f}"
                 row = f"{num_sequences:>9} {num_ranks:>5} {name:>6} {partition.__name__:<26}"
                 print(f"{row} {worst:10.4f} {guarantee:>8} {seconds:8.3f}")
 

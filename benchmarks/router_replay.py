@@ -1,4 +1,4 @@
-"""Router replay on one rank of the Megatron backend: time, bytes moved, and load of the experts.
+"""Router replay with the Megatron backend: time and load of the experts on one rank, and bytes of routes on 16 ranks.
 
 The model is a Mixture-of-Experts Qwen3 in float32 with 16 experts, 4 of them per token.
 
@@ -149,7 +149,7 @@ def rows_seen(offsets: np.ndarray, sequences: np.ndarray, rank: int) -> np.ndarr
 
 def show_time(worker: Any, batch: Batch, rounds: int) -> None:
     """Prints the median times and the median of the rounds' ratios. A ratio within a round is least affected by other
-    load."""
+    processes on the machine."""
     plan = plan_micro_batches(batch.lengths.numpy(), num_data_ranks=1, max_tokens=2048)[0]
     micro_batches = [m.tolist() for m in plan]
     loss = LossSpec(name="cross_entropy")
