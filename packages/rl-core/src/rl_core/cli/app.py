@@ -203,7 +203,7 @@ def plan(
     host_memory: float | None,
     context: int | None,
 ) -> None:
-    """Show each rank's part of the model, and the memory that each phase of a run needs, without starting anything."""
+    """Show each rank's part of the model, and the memory that each phase of a run needs, without starting the run."""
     from rl_core.cli import planning, runs
 
     loaded = runs.load(source, overrides, tiny)
