@@ -73,7 +73,7 @@ class PlainDdpWorker:
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Accumulates the gradient of this rank's part. `optim_step` and `gradients` add up the ranks."""
+        """Accumulates the gradient of this rank's part. `optim_step` and `gradients` sum it over the ranks."""
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         require_scores(returns, ("logprobs", "entropies"), self.spec.role)
         objective, parts, returned = objective_from_spec(loss), [], {n: torch.zeros(batch.num_tokens) for n in returns}
@@ -154,7 +154,8 @@ class PlainDdpWorker:
             dist.destroy_process_group()
 
     def _score(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, [T] each. Rows are padded on the right, which causal layers do not read."""
+        """Log-probs and entropies, [T] each. Rows are padded on the right: in causal layers, no token attends to the
+        padding after it."""
         rows = torch.nn.utils.rnn.pad_sequence(batch["tokens"].split(batch.lengths.tolist()), batch_first=True)
         hidden_NWH = self.model.base_model(input_ids=rows, use_cache=False).last_hidden_state
         is_token_NW = torch.arange(rows.shape[1]) < batch.lengths[:, None]

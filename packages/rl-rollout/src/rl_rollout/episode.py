@@ -29,7 +29,7 @@ class Limits:
     """Limits that end an episode before its environment does."""
 
     max_turns: int = 1
-    """Maximum number of responses of an episode."""
+    """Maximum number of responses of an episode. With 1, an environment that wants another turn is an error."""
     max_input_length: int | None = None
     """Maximum number of tokens of a later turn's prompt; None: no separate limit."""
     context_window: int | None = None
@@ -97,9 +97,10 @@ async def play(
         example_call: see `Action`.
 
     Raises:
-        DataError: the environment's answer violates its contract, or the chat template refuses it.
+        DataError: the environment's answer violates its contract, the chat template refuses it, or the environment
+            wants another turn although `max_turns` is 1.
         ConfigError: the chat template cannot be used for several turns in one sequence.
-        EnvironmentFailure: the environment raised.
+        EnvironmentFailure: the environment raised, or its process or thread ended.
         DeadlineError: the environment did not answer in time.
         Exception: any error of `respond`.
     """
@@ -126,7 +127,7 @@ async def play(
 def _what_follows(
     result: StepResult, history: History, prompt: Tokens, completion: Completion, num_turns: int, limits: Limits
 ) -> tuple[Tokens, TrajectoryEnd | None]:
-    """Returns the next turn's prompt and None, or an empty prompt and why the episode ends."""
+    """Returns the next turn's prompt and None or, if the episode ends, a prompt that is not used and the reason."""
     if result.done:
         return (), "done"
     if limits.max_turns == 1:

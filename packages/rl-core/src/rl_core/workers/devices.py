@@ -18,7 +18,7 @@ class Tenant:
 
     ranks: Ranks
     keeps_optimizer: bool = False
-    """Whether the optimizer state stays on the devices while another group uses them (`offload_after_step=false`)."""
+    """Whether the optimizer state stays on the devices when the parameters leave them (`offload_after_step=false`)."""
     has_parameters: bool = True
     has_optimizer: bool = True
 
@@ -57,7 +57,7 @@ class SharedDevices:
             yield
 
     async def clear(self) -> None:
-        """Offloads all groups whose workers can offload."""
+        """Offloads all groups whose workers can offload, except optimizer state that a group keeps on the devices."""
         async with self._in_use:
             await self._clear_except(None)
 

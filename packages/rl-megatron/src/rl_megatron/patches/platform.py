@@ -1,8 +1,9 @@
 """Runs Megatron-Core 0.16.1 on a machine without GPUs: its CUDA calls go to the CPU, its collectives to gloo.
 
 Megatron names CUDA in many places (devices of new tensors, streams, random states, tensor types). Here the functions of
-`torch.cuda` that Megatron calls are replaced, and a mode rewrites CUDA devices in this thread's tensor calls. Gathers
-and reduce-scatters of unequal parts, which gloo lacks, are replaced too. The model and its parallelism are Megatron's.
+`torch.cuda` that Megatron calls are replaced, and a `TorchFunctionMode` replaces CUDA devices with the CPU in this
+thread's tensor calls. Gathers and reduce-scatters of unequal parts, which gloo lacks, are replaced too. The model and
+its parallelism are Megatron's.
 
 This changes torch for the whole process, so it is done only in a rank's own process (`needs_own_process`).
 """
@@ -54,7 +55,7 @@ class _CpuMode(TorchFunctionMode):
         if func is Tensor.record_stream:
             return None
         if func is Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron groups gradients by type names such as 'torch.cuda.FloatTensor'.
+            # Megatron's optimizers sort parameters by type names such as 'torch.cuda.FloatTensor' and refuse others.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])

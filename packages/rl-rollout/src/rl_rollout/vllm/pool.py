@@ -65,13 +65,14 @@ class Member:
     is_quarantined: bool = False
     """Whether the server may hold incomplete weights, and so gets no requests."""
     load: int = 0
-    """Number of samples that were requested from the server and not yet answered."""
+    """Number of samples that were requested from the server and not yet answered. A chat completion and a request of an
+    outside agent each count as one."""
     idle: IdleTime = attrs.field(factory=IdleTime)
     """Measures the time during which `load` is 0."""
     why_down: str = "it has not started"
     hung: str | None = None
-    """Why the server's engine is considered hung; None: it is not. Such a server is given up even if it still answers
-    heartbeats."""
+    """Why the server is given up even if it still answers heartbeats: it did not finish its part of a failed weight
+    sync. None: there is no such reason."""
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
     """Set when the current connection is given up; `joined` creates a new event for the next connection."""
 
@@ -88,7 +89,8 @@ async def while_up(member: Member) -> AsyncIterator[Connection]:
         raise ServerGone(f"{member} is down: {member.why_down}")
     block = asyncio.timeout(None)
     losing, has_ended = asyncio.ensure_future(member.lost.wait()), False
-    # A deadline in the past ends the block at once. The block may have ended in the same iteration of the event loop.
+    # A deadline in the past ends the block at once. If the block has already ended, in the same iteration of the event
+    # loop, `reschedule` would raise RuntimeError.
     losing.add_done_callback(lambda _: None if losing.cancelled() or has_ended else block.reschedule(0.0))
     try:
         async with block:
@@ -114,7 +116,7 @@ class Pool:
         self.wanted = Wanted()
         """State into which every server is brought, apart from its weights."""
         self.num_left = 0
-        """Number of servers given up so far."""
+        """How many times a server was given up so far; the same server may be given up several times."""
         self.num_updates = 0
         """Number of begun weight updates plus number of ended ones, so it is odd during an update. A server's report is
         ignored if this number has changed since the server was asked."""
@@ -156,7 +158,8 @@ class Pool:
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether a server is up that lacks the current version while no update is running."""
+        """False during a weight update; otherwise, whether any server that is up is not in service, because it lacks
+        the current version or is quarantined."""
         return self.num_updates % 2 == 0 and len(self.serving) < len(self.up)
 
     @asynccontextmanager
