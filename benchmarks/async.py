@@ -1,30 +1,31 @@
 """Asynchronous generation in virtual time, for several pipeline depths, staleness bounds and scheduling rules.
 
-The real loop, buffer and rollouts run with simulated engines and a simulated trainer. The engines have 1,000 slots and
-play 10,000 prompts × 8 samples. A sample takes 25 s on average (log-normal, at most 150 s). One group in 100 waits for
-its environment for 250 s, one sample in 1,000 is lost with its engine and generated again, and one group in 200 fails
-and is replaced. A step trains 500 prompts in 90 s, a weight sync takes 5 s, and fully busy engines need 100 s for the
-500 prompts of a step. Every row of the output uses the same groups.
+The real loop, buffer and rollouts run with simulated engines and a simulated trainer. The engines generate 10,000
+prompts × 8 samples in 1,000 slots, each for one sample at a time. A sample takes 25 s on average (log-normal, at most
+150 s). One group in 100 waits for its environment for 250 s, one sample in 1,000 is lost with its engine and generated
+again, and one group in 200 fails and is replaced. A step scores and trains 500 prompts in 90 s, a weight sync takes
+5 s, and fully busy engines need 100 s for the 500 prompts of a step. Every row of the output uses the same groups.
 
 Printed for each depth and bound, and for two scheduling rules of other projects:
 
-    time      duration of the run, divided by the time that the slower of trainer and engines needs for 10,000 prompts
-              when it never waits
-    arrivals  duration of the steps, divided by the lower bound that the groups' finish times set. A step ends no
-              earlier than t plus the training time of those of its groups that finished at t or later, for every time t
-              since the end of the previous step. The bound is the latest of these ends. The excess over 1 is what
-              training groups as they finish could still save
-    idle      share of the time in which the trainer waits for groups; share of slot time in which the engines play
-              nothing
+    time      duration of the run, divided by the time that the slower of trainer (with its weight syncs) and engines
+              needs for 10,000 prompts when it never waits
+    arrivals  duration of all steps, divided by a lower bound that follows from the times at which their groups finish:
+              if n groups of a step finish at time t or later, the step cannot end before t + n times the time of
+              scoring and training one group + the weight sync. A step's bound is the latest of these ends, for all t
+              since the previous step ended. In rows that are not streamed, the excess over 1 is the most that training
+              groups as they finish could save
+    idle      share of the run's time in which the trainer waits for groups; share of the slots' time in which they
+              generate nothing
     age       policy versions between a group's start and its training: mean, share of groups above one, maximum
-    wasted    groups that were played but not trained on, as a share of all groups that did not fail
+    wasted    groups that finished but were not trained on, as a share of all groups that finished without failing
 
-Rows marked as streamed train groups as they finish (`trainer.stream_groups`). There, each part of a batch costs its
-share of the step's scoring and training time, and 0.25 s more for each of the two calls.
+Rows marked as streamed train groups as they finish (`trainer.stream_groups`). There, a batch is scored and trained in
+parts; each of the two calls for a part costs the part's share of the step's time for it, and 0.25 s more.
 
-The rate rule keeps at most (bound + 1) batches of groups under way: playing, waiting or in training. It trains groups
-in the order in which they finish, so only the average age keeps to the bound. The rule "drop by age" does not count the
-batch in training. When a step begins, it drops every group that is older than the bound.
+The rate rule keeps at most (bound + 1) batches of groups under way: in generation, waiting or in training. It trains
+groups in the order in which they finish, so only the average age keeps to the bound. The rule "drop by age" does not
+count the batch in training. When a step begins, it drops every group that is older than the bound.
 
     PYTHONPATH=. python benchmarks/async.py [--most 8] [--seed 0] [--streamed]      (about four minutes of one core)
 """

@@ -116,7 +116,7 @@ def run(directory: Path, name: str, *, steps: int, bound: int, has_trouble: bool
 
 @click.command()
 @click.option("--steps", default=20, show_default=True)
-@click.option("--turns", default=3, show_default=True, help="Measurements with and without faults.")
+@click.option("--turns", default=3, show_default=True, help="Number of pairs of runs, without and with faults.")
 @click.option("--bound", default=4, show_default=True, help="trainer.max_staleness")
 def main(steps: int, turns: int, bound: int) -> None:
     """Prints the ratios; exits with an error if metrics.jsonl does not count every failure."""
@@ -139,15 +139,19 @@ def main(steps: int, turns: int, bound: int) -> None:
                 flush=True,
             )
             if none or failed != {"ConnectionError": expected, "DeadlineError": expected}:
-                raise SystemExit(f"expected {expected} failures of each kind with faults, and none without")
+                raise SystemExit(
+                    f"metrics.jsonl: got {dict(failed)} failed samples with faults and {dict(none)} without; expected "
+                    f"{expected} each of ConnectionError and DeadlineError with faults, and none without"
+                )
     print(
-        f"rate with faults over rate without: {statistics.median(ratios):.2f}, of whole runs "
-        f"{statistics.median(whole):.2f}"
+        f"steps per second with faults / without: {statistics.median(ratios):.2f}, or {statistics.median(whole):.2f} "
+        "with the wait at the end of the run"
     )
 
 
 if __name__ == "__main__":
-    # Environments are looked up by module name: running the module by that name keeps a single `_step_ends`.
+    # The run imports the callback and the environment from `benchmarks.odd_runs`, not from `__main__`. `main` must come
+    # from there too, so that it reads the same `_step_ends` that the callback fills.
     from benchmarks.odd_runs import main as of_module
 
     of_module()

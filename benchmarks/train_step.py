@@ -11,6 +11,9 @@ Both apply the output layer to trained tokens only, as the Worker does.
 A ratio is a baseline's time divided by the Worker's: above 1 the Worker is faster. Worker and rectangles alternate, and
 their medians are compared. The one stream is timed once, at the end: its mask makes it many times slower.
 
+Log-probs alone, forward and backward, are timed too, as a share of the Worker's step: chunked as in the Worker and from
+full logits.
+
 Run: python benchmarks/train_step.py [--tokens 8192] [--rounds 5] [--threads 1]
 """
 
@@ -73,7 +76,7 @@ def main() -> None:
     num_parameters = sum(weight.numel() for weight in worker.scorer.parameters())
     print(
         f"{num_parameters / 1e6:.1f}M parameters, {batch.num_tokens} tokens in {batch.num_sequences} sequences, "
-        f"{int(batch['loss_mask'].sum())} trained, {arguments.threads} thread(s)"
+        f"{int(batch['loss_mask'].sum())} trained tokens, {arguments.threads} thread(s)"
     )
     seconds = alternate(steps, arguments.rounds)
     for name, value in seconds.items():
@@ -158,7 +161,7 @@ def stream_of(batch: Batch) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 
 def bare_step(checkpoint: Path, parts: list[tuple[dict[str, Tensor], Tensor, Tensor]]) -> Step:
-    """Returns a call of forward, backward and optimizer step in plain transformers and torch."""
+    """Returns a function that runs forward, backward and the optimizer step in plain transformers and torch."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay, fused=True)
     num_trained = sum(targets_S.numel() for _, _, targets_S in parts)
@@ -176,7 +179,8 @@ def bare_step(checkpoint: Path, parts: list[tuple[dict[str, Tensor], Tensor, Ten
 
 
 def logprob_steps(num_scores: int) -> dict[str, Step]:
-    """Calls that compute only log-probs, forward and backward: chunked or from full logits, with or without entropy."""
+    """Functions that run only the log-probs, forward and backward: chunked or from full logits, with entropies or
+    without them."""
     hidden_SH = torch.randn(num_scores, MODEL["hidden_size"], requires_grad=True)
     weight_VH = torch.randn(MODEL["vocab_size"], MODEL["hidden_size"]).mul_(0.02).requires_grad_()
     targets_S = torch.randint(MODEL["vocab_size"], (num_scores,))

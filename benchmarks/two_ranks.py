@@ -7,10 +7,11 @@ ranks (FSDP2 over gloo) take the parts that the planner assigns. At best, two ra
     backward     the backward pass, with further all-gathers and the reduce-scatter of the gradients
     optimizer    norm, clipping and AdamW
     rest         selecting the micro-batches, the loss
-    collectives  part of the above: total duration of all collectives, measured in one more step with torch's profiler
+    collectives  total duration of the collectives in these phases, waits for the other rank included, measured in one
+                 more step with torch's profiler
 
-Two ranks on one machine share its memory bandwidth, and its cores if there are not enough. The profile shows how much
-of the slowdown is communication.
+Two ranks on one machine share its memory bandwidth, and its cores if there are not enough. The time of the collectives
+shows how much of the slowdown can be communication.
 
 Run: python benchmarks/two_ranks.py [--tokens 8192] [--rounds 5]
 """

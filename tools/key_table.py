@@ -1,6 +1,7 @@
-"""Generates the table of another trainer's keys in docs/coming_from.md from the configuration's own behaviour.
+"""Generates the table in docs/coming_from.md that says what becomes of each key of SkyRL here.
 
-Run it as `python -m tools.key_table`; a test fails if the page is stale.
+SkyRL's keys and defaults are in tests/carrying_over/keys.yaml. What becomes of a key is found by loading it with its
+default. Run it as `python -m tools.key_table`; a test fails if the page is stale.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ BEGIN, END = "<!-- keys: made by python -m tools.key_table -->\n", "<!-- end of 
 _CONTEXT = {"generator.inference_engine.backend": "vllm"}
 """Makes the keys of the vLLM engine known."""
 _PATHS = ("trainer.ckpt_path", "trainer.export_path")
-"""Keys whose defaults are derived from other keys here."""
+"""Keys whose defaults are derived from other keys here, so that the table shows none."""
 _BACKEND_SECTION = re.compile(r"trainer\.\w+\.(fsdp|megatron)_config\.")
-"""Sections of backends, whose own page lists the defaults here."""
+"""Matches keys of backends. A `Config` does not contain their defaults; docs/configuration.md lists them."""
 _SOURCE = re.compile(r" \(code(, with .*?)?\)\.?$")
 
 
@@ -59,7 +60,8 @@ def outcome(key: str, value: Any) -> str:
 
 
 def _default_here(key: str, value: Any, config: Config) -> str:
-    """Text for a default, or a value's name, that differs from the other trainer's; otherwise empty."""
+    """Names this project's default, or its name for the value, if that differs from SkyRL's; otherwise returns an empty
+    text."""
     if _BACKEND_SECTION.match(key):
         return ""
     context = {name: given for name, given in _CONTEXT.items() if name != key}
@@ -78,7 +80,7 @@ def row(key: str, value: Any) -> str:
 
 
 def keys() -> dict[str, Any]:
-    """Key → default value in the other trainer."""
+    """SkyRL's keys → their defaults in SkyRL."""
     return {key: given.value for key, given in file_layer(KEYS, Mistakes())}
 
 

@@ -1,4 +1,4 @@
-"""Progress output: plain lines in a pipe, a live line on a terminal."""
+"""Progress output: plain lines in a pipe, a live display on a terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_piped_output_is_bounded_for_fast_steps_and_has_the_first_and_the_last()
     assert lines[-1] == "warm start: 1,000/1,000 steps · loss 0.0010 · after 10 s"
 
 
-def test_work_of_unknown_length_shows_its_numbers_and_no_time_left():
+def test_work_of_unknown_length_shows_its_numbers_but_does_not_estimate_the_time_left():
     stream, clock = io.StringIO(), Clock()
     with Progress("warm start", None, "updates", stream=stream, clock=clock) as progress:
         for update in (5, 10):
@@ -88,7 +88,7 @@ def test_the_work_continues_if_its_output_cannot_be_written(kind: str):
         stream.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the display's own thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # from rich's refresh thread
 def test_the_work_continues_if_its_terminal_is_closed(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     main, side = pty.openpty()

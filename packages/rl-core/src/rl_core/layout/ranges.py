@@ -1,4 +1,4 @@
-"""Formats numbers of ranks, layers and experts as short text."""
+"""Formats the numbers of individual ranks, layers or experts as short text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 def ranges(numbers: Iterable[int], *, dash: str = "-", separator: str = " ") -> str:
-    """Formats ascending numbers as ranges, such as `0-3 8-11`: the first and last number of each run of consecutive
-    numbers. Returns `-` if there are no numbers."""
+    """Formats ascending numbers, such as `0-3 6 8-11`: consecutive numbers as the first and the last of them, and a
+    number without neighbours by itself. Returns `-` if there are no numbers."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
