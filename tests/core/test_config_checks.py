@@ -286,7 +286,11 @@ def test_own_functions_are_accepted_everywhere(functions: dict[str, Any]):
         ({"environment.env_class": "own_functions:advantage"}, PluginError, "Did you mean 'advantages'"),
         ({"trainer.logger": ["x"]}, PluginError, "trainer.logger: 'x' is not among"),
         ({"trainer.callbacks": ["no_module:Class"]}, PluginError, "trainer.callbacks: .*importing no_module failed"),
-        ({"trainer.algorithm.policy_loss_params.sharpnes": 1}, ConfigError, "has no parameter 'sharpnes'.*'sharpness'"),
+        (
+            {"trainer.algorithm.policy_loss_params.sharpnes": 1},
+            ConfigError,
+            "has no keyword-only parameter 'sharpnes'.*'sharpness'",
+        ),
         (
             {"trainer.algorithm.advantage_estimator": "pass_at_k"},
             ConfigError,
@@ -299,7 +303,11 @@ def test_own_functions_are_accepted_everywhere(functions: dict[str, Any]):
         ),
         ({"trainer.algorithm.policy_loss_type": "value_clip"}, ConfigError, "trains a critic, and a run with"),
         ({"trainer.algorithm.policy_loss_type": "ppo"}, PluginError, "Did you mean 'ppo_clip'?"),
-        ({"trainer.algorithm.advantage_params.a": 1}, ConfigError, "advantage_estimator: .* has no parameter 'a'"),
+        (
+            {"trainer.algorithm.advantage_params.a": 1},
+            ConfigError,
+            "advantage_estimator: .* has no keyword-only parameter 'a'",
+        ),
         (
             {"trainer.algorithm.policy_loss_type": "own_functions:loss_with_duty"},
             ConfigError,

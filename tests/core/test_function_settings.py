@@ -28,9 +28,12 @@ def test_settings_that_fit_pass():
     [
         (
             {"scale": 1, "pover": 2},
-            "^key: 'tilted' has no parameter 'pover'; it has scale, power. Did you mean 'po",
+            "^key: 'tilted' has no keyword-only parameter 'pover'; it has scale, power. Did you mean 'po",
         ),
-        ({"scale": 1, "scores_N": 2}, "^key: 'tilted' has no parameter 'scores_N'; it has scale, power"),
+        (
+            {"scale": 1, "scores_N": 2},
+            "^key: 'tilted' has no keyword-only parameter 'scores_N'; it has scale, power",
+        ),
         ({}, "^key: 'tilted' needs the parameter 'scale'; add scale=2$"),
     ],
 )
@@ -40,5 +43,5 @@ def test_settings_that_do_not_fit_are_named(settings, message):
 
 
 def test_a_function_without_settings_says_so():
-    with pytest.raises(ConfigError, match=r"len has no parameter 'x'; it has none\."):
+    with pytest.raises(ConfigError, match=r"len has no keyword-only parameter 'x'; it has none\."):
         require_settings(len, {"x": 1}, "len")

@@ -36,7 +36,9 @@ def require_settings(
     for setting in settings:
         if setting not in known:
             names = ", ".join(known) or "none"
-            raise ConfigError(f"{where}{name} has no parameter {setting!r}; it has {names}.{nearest(setting, known)}")
+            raise ConfigError(
+                f"{where}{name} has no keyword-only parameter {setting!r}; it has {names}.{nearest(setting, known)}"
+            )
     for setting, parameter in known.items():
         if parameter.default is parameter.empty and setting not in settings:
             raise ConfigError(f"{where}{name} needs the parameter {setting!r}{remedy.format(setting=setting)}")
