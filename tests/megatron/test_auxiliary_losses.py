@@ -1,5 +1,5 @@
 """A load-balancing loss adds the gradient of its mean over all tokens to the policy loss's gradient, also if tensor or
-context parallelism splits the tokens."""
+context parallelism splits the tokens, and if a pipeline stage has no experts."""
 
 from __future__ import annotations
 
@@ -79,6 +79,20 @@ def test_the_balancing_gradient_is_the_same_on_two_tensor_or_context_ranks_as_on
         found = gradients(start(case, 2, **sizes, **BALANCED), batch)
         errors = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()])
         assert errors.norm() <= 1e-5 * norm, sizes
+
+
+def test_a_stage_without_experts_reports_the_losses_of_the_others(tmp_path: Path):
+    checkpoint = {"family": "deepseek_v3", "tie_word_embeddings": False}
+    losses = {**BALANCED, "transformer_config_kwargs": {"moe_z_loss_coeff": 0.01}}
+    with open_case(megatron, MegatronOptions(), Variant(checkpoint=checkpoint), tmp_path, timeout_s=120) as case:
+        one, two = start(case, **losses), start(case, 2, pipeline_model_parallel_size=2, **losses)
+        for _ in range(2):
+            found, expected = (
+                group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE) for group in (two, one)
+            )
+            for name in ("moe_load_balancing_loss", "moe_z_loss"):
+                assert found[name] == pytest.approx(expected[name], rel=1e-4)
+        assert two.optim_step().grad_norm == pytest.approx(one.optim_step().grad_norm, rel=1e-5)
 
 
 def test_the_balancing_loss_is_reported_in_total_and_per_layer(case: Case):

@@ -26,17 +26,23 @@ from megatron.core.transformer.moe.moe_utils import (
 from rl_core.interfaces import Metrics
 from rl_megatron.rank.start import Place
 
+_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Kind of load-balancing loss → the name under which Megatron records it."""
+
 
 class AuxiliaryLosses:
     """The auxiliary losses of one model's routers, during one call of `forward_backward`."""
 
     def __init__(self, config: Any, place: Place):
         self._place = place
-        coefficients = config.moe_aux_loss_coeff
-        coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-        balances = config.moe_router_load_balancing_type != "none" and any(coefficients)
-        self._is_on = bool(config.num_moe_experts) and bool(balances or config.moe_z_loss_coeff)
+        self._names = _recorded_names(config) if config.num_moe_experts else []
+        self._is_on = bool(self._names)
         self._per_layer: bool = config.moe_per_layer_logging
+        self._num_layers: int = config.num_layers
         self._layers = _layers_with_experts(config) if self._is_on else []
 
     @contextmanager
@@ -63,18 +69,40 @@ class AuxiliaryLosses:
         """Returns each loss averaged over the call's micro-batches: the mean over the layers with experts and, with
         `moe_per_layer_logging`, the loss of each layer.
 
-        All ranks must call this method.
+        All ranks must call this method. An empty micro-batch counts as one with a loss of 0.
         """
         if not self._is_on:
             return {}
-        reduce_aux_losses_tracker_across_ranks()
+        records = get_moe_layer_wise_logging_tracker()
+        for name in self._names:
+            # A stage without experts records nothing, but the other stages wait for it in the sums.
+            records.setdefault(name, {"values": torch.zeros(self._num_layers, device=self._place.device), **_sum(name)})
+        reduce_aux_losses_tracker_across_ranks(self._names)
         found = {}
-        for name, record in get_moe_layer_wise_logging_tracker().items():
-            values_L = (record["values"] / num_micro_batches).tolist()
+        for name in self._names:
+            values_L = (records[name]["values"] / num_micro_batches).tolist()
             found[f"moe_{name}"] = (sum(values_L[layer] for layer in self._layers), float(len(self._layers)))
             if self._per_layer:
                 found |= {f"moe_{name}_layer_{layer}": (values_L[layer], 1.0) for layer in self._layers}
         return found
+
+
+def _recorded_names(config: Any) -> list[str]:
+    """Returns the names of the losses that the routers of this model record."""
+    given = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds, coefficients = (value if isinstance(value, list | tuple) else [value] for value in given)
+    weighted = [kind for kind, coefficient in zip(kinds, coefficients, strict=True) if kind in _NAMES and coefficient]
+    return (["z_loss"] if config.moe_z_loss_coeff else []) + [_NAMES[kind] for kind in weighted]
+
+
+def _sum(name: str) -> dict[str, Any]:
+    """Returns over which ranks Megatron's routers sum a loss, as they record it."""
+    group = None
+    if name == "global_load_balancing_loss":
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    elif name != "z_loss":
+        group = parallel_state.get_tensor_and_context_parallel_group()
+    return {"reduce_group": group, "avg_group": None, "reduce_group_has_dp": name == "global_load_balancing_loss"}
 
 
 def _layers_with_experts(config: Any) -> list[int]:
