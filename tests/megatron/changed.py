@@ -81,6 +81,12 @@ def leave_out_latent_attention() -> None:
     fixes_megatron.fix_latent_attention = _nothing
 
 
+def leave_out_balancing_without_tokens() -> None:
+    from rl_megatron.patches import fixes_megatron
+
+    fixes_megatron.fix_balancing_without_tokens = _nothing
+
+
 def leave_out_loading_of_torch_adam() -> None:
     from rl_megatron.patches import fixes_megatron
 

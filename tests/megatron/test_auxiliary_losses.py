@@ -1,5 +1,5 @@
 """A load-balancing loss adds the gradient of its mean over all tokens to the policy loss's gradient, also if tensor or
-context parallelism splits the tokens, and if a pipeline stage has no experts."""
+context parallelism splits the tokens, if a rank has no sequences, and if a pipeline stage has no experts."""
 
 from __future__ import annotations
 
@@ -79,6 +79,14 @@ def test_the_balancing_gradient_is_the_same_on_two_tensor_or_context_ranks_as_on
         found = gradients(start(case, 2, **sizes, **BALANCED), batch)
         errors = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()])
         assert errors.norm() <= 1e-5 * norm, sizes
+
+
+def test_a_rank_without_sequences_adds_nothing_to_the_balancing_gradient(case: Case):
+    batch = case.batch.select(ONE_SEQUENCE)
+    expected, found = gradients(start(case, **BALANCED), batch), gradients(start(case, 2, **BALANCED), batch)
+    norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+    errors = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()])
+    assert errors.norm() <= 1e-5 * norm
 
 
 def test_a_stage_without_experts_reports_the_losses_of_the_others(tmp_path: Path):

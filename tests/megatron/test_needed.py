@@ -30,13 +30,12 @@ OTHER_BASE = DENSE | {"rope_parameters": {"rope_type": "default", "rope_theta": 
 
 
 def start(
-    change: str, tmp_path: Path, request: pytest.FixtureRequest, checkpoint: dict[str, Any] = DENSE, **sizes: int
+    change: str, tmp_path: Path, request: pytest.FixtureRequest, checkpoint: dict[str, Any] = DENSE, **options: Any
 ) -> tuple[Case, RankGroup]:
-    """Starts one rank, or two if `sizes` names a mesh, with the change that `change` names."""
-    options = MegatronOptions(**sizes)
-    world_size = 2 if sizes else 1
+    """Starts one rank, or two if there are `options`, with the change that `change` names."""
+    world_size = 2 if options else 1
     variant = Variant(world_size=world_size, checkpoint=checkpoint)
-    opened = open_case(ChangedBackend(change=change), options, variant, tmp_path, timeout_s=120.0)
+    opened = open_case(ChangedBackend(change=change), MegatronOptions(**options), variant, tmp_path, timeout_s=120.0)
     case = opened.__enter__()
     request.addfinalizer(lambda: opened.__exit__(None, None, None))
     return case, case.start()
@@ -105,6 +104,13 @@ def test_without_the_fix_deepseek_needs_an_apex_kernel(tmp_path, request):
 def test_without_the_fix_latent_attention_is_not_built(tmp_path, request):
     with pytest.raises(WorkerError, match=r"isinstance\(\) arg 2|linear_kv_down_proj|linear_q_down_proj"):
         start("leave_out_latent_attention", tmp_path, request, DEEPSEEK)
+
+
+def test_without_the_fix_a_rank_without_sequences_makes_the_balancing_gradient_nan(tmp_path, request):
+    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    case, group = start("leave_out_balancing_without_tokens", tmp_path, request, QWEN_MOE, **balanced)
+    group.forward_backward(case.batch.select([1]), LIMITS, LOSS, temperature=TEMPERATURE)
+    assert group.optim_step().skipped
 
 
 def test_without_the_fix_a_state_of_torchs_optimizer_is_not_read(tmp_path, request):

@@ -46,6 +46,18 @@ def fix_expert_bias() -> None:
     unfixed = replace(TopKRouter, "_apply_expert_bias", apply_expert_bias)
 
 
+def fix_balancing_without_tokens() -> None:
+    """Divides by 1 instead of 0 in the load-balancing losses of a micro-batch that is all padding, as a rank without
+    sequences has. These losses divide by the number of tokens, and all gradients would be NaN."""
+    from megatron.core.transformer.moe import router
+
+    def count(*args: Any, **settings: Any) -> tuple[Any, Any, Any]:
+        per_expert, own_tokens, all_tokens = counted(*args, **settings)
+        return per_expert, own_tokens, all_tokens + (all_tokens == 0)
+
+    counted = replace(router, "get_tokens_per_expert_and_token_count", count)
+
+
 def fix_loading_of_torch_adam() -> None:
     """Adds the current `step` to each parameter's state that `DistributedOptimizer` loads. A fully reshardable
     checkpoint stores `step` separately, but with torch's AdamW, loading expects it in each parameter's state and would
@@ -66,3 +78,4 @@ def apply() -> None:
     fix_router_gating()
     fix_latent_attention()
     fix_expert_bias()
+    fix_balancing_without_tokens()
