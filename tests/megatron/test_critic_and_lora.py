@@ -132,6 +132,27 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
 
 
 @pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
+def test_gradients_of_adapters_are_read_before_and_after_the_first_export(lora_type: Any, case: Case):
+    """While B is 0, the gradient of A is 0, and that of B is s · dL/dW · Aᵀ, with dL/dW that of the whole matrix."""
+    whole = start(case, "1")
+    alone = attrs.evolve(case.spec.model, lora=attrs.evolve(LORA, merge_lora=False))
+    group = start(case, "tp2", lora_type=lora_type, model=alone)
+    for of_ranks in (whole, group):
+        of_ranks.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+    of_weights, before = whole.gradients(), group.gradients()
+    adapter, after = group.weights(), group.gradients()
+    assert before.keys() == after.keys() == adapter.keys()
+    for name in [name for name in adapter if name.endswith(".lora_B.weight")]:
+        layer = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+        name_of_a = name.replace("lora_B", "lora_A")
+        expected = LORA.alpha / LORA.rank * of_weights[f"{layer}.weight"] @ adapter[name_of_a].T
+        for gradients in (before, after):
+            torch.testing.assert_close(gradients[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+            assert not gradients[name_of_a].any()
+        assert expected.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
 def test_merging_adds_the_adapters_of_experts(lora_type: Any, tmp_path: Path):
     variant = Variant(checkpoint={"tie_word_embeddings": False, "family": "qwen3_moe"})
     with open_case(megatron, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:

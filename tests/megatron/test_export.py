@@ -28,6 +28,21 @@ def test_stages_exchange_objects_in_the_first_export_only(tmp_path, lora):
             assert later == [0, 0]
 
 
+def test_routers_that_are_not_trained_have_gradients_of_zero(tmp_path):
+    frozen = MegatronOptions(freeze_moe_router=True)
+    with open_case(probed, frozen, Variant(checkpoint=MOE), tmp_path, timeout_s=120) as case:
+        group = case.start()
+        before = group.weights()
+        group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+        gradients = group.gradients()
+        group.optim_step()
+        after = group.weights()
+    assert gradients.keys() == after.keys()
+    for name, gradient in gradients.items():
+        assert bool(gradient.any()) == ("mlp.gate." not in name), name
+        assert after[name].equal(before[name]) == ("mlp.gate." in name), name
+
+
 def test_later_exports_of_weights_and_gradients_reuse_the_first_exports_layout(tmp_path):
     """Runs in bfloat16, where gradients are float32 but weights are bfloat16."""
     variant = Variant(world_size=2, checkpoint=MOE, options=STAGES)

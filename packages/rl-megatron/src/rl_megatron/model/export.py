@@ -78,8 +78,8 @@ class WeightExport:
 
 @contextmanager
 def gradients_as_weights(chunks: Sequence[Any]):
-    """Within the context, stand-ins that hold the main gradients replace the trained parameters, so that
-    `WeightExport` exports gradients.
+    """Within the context, stand-ins that hold the main gradients replace the parameters, so that `WeightExport`
+    exports gradients; those of parameters that are not trained are 0.
 
     The parameters themselves are not changed: replacing a parameter's data by data of another dtype gives it a new
     gradient accumulator without Megatron's hooks, and its later gradients would be lost.
@@ -89,7 +89,7 @@ def gradients_as_weights(chunks: Sequence[Any]):
         for chunk in chunks
         for module in chunk.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
+        if parameter is not None
     ]
     # Keyed by parameter, because tied parameters have several places.
     stand_ins = {parameter: _stand_in(parameter) for _, _, parameter in places}
@@ -103,7 +103,8 @@ def gradients_as_weights(chunks: Sequence[Any]):
 
 
 def _stand_in(parameter: Any) -> nn.Parameter:
-    stand_in = nn.Parameter(parameter.main_grad.to(torch.float32), requires_grad=False)
+    gradient = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
+    stand_in = nn.Parameter(gradient.to(torch.float32), requires_grad=False)
     # Attributes that say how the parameter is split over ranks.
     vars(stand_in).update(vars(parameter))
     return stand_in

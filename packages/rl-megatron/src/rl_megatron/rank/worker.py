@@ -177,11 +177,17 @@ class MegatronWorker:
         return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Returns the accumulated gradients, summed over all ranks, in float32 on the CPU, under Hugging Face names."""
+        """Returns the accumulated gradients, summed over all ranks, in float32 on the CPU, under Hugging Face names;
+        zeros for parameters that are not trained.
+
+        If the model has adapters, returns only their gradients, under peft's names, and those of a critic's head. Parts
+        of a fused matrix share A, and each part is given its whole gradient.
+        """
         optimizer = require_optimizer(self.optimizer, self.spec, "gradients")
         of_gradients = WeightExport(self.bridge, self.chunks)  # `self.export` caches the weights' dtype
         with optimizer.whole_gradients(), gradients_as_weights(self.chunks):
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._exported(of_gradients)}
+            exported = self._exported(of_gradients, only_adapters=self.spec.model.lora.rank > 0)
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in exported}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """Yields buckets of whole weights in the compute dtype on rank 0, and nothing on other ranks. Each weight is
@@ -303,11 +309,11 @@ class MegatronWorker:
     def _gradient_memory(self) -> list[Tensor]:
         return [] if self.optimizer is None else [buffer.grad_data for buffer in self.optimizer.buffers]
 
-    def _exported(self, export: WeightExport) -> Iterator[tuple[str, Tensor]]:
+    def _exported(self, export: WeightExport, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         # Engines load the expert bias from the checkpoint; training changes it only if `transformer_config_kwargs` asks
         # for that.
         updates_bias = self.chunks[0].config.moe_router_bias_update_rate > 0
-        yield from export.weights(with_buffers=updates_bias)
+        yield from export.adapters() if only_adapters else export.weights(with_buffers=updates_bias)
         if self.spec.role == "critic":
             yield from head_tensors(self.chunks)
 
