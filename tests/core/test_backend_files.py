@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GenerationConfig, LlamaConfig
 
 from rl_core.errors import CheckpointError
-from rl_core.rank_kit.model_files import write_weights
+from rl_core.rank_kit.model_files import read_generation, write_config, write_weights
 from rl_core.rank_kit.state_files import require_complete_state, write_state_list
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
@@ -33,6 +34,29 @@ def test_weights_of_several_files_are_found_by_their_index(tmp_path):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in WEIGHTS.values())
     found = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
     torch.testing.assert_close(found, WEIGHTS, rtol=0, atol=0)
+
+
+def test_the_generation_config_of_a_model_is_read_by_directory_and_by_name(tmp_path, monkeypatch):
+    snapshot, refs = (tmp_path / "models--some--model" / name for name in ("snapshots/" + "a" * 40, "refs"))
+    snapshot.mkdir(parents=True)
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for model in ("some/model", str(snapshot)):
+        (snapshot / "generation_config.json").unlink(missing_ok=True)
+        assert read_generation(model) is None
+        (snapshot / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+        assert read_generation(model).eos_token_id == [7, 8]
+
+
+def test_a_generation_config_that_transformers_reads_but_would_not_save_is_written(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 2}))
+    generation = GenerationConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="temperature"):
+        generation.save_pretrained(tmp_path / "refused")
+    write_config(LlamaConfig(), tmp_path / "saved", dtype=torch.bfloat16, generation=generation)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert GenerationConfig.from_pretrained(tmp_path / "saved").to_diff_dict() == generation.to_diff_dict()
 
 
 def test_a_state_exists_only_if_all_its_files_exist(tmp_path):

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rl_core.rank_kit.model_files import (
         ADAPTER_FOLDER,
         HEAD_FILE,
+        read_generation,
         read_head,
         write_config,
         write_head,
@@ -137,6 +138,7 @@ _MODULES = {
     "writing_model": "model_files",
     "write_config": "model_files",
     "write_tokenizer": "model_files",
+    "read_generation": "model_files",
     "write_head": "model_files",
     "read_head": "model_files",
     "ModelShape": "model_shapes",
@@ -213,6 +215,7 @@ __all__ = [
     "writing_model",
     "write_config",
     "write_tokenizer",
+    "read_generation",
     "write_head",
     "read_head",
     "ModelShape",

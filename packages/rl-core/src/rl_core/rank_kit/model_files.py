@@ -100,10 +100,21 @@ def write_config(config: Any, directory: Path, *, dtype: torch.dtype, generation
     """
     config.save_pretrained(directory)
     if generation is not None:
-        generation.save_pretrained(directory)
+        # `save_pretrained` refuses what some public models have, such as a temperature without `do_sample`.
+        generation.to_json_file(directory / "generation_config.json", keys_to_pop=["compile_config"])
     file = directory / "config.json"
     fields = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")} | changes
     file.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def read_generation(model: str) -> Any:
+    """Returns transformers' GenerationConfig of `model` (a directory or name); None if it has none."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:  # there is no such file
+        return None
 
 
 def write_tokenizer(model: str, directory: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
-from transformers import GenerationConfig
 
 from rl_core.algorithms.objective import Objective
 from rl_core.batch import Batch
@@ -30,6 +29,7 @@ from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import (
     ADAPTER_FOLDER,
+    read_generation,
     write_config,
     write_head,
     write_tokenizer,
@@ -254,9 +254,7 @@ class MegatronWorker:
             if not is_first:
                 return
             dtype = torch.bfloat16 if self.spec.bf16 else torch.float32
-            generation = (
-                GenerationConfig.from_pretrained(path) if Path(path, "generation_config.json").is_file() else None
-            )
+            generation = read_generation(path)
             write_config(self.bridge.hf_pretrained.config, directory, dtype=dtype, generation=generation)
             write_tokenizer(path, directory)
             if head:
