@@ -119,6 +119,10 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
             routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
             return bool(routers) and all(router.router_replay is None for router in routers)
 
+        def attention_backend(self) -> str:
+            """Name of the member of Megatron's `AttnBackend` in the model's configuration."""
+            return self.chunks[0].config.attention_backend.name
+
         def num_parameters(self) -> int:
             """Number of elements of this rank's parameters; a shared parameter counts once."""
             return sum({id(p): p.numel() for chunk in self.chunks for p in chunk.parameters()}.values())

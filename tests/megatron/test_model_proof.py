@@ -257,6 +257,8 @@ def test_an_option_that_changes_the_numbers_is_part_of_the_proof(prove):
     assert prove(UncheckedBackend(), config, options=passed) is not None
     mesh = MegatronOptions(tensor_model_parallel_size=2, transformer_config_kwargs={"sequence_parallel": True})
     assert prove(UncheckedBackend(), config, options=mesh) is None
+    added = MegatronOptions(transformer_config_kwargs={"moe_z_loss_coeff": 0.1})
+    assert prove(UncheckedBackend(), config, options=added) is None
 
 
 # --- records of proofs ----------------------------------------------------------------------------------------------

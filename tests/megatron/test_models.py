@@ -15,9 +15,11 @@ from rl_core.interfaces import ModelConfig, Worker
 from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, expected_scores, weights
 from rl_core.testing.cases import LOSS, Variant, open_case
 from rl_core.testing.models import make_checkpoint
+from rl_core.testing.rank_process import SuiteHost
 from rl_core.testing.reference_worker import ReferenceWorker
 from rl_megatron import MegatronOptions, megatron
 from tests.forced_numbers import gradient_error
+from tests.megatron.probes import probed
 
 PRELOADED["rl_megatron.rank.worker"] = None
 ROPE = {"rope_type": "default", "rope_theta": 50.0}
@@ -149,6 +151,12 @@ def test_a_rank_runs_the_proof_that_the_controller_could_not(tmp_path: Path):
         spec = attrs.evolve(case.spec, model=ModelConfig(path=str(path)), is_proved=False)
         with pytest.raises(ConfigError, match="as transformers does: log-probs of a small copy"):
             case.start(spec)
+
+
+def test_the_attention_backend_is_megatrons_own_value_of_this_name(tmp_path: Path):
+    options = MegatronOptions(transformer_config_kwargs={"attention_backend": "auto"})
+    with open_case(probed, options, Variant(), tmp_path, timeout_s=120) as case:
+        assert case.start().call(SuiteHost.ask, "attention_backend") == ["auto"]
 
 
 @pytest.mark.parametrize("missing", ["model.layers.0.self_attn.q_norm.weight", "model.layers.1.mlp.down_proj.weight"])

@@ -179,6 +179,10 @@ def test_the_suggested_mesh_is_accepted(spec_of):
         (MOE, 2, {EP: 2}, {"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm: got True"),
         (DENSE, 1, {}, {"gradient_accumulation_fusion": True}, "needs Apex's kernel fused_weight_gradient_mlp_cuda"),
         (MOE, 1, {}, {"moe_router_force_load_balancing": True}, "routes randomly"),
+        (DENSE, 2, {TP: 2}, {"perform_initialization": False}, "leaves out all tensor ranks but the first"),
+        (DENSE, 1, {}, {"enable_autocast": True}, "compute in float16 whatever trainer.bf16 says"),
+        (DENSE, 1, {}, {"attention_backend": "local"}, "got 'local'; expected one of auto, flash, fused, unfused"),
+        (DENSE, 1, {}, {"attention_backend": "flash"}, "kernels of Transformer Engine"),
         (
             MOE,
             1,
@@ -327,6 +331,9 @@ def test_refusing_imports_neither_torch_nor_megatron():
 def test_selective_checkpointing_must_be_set_with_megatrons_own_keys(spec_of):
     spec = attrs.evolve(spec_of(DENSE, {}), gradient_checkpointing="selective")
     assert "recompute_granularity=selective" in refusal(spec, 1)
+    spec = attrs.evolve(spec_of(DENSE, {}, recompute_granularity="selective"), gradient_checkpointing=True)
+    assert "recomputes whole layers; set trainer.gradient_checkpointing=false" in refusal(spec, 1)
+    refuse(attrs.evolve(spec, gradient_checkpointing=False), 1)
 
 
 def test_every_field_of_ddp_config_is_a_key_or_has_a_reason_why_not():

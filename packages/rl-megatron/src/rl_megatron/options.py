@@ -143,6 +143,7 @@ def field_key(name: str, passed: Container[str], where: str = "megatron_config")
 _WITHOUT_EFFECT_ON_LOGPROBS = frozenset(
     {
         "sequence_parallel",
+        "attention_backend",
         "batch_p2p_comm",
         "overlap_p2p_comm",
         "account_for_embedding_in_pipeline_split",
@@ -150,6 +151,7 @@ _WITHOUT_EFFECT_ON_LOGPROBS = frozenset(
         "moe_token_dispatcher_type",
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
         "moe_enable_routing_replay",
         "recompute_granularity",
         "recompute_method",

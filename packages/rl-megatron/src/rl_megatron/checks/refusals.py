@@ -55,6 +55,8 @@ class Setup:
     """Names of the fields that `transformer_config_kwargs` sets."""
     adapted: frozenset[str] = frozenset()
     """Hugging Face's names of the layers that have adapters."""
+    recomputes: bool = False
+    """Whether `trainer.gradient_checkpointing` is on, which recomputes whole layers."""
 
     def size(self, name: str) -> int:
         """Returns a parallel size. An unset size is 1, except `expert_tensor_parallel_size`, which then equals the
@@ -121,6 +123,7 @@ def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
         where=where,
         passed=frozenset(spec.options.transformer_config_kwargs),
         adapted=frozenset(adapted_layers(lora, section) if lora.rank > 0 else ()),
+        recomputes=spec.gradient_checkpointing is True,
     )
 
 
@@ -330,6 +333,8 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "fp8": (None, "log-probs would depend on the micro-batches"),
     "fp4": (None, "log-probs would depend on the micro-batches"),
     "test_mode": (False, "it changes what is computed"),
+    "enable_autocast": (False, "it would compute in float16 whatever trainer.bf16 says"),
+    "perform_initialization": (True, "without it the gradient norm leaves out all tensor ranks but the first"),
     "softmax_type": (
         "vanilla",
         "models with attention sinks do not run here, and the gradient norm leaves out the sinks",
@@ -380,6 +385,8 @@ _TRANSFORMER_ENGINE_FIELDS = (
     "use_te_rng_tracker",
 )
 """Fields that switch on kernels of Transformer Engine, or features that need a CUDA device."""
+ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused")
+"""Values of `attention_backend` that can be used: names of Megatron's `AttnBackend`."""
 GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
 """Module of Apex with the kernel that adds a weight's gradient to its main gradient."""
 
@@ -390,6 +397,29 @@ def _fixed_fields(setup: Setup) -> str | None:
         if value is not None and value != right:
             return f"{setup.key(name)}: got {value!r}, only {right!r} can be used: {reason}. Leave it out"
     return None
+
+
+def _attention_backend(setup: Setup) -> str | None:
+    name = "attention_backend"
+    value = setup.fields.get(name) or "auto"
+    if value not in ATTENTION_BACKENDS:
+        return f"{setup.key(name)}: got {value!r}; expected one of {', '.join(ATTENTION_BACKENDS)}"
+    if value != "auto" and find_spec("transformer_engine") is None:
+        return (
+            f"{setup.key(name)}: chooses among kernels of Transformer Engine, which is not installed here "
+            "(docs/install_gpu.md); leave it out"
+        )
+    return None
+
+
+def _recomputation(setup: Setup) -> str | None:
+    name = "recompute_granularity"
+    if not setup.recomputes or setup.fields.get(name) != "selective":
+        return None
+    return (
+        f"{setup.key(name)}: selective, but trainer.gradient_checkpointing=true recomputes whole layers; set "
+        "trainer.gradient_checkpointing=false"
+    )
 
 
 def _fields_set_elsewhere(setup: Setup) -> str | None:
@@ -563,6 +593,8 @@ def _weights_of_experts(setup: Setup) -> str | None:
 _CHECKS: tuple[Check, ...] = (
     _fixed_fields,
     _fields_set_elsewhere,
+    _attention_backend,
+    _recomputation,
     _sequence_parallelism,
     _interleaved_sends,
     _auxiliary_losses,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -156,6 +157,8 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
     chosen["moe_enable_routing_replay"] = False  # switches off Megatron's own replay, which `router_replay` replaces
     if not HAS_TRANSFORMER_ENGINE:
         del chosen["moe_grouped_gemm"]
+    if chosen.get("attention_backend") is not None:
+        chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
     return fields | {name: value for name, value in chosen.items() if value is not None}
 
 
