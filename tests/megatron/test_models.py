@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,24 @@ def test_the_attention_backend_is_megatrons_own_value_of_this_name(tmp_path: Pat
     options = MegatronOptions(transformer_config_kwargs={"attention_backend": "auto"})
     with open_case(probed, options, Variant(), tmp_path, timeout_s=120) as case:
         assert case.start().call(SuiteHost.ask, "attention_backend") == ["auto"]
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_vocabulary_of_another_size_than_the_weights_is_refused(more: int, tmp_path: Path):
+    with open_case(probed, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
+        path = make_checkpoint(tmp_path / "resized")
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + more}))
+        with pytest.raises(ConfigError, match=r"embed_tokens\.weight of .*resized has \d+ rows, but vocab_size"):
+            case.start(attrs.evolve(case.spec, model=ModelConfig(path=str(path))))
+
+
+def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path):
+    with open_case(megatron, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
+        path = make_checkpoint(tmp_path / "old")
+        (path / "model.safetensors").rename(path / "pytorch_model.bin")
+        with pytest.raises(ConfigError, match=r"old has no \.safetensors file, .* save it again"):
+            case.start(attrs.evolve(case.spec, model=ModelConfig(path=str(path))))
 
 
 @pytest.mark.parametrize("missing", ["model.layers.0.self_attn.q_norm.weight", "model.layers.1.mlp.down_proj.weight"])

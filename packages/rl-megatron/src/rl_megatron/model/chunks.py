@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
         raise ConfigError(f"{where}: {path!r} is not a Hugging Face model: {error}") from error
     if (broken := broken_weights_file(path)) is not None:
         raise ConfigError(f"{where}: {broken} is truncated or not a safetensors file; download or save the model again")
+    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
+        raise ConfigError(
+            f"{where}: {path} has no .safetensors file, and Megatron-Bridge 0.3.1 reads no other format; load the "
+            "model with transformers and save it again (save_pretrained)"
+        )
     refuse(spec, world_size, config)  # the model may have been downloaded only now
     bridge = AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
     if config.model_type == "mistral":
@@ -205,6 +211,11 @@ def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool)
             continue
         weights = converter.maybe_modify_loaded_hf_weight(task.mapping.hf_param, source.state)
         if is_vocabulary(task.global_param_name):
+            if len(weights) != (vocab_size := chunks[0].config.vocab_size):
+                raise ConfigError(
+                    f"{where}.model.path: {task.mapping.hf_param} of {source.model_name_or_path} has {len(weights)} "
+                    f"rows, but vocab_size in config.json is {vocab_size}; save the model again with matching files"
+                )
             weights = _padded(weights, padded_vocabulary(chunks))
         own = task.mapping.hf_to_megatron(weights, task.megatron_module)
         task.param_weight.data.copy_(own)
