@@ -104,5 +104,6 @@ def test_only_requested_and_existing_parts_are_offloaded():
 def test_in_bfloat16_gradients_are_summed_in_float32(stage: int, expected: int):
     config = engine_config(spec_of(zero(stage=stage), bf16=True))
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["communication_data_type"] == "fp32"
     assert config["zero_optimization"]["stage"] == expected
     assert engine_config(spec_of(zero(stage=stage)))["zero_optimization"]["stage"] == stage

@@ -46,6 +46,8 @@ def engine_config(spec: WorkerSpec) -> dict[str, Any]:
         config["bf16"] = {"enabled": True}
         if spec.optimizer is not None:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
+            # Without this key, DeepSpeed sums over the ranks in bfloat16.
+            config["communication_data_type"] = "fp32"
             # With stage 1 and float32 sums DeepSpeed uses another optimizer class, which cannot offload. Stage 2
             # computes the same numbers with less memory.
             config["zero_optimization"]["stage"] = max(2, zero.stage)

@@ -153,6 +153,10 @@ class _Zero:
         num_buckets = 2 if settings["overlap_comm"] and self.stage < 3 else 1
         if settings["contiguous_gradients"]:
             total += num_buckets * settings["reduce_bucket_size"] * size
+        if self.spec.bf16:
+            # The gradients of a bucket are converted to float32 for their sum, and stage 3 also concatenates them.
+            num_copies = 2 if self.stage == 3 else 1
+            total += num_copies * min(num_elements, settings["reduce_bucket_size"]) * 4
         if self.stage < 3:
             total += min(num_elements, settings["allgather_bucket_size"]) * size
         return total + max(_numel(p for p in unit if p.requires_grad) for unit in units_of(self.scorer)) * size
