@@ -40,6 +40,7 @@ def zero(**settings: Any) -> DeepSpeedOptions:
             r"offload_param\.device: got 'cpu', .* set stage=3",
         ),
         (zero(stage=1, overlap_comm=True), 2, r"overlap_comm: .* set stage=2"),
+        (DeepSpeedOptions(extra={"zero_optimization": None}), 1, r"extra\.zero_optimization: got None; expected keys"),
         (zero(reduce_bucket_size=0), 2, r"reduce_bucket_size: got 0; expected at least 1 element"),
         (DeepSpeedOptions(sequence_parallel_size=2), 3, r"mesh: sequence 2 does not divide the 3 ranks"),
         (

@@ -72,7 +72,10 @@ def require_free_keys(extra: Mapping[str, Any], where: str) -> None:
         if name in extra:
             raise ConfigError(f"{where}.{name}: {reason}; leave it out here")
     own = {field.name for field in attrs.fields(_zero_class())}
-    for name in extra.get("zero_optimization", {}):
+    of_zero = extra.get("zero_optimization", {})
+    if not isinstance(of_zero, Mapping):
+        raise ConfigError(f"{where}.zero_optimization: got {of_zero!r}; expected keys with their values")
+    for name in of_zero:
         if name in own:
             raise ConfigError(
                 f"{where}.zero_optimization.{name}: set deepspeed_config.zero_optimization.{name} instead"
