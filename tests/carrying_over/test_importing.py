@@ -325,6 +325,28 @@ python -m skyrl.train.main \\
     }
 
 
+def test_text_that_a_script_appends_to_a_variable_is_read(tmp_path: Path):
+    text = """\
+readonly SEED=1
+typeset -i EPOCHS=2
+ARGS="trainer.seed=$SEED trainer.epochs=$EPOCHS"
+ARGS+=" trainer.train_batch_size=8"
+NAME=run
+export NAME+=_$SEED
+python -m skyrl.train.main $ARGS trainer.run_name=$NAME trainer.project_name=${#NAME}
+"""
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert written(translation) == {
+        "trainer.seed": 1,
+        "trainer.epochs": 2,
+        "trainer.train_batch_size": 8,
+        "trainer.run_name": "run_1",
+    }
+    assert translation.left == (
+        "trainer.project_name=${#NAME}: ${#NAME} is not computed; write its value into the script",
+    )
+
+
 def test_values_that_only_bash_can_compute_are_listed_and_not_loaded(tmp_path: Path):
     text = """\
 RUN=run_$(date +%Y)

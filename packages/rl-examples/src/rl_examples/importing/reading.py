@@ -15,9 +15,9 @@ import yaml
 
 from rl_core.config.yaml12 import Yaml12Loader
 from rl_core.errors import ConfigError
-from rl_examples.importing.shell import expanded, set_in_branches, unexpanded, unquoted, words
+from rl_examples.importing.shell import DECLARING, expanded, set_in_branches, unexpanded, unquoted, words
 
-_ASSIGNMENT = re.compile(r"^(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+_ASSIGNMENT = re.compile(rf"^(?:(?:{DECLARING})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+):?=(.*?)\}"?\s*(?:#.*)?$""", re.DOTALL)
 _ARRAY = re.compile(r"^[ \t]*(?:[a-z]+\s+(?:-a\s+)?)?(\w+)(\+?)=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
 _WHOLE_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
@@ -73,7 +73,9 @@ def script(text: str, name: str) -> Read:
             if default := _DEFAULT.match(word):
                 variables.setdefault(default[1], unquoted(expanded(default[2], variables)))
             elif assignment := _ASSIGNMENT.match(word):
-                variables[assignment[1]] = unquoted(expanded(assignment[2], variables))
+                name_set, appends, value = assignment.groups()
+                before = variables.get(name_set, "") if appends else ""
+                variables[name_set] = before + unquoted(expanded(value, variables))
         try:
             all_words = _of_the_shell(shlex.split(" ".join(words(expanded(line, variables)))))
         except ValueError as error:

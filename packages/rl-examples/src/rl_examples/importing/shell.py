@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 
+DECLARING = "export|declare|local|readonly|typeset"
+"""Words that may precede an assignment, as a regular expression."""
 _BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"
 _EXPANSION = re.compile(
     rf"""(?<!\\)(?:
@@ -18,12 +20,12 @@ _EXPANSION = re.compile(
     )""",
     re.VERBOSE,
 )
-_LEFT = re.compile(r"(?<!\\)(?:\$\([^)]*\)*|\$\{\w+(?:(?![\w.:])|:[-=?+\d])[^}]*\}?|\$\w+|`[^`]*`?)")
+_LEFT = re.compile(r"(?<!\\)(?:\$\([^)]*\)*|\$\{[#!][^}]*\}|\$\{\w+(?:(?![\w.:])|:[-=?+\d])[^}]*\}?|\$\w+|`[^`]*`?)")
 _WORD = re.compile(
     r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|\$\(\(.*?\)\)|\$\([^)]*\)|\$\{[^}]*\}|`[^`]*`|\S)+""", re.DOTALL
 )
 _TERMINATOR = re.compile(r"(?<!\\)(;+)$")
-_SET = re.compile(r"(?:^|[;&|{]\s*|\b(?:then|else|do)\s+)(?:export\s+|local\s+)?([A-Za-z_]\w*)\+?=")
+_SET = re.compile(rf"(?:^|[;&|{{]\s*|\b(?:then|else|do)\s+)(?:(?:{DECLARING})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)\+?=")
 _OPENS = re.compile(r"^(?:if|case|for|while|until)\b")
 _CLOSES = re.compile(r"(?:^|[;\s])(?:fi|esac|done)\b")
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
