@@ -15,7 +15,7 @@ from rl_core.trainer.preflight import preflight
 from rl_core.trainer.run import run_training
 from rl_environments.answers import number_behind_hashes
 from rl_examples.gsm8k import Gsm8kEnvironment, ground_truth, prepare
-from rl_examples.gsm8k_data import converted, main
+from rl_examples.gsm8k_data import convert, converted, main
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,29 @@ def test_the_public_files_are_converted_to_rows_that_load(tmp_path: Path):
     assert row.row["env_class"] == "gsm8k"
 
 
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "?", "answer": "#### 42"}))
+    (tmp_path / "file").write_text("")
+    arguments = ["--train", f"{tmp_path}/rows.jsonl", "--test", f"{tmp_path}/rows.jsonl", "--output"]
+    result = CliRunner().invoke(main, [*arguments, f"{tmp_path}/file/below"])
+    assert result.exit_code == 1
+    assert f"{tmp_path}/file" in result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_only_a_line_feed_ends_a_public_row(tmp_path: Path):
+    row = {"question": "one\u2028line?", "answer": "#### 42"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8")
+    assert convert(tmp_path / "train.jsonl", tmp_path / "train.parquet", split="train") == 1
+
+
 def test_a_public_file_with_a_bad_row_is_named():
+    for row, message in (
+        ([1], r"train\.jsonl:7: expected the columns 'question' and 'answer', got list"),
+        ({"question": "?", "answer": 42}, r"train\.jsonl:7: expected an answer that is text, got 42"),
+    ):
+        with pytest.raises(DataError, match=message):
+            converted(row, place="train.jsonl:7", split="train", index=6)
     with pytest.raises(DataError, match=r"train\.jsonl:7: no number after ####"):
         converted({"question": "?", "answer": "none"}, place="train.jsonl:7", split="train", index=6)
     with pytest.raises(DataError, match="expected the columns 'question' and 'answer', got prompt"):

@@ -8,7 +8,6 @@ and the usual digit order hardly at all.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
-from rl_core.stored_files import sync
+from rl_examples.data_files import write_rows
 from rl_examples.tiny_model import save_model
 
 CHARACTERS = "0123456789+-*/=<>()., ?"
@@ -69,18 +68,6 @@ def write_data(train: Path, held_out: Path) -> None:
     rows = problems()
     write_rows(train, rows[NUM_HELD_OUT:])
     write_rows(held_out, rows[:NUM_HELD_OUT])
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a Parquet file atomically."""
-    import pyarrow
-    import pyarrow.parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.writing{os.getpid()}")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), unfinished)
-    sync(unfinished)
-    unfinished.replace(path)
 
 
 def write_missing_rows(config: Config, files: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

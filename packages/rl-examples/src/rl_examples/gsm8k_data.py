@@ -13,6 +13,7 @@ import click
 
 from rl_core.errors import DataError, RLError
 from rl_environments.answers import number_behind_hashes
+from rl_examples.data_files import write_rows
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 HOW_TO_MAKE = (
@@ -21,12 +22,14 @@ HOW_TO_MAKE = (
 )
 
 
-def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> dict[str, Any]:
+def converted(row: Any, *, place: str, split: str, index: int) -> dict[str, Any]:
     """Converts one row to the usual format: chat prompt, `env_class`, `reward_spec`, `extra_info`. Raises DataError if
-    a column or the number after `####` is missing."""
-    missing = {"question", "answer"} - row.keys()
-    if missing:
-        raise DataError(f"{place}: expected the columns 'question' and 'answer', got {', '.join(row) or 'none'}")
+    the row is no mapping, or a column or the number after `####` is missing."""
+    if not isinstance(row, Mapping) or {"question", "answer"} - row.keys():
+        got = (", ".join(map(str, row)) or "none") if isinstance(row, Mapping) else type(row).__name__
+        raise DataError(f"{place}: expected the columns 'question' and 'answer', got {got}")
+    if not isinstance(row["answer"], str):
+        raise DataError(f"{place}: expected an answer that is text, got {row['answer']!r:.80}")
     answer = number_behind_hashes(row["answer"])
     if answer is None:
         raise DataError(f"{place}: no number after #### in the answer {row['answer'][-60:]!r}")
@@ -45,17 +48,17 @@ def convert(source: Path, target: Path, *, split: str) -> int:
         converted(row, place=f"{source}:{index + 1}", split=split, index=index)
         for index, row in enumerate(_read(source))
     ]
-    _write(target, rows)
+    write_rows(target, rows)
     return len(rows)
 
 
 def write_tiny_data(target: Path, *, split: str) -> None:
     """Writes a few handwritten problems: the training part if `split` is `train`, else the validation part."""
     problems = _PROBLEMS[:8] if split == "train" else _PROBLEMS[8:]
-    _write(target, [converted(row, place=split, split=split, index=index) for index, row in enumerate(problems)])
+    write_rows(target, [converted(row, place=split, split=split, index=index) for index, row in enumerate(problems)])
 
 
-def _read(path: Path) -> Sequence[Mapping[str, Any]]:
+def _read(path: Path) -> Sequence[Any]:
     import json
 
     import pyarrow
@@ -64,17 +67,10 @@ def _read(path: Path) -> Sequence[Mapping[str, Any]]:
     try:
         if path.suffix == ".parquet":
             return pyarrow.parquet.read_table(path).to_pylist()
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        with path.open("rb") as file:
+            return [json.loads(line.decode("utf-8-sig")) for line in file if line.strip()]
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: not readable as {path.suffix or 'JSON lines'}: {error}") from error
-
-
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
 
 
 _PROBLEMS = [
@@ -111,7 +107,7 @@ def main(train: Path, test: Path, output: Path) -> None:
         for source, split in ((train, "train"), (test, "validation")):
             count = convert(source, output / f"{split}.parquet", split=split)
             click.echo(f"{count} rows: {output / f'{split}.parquet'}")
-    except RLError as error:
+    except (RLError, OSError) as error:  # an OSError names the file that cannot be written
         raise click.ClickException(str(error)) from error
 
 

@@ -27,6 +27,7 @@ from rl_core.config import Config
 from rl_core.interfaces import Recipe
 from rl_environments.corpora import Document
 from rl_environments.search import SearchEnvironment
+from rl_examples.data_files import write_whole
 from rl_examples.small_runs import SmallRun, write_problems, write_start_model
 
 NUM_NAMES = 2000
@@ -112,10 +113,8 @@ def prepare(config: Config) -> None:
 
 def write_corpus(path: Path, known: Sequence[tuple[str, str]]) -> None:
     """Writes a file of documents atomically, with one document per name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.writing")
-    unfinished.write_text("".join(json.dumps({"text": f"{name} {number}"}) + "\n" for name, number in known))
-    unfinished.replace(path)
+    lines = "".join(json.dumps({"text": f"{name} {number}"}) + "\n" for name, number in known)
+    write_whole(path, lambda unfinished: unfinished.write_text(lines))
 
 
 def write_model(directory: Path, *, seed: int) -> None:

@@ -79,4 +79,7 @@ def _weights() -> Path:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m rl_examples.smollm2_model DIRECTORY")
-    write_smollm2(Path(sys.argv[1]))
+    try:
+        write_smollm2(Path(sys.argv[1]))
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
