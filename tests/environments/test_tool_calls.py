@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -90,6 +91,28 @@ def test_a_result_is_shown_as_text_or_json_and_answers_are_in_the_order_of_the_c
         Answer(name="add", text="2"),
         Answer(name="surrogate", text="a?b"),
     ]
+
+
+def test_a_function_that_a_decorator_hides_is_awaited():
+    def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+    async def double(a: int) -> int:
+        """Twice the number."""
+        await asyncio.sleep(0)
+        return 2 * a
+
+    calls: list[Call | BrokenCall] = [
+        Call(name="double", arguments={"a": 4}),
+        Call(name="own_timeout", arguments={}),
+        Call(name="sleep_long", arguments={}),
+    ]
+    answers = run(calls, *map(plain, (double, own_timeout, sleep_long)), timeout_s=1.0)
+    assert [each.text for each in answers] == ["8", "Error: TimeoutError: mine", "Error: no answer within 1 s"]
 
 
 def test_calls_of_one_turn_run_side_by_side():

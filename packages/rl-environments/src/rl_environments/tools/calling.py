@@ -12,7 +12,7 @@ import contextvars
 import inspect
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -90,10 +90,16 @@ async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], ti
 
 async def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Any:
     """Calls the function and returns its return value or the exception that it raised."""
-    if not inspect.iscoroutinefunction(function):
-        return await _in_a_thread(function, arguments, name)
+    if inspect.iscoroutinefunction(function):
+        return await _awaited(lambda: function(**arguments))
+    returned = await _in_a_thread(function, arguments, name)
+    # A decorator may hide that the function is async.
+    return await _awaited(lambda: returned) if inspect.isawaitable(returned) else returned
+
+
+async def _awaited(call: Callable[[], Awaitable[Any]]) -> Any:
     try:
-        return await function(**arguments)
+        return await call()
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
