@@ -14,7 +14,7 @@ import pytest
 
 import rl_environments
 from rl_core.errors import ConfigError, DeadlineError
-from rl_environments.sandbox import Limits, Sandbox, SandboxError, Test, escapes, probe_sandbox
+from rl_environments.sandbox import Limits, Sandbox, SandboxError, Test, escapes, probe_sandbox, probing, shared_sandbox
 from rl_environments.sandbox import sandbox as sandbox_module
 from rl_environments.sandbox.bubblewrap import bubblewrap_command
 from rl_environments.sandbox.slots import locked_slot
@@ -321,3 +321,17 @@ async def test_waiting_too_long_for_a_slot_is_an_error():
 
     with pytest.raises(DeadlineError, match=r"waited 0.1 s for one of the 2 sandbox slots"):
         await take_three_of_two()
+
+
+async def test_settings_with_which_nothing_works_are_not_probed_for_every_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    python = tmp_path / "python"
+    with pytest.raises(ConfigError, match="cannot run untrusted programs") as first:
+        await shared_sandbox("none", python=str(python), slots=1)
+    python.symlink_to(sys.executable)
+    with pytest.raises(ConfigError) as second:
+        await shared_sandbox("none", python=str(python), slots=1)
+    assert str(second.value) == str(first.value)
+    monkeypatch.setattr(probing, "_REFUSED_S", 0.0)
+    assert (await shared_sandbox("none", python=str(python), slots=1)).python == str(python)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -85,19 +87,31 @@ async def probe_sandbox(
 
 _lock = threading.Lock()
 _shared: dict[tuple[Any, ...], Sandbox] = {}
+_refused: dict[tuple[Any, ...], tuple[float, str]] = {}
+"""Settings with which no mechanism worked → when that was found, and why."""
+_REFUSED_S = 60.0
+"""Time after which a refused setting is probed again. Otherwise each of a step's thousands of samples would probe, one
+after another; and the reason may pass, for example if the machine was too busy."""
 
 
 async def shared_sandbox(
     kind: Kind = "auto", *, python: str | None = None, readable: Sequence[str] = (), slots: int | None = None
 ) -> Sandbox:
     """Returns the sandbox with these settings. The first call in a process probes it (`probe_sandbox`), and later calls
-    return the same sandbox."""
+    return the same sandbox. If no mechanism works, calls of the next minute raise the same ConfigError."""
     key = (kind, python, tuple(readable), slots)
 
     def probed() -> Sandbox:
         with _lock:
+            found_at, reason = _refused.get(key, (-math.inf, ""))
+            if time.monotonic() - found_at < _REFUSED_S:
+                raise ConfigError(reason)
             if key not in _shared:
-                _shared[key] = asyncio.run(probe_sandbox(kind, python=python, readable=readable, slots=slots))
+                try:
+                    _shared[key] = asyncio.run(probe_sandbox(kind, python=python, readable=readable, slots=slots))
+                except ConfigError as error:
+                    _refused[key] = time.monotonic(), str(error)
+                    raise
             return _shared[key]
 
     # Probe in another thread, not on the first caller's event loop: callers on other event loops wait for the result.
