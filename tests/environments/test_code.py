@@ -74,6 +74,16 @@ async def test_functions_and_checks_are_tests_too():
     assert bad.reward == 0.5  # the first and the last pass: 3 == 3 and 3 > 0.3
 
 
+async def test_limits_may_be_written_with_an_exponent():
+    limits = {"cpu_s": 10.0, "wall_s": 60, "address_space_bytes": 1e9, "disk_bytes": 5e7, "file_bytes": 1e6}
+    assert (await judged(CodeEnvironment, ROW, RIGHT, slots=SLOTS, limits=limits)).reward == 1.0
+
+
+async def test_a_number_that_no_float_can_hold_is_a_wrong_answer():
+    row = {"prompt": "half", "tests": [{"function": "f", "input": [], "output": 0.5}]}
+    assert (await judged(CodeEnvironment, row, "```\ndef f(): return 10**400\n```", **OPTIONS)).reward == 0.0
+
+
 async def test_a_program_that_cannot_be_compiled_is_counted():
     result = await judged(CodeEnvironment, ROW, "```python\nprint(\n```", **OPTIONS)
     assert (result.reward, result.metrics["syntax_error"], result.metrics["has_program"]) == (0.0, 1.0, 1.0)
@@ -116,6 +126,8 @@ def test_the_program_is_the_last_closed_python_block_after_the_thinking():
     assert program_in("```python\na\n") is None
     assert program_in("```json\n{}\n```") is None
     assert program_in("") is None
+    assert program_in("1. so:\n   ```python\n   if x:\n     y\n\n   z\n   ```") == "if x:\n  y\n\nz\n"
+    assert program_in('  ```\n  a = """\n b\n  """\n  ```') == 'a = """\nb\n"""\n'
 
 
 def test_rows_have_tests_in_several_forms():
@@ -143,6 +155,8 @@ def test_values_are_compared_as_json_values():
     assert is_equal(0.1 + 0.2, 0.3)
     assert is_equal(2, 2.0)
     assert is_equal({"a": [1.0]}, {"a": [1]})
+    assert not is_equal(10**400, 1.5)
+    assert not is_equal([1.5], [10**400])
     for different in ((1, True), (True, 1), (None, 0), ("1", 1), (1.0, "1.0"), ([1], [1, 2]), ({"a": 1}, {"b": 1})):
         assert not is_equal(*different), different
 
@@ -154,6 +168,10 @@ def test_values_are_compared_as_json_values():
         ({"reward": "some"}, "environment.options.reward: got 'some'; expected one of all, fraction"),
         ({"limits": {"cpu": 3}}, "environment.options.limits: got .*cpu_s"),
         ({"limits": {"cpu_s": 0.5}}, "environment.options.limits.cpu_s: got 0.5; expected an integer"),
+        ({"limits": {"cpu_s": float("inf")}}, "environment.options.limits.cpu_s: got inf; expected an integer"),
+        ({"limits": {"files": float("nan")}}, "environment.options.limits.files: got nan; expected an integer"),
+        ({"readable": "/srv/data"}, "environment.options.readable: got '/srv/data'; expected a list of paths"),
+        ({"python": 3}, "environment.options.python: got 3; expected text"),
         ({"code": {"max_tests": 0}}, "environment.options.code.max_tests: got 0; expected at least 1"),
         ({"slots": "2"}, "environment.options.slots: got '2'; expected an integer"),
         ({"slots": 304}, "environment.options.slots: got 304; expected between 1 and 303"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
+from attrs.validators import optional
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between
@@ -16,7 +17,7 @@ from rl_environments.sandbox import Limits, Outcome, Sandbox, shared_sandbox
 from rl_environments.sandbox.slots import MOST_SLOTS
 from rl_environments.tools.call_formats import without_thought
 
-_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
 
 
@@ -27,14 +28,27 @@ def _limits(given: Mapping[str, Any] | Limits) -> Limits:
     if not isinstance(given, Mapping) or set(given) - known:
         raise ConfigError(f"limits: got {given!r}; expected a mapping with keys among {', '.join(sorted(known))}")
     for name, value in given.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or (name != "wall_s" and int(value) != value):
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        is_right = is_whole or (name == "wall_s" and isinstance(value, float))
+        if not is_right or isinstance(value, bool):
             raise ConfigError(
                 f"limits.{name}: got {value!r}; expected {'a number' if name == 'wall_s' else 'an integer'}"
             )
     try:
-        return Limits(**given)
+        # The kernel's limits are integers, and in YAML `1e9` is a float.
+        return Limits(**{name: value if name == "wall_s" else int(value) for name, value in given.items()})
     except ConfigError as error:
         raise ConfigError(f"limits.{error}") from error
+
+
+def _is_text(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{field.name}: got {value!r}; expected text that is not empty")
+
+
+def _is_list_of_text(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
+        raise ConfigError(f"{field.name}: got {value!r}; expected a list of paths, such as [/srv/data]")
 
 
 @attrs.frozen(kw_only=True)
@@ -52,10 +66,10 @@ class CodeOptions:
         default="auto", validator=one_of("auto", "bubblewrap", "landlock", "none")
     )
     """`auto` uses bubblewrap, else Landlock, and fails if neither works. `none` runs programs without protection."""
-    python: str | None = None
+    python: str | None = attrs.field(default=None, validator=optional(_is_text))
     """Path of the interpreter that runs the programs. None: the system's, or this process's if the system's does not
     work."""
-    readable: Sequence[str] = ()
+    readable: Sequence[str] = attrs.field(default=(), validator=_is_list_of_text)
     """Directories that programs may read besides the system's."""
     slots: int | None = attrs.field(default=None, validator=[is_number(int), between(1, MOST_SLOTS)])
     """Maximum number of programs that this user runs on the machine at a time; None: one per CPU core."""
@@ -129,10 +143,14 @@ class CodeEnvironment:
 def program_in(response: str) -> str | None:
     """Returns the last fenced block that is marked as Python or names no language, or None if there is none.
 
-    Blocks in the model's thinking do not count, nor does an unterminated block (the response was cut off).
+    Blocks in the model's thinking do not count, nor does an unterminated block (the response was cut off). As in
+    Markdown, the indentation of the fence, for example in a list, is removed from every line of the block.
     """
-    blocks = [body for language, body in _FENCED.findall(without_thought(response)) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else None
+    blocks = [found for found in _FENCED.findall(without_thought(response)) if found[1].lower() in _PYTHON]
+    if not blocks:
+        return None
+    indentation, _, body = blocks[-1]
+    return re.sub(rf"^[ \t]{{1,{len(indentation)}}}", "", body, flags=re.MULTILINE) if indentation else body
 
 
 def _pass(tests: Sequence[ExpectedTest], outcomes: Sequence[Outcome]) -> list[bool]:

@@ -68,12 +68,19 @@ def is_equal(value: Any, expected: Any) -> bool:
         return value is expected
     if isinstance(value, float) or isinstance(expected, float):
         numbers = all(isinstance(number, int | float) for number in (value, expected))
-        return numbers and (value == expected or math.isclose(value, expected, **_NEARLY))
+        return numbers and (value == expected or _is_close(value, expected))
     if isinstance(value, list) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(is_equal, value, expected))
     if isinstance(value, dict) and isinstance(expected, Mapping):
         return value.keys() == expected.keys() and all(is_equal(value[key], expected[key]) for key in value)
     return value == expected
+
+
+def _is_close(value: float, expected: float) -> bool:
+    try:
+        return math.isclose(value, expected, **_NEARLY)
+    except OverflowError:  # an integer that no float can represent
+        return False
 
 
 def _lines(text: str) -> list[str]:
