@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +18,7 @@ from rl_core.errors import DataError, RLError
 from rl_core.interfaces import Action, StepResult
 from rl_core.testing.environments import EnvironmentConformance
 from rl_environments.calculator import CalculatorEnvironment, computed
-from rl_environments.corpora import load_corpus
+from rl_environments.corpora import load_corpus, read_documents, write_index
 from rl_environments.gsm8k_turns import NO_NUMBER, WRONG, Gsm8kTurnsEnvironment
 from rl_environments.search import SearchEnvironment
 
@@ -216,3 +218,66 @@ def test_a_corpus_that_is_empty_or_has_a_broken_line_is_refused(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match="has no documents"):
         load_corpus(str(tmp_path / "empty.jsonl"))
+
+
+class Slow:
+    """A file in which moving to a place takes a moment, so that other threads run before the line there is read."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def seek(self, position: int) -> None:
+        self._file.seek(position)
+        time.sleep(0.002)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_threads_that_search_an_index_at_the_same_time_get_their_own_documents(tmp_path: Path):
+    words = [f"{a}{b}x" for a in "bdfgkl" for b in "aeiou"]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"text": f"{word} {word}"}) + "\n" for word in words))
+    write_index(tmp_path / "documents.jsonl", tmp_path / "index")
+    corpus = load_corpus(str(tmp_path / "index"))
+    documents: Any = corpus._documents
+    documents.mmap_obj = Slow(documents.mmap_obj)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda word: [each.text for each in corpus.search(word, 1)], words))
+    assert found == [[f"{word} {word}"] for word in words]
+
+
+def test_only_a_line_feed_ends_a_document(tmp_path: Path):
+    documents = [{"text": "one\u2028line \x85 still"}, {"text": "two"}]
+    lines = [json.dumps(each, ensure_ascii=False) for each in documents]
+    (tmp_path / "documents.jsonl").write_text("\r\n\n".join(lines) + "\n \n", encoding="utf-8")
+    assert [each["text"] for each in read_documents(tmp_path / "documents.jsonl")] == [
+        "one\u2028line \x85 still",
+        "two",
+    ]
+
+
+def test_documents_that_are_not_utf8_are_refused_with_their_line(tmp_path: Path):
+    (tmp_path / "documents.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(DataError, match=r"documents.jsonl:2: got .*; expected UTF-8 JSON"):
+        read_documents(tmp_path / "documents.jsonl")
+
+
+def test_an_index_that_cannot_be_written_leaves_no_folder(tmp_path: Path, corpus: Path):
+    command = f"ulimit -f 0; exec {sys.executable} -m rl_environments.corpora {corpus} {tmp_path / 'indexes' / 'index'}"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1, ran.stderr
+    assert f"error: {tmp_path}/indexes/index cannot be written: " in ran.stderr
+    assert list((tmp_path / "indexes").iterdir()) == []
+
+
+def test_a_document_with_half_a_character_is_indexed(tmp_path: Path):
+    (tmp_path / "documents.jsonl").write_text('{"text": "whale \\ud83d"}\n{"text": "shark"}\n')
+    write_index(tmp_path / "documents.jsonl", tmp_path / "index")
+    assert [each.text for each in load_corpus(str(tmp_path / "index")).search("whale", 1)] == ["whale ?"]
+
+
+def test_an_index_without_its_documents_is_refused(tmp_path: Path, corpus: Path):
+    write_index(corpus, tmp_path / "index")
+    (tmp_path / "index" / "corpus.jsonl").unlink()
+    with pytest.raises(DataError, match="holds an index without its documents"):
+        load_corpus(str(tmp_path / "index"))

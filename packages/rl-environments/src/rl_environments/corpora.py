@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
@@ -38,6 +39,8 @@ class Corpus:
         self._bm25s = _bm25s()
         self._retriever = retriever
         self._documents = documents
+        self._reading = threading.Lock()
+        """bm25s reads a document of an index folder by moving the one position of the file, which all threads share."""
 
     def search(self, query: str, count: int) -> list[Document]:
         """Returns at most `count` documents that share a word with the query, the best first."""
@@ -48,7 +51,8 @@ class Corpus:
             words, corpus=range(len(self._documents)), k=min(count, len(self._documents)), show_progress=False
         )
         pairs = zip(found.documents[0].tolist(), found.scores[0].tolist(), strict=True)
-        return [_document(self._documents[number]) for number, score in pairs if score > 0]
+        with self._reading:
+            return [_document(self._documents[number]) for number, score in pairs if score > 0]
 
 
 def load_corpus(path: str) -> Corpus:
@@ -56,7 +60,8 @@ def load_corpus(path: str) -> Corpus:
 
     Raises:
         ConfigError: the extra is missing.
-        DataError: the file does not exist, has an invalid line or holds no documents; or the folder holds no index.
+        DataError: the file does not exist, has an invalid line or holds no documents; or the folder holds no index, or
+            an index without its documents.
     """
     with _one_at_a_time:
         return _load(str(Path(path).expanduser().resolve()))
@@ -70,6 +75,11 @@ def _load(path: str) -> Corpus:
             retriever = bm25s.BM25.load(path, load_corpus=True, mmap=True, show_progress=False)
         except Exception as error:
             raise DataError(f"{path} cannot be read as an index: {type(error).__name__}: {error}") from error
+        if retriever.corpus is None:
+            raise DataError(
+                f"{path} holds an index without its documents (corpus.jsonl); make it again: python -m "
+                "rl_environments.corpora DOCUMENTS.jsonl INDEX_FOLDER"
+            )
         return Corpus(retriever, retriever.corpus)
     if not Path(path).exists():
         raise DataError(f"corpus: {path} does not exist; expected a .jsonl file or an index folder")
@@ -78,30 +88,55 @@ def _load(path: str) -> Corpus:
 
 
 def read_documents(path: Path) -> list[dict[str, str]]:
-    """Reads JSON lines with `text` and, optionally, `title`. Raises DataError that names the line."""
+    """Reads JSON lines with `text` and, optionally, `title`. Skips blank lines. Raises DataError, which names the line
+    if a single one is at fault."""
     if not path.exists():
         raise DataError(f"{path} does not exist; expected a .jsonl file")
     documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in _lines(path):
         try:
-            row = json.loads(line)
-            documents.append({"title": str(row.get("title") or ""), "text": str(row["text"])})
+            row = json.loads(line.decode("utf-8-sig"))
+            documents.append({"title": _storable(row.get("title") or ""), "text": _storable(row["text"])})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise DataError(
-                f'{path}:{number}: got {line!r:.80}; expected JSON like {{"title": "…", "text": "…"}}'
+                f"{path}:{number}: got {line.decode(errors='replace')!r:.80}; expected UTF-8 JSON like "
+                '{"title": "…", "text": "…"}'
             ) from None
     if not documents:
         raise DataError(f"{path} has no documents; expected JSON lines with `text` and, optionally, `title`")
     return documents
 
 
+def _storable(value: Any) -> str:
+    """The value as text without lone surrogates, which neither files nor tokenizers accept."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that are not blank, with their numbers. Only a line feed ends a line: `str.splitlines` also
+    splits at characters that JSON allows inside text, such as U+2028."""
+    try:
+        with path.open("rb") as file:
+            yield from ((number, line.strip()) for number, line in enumerate(file, start=1) if line.strip())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
 def write_index(documents: Path, folder: Path) -> int:
-    """Indexes a file of documents into a new folder. Returns the number of documents. Raises what `load_corpus` raises,
-    and DataError if the folder exists."""
+    """Indexes a file of documents into a new folder, which appears when it is complete. Returns the number of
+    documents. Raises what `load_corpus` raises, and DataError if the folder exists or cannot be written."""
     if folder.exists():
         raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     read = read_documents(documents)
-    _indexed(read).save(folder, corpus=read, show_progress=False)
+    retriever = _indexed(read)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as unfinished:
+            whole = Path(unfinished, "index")
+            retriever.save(whole, corpus=read, show_progress=False)
+            whole.rename(folder)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror or error}") from error
     return len(read)
 
 
@@ -114,7 +149,8 @@ def _indexed(documents: Sequence[dict[str, str]]) -> Any:
 
 
 def _document(row: Any) -> Document:
-    return Document(title=row["title"], text=row["text"])
+    # An index that bm25s itself saved has no titles.
+    return Document(title=str(row.get("title") or ""), text=row["text"])
 
 
 def _bm25s() -> Any:
