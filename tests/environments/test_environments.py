@@ -17,6 +17,7 @@ from rl_core import plugins
 from rl_core.errors import DataError, RLError
 from rl_core.interfaces import Action, StepResult
 from rl_core.testing.environments import EnvironmentConformance
+from rl_environments.answers import is_exact_match
 from rl_environments.calculator import CalculatorEnvironment, computed
 from rl_environments.corpora import load_corpus, read_documents, write_index
 from rl_environments.gsm8k_turns import NO_NUMBER, WRONG, Gsm8kTurnsEnvironment
@@ -281,3 +282,11 @@ def test_an_index_without_its_documents_is_refused(tmp_path: Path, corpus: Path)
     (tmp_path / "index" / "corpus.jsonl").unlink()
     with pytest.raises(DataError, match="holds an index without its documents"):
         load_corpus(str(tmp_path / "index"))
+
+
+def test_an_answer_of_only_articles_does_not_equal_an_empty_one():
+    assert is_exact_match("a", ["A"])
+    assert is_exact_match("(A)", ["A"])
+    assert is_exact_match("The whale!", ["a whale"])
+    assert not any(is_exact_match(answer, ["A"]) for answer in ("", "the", "?"))
+    assert not is_exact_match("", ["!"])

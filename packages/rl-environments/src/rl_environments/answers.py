@@ -17,9 +17,11 @@ _BEHIND_HASHES = re.compile(r"####\s*(-?)(?:\$\s*)?(-?[\d.,]*\d)")
 
 def normalized(text: str) -> str:
     """Normalises text as SQuAD does (Rajpurkar et al. 2016): converts it to lower case and removes punctuation,
-    articles and repeated spaces."""
+    articles and repeated spaces. Text that consists only of articles and punctuation, such as the answer `A` of a
+    multiple choice, keeps them, because otherwise it would equal an empty answer."""
     letters = "".join(character for character in text.lower() if character not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
+    candidates = (re.sub(r"\b(a|an|the)\b", " ", letters), letters, text.lower())
+    return " ".join(next(filter(str.strip, candidates), "").split())
 
 
 def is_exact_match(answer: str, accepted: Sequence[str]) -> bool:
