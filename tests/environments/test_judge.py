@@ -93,6 +93,33 @@ def test_the_judges_last_score_is_the_reward(judge: Judge):
     assert result.metrics == {"accuracy": 0.7, "judge_tries": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("Score: 4\n\nA perfect score (10) would need units.", 0.4),
+        ("Score 10 is not deserved. **Score**: 3", 0.3),
+        ("score 6", 0.6),
+        ("Score: .5", 0.05),
+        ("Score: 8/10", 0.8),
+    ],
+)
+def test_a_number_after_a_colon_counts_more_than_a_remark(judge: Judge, reply: str, reward: float):
+    judge.replies = [said(reply)]
+    assert step(judge).reward == pytest.approx(reward)
+
+
+def test_a_conversation_with_tool_calls_is_shown_to_the_judge(judge: Judge):
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    prompt = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "tool_calls": calls}]
+
+    async def play() -> StepResult:
+        environment = JudgeEnvironment({"prompt": prompt}, {"url": judge.url, "model": "m"})
+        return await environment.step(Action(text="2", tokens=(), stop_reason="stop"))
+
+    assert asyncio.run(play()).reward == 0.5
+    assert 'assistant: [{"type": "function"' in judge.asked[0]["messages"][0]["content"]
+
+
 def test_the_judge_sees_question_reference_and_answer_without_thinking(judge: Judge):
     step(judge, "<think>secret</think> blue {reference}", temperature=0.5)
     (asked,) = judge.asked
@@ -218,6 +245,17 @@ def test_the_key_comes_from_an_environment_variable(judge: Judge, monkeypatch: p
     assert judge.keys == ["Bearer abc"]
     with pytest.raises(DataError, match="'NO_KEY' is not set"):
         step(judge, key_variable="NO_KEY")
+
+
+def test_no_error_shows_the_key(judge: Judge, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", " abc\n")
+    step(judge, key_variable="JUDGE_KEY")
+    assert judge.keys == ["Bearer abc"]
+    for key in ("secret\nabc", "sécret"):
+        monkeypatch.setenv("JUDGE_KEY", key)
+        with pytest.raises(DataError, match="'JUDGE_KEY' has a character that no API key has") as raised:
+            step(judge, key_variable="JUDGE_KEY")
+        assert key not in str(raised.value)
 
 
 def test_a_model_of_the_runs_engine_is_asked_by_its_name_and_key(judge: Judge):

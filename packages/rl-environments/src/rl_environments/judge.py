@@ -29,6 +29,8 @@ from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
 
+import attrs
+
 from rl_core.errors import DataError, DeadlineError, GenerationError
 from rl_core.interfaces import Action, Prompt, Row, ServedModel, StepResult
 from rl_core.tasks import OwnThread
@@ -60,9 +62,34 @@ _OPTIONS = (
     "instructions",
     "key_variable",
 )
+_NUMBER = r"(-?(?:\d+(?:\.\d+)?|\.\d+))"
+_WITH_COLON = re.compile(rf"score\W{{0,8}}?:\W{{0,8}}?{_NUMBER}", re.IGNORECASE)
+_WITHOUT_COLON = re.compile(rf"score\W{{0,8}}?{_NUMBER}", re.IGNORECASE)
+_ENGINE = "inference_engine"
 _PAUSE_S = 0.5
 _LONGEST_REPLY_BYTES = 4 * 2**20
 _PART_BYTES = 2**16
+
+
+@attrs.frozen(kw_only=True)
+class _Settings:
+    timeout_s: float
+    tries: int
+    highest: int
+    instructions: str
+    max_tokens: int
+    temperature: float
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> _Settings:
+        return cls(
+            timeout_s=seconds(options, "timeout_s", 60.0),
+            tries=whole_number(options, "tries", 2),
+            highest=whole_number(options, "highest_score", 10),
+            instructions=text(options, "instructions", INSTRUCTIONS),
+            max_tokens=whole_number(options, "max_tokens", 512),
+            temperature=number_up_to(options, "temperature", 0.0, highest=2),
+        )
 
 
 class JudgeEnvironment:
@@ -73,22 +100,16 @@ class JudgeEnvironment:
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
         options = own_options(options, "judge", _OPTIONS)
         self._row = row
-        served = options.get("url")
-        if isinstance(served, ServedModel):
-            self._url, model, self._key = served.url, served.name, served.key
-        else:
-            self._url, model = _checked_url(options), text(options, "model")
-            self._key = None if options.get("key_variable") is None else _key(options)
+        self._server, self._own = _server(options), _Settings.of(options)
         self._timeout_key = key_of(options, "timeout_s")
-        self._timeout_s = seconds(options, "timeout_s", 60.0)
-        self._tries = whole_number(options, "tries", 2)
-        self._highest = whole_number(options, "highest_score", 10)
-        self._instructions = text(options, "instructions", INSTRUCTIONS)
-        self._body = {
-            "model": model,
-            "max_tokens": whole_number(options, "max_tokens", 512),
-            "temperature": number_up_to(options, "temperature", 0.0, highest=2),
-        }
+
+    @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        own = own_options(options, "judge", _OPTIONS)
+        if own.get("url") != _ENGINE:  # the run itself checks the rest
+            _server(own)
+        _Settings.of(own)
 
     @staticmethod
     def require_row(row: Row) -> None:
@@ -109,11 +130,11 @@ class JudgeEnvironment:
             DeadlineError: the judge did not answer within `timeout_s`.
         """
         asked = self._question_to_judge(without_thought(action.text).strip())
-        for number in range(1, self._tries + 1):
+        for number in range(1, self._own.tries + 1):
             try:
-                reward = score_of(await self._reply(asked), self._highest) / self._highest
+                reward = score_of(await self._reply(asked), self._own.highest) / self._own.highest
             except (GenerationError, DeadlineError):
-                if number == self._tries:
+                if number == self._own.tries:
                     raise
                 await asyncio.sleep(_PAUSE_S)
             else:
@@ -125,35 +146,42 @@ class JudgeEnvironment:
 
     def _question_to_judge(self, answer: str) -> str:
         prompt, reference = self._row["prompt"], self._row.get("reference")
-        said = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+        said = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {_said(m)}" for m in prompt)
         values = {
             "question": said,
             "answer": answer,
             "reference": f"\nA right answer:\n{reference}\n" if reference else "",
             # Each answer gets a new random mark, so the policy cannot write the line that ends its answer.
             "mark": f"----- {secrets.token_hex(8)} -----",
-            "highest": str(self._highest),
+            "highest": str(self._own.highest),
         }
-        return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), self._instructions)
+        return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), self._own.instructions)
 
     async def _reply(self, asked: str) -> str:
         """Returns the judge's reply, or raises DeadlineError after `timeout_s`. A socket's timeout starts anew with
         every byte, so it does not limit headers that trickle in."""
         try:
-            return await OwnThread(lambda: self._ask(asked)).within(self._timeout_s)
+            return await OwnThread(lambda: self._ask(asked)).within(self._own.timeout_s)
         except TimeoutError as error:
             raise DeadlineError(
-                f"the judge at {self._url} did not answer within {self._timeout_s:g} s ({self._timeout_key})"
+                f"the judge at {self._server.url} did not answer within {self._own.timeout_s:g} s ({self._timeout_key})"
             ) from error
 
     def _ask(self, asked: str) -> str:
         """Returns the judge's reply. Blocks."""
-        body = json.dumps({**self._body, "messages": [{"role": "user", "content": asked}]}).encode()
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        request = urllib.request.Request(f"{self._url}/chat/completions", body, headers, method="POST")
-        ends, reply = time.monotonic() + self._timeout_s, b""
+        asks = {
+            "model": self._server.name,
+            "max_tokens": self._own.max_tokens,
+            "temperature": self._own.temperature,
+            "messages": [{"role": "user", "content": asked}],
+        }
+        body, key = json.dumps(asks).encode(), self._server.key
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(f"{self._server.url}/chat/completions", body, headers, method="POST")
+        judge = f"the judge at {self._server.url}"
+        ends, reply = time.monotonic() + self._own.timeout_s, b""
         try:
-            with _OPENER.open(request, timeout=self._timeout_s) as response:
+            with _OPENER.open(request, timeout=self._own.timeout_s) as response:
                 # Read as it arrives, so that the thread ends soon after the deadline.
                 while len(reply) < _LONGEST_REPLY_BYTES and (part := response.read1(_PART_BYTES)):
                     reply += part
@@ -162,22 +190,20 @@ class JudgeEnvironment:
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read(300).decode(errors="replace")
-            raise GenerationError(f"the judge at {self._url} answered {error.code} {error.reason}: {said}") from error
+            raise GenerationError(f"{judge} answered {error.code} {error.reason}: {said}") from error
         except (OSError, ValueError, HTTPException) as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
                 raise TimeoutError from error
-            raise GenerationError(
-                f"the judge at {self._url} cannot be reached: {type(error).__name__}: {error}"
-            ) from error
+            raise GenerationError(f"{judge} cannot be reached: {type(error).__name__}: {error}") from error
         try:
             choice = json.loads(reply)["choices"][0]
             content, ended_by = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError):
             content, ended_by = None, None
         if not isinstance(content, str):
-            raise GenerationError(f"the judge at {self._url} answered {reply[:200]!r}; expected a chat completion")
+            raise GenerationError(f"{judge} answered {reply[:200]!r}; expected a chat completion")
         if ended_by == "abort":  # vLLM, paused with mode `abort` for a weight sync
-            raise GenerationError(f"the judge at {self._url} did not finish its reply {content[-200:]!r}")
+            raise GenerationError(f"{judge} did not finish its reply {content[-200:]!r}")
         return content
 
 
@@ -185,13 +211,27 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Ignores the environment variables that configure proxies, because `url` addresses the judge directly."""
 
 
+def _said(message: Mapping[str, Any]) -> Any:
+    """The message's text; if it has none, its tool calls."""
+    calls = message.get("tool_calls")
+    return message.get("content") or (json.dumps(calls, ensure_ascii=False, default=str) if calls else "")
+
+
 def score_of(reply: str, highest: int) -> float:
-    """Returns the number after the last `Score:` in the reply. Raises GenerationError if there is none, or if it is not
-    from 0 to `highest`."""
-    found = re.findall(r"score\W{0,8}?(-?\d+(?:\.\d+)?)", reply, re.IGNORECASE)
+    """Returns the number after the last `Score:` in the reply; if the word is never followed by a colon, the number
+    after the last `score`. Raises GenerationError if there is none, or if it is not from 0 to `highest`."""
+    found = _WITH_COLON.findall(reply) or _WITHOUT_COLON.findall(reply)
     if not found or not 0 <= float(found[-1]) <= highest:
         raise GenerationError(f"the judge said {reply[-200:]!r}; expected `Score: n` with n from 0 to {highest}")
     return float(found[-1])
+
+
+def _server(options: Mapping[str, Any]) -> ServedModel:
+    served = options.get("url")
+    if isinstance(served, ServedModel):
+        return served
+    url, model = _checked_url(options), text(options, "model")
+    return ServedModel(url=url, name=model, key="" if options.get("key_variable") is None else _key(options))
 
 
 def _checked_url(options: Mapping[str, Any]) -> str:
@@ -206,10 +246,16 @@ def _checked_url(options: Mapping[str, Any]) -> str:
 
 def _key(options: Mapping[str, Any]) -> str:
     variable = options["key_variable"]
-    key = os.environ.get(variable) if isinstance(variable, str) else None
+    # A key that was read from a file often ends with a line feed.
+    key = os.environ.get(variable, "").strip() if isinstance(variable, str) else ""
     if not key:
         raise DataError(
             f"{key_of(options, 'key_variable')}: the environment variable {variable!r} is not set or is empty; set it "
             "to the judge's API key"
+        )
+    if not (key.isascii() and key.isprintable()):  # http.client's error would show the key
+        raise DataError(
+            f"{key_of(options, 'key_variable')}: the environment variable {variable!r} has a character that no API key "
+            "has, such as a line feed; set it to the judge's API key"
         )
     return key
