@@ -290,3 +290,48 @@ def test_an_answer_of_only_articles_does_not_equal_an_empty_one():
     assert is_exact_match("The whale!", ["a whale"])
     assert not any(is_exact_match(answer, ["A"]) for answer in ("", "the", "?"))
     assert not is_exact_match("", ["!"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("calculator", {"format": "x"}, "environment.options.format: not an option of the environment 'calculator'"),
+        ("calculator", {"call_format": "x"}, "environment.options.call_format: got 'x'; expected one of hermes"),
+        ("gsm8k_turns", {"max_trys": 2}, "Did you mean 'max_tries'"),
+        ("search", {"corpus": "x", "top_k": 0}, "environment.options.top_k: got 0; expected a whole number"),
+        ("judge", {"url": "http://h/v1", "modle": "x"}, "Did you mean 'model'"),
+        ("judge", {"url": "inference_engine", "tries": 0}, "environment.options.tries: got 0"),
+        ("judge", {"url": "localhost:8000", "model": "m"}, "environment.options.url: got 'localhost:8000'"),
+        ("code", {"limits": {"cpu": 3}}, "environment.options.limits: got"),
+        (
+            "mathematics",
+            {"cpu_s": 1e12},
+            "environment.options.cpu_s: got 1000000000000.0; expected between 0 and 86400",
+        ),
+        ("mathematics", {"cpu_s": float("inf")}, "environment.options.cpu_s: got inf"),
+        ("reasoning_gym", {"x": 1}, "not an option of the environment 'reasoning_gym' .it has none."),
+        ("skyrl_gym", {"env": "nowhere.riddles:Riddle"}, "environment.options.env: 'nowhere.riddles:Riddle'"),
+        (
+            "code",
+            {"code": {}, "reward": "fraction"},
+            "options.reward: has no effect .*write environment.options.code.reward",
+        ),
+    ],
+)
+def test_options_are_checked_before_the_run(name: str, options: dict[str, Any], said: str):
+    with pytest.raises(RLError, match=said):
+        plugins.load("rl_core.environments", name).require_options(options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gsm8k_turns", {"code": {"reward": "fraction"}}),
+        ("gsm8k_turns", {"code": {"reward": "fraction"}, "max_tries": 2}),
+        ("reasoning_gym", {"code": {"reward": "fraction"}, "judge": {}}),
+        ("judge", {"url": "inference_engine", "model": "base"}),
+        ("code", {"limits": {"cpu_s": 2.0, "memory_bytes": 1e9}}),
+    ],
+)
+def test_options_of_other_environments_need_no_section_of_this_one(name: str, options: dict[str, Any]):
+    plugins.load("rl_core.environments", name).require_options(options)

@@ -200,3 +200,10 @@ def test_an_episode_without_answer_is_scored_zero_and_reported():
 
     result = asyncio.run(play())
     assert (result.reward, result.metrics) == (0.0, {"accuracy": 0.0, "is_right": 0.0, "has_answer": 0.0})
+
+
+@pytest.mark.parametrize("difficulty", [{"max_terms": 3}, "[3]", "{", 3])
+def test_settings_that_are_no_json_object_are_refused_before_the_run(difficulty: object):
+    row = {"prompt": "?", "task": "chain_sum", "seed": 0, "index": 0, "difficulty": difficulty}
+    with pytest.raises(DataError, match=r"difficulty: got .*; expected the task's settings as JSON text"):
+        ReasoningGymEnvironment.require_row(row)

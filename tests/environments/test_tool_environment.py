@@ -169,12 +169,16 @@ def test_an_environment_that_cannot_work_is_refused_with_the_change_to_make():
     class Named(Offers):
         call_format: Any = "hermes"
 
-    with pytest.raises(ConfigError, match="Offers needs a method `async def judge"):
-        Offers(ROW, {})
-    with pytest.raises(ConfigError, match="Renamed: the tool 'reset' has the name of a member of ToolEnvironment; ren"):
-        Renamed(ROW, {})
-    with pytest.raises(ConfigError, match=r"Named.call_format: got 'hermes'; .* set environment.options.call_format"):
-        Named(ROW, {})
+    for environment, options, message in (
+        (Offers, {}, "Offers needs a method `async def judge"),
+        (Renamed, {}, "Renamed: the tool 'reset' has the name of a member of ToolEnvironment; ren"),
+        (Named, {}, r"Named.call_format: got 'hermes'; .* set environment.options.call_format"),
+        (Offers, {"call_format": "x"}, "environment.options.call_format: got 'x'; expected one of hermes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            environment(ROW, options)
+        with pytest.raises(ConfigError, match=message):
+            environment.require_options(options)
 
 
 async def test_a_synchronous_judge_method_is_an_error():

@@ -326,7 +326,7 @@ def test_wrong_keys_of_reward_functions_are_named(given: str, message: str):
         ([f"{HERE_MODULE}:no_game", "--row", ROW], DataError, "the factory no_game returned int; expected an object"),
         (["guess", "--row", ROW, "environment.options.="], ConfigError, "only environment.options.NAME=VALUE"),
         (["guess", "--row", ROW, "trainer.seed=1"], ConfigError, "only environment.options.NAME=VALUE"),
-        (["guess", "--row", ROW, "environment.options.x=["], ConfigError, "is not YAML"),
+        (["guess", "--row", ROW, "environment.options.x=["], ConfigError, "not valid YAML"),
         (
             ["calculator", "--row", '{"prompt": "?", "answer": 1}', "environment.options.x=1"],
             RLError,
@@ -404,3 +404,50 @@ def test_an_interrupt_after_the_call_has_returned_is_not_taken_for_ctrl_c(monkey
     monkeypatch.setattr(threading, "Timer", Late)
     with by_hand._interrupted("step", 1.0):
         pass
+
+
+def test_options_are_read_as_in_a_run():
+    given = ["environment.options.code.max_tests=2", "environment.options.share=1e-1", "environment.options.x=yes"]
+    assert by_hand.options_of(given) == {"code": {"max_tests": 2}, "share": 0.1, "x": "yes"}
+    assert by_hand.options_of(["environment.options={a: 1}", "environment.options.b=2"]) == {"a": 1, "b": 2}
+    assert by_hand.options_of(["environment.options="]) == by_hand.options_of([]) == {}
+    with pytest.raises(ConfigError, match=r"environment\.options: got 3; expected a mapping"):
+        by_hand.options_of(["environment.options=3"])
+
+
+def test_input_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    with pytest.raises(DataError, match="the input is not utf-8 text: "):
+        try_environment.main(["guess", "--row", ROW], standalone_mode=False)
+
+
+class Checked(TwoTurns):
+    """Checks its options and rows before an episode."""
+
+    @staticmethod
+    def require_options(options: Any) -> None:
+        if options.keys() - {"column"}:
+            raise ConfigError("environment.options: expected only column")
+
+    @staticmethod
+    def require_episode(row: Any, options: Any) -> None:
+        if options.get("column", "number") not in row:
+            raise DataError(f"the row has no {options['column']}")
+
+
+class NotStatic(TwoTurns):
+    def require_row(self, row: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "kind", "message"),
+    [
+        ("Checked", "colunm=x", ConfigError, "expected only column"),
+        ("Checked", "column=x", DataError, "the row has no x"),
+        ("NotStatic", "x=1", PluginError, r"require_row.* cannot be called as require_row.row.*static method"),
+    ],
+)
+def test_checks_before_an_episode_are_made(name: str, option: str, kind: type[RLError], message: str):
+    arguments = [f"{HERE_MODULE}:{name}", "--row", ROW, f"environment.options.{option}"]
+    with pytest.raises(kind, match=message):
+        try_environment.main(arguments, standalone_mode=False)

@@ -59,6 +59,21 @@ def refused(check: Callable[[], object]) -> str:
         ({"environment__env_class": "gsm8k"}, r"train\.parquet:1: a gsm8k row needs reward_spec.ground_truth"),
         ({"environment__env_class": "guess"}, r"train\.parquet:1: a guess row needs a number"),
         (
+            {"environment__env_class": "gsm8k_turns", "environment__options": {"max_trys": 2}},
+            r"environment\.options\.max_trys: not an option of the environment 'gsm8k_turns'",
+        ),
+        (
+            {
+                "environment__env_class": "reward_functions",
+                "environment__reward_functions": ("tests.rollout.test_reward_functions:needy",),
+            },
+            r"train\.parquet:1: the reward function needy needs 'anser'; the row has .* Did you mean 'answer'",
+        ),
+        (
+            {"environment__env_class": "tests.environments.test_trying:NotStatic"},
+            r"the environment '.*:NotStatic': its require_row\(self, row\) cannot be called as require_row\(row\): ",
+        ),
+        (
             {"environment__env_class": "tests.rollout.forcing_environments:Forces"},
             "generator.inference_engine.backend: got 'local', which accepts no grammars, but the environment "
             "'tests.rollout.forcing_environments:Forces' forces some responses by a grammar .*such as vllm",

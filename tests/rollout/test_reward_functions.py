@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -58,6 +59,52 @@ def stateful(completions: list[Any], trainer_state: Any) -> list[float]:
     return [float(trainer_state.global_step)]
 
 
+def by_position(completions: list[Any], /) -> list[float]:
+    return [1.0]
+
+
+class Scaled:
+    """A reward that is an object with a call."""
+
+    def __call__(self, completions: list[Any], *, scale: list[float]) -> list[float]:
+        return scale
+
+
+def logged(function: Any) -> Any:
+    """Passes on whatever it gets."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def for_texts(function: Any) -> Any:
+    """Calls a function of texts with the completions."""
+
+    @functools.wraps(function)
+    def call(completions: list[Any], **_: Any) -> Any:
+        return function(completions)
+
+    return call
+
+
+@logged
+def decorated(completions: list[Any]) -> list[float]:
+    return [7.0]
+
+
+@for_texts
+def adapted(texts: list[str]) -> list[float]:
+    return [float(len(texts[0]))]
+
+
+scaled = functools.partial(Scaled(), scale=[3.0])
+formatted = "{completions[0]}".format
+"""A callable in C that does not show its parameters, and takes any names."""
+
+
 async def played(row: dict[str, Any], *names: str, weights: tuple[float, ...] = ()) -> Any:
     options = {"reward_functions": [f"{HERE}:{name}" for name in names], "reward_weights": list(weights)}
     episode = RewardFunctionsEnvironment(row, options)
@@ -81,6 +128,14 @@ async def test_functions_of_the_same_name_are_numbered(monkeypatch: pytest.Monke
     assert result.reward == sum(values.values())
 
 
+async def test_partial_decorated_and_called_objects_are_functions_too():
+    result = await played({"prompt": "x", "scale": 5}, "scaled")
+    assert result.metrics == {"reward_scaled": 5.0}, "a column replaces the value of the same name"
+    assert (await played({"prompt": "x"}, "scaled")).metrics == {"reward_scaled": 3.0}
+    decorations = await played({"prompt": "x", "answer": "y"}, "decorated", "adapted")
+    assert decorations.metrics == {"reward_decorated": 7.0, "reward_adapted": 2.0}
+
+
 async def test_a_chat_prompt_has_completions_of_messages():
     chat = {"prompt": [{"role": "user", "content": "6*7="}]}
     assert (await played(chat, "length")).reward == 2.0
@@ -97,6 +152,7 @@ async def test_a_function_that_returns_none_is_ignored():
         ("wrong", r"returned 1\.0; expected a list of one number"),
         ("wordy", r"the reward function wordy returned \['good'\]; expected a list of one number"),
         ("endless", "returned nan; expected a finite number"),
+        ("formatted", "the reward function formatted returned '42'; expected a list of one number"),
         ("stateful", r"needs 'trainer_state'; only TRL passes it, so give it a default, such as trainer_state=None$"),
         ("needy", r"needs 'anser'; the row has prompt, answer\. Did you mean 'answer'\?"),
     ],
@@ -130,6 +186,8 @@ def test_reward_functions_select_their_environment():
         ([f"environment.reward_functions={HERE}.length"], ConfigError, f"e.g. {HERE}:length"),
         ([f"environment.reward_functions={HERE}:blind"], ConfigError, "does not take `completions`"),
         ([f"environment.reward_functions={HERE}:HERE"], PluginError, "is of type str; expected a function"),
+        ([f"environment.reward_functions={HERE}:Scaled"], PluginError, "is of type type; expected a function"),
+        ([f"environment.reward_functions={HERE}:by_position"], ConfigError, "requires 'completions' by position"),
         (
             [f"environment.reward_functions={HERE}:length", "environment.reward_weights=[1, 2]"],
             ConfigError,
@@ -146,3 +204,23 @@ def test_reward_functions_select_their_environment():
 def test_unusable_reward_functions_are_refused_before_a_run(overrides: list[str], error: type[Exception], message: str):
     with pytest.raises(error, match=message.replace(".", r"\.").replace("(", r"\(")):
         validate(config_of(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("needy", {"prompt": "x", "answer": "y"}, r"needs 'anser'; the row has prompt, answer\. Did you mean 'answer'"),
+        ("stateful", {"prompt": "x"}, "needs 'trainer_state'; only TRL passes it"),
+        ("right", {"prompt": "x"}, "needs 'answer'; the row has prompt"),
+    ],
+)
+def test_parameters_that_are_no_columns_are_refused_before_a_run(name: str, row: dict[str, Any], message: str):
+    with pytest.raises(DataError, match=message):
+        RewardFunctionsEnvironment.require_episode(row, {"reward_functions": [f"{HERE}:{name}"]})
+
+
+@pytest.mark.parametrize("name", ["length", "right", "tokens", "silent", "scaled", "formatted", "decorated", "adapted"])
+def test_functions_that_fit_the_row_pass_the_check_before_a_run(name: str):
+    options = {"reward_functions": [f"{HERE}:{name}"]}
+    RewardFunctionsEnvironment.require_options(options)
+    RewardFunctionsEnvironment.require_episode({"prompt": "x", "answer": "y"}, options)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
 from rl_core import plugins
-from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, raised_at
+from rl_core.config.layers import merge, nested, override_layer, plain
+from rl_core.errors import ConfigError, DataError, DeadlineError, Mistakes, RLError, raised_at
 from rl_core.interfaces import (
     Action,
     StepResult,
@@ -35,7 +35,7 @@ from rl_core.interfaces import (
     require_tools,
 )
 
-_OPTIONS = "environment.options."
+_OPTIONS = "environment.options"
 _REWARDS = ("environment.reward_functions", "environment.reward_weights")
 """Keys whose values the environment `reward_functions` gets as options. A single value means a list of one."""
 _BLOCKED_S = 1.0
@@ -76,24 +76,24 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
 
 
 def options_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """Parses arguments such as `environment.options.NAME=VALUE`, with VALUE in YAML, into a mapping from option to
-    value. The keys of reward functions are options too. Raises ConfigError for any other key and for invalid YAML."""
-    options: dict[str, Any] = {}
+    """Parses arguments such as `environment.options.NAME=VALUE` as a run does, into a mapping from option to value. The
+    keys of reward functions are options too. Raises ConfigError for any other key and for invalid YAML."""
     for word in overrides:
-        key, equals, value = word.partition("=")
-        name = key.removeprefix("environment." if key in _REWARDS else _OPTIONS)
-        if not equals or name in ("", key):
+        key, equals, _ = word.partition("=")
+        if not equals or not (key in (*_REWARDS, _OPTIONS) or key.removeprefix(f"{_OPTIONS}.") not in ("", key)):
             raise ConfigError(
-                f"{word!r}: without --with, only {_OPTIONS}NAME=VALUE and the keys of reward functions are allowed; "
+                f"{word!r}: without --with, only {_OPTIONS}.NAME=VALUE and the keys of reward functions are allowed; "
                 "other keys need --with"
             )
-        try:
-            options[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{key}: {value!r:.80} is not YAML: {error}") from None
-        if key in _REWARDS and not isinstance(options[name], list | None):
-            options[name] = [options[name]]
-    return options
+    mistakes = Mistakes()
+    given = merge([override_layer(overrides, mistakes)])
+    mistakes.raise_found()
+    found: dict[str, Any] = plain(nested(given))["environment"] if given else {}
+    options = found.pop("options", None)
+    if not isinstance(options, dict | None):
+        raise ConfigError(f"{_OPTIONS}: got {options!r:.80}; expected a mapping, such as {{NAME: VALUE}}")
+    listed = {name: value if isinstance(value, list | None) else [value] for name, value in found.items()}
+    return {**(options or {}), **listed}
 
 
 def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], *, timeout_s: float) -> int:
@@ -101,14 +101,18 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
 
     Raises:
         PluginError: there is no such environment.
+        ConfigError: the environment refuses the options.
         DataError: the row is invalid, or the environment returned an invalid prompt, observation or result.
         EnvironmentRaised: the environment raised an exception.
         DeadlineError: the environment did not answer within `timeout_s`.
     """
     factory: Any = plugins.load("rl_core.environments", name)
-    require_row: Callable[[Mapping[str, Any]], None] | None = getattr(factory, "require_row", None)
-    if require_row is not None:
-        require_row(row)
+    from rl_core.trainer.data import DataRow
+    from rl_core.trainer.environment_checks import gather_unplayable
+
+    mistakes = Mistakes()
+    gather_unplayable(name, factory, options, [DataRow(row, "the row")], mistakes)
+    mistakes.raise_found()
     with asyncio.Runner() as runner:
 
         def call(method: Callable[..., Any], *arguments: Any, is_async: bool = True) -> Any:
@@ -153,11 +157,15 @@ def _turns(count: int) -> str:
 
 def _read_response() -> str | None:
     """Reads a response: one line, or several if all but the last end with a backslash. Returns None at the end of the
-    input. Prints input that does not come from a terminal, because nothing else shows it."""
+    input. Prints input that does not come from a terminal, because nothing else shows it. Raises DataError if the input
+    is not text."""
     lines: list[str] = []
     click.echo(click.style("you", bold=True) + "          ", nl=False)
     while True:
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise DataError(f"the input is not {sys.stdin.encoding} text: {error}") from error
         if not line:
             return "\n".join(lines) if lines else None
         line = line.rstrip("\r\n")
@@ -229,7 +237,8 @@ def _show_prompt(prompt: Any, *, text_is: str) -> None:
         _show(text_is, prompt)
         return
     for message in require_messages(prompt, "the environment's prompt"):
-        _show(message["role"], message.get("content") or json.dumps(message.get("tool_calls")))
+        calls = message.get("tool_calls")
+        _show(message["role"], message.get("content") or (json.dumps(calls, default=str) if calls else ""))
 
 
 def _show_tools(tools: Any) -> None:

@@ -37,9 +37,13 @@ class CalculatorEnvironment(ToolEnvironment):
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        options = own_options(options, "calculator", ["call_format"])
-        super().__init__(row, options)
+        super().__init__(row, own_options(options, "calculator", ["call_format"]))
         self._answer = number_of_row(row, "calculator")
+
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        super().require_options(own_options(options, "calculator", ["call_format"]))
 
     @staticmethod
     def require_row(row: Row) -> None:

@@ -94,6 +94,11 @@ class CodeEnvironment:
         self._tests = expected_tests(row)[: self._options.max_tests]
 
     @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        options_of(CodeOptions, "code", options)
+
+    @staticmethod
     def require_row(row: Row) -> None:
         """See `RowChecking`."""
         expected_tests(row)

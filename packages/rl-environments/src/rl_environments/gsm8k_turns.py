@@ -26,12 +26,15 @@ class Gsm8kTurnsEnvironment:
     placement = "in_process"  # nothing here is slow
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        options = own_options(options, "gsm8k_turns", ["max_tries", "later_reward"])
         self._prompt: Prompt = row["prompt"]
         self._answer = number_of_row(row, "gsm8k_turns")
-        self._max_tries = whole_number(options, "max_tries", 3)
-        self._later_reward = number_up_to(options, "later_reward", 1.0, highest=1)
+        self._max_tries, self._later_reward = _settings(options)
         self._tries = 0
+
+    @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        _settings(options)
 
     @staticmethod
     def require_row(row: Row) -> None:
@@ -63,3 +66,9 @@ class Gsm8kTurnsEnvironment:
 
     async def close(self) -> None:
         """See `Environment.close`."""
+
+
+def _settings(options: Mapping[str, Any]) -> tuple[int, float]:
+    """Returns `max_tries` and `later_reward`."""
+    own = own_options(options, "gsm8k_turns", ["max_tries", "later_reward"])
+    return whole_number(own, "max_tries", 3), number_up_to(own, "later_reward", 1.0, highest=1)

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import DataError
-from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least
+from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between
 from rl_environments.judge_pool import shared_pool
 from rl_environments.options import is_number, options_of
 from rl_environments.tools.call_formats import without_thought
@@ -22,8 +22,8 @@ _MOST_PROCESSES = 4
 class MathematicsOptions:
     """Options of the environment `mathematics`, from `environment.options` or `environment.options.mathematics`."""
 
-    cpu_s: float = attrs.field(default=10.0, validator=[is_number(float), above(0)])
-    """CPU time in seconds for comparing one answer; an answer that takes longer counts as wrong."""
+    cpu_s: float = attrs.field(default=10.0, validator=[is_number(float), above(0), between(0, 86400)])
+    """CPU time in seconds for comparing one answer, at most a day; an answer that takes longer counts as wrong."""
     processes: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
     """Number of processes that compare answers, about 150 MB each; None: one per CPU core, at most four."""
     wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
@@ -49,6 +49,11 @@ class MathematicsEnvironment:
         self._prompt: Prompt = row["prompt"]
         self._options = options_of(MathematicsOptions, "mathematics", options)
         self._reference = reference_answer(row)
+
+    @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        options_of(MathematicsOptions, "mathematics", options)
 
     @staticmethod
     def require_row(row: Row) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from rl_core import plugins
 from rl_core.errors import ConfigError, nearest
 
 T = TypeVar("T")
@@ -24,13 +25,15 @@ def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> 
     """Returns the options that belong to one environment.
 
     All environments of a run receive the same `options`. If these contain a mapping under the environment's name, only
-    that mapping is returned; otherwise all options are.
+    that mapping is returned; otherwise all options except the mappings under the names of other installed environments.
 
     Raises:
-        ConfigError: an option is not in `known`.
+        ConfigError: an option is not in `known`, or an option of this environment is next to its section, where it
+            would have no effect.
     """
     section = options.get(name)
-    given = _Section(name, section) if isinstance(section, Mapping) else options
+    is_section = isinstance(section, Mapping)
+    given = _Section(name, section) if is_section else _without_sections(options, known)
     for key in given:
         if key not in known:
             raise ConfigError(
@@ -38,7 +41,20 @@ def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> 
                 f"({', '.join(known) or 'it has none'}).{nearest(str(key), known)} In a run with several environments "
                 f"write environment.options.{name}.<option>"
             )
+    if is_section and (outside := [key for key in options if key in known and key != name]):
+        raise ConfigError(
+            f"environment.options.{outside[0]}: has no effect on the environment {name!r}, whose options are in the "
+            f"section environment.options.{name}; write environment.options.{name}.{outside[0]}, or rename the option "
+            "if it is another environment's"
+        )
     return given
+
+
+def _without_sections(options: Mapping[str, Any], known: Sequence[str]) -> Mapping[str, Any]:
+    sections = {key for key, value in options.items() if isinstance(value, Mapping) and key not in known}
+    if sections:
+        sections &= {plugin.name for plugin in plugins.installed("rl_core.environments")}
+    return {key: value for key, value in options.items() if key not in sections} if sections else options
 
 
 def key_of(options: Mapping[str, Any], name: str) -> str:

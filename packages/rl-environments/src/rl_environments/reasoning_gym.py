@@ -50,9 +50,9 @@ class ReasoningGymEnvironment:
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        own_options(options, "reasoning_gym", [])
+        self.require_options(options)
         self._prompt: Prompt = row["prompt"]
-        self._dataset = _dataset(row["task"], row["seed"], row.get("difficulty") or "{}")
+        self._dataset = _dataset(row["task"], row["seed"], json.dumps(_settings_of(row), sort_keys=True))
         with _one_at_a_time:
             self._entry = self._dataset[row["index"]]
         if not _is_asked(self._entry, self._prompt):
@@ -60,6 +60,11 @@ class ReasoningGymEnvironment:
                 f"the row's prompt is not the puzzle that {row['task']} generates for seed {row['seed']}, index "
                 f"{row['index']}: the row was made with another version of reasoning-gym; make the data again"
             )
+
+    @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        own_options(options, "reasoning_gym", [])
 
     @staticmethod
     def require_row(row: Row) -> None:
@@ -76,6 +81,7 @@ class ReasoningGymEnvironment:
                 f"rl_environments.reasoning_gym` writes them; the row has {', '.join(map(str, row))}"
             )
         _require_sound(row["task"])
+        _settings_of(row)
 
     async def reset(self) -> Prompt:
         """See `Environment.reset`."""
@@ -140,6 +146,20 @@ def _made(task: str, seed: int, difficulty: str) -> Any:
         return reasoning_gym.create_dataset(task, **{"size": _SIZES.get(task, _SIZE), **settings, "seed": seed})
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(f"reasoning-gym's task {task!r} does not take {settings}: {error}") from error
+
+
+def _settings_of(row: Row) -> dict[str, Any]:
+    """Returns the task's settings, from the row's `difficulty`. Raises DataError unless it is a JSON object as text."""
+    given = row.get("difficulty")
+    try:
+        settings = {} if given is None or given == "" else json.loads(given)
+    except (TypeError, ValueError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise DataError(
+            f"difficulty: got {given!r:.80}; expected the task's settings as JSON text, such as '{{\"max_terms\": 3}}'"
+        )
+    return settings
 
 
 def _require_sound(task: str) -> None:

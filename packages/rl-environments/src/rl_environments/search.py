@@ -23,6 +23,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_environments.answers import is_exact_match, require_prompt, right_answer
@@ -36,18 +38,39 @@ NEITHER = (
 _MARKED = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 
 
+@attrs.frozen(kw_only=True)
+class _Settings:
+    corpus: str
+    top_k: int
+    max_searches: int
+    observer: str
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> _Settings:
+        own = own_options(options, "search", [field.name for field in attrs.fields(cls)])
+        return cls(
+            corpus=text(own, "corpus"),
+            top_k=whole_number(own, "top_k", 3),
+            max_searches=whole_number(own, "max_searches", 4),
+            observer=text(own, "observer", "user"),
+        )
+
+
 class SearchEnvironment:
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        options = own_options(options, "search", ["corpus", "top_k", "max_searches", "observer"])
+        own = _Settings.of(options)
         self._prompt: Prompt = row["prompt"]
         self._accepted = _accepted(row)
-        self._corpus = load_corpus(text(options, "corpus"))
-        self._top_k = whole_number(options, "top_k", 3)
-        self._max_searches = whole_number(options, "max_searches", 4)
-        self._observer = text(options, "observer", "user")
+        self._corpus = load_corpus(own.corpus)
+        self._top_k, self._max_searches, self._observer = own.top_k, own.max_searches, own.observer
         self._searches = 0
+
+    @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        _Settings.of(options)
 
     @staticmethod
     def require_row(row: Row) -> None:

@@ -15,7 +15,8 @@ sample fails. Set `generator.max_turns` to the environment's `max_turns` or more
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,23 +25,37 @@ from rl_core.errors import ConfigError, DataError, install, nearest
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_environments.options import key_of, own_options, text, whole_number
 
+_OPTIONS = ("env", "config", "max_turns")
+
 
 class SkyrlGymEnvironment:
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        options = own_options(options, "skyrl_gym", ["env", "config", "max_turns"])
+        options = own_options(options, "skyrl_gym", _OPTIONS)
         self._prompt = row["prompt"]
-        if isinstance(self._prompt, str):
-            raise DataError(
-                f"prompt: got text, {self._prompt!r:.80}; environments of skyrl-gym start from messages, such as "
-                '[{"role": "user", "content": "…"}]'
-            )
+        self.require_row(row)
         extras: dict[str, Any] = {"extra_info": {}, **row}
         if "max_turns" in options:
             extras["max_turns"] = whole_number(options, "max_turns", 1)
-        self._environment = _made(options, _attributes(options.get("config") or {}), extras)
+        self._environment = _maker(options)(env_config=_attributes(options.get("config") or {}), extras=extras)
         self._is_closed = False
+
+    @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        own = own_options(options, "skyrl_gym", _OPTIONS)
+        whole_number(own, "max_turns", 1)
+        _maker(own)
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        if isinstance(row["prompt"], str):
+            raise DataError(
+                f"prompt: got text, {row['prompt']!r:.80}; environments of skyrl-gym start from messages, such as "
+                '[{"role": "user", "content": "…"}]'
+            )
 
     async def reset(self) -> Prompt:
         """See `Environment.reset`."""
@@ -81,10 +96,11 @@ class SkyrlGymEnvironment:
             self._environment.close()
 
 
-def _made(options: Mapping[str, Any], config: Any, extras: Mapping[str, Any]) -> Any:
+def _maker(options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns what creates the environment from `env_config` and `extras`."""
     name, key = text(options, "env"), key_of(options, "env")
     if ":" in name:
-        return plugins.import_object(name, f"{key}: ")(env_config=config, extras=dict(extras))
+        return plugins.import_object(name, f"{key}: ")
     try:
         import skyrl_gym
     except ImportError as error:
@@ -93,7 +109,7 @@ def _made(options: Mapping[str, Any], config: Any, extras: Mapping[str, Any]) ->
         known = ", ".join(skyrl_gym.registry)
         remedy = nearest(name, skyrl_gym.registry)
         raise DataError(f"{key}: skyrl-gym has no {name!r}; it has {known}.{remedy}")
-    return skyrl_gym.make(name, env_config=config, extras=dict(extras))
+    return partial(skyrl_gym.make, name)
 
 
 def _attributes(value: Any) -> Any:

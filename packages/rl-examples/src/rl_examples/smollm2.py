@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config import Config
+from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
 from rl_examples.smollm2_model import write_smollm2
 
@@ -79,6 +80,12 @@ class CapitalsEnvironment:
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: Prompt = row["prompt"]
         self._answer = words(row["answer"])
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        if not (isinstance(row.get("answer"), str) and words(row["answer"])):
+            raise DataError(f"a capitals row needs an answer with a word or number; got answer={row.get('answer')!r}")
 
     async def reset(self) -> Prompt:
         return self._prompt

@@ -13,12 +13,64 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import attrs
+
 from rl_core.errors import ConfigError, DataError, PluginError, nearest
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_core.plugins import import_object
 
+_OF_EPISODE = ("prompts", "completions", "completion_ids")
 _ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric")
 KEY, WEIGHTS = "environment.reward_functions", "environment.reward_weights"
+
+
+@attrs.frozen(kw_only=True)
+class RewardFunction:
+    """A function and the arguments that it takes by name."""
+
+    call: Callable[..., Any]
+    names: frozenset[str] | None
+    """None: any names, because it has `**kwargs` or, as some functions in C, does not show its parameters."""
+    required: tuple[str, ...]
+    """The names without a default."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], path: str) -> RewardFunction:
+        """Reads the function's parameters. Raises ConfigError if it does not take `completions`, or requires an
+        argument by position."""
+        try:
+            parameters = _parameters(function)
+        except (TypeError, ValueError):  # C code without a signature; TRL, too, would pass it everything
+            return cls(call=function, names=None, required=())
+        by_name = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        names = frozenset(one.name for one in by_name)
+        takes_any = _takes_any(parameters)
+        for one in parameters:
+            if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+                raise ConfigError(
+                    f"{KEY}: {path!r} requires {one.name!r} by position, but functions get their arguments by name; "
+                    "remove the `/` from its parameters"
+                )
+        if not takes_any and "completions" not in names:
+            raise ConfigError(
+                f"{KEY}: {path!r} does not take `completions`; expected a function such as "
+                "def reward(completions, **kwargs) that returns a list of numbers"
+            )
+        required = tuple(one.name for one in by_name if one.default is one.empty)
+        return cls(call=function, names=None if takes_any else names, required=required)
+
+
+def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
+    """The parameters of a function. If a decorator passes on any names, those of the decorated function count, unless
+    only the decorator's take `completions`."""
+    own = list(inspect.signature(function, follow_wrapped=False).parameters.values())
+    decorated = list(inspect.signature(function).parameters.values())
+    fits = _takes_any(decorated) or "completions" in [one.name for one in decorated]
+    return decorated if _takes_any(own) and fits else own
+
+
+def _takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
+    return any(one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 class RewardFunctionsEnvironment:
@@ -28,9 +80,20 @@ class RewardFunctionsEnvironment:
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._row = row
         require_functions(options)
-        paths = tuple(options.get("reward_functions", ()))
-        self._functions = functions_at(paths)
-        self._weights = tuple(options.get("reward_weights", ())) or (1.0,) * len(paths)
+        self._functions = functions_at(_paths(options))
+        self._weights = tuple(options.get("reward_weights", ())) or (1.0,) * len(self._functions)
+
+    @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        require_functions(options)
+
+    @staticmethod
+    def require_episode(row: Row, options: Mapping[str, Any]) -> None:
+        """See `EpisodeChecking`. The functions' parameters must be columns of the row."""
+        given = dict.fromkeys([*row, *_OF_EPISODE])
+        for name, function in functions_at(_paths(options)).items():
+            _wanted(name, function, given)
 
     async def reset(self) -> Prompt:
         return self._row["prompt"]
@@ -43,7 +106,7 @@ class RewardFunctionsEnvironment:
         metrics: dict[str, float] = {}
         total = 0.0
         for (name, function), weight in zip(self._functions.items(), self._weights, strict=True):
-            answer = function(**_wanted(name, function, given))
+            answer = function.call(**_wanted(name, function, given))
             reward = _number(name, await answer if inspect.isawaitable(answer) else answer)
             if reward is not None:
                 total += weight * reward
@@ -55,61 +118,43 @@ class RewardFunctionsEnvironment:
 
 
 @cache
-def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
+def functions_at(paths: tuple[str, ...]) -> dict[str, RewardFunction]:
     """Imports the functions and returns them by name, in order. If two have the same name, the later one's name gets a
     number.
 
     Raises:
-        ConfigError: no function is named, a path has no colon, or a function does not take `completions`.
+        ConfigError: no function is named, a path has no colon, or a function cannot be called by name with
+            `completions`.
         PluginError: a path cannot be imported, or does not name a function.
     """
     if not paths:
         raise ConfigError(f"{KEY}: got no function; set e.g. {KEY}=[my_module:reward]")
-    functions: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, RewardFunction] = {}
     for path in paths:
         if ":" not in path:
             module, _, name = path.rpartition(".")
             raise ConfigError(f"{KEY}: got {path!r}; expected package.module:function, e.g. {module or path}:{name}")
         function = import_object(path, f"{KEY}: ")
-        if not callable(function):
+        if not callable(function) or inspect.isclass(function):
             raise PluginError(f"{KEY}: {path!r} is of type {type(function).__name__}; expected a function")
-        if not {"completions", None} & _names(function):
-            raise ConfigError(
-                f"{KEY}: {path!r} does not take `completions`; expected a function such as "
-                "def reward(completions, **kwargs) that returns a list of numbers"
-            )
         name = path.partition(":")[2]
         names = (name, *(f"{name}_{number}" for number in range(2, len(functions) + 2)))
-        functions[next(each for each in names if each not in functions)] = function
+        functions[next(each for each in names if each not in functions)] = RewardFunction.of(function, path)
     return functions
 
 
-def _names(function: Callable[..., Any]) -> set[str | None]:
-    """Returns the names of the parameters that accept keyword arguments; None stands for `**kwargs`."""
-    parameters = inspect.signature(function).parameters.values()
-    named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    return {*named, *([None] if any(one.kind is one.VAR_KEYWORD for one in parameters) else [])}
-
-
-def _wanted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    names = _names(function)
-    missing = [
-        one.name
-        for one in inspect.signature(function).parameters.values()
-        if one.default is one.empty
-        and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        and one.name not in given
-    ]
+def _wanted(name: str, function: RewardFunction, given: Mapping[str, Any]) -> dict[str, Any]:
+    missing = [one for one in function.required if one not in given]
     if missing:
         raise DataError(f"the reward function {name} needs {missing[0]!r}; {_what_there_is(missing[0], given)}")
-    return dict(given) if None in names else {key: value for key, value in given.items() if key in names}
+    return {key: value for key, value in given.items() if function.names is None or key in function.names}
 
 
 def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
     """Returns the end of the error message about the parameter `name`, for which there is no value."""
     if name in _ONLY_IN_TRL:
         return f"only TRL passes it, so give it a default, such as {name}=None"
-    columns = ", ".join(key for key in given if key not in ("prompts", "completions", "completion_ids"))
+    columns = ", ".join(key for key in given if key not in _OF_EPISODE)
     return f"the row has {columns}.{nearest(name, given)}"
 
 
@@ -138,7 +183,11 @@ def require_functions(options: Mapping[str, Any]) -> None:
         given = options.get(key.removeprefix("environment."), ())
         if not isinstance(given, list | tuple) or not all(isinstance(one, kind) for one in given):
             raise ConfigError(f"{key}: got {given!r:.80}; expected a list, such as {example}")
-    paths, weights = tuple(options.get("reward_functions", ())), tuple(options.get("reward_weights", ()))
+    paths, weights = _paths(options), tuple(options.get("reward_weights", ()))
     functions_at(paths)
     if weights and len(weights) != len(paths):
         raise ConfigError(f"{WEIGHTS}: got {len(weights)} weights for {len(paths)} functions; set one for each")
+
+
+def _paths(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(options.get("reward_functions", ()))

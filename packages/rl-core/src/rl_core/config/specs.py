@@ -95,7 +95,7 @@ def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
         step_wise=generator.step_wise_trajectories,
         engine_init_kwargs=generator.inference_engine.engine_init_kwargs,
         env_class=environment.env_class,
-        environment_options=_environment_options(environment),
+        environment_options=environment_options(environment),
         environment_timeout_s=environment.timeout_s,
         environment_placement=environment.placement,
         environment_workers=environment.num_workers,
@@ -111,7 +111,7 @@ def needs_engine(config: Config) -> bool:
     return not (isinstance(plugin, EngineFree) and plugin.needs_no_engine)
 
 
-def _environment_options(environment: EnvironmentConfig) -> Mapping[str, Any]:
+def environment_options(environment: EnvironmentConfig) -> Mapping[str, Any]:
     """The environment's options, including the reward functions if these replace an environment."""
     if not environment.reward_functions:
         return environment.options

@@ -7,7 +7,8 @@ plug-in. Each optional ability is a separate Protocol: of workers `Offloadable`,
 `ModelServing`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`, `LossDetecting`,
 `IdleMeasuring`, `AdapterServing`; of weight transports `CheckingTransport`, `NodeCheckingTransport`, `RunTransport`; of
 generators `Closable`, `EngineFree`, `ResponseMeasuring`; of environments `Tools`, `Constraining`, `Placement`,
-`Snapshotable`, `RowChecking`; of trackers `PhaseAware`; of engines and generators that declare keys `Configurable`.
+`Snapshotable`, `RowChecking`, `OptionsChecking`, `EpisodeChecking`; of trackers `PhaseAware`; of engines and generators
+that declare keys `Configurable`.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. An environment package implements
@@ -79,11 +80,13 @@ from rl_core.interfaces.rollouts import (
     EngineFree,
     Environment,
     EnvironmentFactory,
+    EpisodeChecking,
     Generator,
     GeneratorFactory,
     GeneratorPlugin,
     GeneratorSpec,
     GroupRequest,
+    OptionsChecking,
     Placement,
     PlacementKind,
     ResponseMeasuring,
@@ -235,6 +238,8 @@ __all__ = [
     "Environment",
     "EnvironmentFactory",
     "RowChecking",
+    "OptionsChecking",
+    "EpisodeChecking",
     "Tools",
     "Constraining",
     "Placement",

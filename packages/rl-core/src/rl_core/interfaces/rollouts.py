@@ -347,3 +347,26 @@ class RowChecking(Protocol):
         """Raises DataError if an environment cannot be created from this row. The message names the missing or wrong
         column. A static method that starts nothing; called for every row before the run."""
         ...
+
+
+@runtime_checkable
+class OptionsChecking(Protocol):
+    """An environment class that can reject unsuitable options before a run, such as a misspelt name."""
+
+    def require_options(self, options: Mapping[str, Any]) -> None:
+        """Raises ConfigError if no environment can be created with these options; the message begins with the key. A
+        static or class method that starts nothing; called before the run, even if no row exists yet. A `url` can still
+        be `inference_engine`."""
+        ...
+
+
+@runtime_checkable
+class EpisodeChecking(Protocol):
+    """An environment class that can reject rows that are unsuitable only with certain options, for example because an
+    option names the column of the answer."""
+
+    def require_episode(self, row: Row, options: Mapping[str, Any]) -> None:
+        """Raises DataError if an environment cannot be created from this row with these options. A static or class
+        method that starts nothing; called for every row before the run, if `RowChecking` and `OptionsChecking` find no
+        mistake."""
+        ...

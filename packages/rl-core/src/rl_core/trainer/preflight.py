@@ -21,6 +21,7 @@ from rl_core.config.checks import gather_playing, gather_plugins, gather_room
 from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.file_checks import gather_files
 from rl_core.config.resolving import value_at
+from rl_core.config.specs import environment_options
 from rl_core.config.value_checks import gather_values
 from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, install
 from rl_core.interfaces import (
@@ -30,7 +31,6 @@ from rl_core.interfaces import (
     GrammarSampling,
     ModelProving,
     Role,
-    RowChecking,
 )
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
@@ -39,6 +39,7 @@ from rl_core.rank_kit.shipped_configs import shipped_config
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.trainer.checkpoint import load_state
 from rl_core.trainer.data import DataRow, is_at_hand, read_rows
+from rl_core.trainer.environment_checks import gather_unplayable
 from rl_core.trainer.fingerprint import fingerprint, require_same_groups, warn_of_changes
 from rl_core.trainer.planned_run import longest_sequence
 from rl_core.trainer.prompt_lengths import fitting_rows
@@ -315,10 +316,11 @@ def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow], *, says_ig
 
 
 def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
-    """Notes, for each environment that checks rows (`RowChecking`), the first row that it cannot play."""
-    played: dict[str, list[DataRow]] = {}
+    """Notes what the environments' own checks find in their options and rows."""
+    chosen, options = config.environment.env_class, environment_options(config.environment)
+    played: dict[str, list[DataRow]] = {} if chosen is None else {chosen: []}
     for row in rows:
-        name = config.environment.env_class or row.row.get("env_class")
+        name = chosen or row.row.get("env_class")
         if isinstance(name, str):
             played.setdefault(name, []).append(row)
     for name, of_it in played.items():
@@ -326,17 +328,7 @@ def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistak
             environment = plugins.load("rl_core.environments", name)
         except PluginError:  # noted by the check of the environment's name
             continue
-        if isinstance(environment, RowChecking):
-            with mistakes.gathered():
-                _require_playable(environment, of_it)
-
-
-def _require_playable(environment: RowChecking, rows: Sequence[DataRow]) -> None:
-    for row in rows:
-        try:
-            environment.require_row(row.row)
-        except DataError as error:
-            raise DataError(f"{row.place}: {error}") from error
+        gather_unplayable(name, environment, options, of_it, mistakes)
 
 
 def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:

@@ -89,20 +89,33 @@ class ToolEnvironment:
         self.num_calls = 0
         """Number of calls so far, including wrong ones."""
         self.num_wrong_calls = 0
-        name = options.get("call_format")
-        if type(self).call_format is not None and not callable(getattr(type(self).call_format, "read", None)):
-            raise ConfigError(
-                f"{type(self).__name__}.call_format: got {type(self).call_format!r}; expected an object with a method "
-                "`read` (rl_environments.tools.CallFormat). To select a format by name, set "
-                "environment.options.call_format"
-            )
-        self._format = type(self).call_format or (
-            None if name is None else format_of_name(name, key_of(options, "call_format"))
-        )
+        self._format = self._chosen_format(options)
         known = _tool_functions(type(self))
         self._tools = {name: attrs.evolve(each, function=getattr(self, name)) for name, each in known.items()}
-        if type(self).judge is ToolEnvironment.judge and type(self).step is ToolEnvironment.step:
-            raise ConfigError(f"{type(self).__name__} needs a method `async def judge(self, answer: str) -> float`")
+        self._require_judge()
+
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`. Also checks the tools. A subclass with options of its own may extend this method, to
+        refuse unknown ones before a run."""
+        cls._chosen_format(options)
+        _tool_functions(cls)
+        cls._require_judge()
+
+    @classmethod
+    def _chosen_format(cls, options: Mapping[str, Any]) -> CallFormat | None:
+        if cls.call_format is not None and not callable(getattr(cls.call_format, "read", None)):
+            raise ConfigError(
+                f"{cls.__name__}.call_format: got {cls.call_format!r}; expected an object with a method `read` "
+                "(rl_environments.tools.CallFormat). To select a format by name, set environment.options.call_format"
+            )
+        name = options.get("call_format")
+        return cls.call_format or (None if name is None else format_of_name(name, key_of(options, "call_format")))
+
+    @classmethod
+    def _require_judge(cls) -> None:
+        if cls.judge is ToolEnvironment.judge and cls.step is ToolEnvironment.step:
+            raise ConfigError(f"{cls.__name__} needs a method `async def judge(self, answer: str) -> float`")
 
     async def judge(self, answer: str) -> float:
         """Returns the reward for the answer that ends the episode; `self.row` is the row. The answer contains no call
