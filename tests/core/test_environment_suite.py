@@ -13,6 +13,7 @@ import pytest
 
 from rl_core.errors import PluginError
 from rl_core.interfaces import StepResult
+from rl_core.testing import environments
 from rl_core.testing.environments import EnvironmentConformance
 from tests.core.test_suites import REJECTED
 
@@ -244,7 +245,7 @@ class HoldsUpTheOthers(Guess):
     placement = "in_process"
 
     async def step(self, action):
-        time.sleep(2.2)  # the suite allows a block of 2 s
+        time.sleep(0.4)
         return await super().step(action)
 
 
@@ -252,7 +253,7 @@ class AwaitsAsLong(Guess):
     placement = "in_process"
 
     async def step(self, action):
-        await asyncio.sleep(2.2)
+        await asyncio.sleep(2.2)  # the suite allows a block of 2 s
         return await super().step(action)
 
 
@@ -327,7 +328,9 @@ WRONG_ENVIRONMENTS = [
 
 
 @pytest.mark.parametrize(("wrong", "check"), WRONG_ENVIRONMENTS)
-def test_a_wrong_environment_is_rejected(wrong, check):
+def test_a_wrong_environment_is_rejected(wrong, check, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environments, "_LONGEST_PAUSE_S", 0.3)  # a block of 2 s would take too long here
+
     class Suite(TestGuess):
         factory = wrong
         row: ClassVar = {"answer": "4"}
@@ -336,6 +339,7 @@ def test_a_wrong_environment_is_rejected(wrong, check):
         getattr(Suite(), check)()
 
 
+@pytest.mark.slow
 def test_an_environment_that_awaits_does_not_delay_others():
     class Suite(TestGuess):
         factory = AwaitsAsLong

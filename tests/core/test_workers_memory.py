@@ -40,6 +40,7 @@ def faults(*arguments: str, **environment: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the allocator of glibc")
 def test_freed_memory_is_used_again_without_page_faults():
     given_back = faults()
