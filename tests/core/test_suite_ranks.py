@@ -14,6 +14,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, DeadlineError, WorkerError
 from rl_core.interfaces import RankInfo, Worker, WorkerSpec
+from rl_core.testing import ranks
 from rl_core.testing.backend import Variant, open_case
 from rl_core.testing.cases import Case
 from rl_core.testing.ranks import _shuffled
@@ -26,7 +27,9 @@ class Fails(PlainWorker):
 
     def save_model(self, directory):
         fault, ranks = directory.name.split("-")
-        if ranks == "all" or int(ranks) == self.rank.rank:
+        if ranks == "late" and self.rank.rank == 1:
+            self.compute_for_a_second()
+        if ranks in ("all", "late") or int(ranks) == self.rank.rank:
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "hang":
@@ -35,6 +38,11 @@ class Fails(PlainWorker):
 
     def sleep_in_a_named_function(self):
         time.sleep(600)
+
+    def compute_for_a_second(self):
+        begin = time.process_time()
+        while time.process_time() - begin < 1.0:
+            pass
 
 
 class RefusesToStart(PlainWorker):
@@ -46,9 +54,7 @@ class RefusesToStart(PlainWorker):
 
 @pytest.fixture
 def case(tmp_path: Path):
-    with open_case(
-        PlainBackend(worker_class=Fails), NoOptions(), Variant(world_size=2), tmp_path, timeout_s=5.0
-    ) as case:
+    with open_case(PlainBackend(worker_class=Fails), NoOptions(), Variant(world_size=2), tmp_path) as case:
         yield case
 
 
@@ -63,10 +69,19 @@ def ended(pids: list[int]) -> bool:
         ("raise-all", WorkerError, "rank 0 of 2: ArithmeticError: made up"),
         ("user-0", CheckpointError, "no room"),
         ("kill-1", WorkerError, "rank 1 of 2: its process ended with exit code -9"),
-        ("hang-1", DeadlineError, "sleep_in_a_named_function"),
     ],
 )
 def test_a_rank_that_fails_ends_the_call_and_all_ranks(case: Case, fault: str, error: type[Exception], message: str):
+    require_end_of_all_ranks(case, fault, error, message)
+
+
+def test_a_rank_that_hangs_ends_the_call_and_all_ranks_and_shows_its_stack(tmp_path: Path):
+    backend = PlainBackend(worker_class=Fails)
+    with open_case(backend, NoOptions(), Variant(world_size=2), tmp_path, timeout_s=2.0) as case:
+        require_end_of_all_ranks(case, "hang-1", DeadlineError, r"within 2 s: (.|\n)*sleep_in_a_named_function")
+
+
+def require_end_of_all_ranks(case: Case, fault: str, error: type[Exception], message: str) -> None:
     group = case.start()
     pids = [process.pid for process in group.ranks._processes]
     with pytest.raises(error, match=message):
@@ -77,10 +92,13 @@ def test_a_rank_that_fails_ends_the_call_and_all_ranks(case: Case, fault: str, e
         group.gradients()
 
 
-def test_a_mistake_that_all_ranks_find_leaves_them_running(case: Case):
+@pytest.mark.parametrize("fault", ["user-all", "user-late"])
+def test_a_mistake_that_all_ranks_find_leaves_them_running(case: Case, fault: str, monkeypatch: pytest.MonkeyPatch):
+    """In the second case, a rank computes for longer than idle ranks are waited for."""
+    monkeypatch.setattr(ranks, "_SETTLE_S", 0.5)
     group = case.start()
     with pytest.raises(CheckpointError, match="no room"):
-        group.call(Worker.save_model, case.directory / "user-all")
+        group.call(Worker.save_model, case.directory / fault)
     assert not group.ranks.has_ended
     group.gradients()
 
@@ -88,7 +106,7 @@ def test_a_mistake_that_all_ranks_find_leaves_them_running(case: Case):
 def test_a_rank_that_does_not_start_is_named(tmp_path: Path):
     backend = PlainBackend(worker_class=RefusesToStart)
     with (
-        open_case(backend, NoOptions(), Variant(world_size=2), tmp_path, timeout_s=30.0) as case,
+        open_case(backend, NoOptions(), Variant(world_size=2), tmp_path) as case,
         pytest.raises(WorkerError, match="rank 1 of 2: ArithmeticError: made up"),
     ):
         case.start()

@@ -96,6 +96,8 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
                 method, args, kwargs = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
+            stack_file.seek(0)
+            stack_file.truncate()  # a slow earlier call may have left its stack
             faulthandler.dump_traceback_later(0.9 * setting.timeout_s, file=stack_file)
             try:
                 host = host or SuiteHost(backend, spec, rank)

@@ -58,8 +58,17 @@ PRELOADED = dict.fromkeys(
 )
 """Modules that the fork server imports once. A suite adds the modules of its backend before the first ranks start."""
 ONE_MICRO_BATCH = MicroBatchLimits()
-_SETTLE_S = 3.0
-"""Seconds to wait for the other ranks after a failure. They may fail as a consequence or find the same mistake."""
+_START_S = 240.0
+"""Shortest deadline of a start, in which a rank imports modules and loads its model."""
+_SETTLE_S, _LONGEST_SETTLE_S = 3.0, 30.0
+"""Seconds without work after which another rank counts as silent once one has failed, and the longest wait for a rank
+that works. The others may fail as a consequence or find the same mistake."""
+_LOOK_S = 0.1
+"""Seconds between two looks at whether a rank works."""
+_END_S = 60.0
+"""Longest wait for the exit code of a process that has closed its connection."""
+_STACK_S = 30.0
+"""Longest wait for the stack of a hanging rank, which the rank writes shortly before its deadline."""
 
 
 class SuiteRanks(Protocol):
@@ -156,8 +165,9 @@ class ProcessRanks:
             self._processes.append(process)
             self._connections.append(ours)
         try:
-            self.abilities: Abilities = self._exchange(SuiteHost.start, [((), {})] * mesh.world_size)[0]
-            self._route_layers = self._exchange(RankHost.route_layers, [((), {})] * mesh.world_size)
+            start_s, nothing = max(timeout_s, _START_S), [((), {})] * mesh.world_size
+            self.abilities: Abilities = self._exchange(SuiteHost.start, nothing, start_s)[0]
+            self._route_layers = self._exchange(RankHost.route_layers, nothing, start_s)
         except BaseException:
             self._end("their start failed")
             raise
@@ -196,7 +206,11 @@ class ProcessRanks:
         finally:
             self._end("they were closed")
 
-    def _exchange(self, method: Callable[..., Any], arguments: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def _exchange(
+        self, method: Callable[..., Any], arguments: Sequence[tuple[Any, Any]], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Calls a method on every rank. `timeout_s` replaces the deadline of the setting."""
+        timeout_s = self._setting.timeout_s if timeout_s is None else timeout_s
         if self._ended is not None:
             raise WorkerError(f"cannot run {method.__name__}, because the ranks have ended: {self._ended}")
         answers: dict[int, Any] = {}
@@ -205,23 +219,32 @@ class ProcessRanks:
                 self._connections[rank].send_bytes(pickle.dumps((method, args, kwargs)))
             except BrokenPipeError:
                 answers[rank] = self._death_of(rank)
-        self._receive(answers)
+        self._receive(answers, timeout_s)
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if failures or len(answers) < len(arguments):
-            raise self._error_of(method.__name__, failures, sorted(set(range(len(arguments))) - set(answers)))
+            silent = sorted(set(range(len(arguments))) - set(answers))
+            raise self._error_of(method.__name__, failures, silent, timeout_s)
         self.last_results = [answers[rank] for rank in range(len(arguments))]
         return list(self.last_results)
 
-    def _receive(self, answers: dict[int, Any]) -> None:
-        """Adds answers until all have arrived, until the deadline, or until shortly after a failure."""
-        deadline, has_failed = time.monotonic() + self._setting.timeout_s, False
+    def _receive(self, answers: dict[int, Any], timeout_s: float) -> None:
+        """Adds answers until all have arrived, until the deadline, or until the other ranks are silent after a
+        failure."""
+        deadline, has_failed, num_idle_looks = time.monotonic() + timeout_s, False, 0
         while len(answers) < len(self._connections):
             if not has_failed and any(isinstance(answer, Failure) for answer in answers.values()):
-                has_failed, deadline = True, min(deadline, time.monotonic() + _SETTLE_S)
+                has_failed, deadline = True, min(deadline, time.monotonic() + _LONGEST_SETTLE_S)
             waiting = {self._connections[r]: r for r in range(len(self._connections)) if r not in answers}
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            left_s = max(0.0, deadline - time.monotonic())
+            ready = wait(list(waiting), timeout=min(left_s, _LOOK_S) if has_failed else left_s)
             if not ready:
-                return
+                if not has_failed or left_s == 0.0:
+                    return
+                # Looks are counted instead of seconds, because a busy machine may pause all processes.
+                works = any(_works(self._processes[rank].pid) for rank in waiting.values())
+                num_idle_looks = 0 if works else num_idle_looks + 1
+                if num_idle_looks * _LOOK_S >= _SETTLE_S:
+                    return
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting[connection]
@@ -231,17 +254,18 @@ class ProcessRanks:
                     answers[rank] = self._death_of(rank)
 
     def _death_of(self, rank: int) -> Failure:
-        self._processes[rank].join(timeout=_SETTLE_S)
+        self._processes[rank].join(timeout=_END_S)
         return Failure(summary=f"its process ended with exit code {self._processes[rank].exitcode}")
 
-    def _error_of(self, method: str, failures: dict[int, Failure], silent: Sequence[int]) -> RLError:
+    def _error_of(self, method: str, failures: dict[int, Failure], silent: Sequence[int], timeout_s: float) -> RLError:
         """Returns one error for all failures. The ranks stay alive only if all raised an RLError of the same type."""
         agreed = {type(failure.user_error) for failure in failures.values()}
         size = len(self._connections)
         if not silent and len(failures) == size and len(agreed) == 1 and failures[0].user_error is not None:
             return failures[0].user_error
         lines = [f"rank {rank} of {size}: {f.summary}\n{f.traceback}".rstrip() for rank, f in failures.items()]
-        lines += [f"rank {rank} of {size}: no answer to {method}{self._stack_of(rank)}" for rank in silent]
+        stacks = {rank: self._stack_of(rank, is_due=not failures) for rank in silent}
+        lines += [f"rank {rank} of {size}: no answer to {method}{stack}" for rank, stack in stacks.items()]
         self._end(f"{method} failed")
         text = f"{method} failed\n" + "\n".join(lines)
         first = next((f.user_error for f in failures.values() if f.user_error is not None), None)
@@ -250,10 +274,15 @@ class ProcessRanks:
             return first
         if failures:
             return WorkerError(text)
-        return DeadlineError(f"no answer within {self._setting.timeout_s:g} s: {text}")
+        return DeadlineError(f"no answer within {timeout_s:g} s: {text}")
 
-    def _stack_of(self, rank: int) -> str:
-        stack = self._setting.stack_file(rank).read_text()
+    def _stack_of(self, rank: int, *, is_due: bool) -> str:
+        """The stack that a rank has written, for a message. If it `is_due`, waits until it is there and complete."""
+        file, until = self._setting.stack_file(rank), time.monotonic() + _STACK_S
+        before, stack = None, file.read_text()
+        while is_due and (not stack or stack != before) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            before, stack = stack, file.read_text()
         return f"; its stack:\n{stack}" if stack else ""
 
     def _end(self, reason: str) -> None:
@@ -267,6 +296,16 @@ class ProcessRanks:
             process.join()
             process.close()
         self._folder.cleanup()
+
+
+def _works(pid: int) -> bool:
+    """Whether a thread of the process computes, waits for a processor or waits for a disk. Always False outside
+    Linux."""
+    try:
+        tasks = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # the process, or one of its threads, has just ended
+        return False
+    return any(stat.rpartition(")")[2].split()[0] in "RD" for stat in tasks)
 
 
 def fork_server() -> ForkServerContext:
