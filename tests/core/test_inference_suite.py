@@ -11,7 +11,7 @@ import torch
 from rl_core import plugins
 from rl_core.errors import GenerationError
 from rl_core.rank_kit.weight_buckets import unpack_bucket
-from rl_core.testing import reference_transport
+from rl_core.testing import inference, reference_transport
 from rl_core.testing.inference import InferenceClientConformance, make_bench
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.reference_engine import ReferenceEngine
@@ -236,7 +236,9 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("engine", "check"), WRONG_ENGINES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_wrong_engine_is_rejected(engine, check, checkpoint):
+def test_a_wrong_engine_is_rejected(engine, check, checkpoint, monkeypatch):
+    monkeypatch.setattr(inference, "_PROMPTLY_S", 1.0)  # only an engine that ignores pause("abort") takes this long
+    monkeypatch.setattr(inference, "_TRIES", 1)  # these engines compute in the event loop, so no request ends too early
     suite = TestReferenceEngine()
     with asyncio.Runner() as runner:
         client = engine.from_checkpoint(checkpoint)

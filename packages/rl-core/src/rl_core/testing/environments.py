@@ -49,7 +49,7 @@ from rl_core.interfaces import (
 T = TypeVar("T")
 Responses = str | tuple[str, ...]
 _MAX_TURNS = 100
-_WAIT_S = 60.0
+_WAIT_S = 240.0
 _LONGEST_PAUSE_S = 2.0
 """Longest allowed pause of the event loop: much longer than fast scoring takes, and longer than most stalls of a busy
 machine."""

@@ -37,7 +37,7 @@ from rl_core.testing.scripted_engine import Exchange, ScriptedClient
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WAIT_S = 60.0
+_WAIT_S = 240.0
 _NUM_SAMPLES = 6
 _MAX_TOKENS = 12
 

@@ -34,6 +34,7 @@ from rl_core.interfaces import (
     Rendezvous,
     SamplingParams,
     Sleepable,
+    StopReason,
     WeightPreparing,
     WeightTransport,
 )
@@ -45,11 +46,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
-_WAIT_S = 120.0
-_PROMPTLY_S = 5.0
+_WAIT_S = 240.0
+_PROMPTLY_S = 60.0
 _MAX_POSITIONS = 256
 _LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 _TRIES = 3
+"""Number of tries of a check that needs a request under way. On a busy machine a request may finish before the pause or
+the abort. Such a try tests nothing, so another follows."""
 
 
 @attrs.define(eq=False)
@@ -302,38 +305,44 @@ class InferenceClientConformance:
     # --- pause, abort ---------------------------------------------------------------------------------------------
 
     def test_abort_ends_one_request_with_what_it_has(self, bench: Bench) -> None:
-        aborted, kept = bench.request("one", _LONG), bench.request("two", _LONG)
-
-        async def abort_one() -> tuple[Completion, Completion]:
+        async def abort_one(aborted: GenerateRequest, kept: GenerateRequest) -> tuple[Completion, Completion]:
             tasks = await bench.running(aborted, kept)
             await bench.client.abort([aborted.sample_id])
             (first,), (second,) = await asyncio.gather(*tasks)
             return first, second
 
-        first, second = bench.run(abort_one())
-        assert (first.stop_reason, second.stop_reason) == ("abort", "length")
-        assert len(first.tokens) < _LONG.max_tokens
-        assert len(second.tokens) == _LONG.max_tokens
-        self._require_close(first.logprobs, bench.own_logprobs_R(aborted, first))
-        self._require_close(second.logprobs, bench.own_logprobs_R(kept, second))
+        ended: list[StopReason] = []
+        while len(ended) < _TRIES and "abort" not in ended:
+            aborted, kept = bench.request("one", _LONG), bench.request("two", _LONG)
+            first, second = bench.run(abort_one(aborted, kept))
+            ended.append(first.stop_reason)
+            assert (len(first.tokens) < _LONG.max_tokens) == (first.stop_reason == "abort")
+            assert second.stop_reason == "length", f"the other request ended with {second.stop_reason!r}"
+            assert len(second.tokens) == _LONG.max_tokens
+            self._require_close(first.logprobs, bench.own_logprobs_R(aborted, first))
+            self._require_close(second.logprobs, bench.own_logprobs_R(kept, second))
+        assert ended[-1] == "abort", f"abort did not end the request; got, per try: {ended}"
 
     def test_pause_keep_freezes_requests_until_resume(self, bench: Bench) -> None:
-        request = bench.request("keep", _LONG)
-
-        async def pause_and_resume() -> tuple[bool, Completion]:
+        async def pause_and_resume(request: GenerateRequest) -> tuple[bool, bool, Completion]:
             (task,) = await bench.running(request)
             await bench.client.pause("keep")
             late = asyncio.ensure_future(bench.client.generate(bench.request("late", SamplingParams(max_tokens=1))))
             await asyncio.sleep(0.5)
-            moved = task.done() or late.done()
+            is_done, is_late_done = task.done(), late.done()
             await bench.client.resume()
             await late
-            return moved, (await task)[0]
+            return is_done, is_late_done, (await task)[0]
 
-        moved, completion = bench.run(pause_and_resume())
-        assert not moved, "a request was finished while the engine was paused"
-        assert completion.stop_reason == "length"
-        self._require_close(completion.logprobs, bench.own_logprobs_R(request, completion))
+        done: list[bool] = []
+        while len(done) < _TRIES and all(done):
+            request = bench.request("keep", _LONG)
+            is_done, is_late_done, completion = bench.run(pause_and_resume(request))
+            done.append(is_done)
+            assert not is_late_done, "a request that was sent while the engine was paused was finished"
+            assert completion.stop_reason == "length"
+            self._require_close(completion.logprobs, bench.own_logprobs_R(request, completion))
+        assert not done[-1], f"a request was finished while the engine was paused, in each of {_TRIES} tries"
 
     def test_pause_abort_returns_what_there_is(self, bench: Bench) -> None:
         async def pause_and_resume() -> tuple[int, list[tuple[Completion, ...]]]:
@@ -343,11 +352,14 @@ class InferenceClientConformance:
             await bench.client.resume()
             return len(pending), await asyncio.gather(*tasks)
 
-        num_pending, completions = bench.run(pause_and_resume())
-        assert not num_pending, "pause('abort') left requests without an answer"
-        for (completion,) in completions:
-            assert completion.stop_reason == "abort"
-            assert len(completion.tokens) < _LONG.max_tokens
+        ended: list[set[StopReason]] = []
+        while len(ended) < _TRIES and {"abort"} not in ended:
+            num_pending, completions = bench.run(pause_and_resume())
+            assert not num_pending, "pause('abort') left requests without an answer"
+            ended.append({completion.stop_reason for (completion,) in completions})
+            for (completion,) in completions:
+                assert (len(completion.tokens) < _LONG.max_tokens) == (completion.stop_reason == "abort")
+        assert ended[-1] == {"abort"}, f"pause('abort') did not end both requests; got, per try: {ended}"
 
     def test_pause_wait_finishes_what_is_running(self, bench: Bench) -> None:
         async def pause_and_resume() -> tuple[bool, Completion]:
@@ -422,7 +434,6 @@ class InferenceClientConformance:
         self.test_new_weights_are_served_and_named(bench)
 
     def test_a_request_that_lives_through_an_update_names_the_weights_of_each_token(self, bench: Bench) -> None:
-        # On a busy machine a request may finish before the pause. Such a try tests nothing, so another follows.
         lived = []
         while len(lived) < _TRIES and not (lived and all(lived[-1])):
             lived.append(self._lives_through_an_update(bench))

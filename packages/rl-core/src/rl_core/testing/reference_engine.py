@@ -44,7 +44,7 @@ class ReferenceEngine:
     The engine is `Sleepable`: sleeping releases the weights, and it generates nothing until new weights arrive.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, timeout_s: float = 240.0) -> None:
         self.model = model.eval()
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
