@@ -28,11 +28,14 @@ def hangups_are_handled(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 
 def press(number: int = signal.SIGINT) -> None:
-    os.kill(os.getpid(), number)
+    """Sends the signal to this thread. The kernel may deliver a signal for the whole process to any thread, and the
+    handler then runs later."""
+    signal.raise_signal(number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_stops_and_its_bounce_is_ignored(number: int):
+def test_the_first_signal_stops_and_its_bounce_is_ignored(number: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_BOUNCE_S", 600.0)  # on a busy machine, more than 1 s may pass between two signals
     interrupts, stops = Interrupts(), []
 
     async def work() -> str:
@@ -62,7 +65,8 @@ def test_a_second_hangup_is_ignored_even_before_the_first_is_handled(monkeypatch
     assert stops == [1]
 
 
-def test_a_later_second_signal_cancels_the_work_and_its_clean_up_completes():
+def test_a_later_second_signal_cancels_the_work_and_its_clean_up_completes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "CLOSE_S", 600.0)  # the clean-up does not count as hanging on a busy machine
     interrupts, events = Interrupts(), []
 
     async def work() -> None:
@@ -91,7 +95,7 @@ def test_closing_the_terminal_stops_the_work_once_and_discards_its_output():
         async def work() -> None:
             with interrupts.stops(lambda: stops.append(1)):
                 os.write(1, b"working")
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(200):
                     while not stops:
                         await asyncio.sleep(0.01)
                 await asyncio.sleep(1.05)
@@ -152,11 +156,11 @@ def test_a_signal_outside_a_stops_block_ends_the_work_at_once():
 
     async def work() -> None:
         press()
-        await asyncio.sleep(60)
+        await asyncio.sleep(250)
 
     with pytest.raises(KeyboardInterrupt):
         Interrupts().run(work)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 200
 
 
 def test_a_signal_that_another_thread_gets_is_answered_while_the_loop_waits():
@@ -169,11 +173,11 @@ def test_a_signal_that_another_thread_gets_is_answered_while_the_loop_waits():
     async def work() -> None:
         thread = threading.Thread(target=press_here)
         thread.start()
-        await asyncio.sleep(60)
+        await asyncio.sleep(250)
 
     with pytest.raises(KeyboardInterrupt):
         Interrupts().run(work)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 200
 
 
 def test_a_clean_up_that_hangs_can_be_interrupted(monkeypatch: pytest.MonkeyPatch):
@@ -211,7 +215,7 @@ def test_work_in_another_thread_leaves_the_signals_alone():
 
     thread = threading.Thread(target=lambda: results.append(Interrupts().run(work)))
     thread.start()
-    thread.join(30)
+    thread.join(200)
     assert results == [signal.getsignal(signal.SIGINT)]
 
 
