@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -176,8 +177,8 @@ class DeafToClose(MemoryReceiver):
     """Waits for all ranks even after the sync is closed."""
 
     def receive(self, version):
-        sync = reference_transport.SYNCS[self._number]
-        while len(sync.sent) < sync.num_ranks and not LET_GO.is_set():
+        sync = reference_transport.SYNCS.get(self._number)  # None if it was closed before this thread began
+        while (sync is None or len(sync.sent) < sync.num_ranks) and not LET_GO.is_set():
             time.sleep(0.01)
         yield from super().receive(version)
 
@@ -229,13 +230,16 @@ def let_go() -> Iterator[None]:
 def test_a_transport_that_never_ends_fails_within_the_deadline(endless, check, message):
     class Suite(WeightTransportConformance):
         transport = endless
-        deadline_s = 0.3
 
     arguments = [1] if check == WHAT_ARRIVES else []
-    begin = time.monotonic()
-    with pytest.raises(AssertionError, match=f"^{message}.* within 0.3 s"):
-        getattr(Suite(), check)(*arguments)
-    assert time.monotonic() - begin < 10, "two waits of 0.3 s must end within 10 s even on a busy machine"
+    for deadline_s in (0.3, 3.0, 30.0):
+        Suite.deadline_s = deadline_s
+        with pytest.raises(AssertionError, match=r"did not end within") as raised:
+            getattr(Suite(), check)(*arguments)
+        # On a busy machine, a call that ends may miss a short deadline too.
+        if str(raised.value).startswith(message):
+            break
+    assert re.match(f"{message}.* within {deadline_s:g} s", str(raised.value))
 
 
 STUCK_SUITE = """
@@ -262,7 +266,7 @@ class TestStuck(WeightTransportConformance):
 def test_pytest_ends_even_if_a_transport_never_does(tmp_path: Path):
     (tmp_path / "test_stuck.py").write_text(STUCK_SUITE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:timeout", "test_stuck.py"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "did not end within 0.3 s" in result.stdout
     assert " passed" in result.stdout, "checks without a receiver must still pass"
