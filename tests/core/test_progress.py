@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import sys
-import time
 
 import pytest
 
@@ -115,7 +114,7 @@ def test_a_failure_is_the_last_line():
     stream = io.StringIO()
 
     def make_data():
-        with Progress("making data", None, "rows", stream=stream) as progress:
+        with Progress("making data", None, "rows", stream=stream, clock=Clock()) as progress:
             progress.update(7)
             raise RuntimeError
 
@@ -143,13 +142,15 @@ def test_a_terminal_gets_a_live_display_with_the_phase(monkeypatch):
         progress = Progress("quickstart", 4, stream=terminal)
         progress.update(2, reward=0.5, tokens_per_second=12345.6)
         progress.phase("generate")
-        time.sleep(0.6)
+        raw = b""
+        while b"generate" not in raw:
+            raw += screen.read(4096)
         progress.close()
         terminal.write("END")
         terminal.flush()
-        shown = ""
-        while not shown.endswith("END"):
-            shown += screen.read(4096).decode()
+        while not raw.endswith(b"END"):
+            raw += screen.read(4096)
+    shown = raw.decode()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert "\x1b[" in shown
     assert "quickstart" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from rl_core.config import from_mapping
 from rl_core.errors import DataError, PluginError, StorageError
 from rl_core.interfaces import Tracker, Trajectory, TrajectoryStep
+from rl_core.reports import progress
 from rl_core.reports.jsonl import StepLog, read_rows
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.reports.samples import SamplesWriter, read_samples, sample_of, with_logprobs
@@ -194,8 +196,12 @@ def test_a_row_that_is_no_sample_is_named(tmp_path):
         list(read_samples(tmp_path))
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    # TensorBoard reads files in the order of their names. Those of one second end in this process's count of files, and
+    # `10` would be read before `9`. A resumed run starts in a later second.
+    event_file_writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for first_step, steps, value in ((0, range(6), 0.1), (4, range(4, 8), 0.2)):
         tracker = TensorBoardTracker(None, tmp_path, total_steps=8, first_step=first_step)
         log_steps(tracker, steps, value)
@@ -259,6 +265,7 @@ def test_the_last_uploads_to_wandb_have_a_deadline(tmp_path, monkeypatch):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "200")
     WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0)
     assert wandb.run is not None
     assert 0 < wandb.run.settings.finish_timeout <= 300
@@ -267,8 +274,12 @@ def test_the_last_uploads_to_wandb_have_a_deadline(tmp_path, monkeypatch):
 
 def test_wandb_keeps_its_run_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "200")
     log_steps(WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0), range(2))
     first_id = (tmp_path / "wandb_run_id.txt").read_text()
+    (first_run,) = (tmp_path / "wandb").glob("offline-run-*")
+    while f"{datetime.now():%Y%m%d_%H%M%S}" in first_run.name:  # else both runs have one folder
+        time.sleep(0.01)
     log_steps(WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=2), range(2, 4))
     assert (tmp_path / "wandb_run_id.txt").read_text() == first_id
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
@@ -284,7 +295,8 @@ def test_the_console_shows_the_numbers_a_reader_follows(tmp_path, capsys):
     assert last.startswith("quickstart: 2/2 steps · held-out accuracy 0.250 · reward 0.500 · tokens/s 3,600 · after ")
 
 
-def test_the_console_shows_the_number_of_failed_samples_once_there_are_any(tmp_path, capsys):
+def test_the_console_shows_the_number_of_failed_samples_once_there_are_any(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 600.0)  # else a slow machine shows the second step, too
     tracker = ConsoleTracker(None, tmp_path / "run", total_steps=9, first_step=0)
     tracker.log(0, {"eval/failed": 0.0})
     tracker.log(1, {"rollout/failed": 3.0, "rollout/failed/OSError": 3.0})

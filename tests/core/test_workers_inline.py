@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import attrs
@@ -24,6 +24,7 @@ class RecordedWorker:
 
     def __init__(self, fault: str = ""):
         self.fault = fault
+        self.may_end = threading.Event()
         self.threads = [threading.get_ident()]
         self.plan: Any = None
         self.columns: list[str] = []
@@ -40,7 +41,7 @@ class RecordedWorker:
         if self.fault == "user":
             raise CheckpointError("told to fail")
         if self.fault == "hang":
-            time.sleep(0.5)
+            self.may_end.wait()
         if self.fault == "nothing":
             return None  # pyright: ignore[reportReturnType]
         if self.fault == "short":
@@ -95,14 +96,13 @@ BATCH = Batch.from_sequences([{"tokens": [1, 2], "rewards": [0.0, 0.0]}, {"token
 LIMITS = MicroBatchLimits(max_sequences=1)
 
 
-async def forward(worker: RecordedWorker, *, timeout_s: float = 30.0) -> dict[str, torch.Tensor]:
-    group = await WorkerGroup.launch(RecordedBackend(worker), SPEC, timeout_s=timeout_s)
+async def forward(worker: RecordedWorker) -> dict[str, torch.Tensor]:
+    group = await WorkerGroup.launch(RecordedBackend(worker), SPEC, timeout_s=200.0)
     try:
         return await group.forward(BATCH, LIMITS, temperature=1.0)
     finally:
-        if worker.fault != "hang":
-            await group.close()
-            await group.close()
+        await group.close()
+        await group.close()
 
 
 async def test_all_calls_are_made_by_one_thread_other_than_the_controllers():
@@ -119,7 +119,7 @@ async def test_the_error_about_a_long_sequence_names_it_even_if_prefixes_are_sha
     tokens = ([1] * 50, [1] * 49 + [2], [3] * 60)
     batch = Batch.from_sequences([{"tokens": row, "rewards": [0.0] * len(row)} for row in tokens])
     spec = attrs.evolve(SPEC, share_prefixes=True)
-    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), spec, timeout_s=30.0)
+    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), spec, timeout_s=200.0)
     try:
         with pytest.raises(ConfigError, match=r"sequence 2 has 60 tokens, .* is 55; 1 of 3 sequences exceed it"):
             await group.forward(batch, MicroBatchLimits(max_tokens=55), temperature=1.0)
@@ -128,7 +128,7 @@ async def test_the_error_about_a_long_sequence_names_it_even_if_prefixes_are_sha
 
 
 async def test_the_error_for_a_call_newer_than_the_backend_names_both_versions():
-    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker(), contract_version=1), SPEC, timeout_s=30.0)
+    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker(), contract_version=1), SPEC, timeout_s=200.0)
     try:
         with pytest.raises(
             ConfigError, match=r"^optim_step\(update\) needs version 2 .* 'recorded' follows version 1 "
@@ -158,7 +158,7 @@ async def test_the_error_for_missing_or_short_scores_says_what_was_expected(faul
 
 
 async def test_a_training_pass_without_loss_or_requested_scores_is_an_error():
-    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), SPEC, timeout_s=30.0)
+    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), SPEC, timeout_s=200.0)
     try:
         with pytest.raises(WorkerError, match="'recorded': no rank returned the metric 'loss'; expected"):
             await group.forward_backward(BATCH, LIMITS, LossSpec(name="reinforce"), temperature=1.0)
@@ -201,19 +201,25 @@ async def test_a_worker_that_hangs_in_its_constructor_misses_the_start_deadline(
         await launch
 
 
-async def test_a_rank_that_does_not_answer_misses_its_deadline():
-    with pytest.raises(DeadlineError, match=r"rank 0 did not finish forward within 0\.1 s"):
-        await forward(RecordedWorker("hang"), timeout_s=0.1)
-
-
-async def test_no_call_waits_for_a_rank_that_missed_its_deadline():
+@pytest.fixture
+async def hanging() -> AsyncIterator[WorkerGroup]:
+    """A group whose worker hangs in `forward` until the end of the test."""
     worker = RecordedWorker("hang")
-    group = await WorkerGroup.launch(RecordedBackend(worker), SPEC, timeout_s=0.1, start_timeout_s=60.0)
+    yield await WorkerGroup.launch(RecordedBackend(worker), SPEC, timeout_s=0.1, start_timeout_s=200.0)
+    worker.may_end.set()
+
+
+async def test_a_rank_that_does_not_answer_misses_its_deadline(hanging: WorkerGroup):
+    with pytest.raises(DeadlineError, match=r"rank 0 did not finish forward within 0\.1 s"):
+        await hanging.forward(BATCH, LIMITS, temperature=1.0)
+
+
+async def test_no_call_waits_for_a_rank_that_missed_its_deadline(hanging: WorkerGroup):
     with pytest.raises(DeadlineError):
-        await group.forward(BATCH, LIMITS, temperature=1.0)
+        await hanging.forward(BATCH, LIMITS, temperature=1.0)
     for _ in range(2):
         with pytest.raises(WorkerError, match="policy rank 0 cannot run optim_step: it is still busy with forward"):
-            await group.optim_step()
+            await hanging.optim_step()
 
 
 async def test_a_closed_rank_says_so():
@@ -237,7 +243,7 @@ except ConfigError as error:
 
 
 def test_the_error_for_several_ranks_without_ray_names_the_extra_to_install():
-    ran = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=250)
     assert "pip install './packages/rl-core[ray]' in a clone" in ran.stdout, ran.stderr
 
 
