@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: 
         lines += [f"[rl_core.{group}]", f"{name} = {value}"]
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(folder))
-    plugins._installed.cache_clear()
-    commands._installed.cache_clear()
+    # After the test, the original functions still know what was installed before it.
+    for module_of_cache in (plugins, commands):
+        monkeypatch.setattr(module_of_cache, "_installed", functools.cache(module_of_cache._installed.__wrapped__))
 
 
 BACKEND = """
