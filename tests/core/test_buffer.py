@@ -180,7 +180,7 @@ def test_each_group_is_trained_on_within_the_bound_in_any_order_of_finishing(
 
         generating = asyncio.create_task(generate())
         for step in range(steps):
-            for group in await buffer.take(20):
+            for group in await buffer.take(250):
                 trained.append((group.group_id, step - group.start_version))
             for _ in range(rng.choice([0, 3, 10])):
                 await asyncio.sleep(0)

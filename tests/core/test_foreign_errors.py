@@ -190,4 +190,5 @@ async def test_a_late_error_of_an_abandoned_thread_is_not_logged(caplog: pytest.
         await thread.within(60)
     del thread  # when a future is deleted, asyncio logs its error if nobody has retrieved it
     gc.collect()
-    assert caplog.records == []
+    errors = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert not [error for error in errors if str(error) == "late"]

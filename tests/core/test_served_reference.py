@@ -47,11 +47,11 @@ def batch_of(*sequences: list[int]) -> Batch:
 
 async def test_log_probs_are_on_their_tokens_for_any_number_of_requests(monkeypatch: pytest.MonkeyPatch):
     batch, engine = batch_of([1, 2, 3], [4, 5], [6, 7, 8, 9]), ScriptedEngine()
-    whole_T = await ServedReference(engine, timeout_s=1.0).logprobs(batch)
+    whole_T = await ServedReference(engine, timeout_s=200.0).logprobs(batch)
     assert whole_T.tolist() == [0, -2, -3, 0, -5, 0, -7, -8, -9]
     assert whole_T.dtype == torch.float32
     monkeypatch.setattr(served_reference, "TOKENS_PER_REQUEST", 5)
-    assert (await ServedReference(engine, timeout_s=1.0).logprobs(batch)).tolist() == whole_T.tolist()
+    assert (await ServedReference(engine, timeout_s=200.0).logprobs(batch)).tolist() == whole_T.tolist()
     assert engine.asked == [[[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[1, 2, 3], [4, 5]], [[6, 7, 8, 9]]]
 
 
@@ -67,13 +67,13 @@ async def test_log_probs_are_on_their_tokens_for_any_number_of_requests(monkeypa
 )
 async def test_an_answer_that_cannot_be_trained_on_is_an_error(answer: Answer, message: str):
     with pytest.raises(GenerationError, match=message):
-        await ServedReference(ScriptedEngine(answer), timeout_s=1.0).logprobs(batch_of([1, 2], [3]))
+        await ServedReference(ScriptedEngine(answer), timeout_s=200.0).logprobs(batch_of([1, 2], [3]))
 
 
 async def test_a_token_outside_the_references_vocabulary_is_refused_before_it_is_sent():
     engine = ScriptedEngine()
     with pytest.raises(ConfigError, match=r"trainer\.ref\.model\.path: got token 100, .* only 100 tokens"):
-        await ServedReference(engine, timeout_s=1.0).logprobs(batch_of([1, 100]))
+        await ServedReference(engine, timeout_s=200.0).logprobs(batch_of([1, 100]))
     assert not engine.asked
 
 

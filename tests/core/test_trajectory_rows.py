@@ -71,5 +71,6 @@ def test_checking_a_hundred_thousand_rows_is_not_quadratic():
     start = time.process_time()
     assert why_incomplete(trajectory, is_last, step) is None
     assert why_incomplete(trajectory, is_last) is None
-    # Processor seconds: 0.2 s on a slow core; a check that is quadratic in the rows takes minutes.
-    assert time.process_time() - start < 3.0
+    # Processor seconds: 0.2 s on a slow core, but in a virtual machine they include the time for which the host
+    # pauses it. A check that is quadratic in the rows takes minutes.
+    assert time.process_time() - start < 30.0
