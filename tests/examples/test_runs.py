@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_core.config import Config, load
 from rl_core.errors import CheckpointError, ConfigError, DataError, GenerationError, NonFiniteError, PluginError
 from rl_core.interfaces import TrajectoryStep
+from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.reports.jsonl import read_rows
 from rl_core.reports.samples import read_samples
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
@@ -392,6 +393,30 @@ def test_a_prompt_longer_than_allowed_is_named_or_left_out(small_run: BuildConfi
     with pytest.raises(DataError, match=r"train\.jsonl:2: the prompt has 18 tokens; trainer\.max_prompt_length is 10"):
         run_training(small_run(tmp_path / "run", **changes))
     run_training(small_run(tmp_path / "run", data__on_long_prompt="drop", **changes))
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine"])
+def test_the_learning_rate_reaches_zero_after_the_last_step_if_long_prompts_are_left_out(
+    small_run: BuildConfig, tmp_path: Path, scheduler: str
+):
+    rows = [{"prompt": "12+34=" * (1 + n % 2), "answer": "640", "env_class": "arithmetic"} for n in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "data__train_data": [str(tmp_path / "train.jsonl")],
+        "data__on_long_prompt": "drop",
+        "trainer__max_prompt_length": 10,
+        "trainer__max_training_steps": None,
+        "trainer__epochs": 1,
+        "trainer__train_batch_size": 1,
+        "trainer__policy_mini_batch_size": 1,
+        "trainer__policy__optimizer_config__scheduler": scheduler,
+        "trainer__policy__optimizer_config__num_warmup_steps": 0,
+    }
+    config = small_run(tmp_path / "run", **changes)
+    assert run_training(config).steps == 4
+    rates = [row["policy/learning_rate"] for row in rows_of(tmp_path / "run")[1:]]
+    optimizer = config.trainer.policy.optimizer_config
+    assert rates == pytest.approx([learning_rate(step, optimizer, 4) for step in range(4)])
 
 
 def test_evaluation_and_generation_play_the_configured_rows(small_run: BuildConfig, tmp_path: Path):

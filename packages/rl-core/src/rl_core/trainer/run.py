@@ -214,9 +214,10 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
         are_shared = client is not None and await begin_with_models(
             client, colocate_all=trainer.placement.colocate_all, pipeline_depth=config.pipeline_depth
         )
-        models = await closing.enter_async_context(_models(config, train_rows))
+        # Before the models, because the number of rows that are kept determines the length of their schedules.
         train_rows = await fitting(train_rows, generator, config, TRAINING)
         eval_rows = await fitting(eval_rows, generator, config, EVALUATION)
+        models = await closing.enter_async_context(_models(config, train_rows))
         total_steps = num_steps(config, len(train_rows))
         run_is = with_prompts(run_is, len(train_rows))
         if checkpoint is None:
