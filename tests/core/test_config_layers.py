@@ -185,3 +185,31 @@ def test_a_functions_own_default_is_shown_as_the_value_of_its_key(tmp_path: Path
     values = shown(**{f"{key}.policy_loss_params": {"eps_clip_low": 0.01}})
     assert values["eps_clip_low"] == (0.01, f"{key}.policy_loss_params")
     assert shown(**{f"{key}.policy_loss_type": "mine"})["eps_clip_low"][0] is None
+
+
+def test_a_name_that_two_packages_use_is_refused_and_their_paths_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    group, source = "rl_core.environments", "from tests.core.idle_plugins import Environment"
+    for module in ("twin_a", "twin_b"):
+        install(tmp_path, monkeypatch, module, source, environments__twin=f"{module}:Environment")
+    install(tmp_path, monkeypatch, "twin_c", "", environments__own="twin_c:absent")
+    install(tmp_path, monkeypatch, "twin_d", "", environments__own="twin_c:absent")
+    message = r"^environment\.env_class: 'twin' is provided by twin-. 1\.0 \(twin_.:Environment\) and twin-. 1\.0 \("
+    with pytest.raises(PluginError, match=message):
+        plugins.load(group, "twin", key="environment.env_class")
+    assert plugins.load(group, "twin_a:Environment") is plugins.load(group, "twin_b:Environment")
+    assert sorted(one.distribution for one in plugins.installed(group) if one.name == "twin") == [
+        "twin-a 1.0",
+        "twin-b 1.0",
+    ]
+    with pytest.raises(PluginError, match=r"'own' \(twin_c:absent\) could not be imported"):  # both name one object
+        plugins.load(group, "own")
+
+
+@pytest.mark.parametrize("name", ["program", "program:Callback"])
+def test_a_module_that_ends_the_program_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    install(tmp_path, monkeypatch, "program", "import sys\nsys.exit(0)\n", callbacks__program="program:Callback")
+    message = r"trainer\.callbacks: .*program.*: SystemExit: 0 \(program\.py:2\); the module is a program: put what"
+    with pytest.raises(PluginError, match=message):
+        plugins.load("rl_core.callbacks", name, key="trainer.callbacks")

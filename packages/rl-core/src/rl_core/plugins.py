@@ -22,6 +22,7 @@ from rl_core.errors import PluginError, install, nearest, raised_at
 from rl_core.function_settings import require_settings
 from rl_core.interfaces import CONTRACTS, Contract
 from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam
+from rl_core.stored_files import is_found
 
 __all__ = [
     "GROUPS",
@@ -71,8 +72,14 @@ class Plugin:
 
 
 @cache
-def _installed(group: str) -> dict[str, EntryPoint]:
-    return {entry_point.name: entry_point for entry_point in entry_points(group=group)}
+def _installed(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Name → entry points with different objects. A name has several entry points if several packages use it."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for entry in entry_points(group=group):
+        others = found.get(entry.name, ())
+        if entry.value not in [other.value for other in others]:
+            found[entry.name] = (*others, entry)
+    return found
 
 
 def installed(group: str) -> list[Plugin]:
@@ -82,9 +89,10 @@ def installed(group: str) -> list[Plugin]:
             group=group,
             name=name,
             value=entry.value,
-            distribution=f"{entry.dist.name} {entry.dist.version}" if entry.dist else "?",
+            distribution=_package_of(entry),
         )
-        for name, entry in sorted(_installed(group).items())
+        for name, entries in sorted(_installed(group).items())
+        for entry in entries
     ]
 
 
@@ -97,8 +105,8 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
         key: the configuration key that names the plug-in, for messages.
 
     Raises:
-        PluginError: no plug-in of that name is installed, its import failed (the import error is the cause), it is not
-            the right kind of object, or its contract version is not accepted.
+        PluginError: no plug-in or several plug-ins of that name are installed, its import failed (the import error is
+            the cause), it is not the right kind of object, or its contract version is not accepted.
     """
     where = f"{key}: " if key else ""
     found = import_object(name, where) if ":" in name else _entry_point_object(group, name, where)
@@ -116,15 +124,18 @@ def _is_receiver(found: Any) -> bool:
     return inspect.isclass(found) and RECEIVER.problem(found, None) is None
 
 
-def _import_problem(error: Exception, module: str) -> str:
+def _import_problem(error: BaseException, module: str) -> str:
     """The error of an import as text. Adds the file and line that raised it, unless the message already names a file or
     the module does not exist."""
     names_file = isinstance(error, SyntaxError) or ".py:" in str(error)
     place = "" if names_file or _is_absent(error, module) else raised_at(error)
-    return f"{type(error).__name__}: {error} {place}".strip()
+    problem = f"{type(error).__name__}: {error} {place}".strip()
+    if isinstance(error, SystemExit):
+        problem += '; the module is a program: put what only the program does under `if __name__ == "__main__":`'
+    return problem
 
 
-def _is_absent(error: Exception, module: str) -> bool:
+def _is_absent(error: BaseException, module: str) -> bool:
     return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
 
 
@@ -141,7 +152,7 @@ def _of_own_file(name: str) -> str:
     """If `name` is a Python file in the current directory (`mine`, `mine.py`) or an object in it (`mine.loss`), returns
     a sentence that explains how to name an object in the file; otherwise an empty string."""
     module, _, attribute = name.removesuffix(".py").partition(".")
-    is_file = module.isidentifier() and Path(f"{module}.py").is_file()
+    is_file = module.isidentifier() and is_found(f"{module}.py")
     return f" To use an object in your {module}.py, write {module}:{attribute or 'NAME'}" if is_file else ""
 
 
@@ -152,13 +163,18 @@ def _entry_point_object(group: str, name: str, where: str) -> Any:
         remedy = _how_to_get(package) if package else _of_own_file(name) or nearest(name, found)
         names = ", ".join(sorted(found)) or "none"
         raise PluginError(f"{where}{name!r} is not among the installed {GROUPS[group]} ({names}).{remedy}")
-    try:
-        return found[name].load()
-    except Exception as error:
-        reason = _import_problem(error, found[name].module)
+    entry, *others = found[name]
+    if others:
+        packages = " and ".join(f"{_package_of(one)} ({one.value})" for one in (entry, *others))
         raise PluginError(
-            f"{where}the plug-in {name!r} ({found[name].value}) could not be imported: {reason}"
-        ) from error
+            f"{where}{name!r} is provided by {packages}; expected one package. Write the path of the one that you mean "
+            f"instead, e.g. {entry.value}, or uninstall the other package"
+        )
+    try:
+        return entry.load()
+    except (Exception, SystemExit) as error:
+        reason = _import_problem(error, entry.module)
+        raise PluginError(f"{where}the plug-in {name!r} ({entry.value}) could not be imported: {reason}") from error
 
 
 def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
@@ -224,7 +240,7 @@ def _adapted(seam: Seam, contract: Contract, stated: int, plugin: Any, name: str
 def _origin(group: str, name: str) -> str:
     """The plug-in's origin, for messages: ` of my-package 1.0`, or its module if no package installed it. Empty for an
     unknown name."""
-    entry = _installed(group).get(name)
+    entry, *_ = _installed(group).get(name, (None,))
     if entry is not None and entry.dist is not None:
         return f" of {entry.dist.name} {entry.dist.version}"
     module, colon, _ = (entry.value if entry is not None else name).partition(":")
@@ -232,6 +248,10 @@ def _origin(group: str, name: str) -> str:
     if packages:
         return f" of {_with_version(packages[0])}"
     return f" in {module}" if colon else ""
+
+
+def _package_of(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "?"
 
 
 def _with_version(package: str) -> str:
@@ -289,7 +309,7 @@ def import_object(path: str, where: str = "") -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = _import_problem(error, module_name)
         remedy = _how_to_import(module_name) if _is_absent(error, module_name) else ""
         raise PluginError(f"{where}{path!r}: importing {module_name} failed: {reason}{remedy}") from error

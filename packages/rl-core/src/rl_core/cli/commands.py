@@ -61,7 +61,7 @@ def load(name: str, found: tuple[EntryPoint, ...] | None = None) -> click.Comman
     where = f"rl {name}: the command of {_packages(found)} ({found[0].value})"
     try:
         command = found[0].load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{where} could not be imported: {type(error).__name__}: {error}") from error
     if not isinstance(command, click.Command):
         raise PluginError(f"{where} is of type {type(command).__name__}; expected a click command")

@@ -201,11 +201,11 @@ def _broken(section: Section) -> list[PluginError]:
 
 
 def _examined(section: Section) -> Iterator[tuple[str, type | PluginError | None]]:
-    for plugin in plugins.installed(section.group):
+    for name in dict.fromkeys(plugin.name for plugin in plugins.installed(section.group)):
         try:
-            yield plugin.name, options_class(section, plugin.name)
+            yield name, options_class(section, name)
         except PluginError as error:
-            yield plugin.name, error
+            yield name, error
 
 
 def installed_paths() -> tuple[str, ...]:
