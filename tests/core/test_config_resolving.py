@@ -114,6 +114,9 @@ def test_paths_may_name_the_home_directory_and_other_keys(monkeypatch: pytest.Mo
     )
     assert config.data.train_data == ("/somewhere/a.parquet", "b/seed3.parquet")
     assert config.run_dir == Path("runs/seed3")
+    keys = {"trainer.ckpt_path": "${trainer.run_dir}/kept", "data.val_data": "${trainer.export_path}.jsonl"}
+    config = from_mapping({**keys, "trainer.run_name": "${generator.inference_engine.model_dtype}"})
+    assert (config.ckpt_dir, config.data.val_data) == (Path("runs/bfloat16/kept"), ("runs/bfloat16/model.jsonl",))
     with pytest.raises(ConfigError, match=r"trainer\.run_name: \$\{trainer\.sede\} .* is not a key"):
         from_mapping({"trainer.run_name": "${trainer.sede}"})
     with pytest.raises(ConfigError, match=r"has the value .*; expected plain text or a number"):

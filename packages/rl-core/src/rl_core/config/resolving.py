@@ -93,7 +93,8 @@ RULES = (
         lambda c: "shared_memory" if _are_on_one_host(c) else "files",
     ),
 )
-"""The rules are in an order in which each rule needs only the results of earlier ones."""
+"""The rules are in an order in which each rule needs only the results of earlier ones. Rules of keys that are not in
+`PATHS` need no path."""
 
 PATHS = (
     "trainer.run_name",
@@ -108,7 +109,7 @@ PATHS = (
     "data.val_data",
 )
 """In the values of these keys, a leading `~` means the home directory, and `${key.path}` means the value of another
-key."""
+key, which may be a derived one unless it is a key further down in this list."""
 
 _SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron", "deepspeed_config": "rl-deepspeed"}
 
@@ -127,8 +128,8 @@ def _are_on_one_host(config: Config) -> bool:
 
 
 def resolve(config: Config) -> Config:
-    """Adds missing options of the selected engine and generator, replaces `~` and `${key.path}` at the keys in `PATHS`,
-    applies each rule if its key is None, and adds missing sections of the selected backend.
+    """Adds missing options of the selected engine and generator, applies each rule if its key is None, replaces `~` and
+    `${key.path}` at the keys in `PATHS`, and adds missing sections of the selected backend.
 
     Resolving twice changes nothing. Raises PluginError if the selected backend is not installed, ConfigError for a
     `${key.path}` that cannot be replaced, ConfigErrors for several of these. A missing engine or generator is an error
@@ -137,13 +138,16 @@ def resolve(config: Config) -> Config:
     mistakes = Mistakes()
     for section in plugin_options.SECTIONS:
         config = with_value(config, section.path, plugin_options.with_defaults(section, section.node(config)))
+    for rule in RULES:
+        if rule.key not in PATHS:
+            config = _derived(config, rule)
+    rules = {rule.key: rule for rule in RULES}
     for key in PATHS:
         if not mistakes.about(*re.findall(r"\$\{([^}]*)\}", str(value_at(config, key)))):
             with mistakes.gathered():
                 config = with_value(config, key, expanded(config, key, value_at(config, key)))
-    for rule in RULES:
-        if value_at(config, rule.key) is None:
-            config = with_value(config, rule.key, rule.value(config))
+        if key in rules:
+            config = _derived(config, rules[key])
     backend = None
     with mistakes.gathered():
         backend = _load_backend(config.trainer.strategy)
@@ -154,6 +158,11 @@ def resolve(config: Config) -> Config:
         if backend.config_section not in sections:
             config = with_value(config, key, {**sections, backend.config_section: backend.options_class()})
     return config
+
+
+def _derived(config: Config, rule: Rule) -> Config:
+    """The configuration with the rule's value, if its key is None."""
+    return config if value_at(config, rule.key) is not None else with_value(config, rule.key, rule.value(config))
 
 
 def expanded(config: Config, key: str, text: Any) -> Any:
