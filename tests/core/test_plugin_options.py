@@ -233,6 +233,7 @@ def test_the_specs_are_plain_data_and_every_field_has_a_text():
         (f"{ENGINE}.beam_width=0", rf"^{ENGINE}\.beam_width: got 0; expected at least 1$"),
         (f"{ENGINE}.decay=1.5", rf"^{ENGINE}\.decay: got 1\.5; expected between 0 and 1$"),
         (f"{ENGINE}.patience_s=0", rf"^{ENGINE}\.patience_s: got 0\.0; expected above 0$"),
+        (f"{ENGINE}.patience_s=.inf", rf"^{ENGINE}\.patience_s: got inf; expected a finite number$"),
         (f"{ENGINE}.even=3", rf"^{ENGINE}: even must be even, not 3$"),
         (f"{ENGINE}.cache.policy=1.5e3.2.", None),
         (

@@ -97,6 +97,17 @@ LARGEST: dict[str, float] = {
     # `prove_at_start` increases its noise until the log-probs change by 1.5 nats, and fails if they change by less than
     # nine times the limit. With a limit above 1.5 / 9, it could fail although every tensor arrives.
     "generator.inference_engine.weight_verification.limit": 0.16,
+    # About 32 years. Python's threads refuse to wait for 300 years or longer, and Ray refuses infinity.
+    **dict.fromkeys(
+        (
+            "trainer.generation_timeout_s",
+            "trainer.worker_timeout_s",
+            "trainer.worker_start_timeout_s",
+            "trainer.worker_silence_s",
+            "environment.timeout_s",
+        ),
+        10**9,
+    ),
 }
 _LARGEST_RATE = 10.0
 """AdamW moves each weight by about the learning rate in every step. With a higher learning rate than this, the weights

@@ -3,6 +3,7 @@ errors have the same form as errors about the core's keys."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,8 +36,10 @@ def at_least(low: float) -> Validator:
 
 
 def above(low: float) -> Validator:
-    """Validator of an attrs field: a number above `low`; None passes."""
-    return _bound(lambda value: value > low, f"above {low}")
+    """Validator of an attrs field: a finite number above `low`; None passes."""
+    return attrs.validators.and_(
+        _bound(lambda value: value > low, f"above {low}"), _bound(lambda value: value < math.inf, "a finite number")
+    )
 
 
 def between(low: float, high: float) -> Validator:
