@@ -60,6 +60,13 @@ def test_the_defaults_pass():
         ("trainer.max_training_steps=0", "trainer.max_training_steps: got 0"),
         ("trainer.algorithm.gamma=1.5", "expected between 0 and 1"),
         ("trainer.worker_timeout_s=0", "expected above 0"),
+        (
+            "generator.sampling_params.stop=['</s>','']",
+            r"^generator\.sampling_params\.stop: got an empty text, .* remove it$",
+        ),
+        ("generator.eval_sampling_params.stop=['']", r"^generator\.eval_sampling_params\.stop: got an empty text"),
+        ("trainer.generation_timeout_s=.inf", r"generation_timeout_s: got inf; expected at most 1000000000$"),
+        ("environment.timeout_s=1e10", r"environment\.timeout_s: got 10000000000\.0; expected at most 1000000000$"),
         ("trainer.policy.optimizer_config.lr=0", r"policy\.optimizer_config\.lr: got 0.0; expected above 0"),
         ("trainer.policy.optimizer_config.eps=-1", r"policy\.optimizer_config\.eps: got -1.0; expected above 0"),
         (

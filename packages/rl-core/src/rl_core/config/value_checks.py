@@ -246,6 +246,13 @@ def _sampling(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(f"{key}.top_p: got {top_p}; expected above 0 and at most 1 (1 takes all tokens)")
         if top_k != -1 and top_k < 1:
             yield ConfigError(f"{key}.top_k: got {top_k}; expected at least 1, or -1 for all tokens")
+    training, evaluation = config.generator.sampling_params.stop, config.generator.eval_sampling_params.stop
+    named = {"generator.sampling_params.stop": training}
+    if evaluation != training:  # otherwise derived from it
+        named["generator.eval_sampling_params.stop"] = evaluation or ()
+    for key, stop in named.items():
+        if "" in stop:
+            yield ConfigError(f"{key}: got an empty text, with which every response ends at its first token; remove it")
 
 
 def _warn_of_temperatures(config: Config) -> None:
