@@ -65,8 +65,8 @@ def mapping_layer(mapping: Mapping[str, Any], source: str, mistakes: Mistakes) -
 
 
 def override_layer(overrides: Iterable[str], mistakes: Mistakes) -> Layer:
-    """The `key.path=value` arguments of a command line; values are YAML (`[a, b]`, `{a: 1}`, `true`, `null`, text). For
-    any other argument, an error is added to `mistakes`."""
+    """The `key.path=value` arguments of a command line; values are YAML (`[a, b]`, `{a: 1}`, `true`, `null`, text),
+    without comments. For any other argument, an error is added to `mistakes`."""
     layer: Layer = []
     for override in overrides:
         with mistakes.gathered():
@@ -84,10 +84,14 @@ def _override(override: str, mistakes: Mistakes) -> Layer:
     try:
         loader = Yaml12Loader(text)
         node = loader.get_single_node()
+        rest = "" if node is None else text[node.end_mark.index :].strip()
+        if rest.startswith("#"):
+            raise ConfigError(f"{key}={text}: {rest!r} would be a comment; put text in quotes: '{key}=\"…\"'")
         if isinstance(node, yaml.MappingNode) and node.value:
             leaves = _leaves_of_node(loader, node, key, "", mistakes)
             return [(path, attrs.evolve(given, source="command line")) for path, given in leaves]
-        value = None if node is None else loader.construct_document(node)
+        # Without a node, the text is empty or, as in stop=####, would be a comment as a whole.
+        value = (text.strip() or None) if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{key}={text}: not valid YAML ({reason}); put text in quotes: '{key}=\"…\"'") from error
