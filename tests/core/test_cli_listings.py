@@ -75,7 +75,7 @@ def test_doctor_says_that_a_run_directory_is_not_writable(rl: Run, tmp_path: Pat
     (tmp_path / "file").touch()
     code, out, _ = rl("doctor", "--run-dir", "file/runs")
     assert code == 1
-    assert f"{tmp_path / 'file'} is not writable; set another one with trainer.run_dir=" in out
+    assert f"{tmp_path / 'file'} is not a writable directory; set another one with trainer.run_dir=" in out
 
 
 @pytest.mark.parametrize(

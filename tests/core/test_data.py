@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, load_dataset
 
-from rl_core.errors import ConfigError, DataError
+from rl_core.config import from_mapping
+from rl_core.config.file_checks import gather_data
+from rl_core.errors import ConfigError, DataError, Mistakes
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 
 
@@ -231,3 +234,32 @@ def test_the_error_for_a_missing_data_set_names_files_and_the_hub(tmp_path: Path
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     with pytest.raises(ConfigError, match=r"org/no-such-set@train: there is no such file .* HF_HUB_OFFLINE"):
         read_rows(["org/no-such-set@train"], key="data.train_data")
+
+
+def test_a_store_that_cannot_be_reached_or_read_is_an_error_with_its_address():
+    import fsspec
+    from fsspec.spec import AbstractFileSystem
+
+    class Unreachable(AbstractFileSystem):
+        """Connects when it is created, as the file system of sftp does."""
+
+        def __init__(self, **_: object):
+            raise RuntimeError("authentication failed")
+
+    class Forbidden(AbstractFileSystem):
+        def info(self, path: str, **_: object) -> NoReturn:
+            raise PermissionError("Forbidden")
+
+        exists = info
+
+    fsspec.register_implementation("unreachable", Unreachable, clobber=True)
+    fsspec.register_implementation("forbidden", Forbidden, clobber=True)
+    message = r"^unreachable://host/a\.jsonl: the store failed: RuntimeError: authentication failed$"
+    with pytest.raises(ConfigError, match=message):
+        read_rows(["unreachable://host/a.jsonl"], key="data.train_data")
+    mistakes = Mistakes()
+    config = from_mapping({"data.train_data": "forbidden://bucket/a.jsonl"})
+    gather_data(config, ["data.train_data"], mistakes, makes=())
+    assert [str(error) for error in mistakes.errors] == [
+        "data.train_data: forbidden://bucket/a.jsonl cannot be read: Forbidden"
+    ]

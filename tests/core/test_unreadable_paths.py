@@ -42,6 +42,25 @@ def test_a_name_that_is_too_long_below_a_missing_folder_is_refused_too(rl: Run):
     assert said.startswith(f"error: trainer.export_path: missing/{LONG} cannot be created: File name too long"), said
 
 
+@pytest.mark.parametrize("key", ["trainer.run_dir", "trainer.ckpt_path"])
+def test_a_link_to_a_missing_directory_is_refused(rl: Run, key: str):
+    Path("link").symlink_to("/unmounted")
+    code, _, said = rl("train", "small", f"{key}=link/run", "--dry-run")
+    assert code == 2, said
+    assert said.startswith(f"error: {key}: link/run cannot be created: {Path.cwd() / 'link'} is a link to /unmounted, ")
+    assert "/link is a link to /unmounted, which does not exist" in rl("doctor", "--run-dir", "link/run")[1]
+
+
+def test_a_name_of_a_recipe_or_an_output_that_is_too_long_is_one_error(rl: Run):
+    for source in (LONG, f"{LONG}.yaml"):
+        code, _, said = rl("train", source)
+        assert code == 2, said
+        assert said.startswith("error: "), said
+    code, _, said = rl("generate", "small", "--output", LONG)
+    assert code == 2, said
+    assert f"--output: {LONG} cannot be created: File name too long" in said
+
+
 def test_a_model_whose_name_is_too_long_has_no_readable_configuration():
     with pytest.raises(ConfigError, match=r"cannot be read as a model's configuration .*File name too long"):
         read_config(LONG)
@@ -55,12 +74,13 @@ from rl_core.config import from_mapping
 from rl_core.config.file_checks import check_files
 from rl_core.errors import ConfigErrors
 
-closed, unread = sys.argv[1:]
+closed, unread, listed = sys.argv[1:]
 config = from_mapping({
     "trainer.run_dir": f"{closed}/run",
     "trainer.policy.model.path": f"{closed}/model",
     "trainer.resume_path": f"{closed}/run/step_000001",
     "trainer.resume_mode": "from_path",
+    "trainer.critic.model.path": listed,
     "data.train_data": [f"{closed}/train.jsonl", unread],
 })
 if os.geteuid() == 0:  # root may read everything
@@ -71,26 +91,29 @@ try:
 except ConfigErrors as found:
     print(*found.errors, sep="\\n")
 """
-"""Checks a run's files as a user who can neither enter the folder `closed` nor read the file `unread`."""
+"""Checks a run's files as a user who can neither enter the folders `closed` and `listed` nor read the file `unread`."""
 
 
 def test_every_path_that_the_user_may_not_read_is_named_with_its_key():
     with tempfile.TemporaryDirectory() as folder:  # other users may enter this folder, unlike pytest's own
         above = Path(folder)
-        closed, unread = above / "closed", above / "unread.jsonl"
+        closed, unread, listed = above / "closed", above / "unread.jsonl", above / "listed"
         closed.mkdir()
+        listed.mkdir()
         unread.touch()
-        for path, mode in ((above, 0o755), (closed, 0o000), (unread, 0o000)):
+        for path, mode in ((above, 0o755), (closed, 0o000), (unread, 0o000), (listed, 0o744)):
             path.chmod(mode)
-        command = [sys.executable, "-c", WITHOUT_RIGHTS, str(closed), str(unread)]
+        command = [sys.executable, "-c", WITHOUT_RIGHTS, str(closed), str(unread), str(listed)]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         found = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=False)
-        closed.chmod(0o755)
+        for path in (closed, listed):
+            path.chmod(0o755)
     denied = "cannot be read: Permission denied. Set a path that this user can read"
     assert found.stdout.splitlines() == [
         f"data.train_data: {closed}/train.jsonl {denied}",
         f"data.train_data: {unread} {denied}",
         f"trainer.policy.model.path: {closed}/model {denied}",
+        f"trainer.critic.model.path: {listed} {denied}",
         f"trainer.resume_path: {closed}/run/step_000001 {denied}",
         f"trainer.run_dir: {closed}/run cannot be created: {closed} is not a writable directory",
     ], found.stderr

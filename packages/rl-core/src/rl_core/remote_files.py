@@ -83,15 +83,17 @@ def remove(directory: str) -> None:
 
 
 def _found(path: str) -> tuple[Any, str]:
-    """The file system of an address, and the path in it."""
+    """The file system of an address, and the path in it. Some stores connect to create it, so this raises the same
+    errors as requests."""
     try:
         import fsspec
     except ImportError as error:
         raise ConfigError(f"{path}: remote files need fsspec: {install('rl-core[remote]')}") from error
-    try:
-        return fsspec.core.url_to_fs(path)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{path}: fsspec cannot open this address: {error}") from error
+    with _asked(path):
+        try:
+            return fsspec.core.url_to_fs(path)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{path}: fsspec cannot open this address: {error}") from error
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from rl_core import plugins
 from rl_core.cli import commands
 from rl_core.cli.listing import columns
 from rl_core.cli.tested import PINNED_FOR_CUDA_13, TESTED, untested_pairs
+from rl_core.config.file_checks import why_not_created
 from rl_core.errors import PluginError, install
 
 
@@ -124,7 +125,7 @@ def _plugins() -> Iterator[Finding]:
 
 
 def _run_dir(run_dir: Path) -> Finding:
-    existing = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+    problem = why_not_created(run_dir.absolute())
+    if problem is None:
         return Finding("ok", "run directory", f"{run_dir.absolute()} is writable")
-    return Finding("MISSING", "run directory", f"{existing} is not writable; set another one with trainer.run_dir=…")
+    return Finding("MISSING", "run directory", f"{problem}; set another one with trainer.run_dir=…")

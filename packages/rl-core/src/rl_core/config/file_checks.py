@@ -63,8 +63,9 @@ def gather_data(
 def _require_reachable(key: str, path: str) -> None:
     """Requires that this user can look up the path, and can read it if it exists."""
     try:
-        Path(path).stat()
-        reason = None if os.access(path, os.R_OK) else os.strerror(errno.EACCES)
+        is_directory = stat.S_ISDIR(Path(path).stat().st_mode)
+        may_read = os.access(path, os.R_OK | os.X_OK if is_directory else os.R_OK)
+        reason = None if may_read else os.strerror(errno.EACCES)
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:  # no permission, a name that is too long, or a null character
@@ -80,7 +81,11 @@ def _require_data(key: str, file: str, needs: str) -> None:
     if not is_remote(file):
         remedy = f"; {needs}" if needs else ""
         raise ConfigError(f"{key}: the file {file} does not exist (current directory: {Path.cwd()}){remedy}")
-    if not exists(file):
+    try:
+        is_there = exists(file)
+    except OSError as error:  # such as a bucket that this user may not read
+        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}") from error
+    if not is_there:
         raise ConfigError(f"{key}: the file {file} does not exist")
 
 
@@ -144,7 +149,7 @@ def _token_ids(model: Path) -> dict[str, int] | None:
             else {token: number for number, (token, _) in enumerate(vocabulary)}
         )
         return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{file}: the vocabulary cannot be read ({error!r}); save the model's tokenizer again"
         ) from error
@@ -200,16 +205,20 @@ def _gather_directories(config: Config, mistakes: Mistakes) -> None:
         ("trainer.ckpt_path", config.ckpt_dir),
         ("trainer.export_path", config.export_dir),
     ):
-        problem = _why_not_created(directory.absolute())
+        problem = why_not_created(directory.absolute())
         if problem and not any(str(error).endswith(problem) for error in mistakes.errors):
             mistakes.add(ConfigError(f"{key}: {directory} cannot be created: {problem}"))
 
 
-def _why_not_created(directory: Path) -> str | None:
+def why_not_created(directory: Path) -> str | None:
+    """Why the absolute path is not a directory in which this user may create files, and cannot become one. None if it
+    is or can."""
     for path in (directory, *directory.parents):
         try:
             is_directory = stat.S_ISDIR(path.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
+            if _is_link(path):
+                return f"{path} is a link to {path.readlink()}, which does not exist or cannot be looked up"
             continue  # the nearest existing parent decides
         except (OSError, ValueError) as error:  # such as a name that is too long
             return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -219,3 +228,10 @@ def _why_not_created(directory: Path) -> str | None:
             return os.strerror(errno.ENAMETOOLONG) if too_long else None
         return f"{path} is not a writable directory"
     return None
+
+
+def _is_link(path: Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError:  # no permission
+        return False

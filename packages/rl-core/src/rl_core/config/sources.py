@@ -30,6 +30,7 @@ from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_out_of_bounds
 from rl_core.errors import ConfigError, Mistakes
 from rl_core.interfaces import Recipe
+from rl_core.stored_files import is_found
 
 RECIPE = "recipe "
 """Prefix of the source names of recipes."""
@@ -178,7 +179,7 @@ def _require_no_path(source: str) -> None:
     precedence."""
     path = Path(source)
     names = {plugin.name for plugin in plugins.installed("rl_core.recipes")}
-    if not path.exists() or (path.is_file() and path.suffix in (".yaml", ".yml")) or source in names:
+    if not is_found(path) or (path.is_file() and path.suffix in (".yaml", ".yml")) or source in names:
         return
     kind = "a directory" if path.is_dir() else "a file whose name does not end in .yaml"
     file = path / "config.yaml"
