@@ -529,7 +529,20 @@ def test_generate_creates_the_directory_of_its_output(rl: Run, monkeypatch: pyte
     assert "--limit" in rl("generate", "small", "--output", "samples.jsonl", "--limit", "0")[2]
     code, _, err = rl("generate", "small", "--output", "train.jsonl/samples.jsonl")
     assert code == 2
-    assert "error: --output: the directory train.jsonl cannot be created" in err
+    assert "error: --output: train.jsonl/samples.jsonl cannot be created: " in err
+    assert "train.jsonl is not a writable directory. Choose another file" in err
+
+
+@pytest.mark.parametrize("content", ["", "a row\n"])
+def test_generation_that_fails_leaves_no_empty_output(rl: Run, monkeypatch: pytest.MonkeyPatch, content: str):
+    async def generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
+        assert output.read_text() == ""
+        output.write_text(content)
+        raise WorkerError("the engine failed")
+
+    monkeypatch.setattr(trainer_run, "_generate", generate)
+    assert rl("generate", "small", "--output", "samples.jsonl")[::2] == (1, "error: the engine failed\n")
+    assert Path("samples.jsonl").exists() == bool(content)
 
 
 def test_progress_bars_of_hugging_face_are_off_unless_the_user_enables_them(rl: Run, monkeypatch: pytest.MonkeyPatch):

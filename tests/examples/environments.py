@@ -9,7 +9,10 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import attrs
 
 from rl_core.interfaces import Action, Row, StepResult
 from rl_examples.arithmetic import ArithmeticEnvironment
@@ -29,6 +32,18 @@ class Spelled(FirstDigit):
 
     async def step(self, action: Action) -> StepResult:
         return StepResult(reward=float(sum(map(ord, action.text))), done=True, metrics={"accuracy": 0.0})
+
+
+class SeesFile(FirstDigit):
+    """Reports whether the file `options.file` exists, as the metric `is_there`."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        super().__init__(row, options)
+        self._is_there = float(Path(options["file"]).exists())
+
+    async def step(self, action: Action) -> StepResult:
+        result = await super().step(action)
+        return attrs.evolve(result, metrics={"is_there": self._is_there})
 
 
 class Failing(FirstDigit):

@@ -432,3 +432,31 @@ def test_evaluation_and_generation_play_the_configured_rows(small_run: BuildConf
         run_generation(config, output)
     assert run_generation(config, tmp_path / "few.jsonl", limit=3) == 3 * 4
     assert (tmp_path / "few.jsonl").read_text() == "".join(output.read_text().splitlines(keepends=True)[: 3 * 4])
+
+
+def test_generation_in_which_every_sample_fails_writes_why(small_run: BuildConfig, tmp_path: Path):
+    config = small_run(
+        tmp_path / "run",
+        trainer__max_failure_rate=1.0,
+        environment__env_class="tests.examples.environments:Failing",
+        environment__options={"fails": "all"},
+    )
+    assert run_generation(config, tmp_path / "samples.jsonl", limit=2) == 2 * 4
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(row["group"], row["sample"]) for row in rows] == [(n // 4, n % 4) for n in range(8)]
+    assert all("ConnectionError: the judge is gone" in row["failure"] for row in rows)
+    with pytest.raises(GenerationError, match="evaluation: all 40 samples failed"):
+        run_evaluation(config)
+
+
+def test_the_output_of_generation_is_created_before_anything_is_sampled(small_run: BuildConfig, tmp_path: Path):
+    output = tmp_path / "samples.jsonl"
+    config = small_run(
+        tmp_path / "run",
+        environment__env_class="tests.examples.environments:SeesFile",
+        environment__options={"file": str(output)},
+    )
+    assert run_generation(config, output, limit=2) == 2 * 4
+    assert {json.loads(line)["metrics"]["is_there"] for line in output.read_text().splitlines()} == {1.0}
+    with pytest.raises(DataError, match=r"--output: /proc/samples\.jsonl cannot be created: .*Choose another file"):
+        run_generation(config, Path("/proc/samples.jsonl"))

@@ -29,7 +29,7 @@ from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.checkpoint import list_checkpoints
 from rl_core.trainer.interrupts import Interrupts
 from rl_core.trainer.preflight import preflight
-from rl_core.trainer.run import run_training
+from rl_core.trainer.run import run_generation, run_training
 from rl_rollout.transports.files import FilesTransport
 from tests.examples.environments import FirstDigit
 from tests.examples.test_resume import require_same_run, train_in_child
@@ -343,6 +343,35 @@ def test_a_run_on_a_full_disk_ends_and_resumes_from_its_last_checkpoint(
 
     assert on_small_disk(disk, train) == 0
     require_same_run(tmp_path / "disk.left" / "run", finished)
+
+
+class FillsDisk(FirstDigit):
+    """Fills the disk of the file `options.filler`."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        super().__init__(row, options)
+        self._filler = Path(options["filler"])
+
+    async def step(self, action: Action) -> StepResult:
+        if not self._filler.exists():
+            fill(self._filler)
+        return await super().step(action)
+
+
+def test_generation_whose_samples_find_no_room_is_an_error(small_run: BuildConfig, tmp_path: Path):
+    disk = tmp_path / "disk"
+    config = small_run(
+        tmp_path / "run",
+        environment__env_class=f"{__name__}:FillsDisk",
+        environment__options={"filler": str(disk / "filler")},
+    )
+
+    def generate() -> None:
+        with pytest.raises(DiskFullError, match=r"disk full: the 160 samples of .*samples\.jsonl are lost; make room"):
+            run_generation(config, disk / "samples.jsonl")
+        assert [path.name for path in disk.iterdir()] == ["filler"]
+
+    assert on_small_disk(disk, generate) == 0
 
 
 @pytest.mark.parametrize(

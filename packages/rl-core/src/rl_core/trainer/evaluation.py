@@ -1,4 +1,4 @@
-"""Evaluates one policy version on the held-out rows."""
+"""Plays rows with one policy version, and evaluates the version on the held-out rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import attrs
 
 from rl_core.errors import DeadlineError, GenerationError
-from rl_core.interfaces import Generator, Row, Trajectory
+from rl_core.interfaces import Generator, Trajectory
 from rl_core.tasks import first_error
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.failures import FailureAccount
@@ -24,8 +24,6 @@ class Evaluation:
     """`eval/reward`, `eval/<environment metric>` and `eval/response_length` are means over samples that did not fail.
     `eval/failed` and `eval/failed/<kind>` count the samples that failed."""
     trajectories: tuple[Trajectory, ...]
-    rows: tuple[Row, ...] = ()
-    """The data rows that were played; a trajectory's `group_id` is the index of its row."""
 
 
 async def evaluate(
@@ -38,19 +36,45 @@ async def evaluate(
     timeout_s: float,
     failures: FailureAccount | None = None,
 ) -> Evaluation:
-    """Plays every row `settings.num_samples` times, and returns the samples and their mean metrics.
+    """Plays every row (`play_rows`), and returns the samples and their mean metrics. Raises GenerationError also if all
+    samples failed."""
+    failures = failures or evaluation_failures(rows, settings)
+    trajectories = await play_rows(
+        generator, rows, settings, version=version, batch_size=batch_size, timeout_s=timeout_s, failures=failures
+    )
+    good = [trajectory for trajectory in trajectories if trajectory.failure is None]
+    if not good:
+        raise GenerationError(
+            f"evaluation: all {len(trajectories)} samples failed; the first: {trajectories[0].failure}"
+        )
+    metrics = {f"eval/{name}": value for name, value in trajectory_means(good).items()}
+    return Evaluation(metrics=metrics | failures.lap()[0], trajectories=trajectories)
+
+
+async def play_rows(
+    generator: Generator,
+    rows: Sequence[DataRow],
+    settings: RolloutSettings,
+    *,
+    version: int,
+    batch_size: int,
+    timeout_s: float,
+    failures: FailureAccount | None = None,
+) -> tuple[Trajectory, ...]:
+    """Plays every row `settings.num_samples` times. Returns the samples in the order of the rows; a sample's `group_id`
+    is the index of its row.
 
     Args:
         version: the policy version that the engines serve.
         batch_size: largest number of rows in flight at a time.
-        timeout_s: deadline of the whole evaluation.
+        timeout_s: deadline for all rows together.
         failures: account that records failed samples, so that the caller knows them even if this call raises. None: a
             new account.
 
     Raises:
-        GenerationError: more samples failed than `settings.max_failure_rate` allows, or all failed; or the generator's
-            answer does not match the request.
-        DeadlineError: the evaluation did not finish in time.
+        GenerationError: more samples failed than `settings.max_failure_rate` allows, or the generator's answer does not
+            match the request.
+        DeadlineError: not all rows were played in time.
     """
     room = asyncio.Semaphore(batch_size)
     failures = failures or evaluation_failures(rows, settings)
@@ -70,16 +94,7 @@ async def evaluate(
         ) from error
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
-    trajectories = tuple(trajectory for task in tasks for trajectory in task.result())
-    good = [trajectory for trajectory in trajectories if trajectory.failure is None]
-    if not good:
-        raise GenerationError(
-            f"evaluation: all {len(trajectories)} samples failed; the first: {trajectories[0].failure}"
-        )
-    metrics = {f"eval/{name}": value for name, value in trajectory_means(good).items()}
-    return Evaluation(
-        metrics=metrics | failures.lap()[0], trajectories=trajectories, rows=tuple(row.row for row in rows)
-    )
+    return tuple(trajectory for task in tasks for trajectory in task.result())
 
 
 def evaluation_failures(rows: Sequence[DataRow], settings: RolloutSettings) -> FailureAccount:

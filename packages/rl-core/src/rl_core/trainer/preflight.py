@@ -19,7 +19,7 @@ from rl_core import hub, plugins
 from rl_core.config import Config, Loaded, generator_spec, needs_engine
 from rl_core.config.checks import gather_playing, gather_plugins, gather_room
 from rl_core.config.context import EVALUATION, TRAINING
-from rl_core.config.file_checks import gather_files
+from rl_core.config.file_checks import gather_files, why_not_created
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import environment_options
 from rl_core.config.value_checks import gather_values
@@ -37,6 +37,7 @@ from rl_core.layout.packing import padded_lengths
 from rl_core.rank_kit.model_proof import config_at_hand, require_proof, written_config
 from rl_core.rank_kit.shipped_configs import shipped_config
 from rl_core.rank_kit.worker_specs import SECTIONS
+from rl_core.stored_files import is_found
 from rl_core.trainer.checkpoint import load_state
 from rl_core.trainer.data import DataRow, is_at_hand, read_rows
 from rl_core.trainer.environment_checks import gather_unplayable
@@ -265,8 +266,10 @@ def _require_playing(config: Config) -> None:
 
 
 def _require_new(output: Path) -> None:
-    if output.exists():
+    if is_found(output):
         raise DataError(f"{output} already exists: choose another file, or remove it first")
+    if problem := why_not_created(output.absolute()):
+        raise DataError(f"--output: {output} cannot be created: {problem}. Choose another file")
 
 
 def _are_at_hand(config: Config, keys: Sequence[str]) -> bool:

@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.checkpoint import after_making_room
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
-from rl_core.trainer.evaluation import Evaluation, evaluate
+from rl_core.trainer.evaluation import evaluate, play_rows
 from rl_core.trainer.fingerprint import fingerprint, require_same_groups, with_prompts
 from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
@@ -63,7 +63,7 @@ from rl_core.trainer.prompt_lengths import fitting
 from rl_core.trainer.recorded_answers import RecordingSampler
 from rl_core.trainer.remote_checkpoints import fetch_checkpoint
 from rl_core.trainer.resumed_groups import resumed_groups
-from rl_core.trainer.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.rollouts import Rollouts
 from rl_core.trainer.run_directory import (
     RunSummary,
     checkpoint_to_resume,
@@ -169,7 +169,7 @@ def run_evaluation(config: Config | Loaded) -> dict[str, float]:
 
 def run_generation(config: Config | Loaded, output: Path, *, limit: int | None = None) -> int:
     """Samples responses to the held-out rows, or to the training rows if no held-out rows are configured. Writes one
-    JSON line per sample, and returns the number of lines.
+    JSON line per sample, also for failed samples, and returns the number of lines.
 
     Args:
         config: as in `run_evaluation`.
@@ -177,26 +177,39 @@ def run_generation(config: Config | Loaded, output: Path, *, limit: int | None =
         limit: use only the first `limit` rows; None: all rows.
 
     Raises:
-        ConfigError, PluginError, DataError: the rows cannot be played as configured, or `output` exists; it is never
-            overwritten. ConfigErrors: several mistakes, listed.
+        ConfigError, PluginError, DataError: the rows cannot be played as configured, or `output` cannot be created or
+            exists; it is never overwritten. ConfigErrors: several mistakes, listed.
+        DiskFullError: there is no room for the samples, so none is written.
         RLError, KeyboardInterrupt, RuntimeError: as in `run_training`.
     """
     resolved = config_of(config)
     reads = _generation_data(resolved)
     prepare_playing(config, reads=reads, output=output)
-    _make_directory(output.parent)
-    return Interrupts().run(lambda: _generate(resolved, reads, output, limit))
+    with _created(output):
+        return Interrupts().run(lambda: _generate(resolved, reads, output, limit))
 
 
 def _generation_data(config: Config) -> str:
     return "data.val_data" if config.data.val_data else "data.train_data"
 
 
-def _make_directory(directory: Path) -> None:
+@contextmanager
+def _created(output: Path) -> Iterator[None]:
+    """Context that creates the file at its start, before hours of sampling, so that a file that cannot be written, or
+    that another process writes, is an error at once. If the block fails, removes the file unless it has content."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("x").close()
     except OSError as error:
-        raise DataError(f"--output: the directory {directory} cannot be created: {error}") from error
+        reason = error.strerror or str(error)
+        raise DataError(f"--output: {output} cannot be created: {reason}. Choose another file") from error
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            if output.stat().st_size == 0:
+                output.unlink()
+        raise
 
 
 async def _train(config: Config, started: float, interrupts: Interrupts) -> RunSummary:
@@ -302,35 +315,36 @@ def _require_same_groups(config: Config, now: Mapping[str, Any]) -> None:
 
 async def _evaluate(config: Config) -> dict[str, float]:
     rows = _rows(config, "data.val_data")
-    return (await _play(config, rows, eval_rollouts(config), EVALUATION)).metrics
+    async with _playing(config) as (_, generator):
+        rows = await fitting(rows, generator, config, EVALUATION)
+        return (await evaluate(generator, rows, eval_rollouts(config), **_play_settings(config))).metrics
 
 
 async def _generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
     rows = _rows(config, reads)[:limit]
     # Failed samples are written too, for users to inspect, so no number of them is an error.
-    result = await _play(config, rows, attrs.evolve(train_rollouts(config), max_failure_rate=1.0), TRAINING)
+    settings = attrs.evolve(train_rollouts(config), max_failure_rate=1.0)
     writer = SamplesWriter(output, first_step=0)
-    writer.write([sample_of(one, step=0, purpose="eval", row=result.rows[one.group_id]) for one in result.trajectories])
-    writer.close()
-    return len(result.trajectories)
+    try:
+        async with _playing(config) as (_, generator):
+            rows = await fitting(rows, generator, config, TRAINING)
+            samples = await play_rows(generator, rows, settings, **_play_settings(config))
+        writer.write([sample_of(one, step=0, purpose="eval", row=rows[one.group_id].row) for one in samples])
+    finally:
+        writer.close()
+    if output.stat().st_size == 0:  # the writer writes all rows or, on a full disk, none
+        raise DiskFullError(f"disk full: the {len(samples)} samples of {output} are lost; make room, and sample again")
+    return len(samples)
 
 
 def _rows(config: Config, key: str) -> list[DataRow]:
     return read_rows(value_at(config, key), key=key, prompt_key=config.data.prompt_key)
 
 
-async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettings, sampling: str) -> Evaluation:
-    """Starts the generator (and its engine), plays the rows at version 0, and returns the result. `sampling`:
-    `TRAINING` or `EVALUATION`, the configuration section whose maximum response length limits the prompts."""
-    async with _playing(config) as (_, generator):
-        return await evaluate(
-            generator,
-            await fitting(rows, generator, config, sampling),
-            settings,
-            version=0,
-            batch_size=config.trainer.eval_batch_size,
-            timeout_s=config.trainer.generation_timeout_s,
-        )
+def _play_settings(config: Config) -> dict[str, Any]:
+    """The arguments of `play_rows` and `evaluate` that `rl eval` and `rl generate` share."""
+    trainer = config.trainer
+    return {"version": 0, "batch_size": trainer.eval_batch_size, "timeout_s": trainer.generation_timeout_s}
 
 
 @asynccontextmanager
