@@ -405,7 +405,9 @@ def test_a_dry_run_checks_and_counts_steps_but_starts_and_creates_nothing(
     assert "depends on the data (train.jsonl will be created first)" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     rl("train", "small")
-    assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]
+    assert "steps      3 (3 prompts, 4 epochs)\n" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]
+    drops = rl("train", "cli_recipes:unprepared", "--dry-run", "data.on_long_prompt=drop")[1]
+    assert "steps      at most 3 (3 prompts, 4 epochs); prompts that are too long are left out at the start\n" in drops
 
 
 def test_a_dry_run_says_that_more_than_one_rank_needs_ray(rl: Run, monkeypatch: pytest.MonkeyPatch):

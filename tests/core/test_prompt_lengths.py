@@ -129,7 +129,7 @@ def test_a_response_as_long_as_the_context_is_a_mistake_before_the_run(tmp_path,
         check(40)
 
 
-def test_rows_between_the_shortest_and_the_longest_prompts_may_be_the_only_ones_that_fit(tmp_path: Path):
+def test_rows_between_the_shortest_and_the_longest_prompts_may_be_the_only_ones_that_fit(tmp_path: Path, caplog):
     def row(prompt: str, length: int, response_length: int) -> DataRow:
         content = {"prompt": prompt, "length": length, "response_length": response_length}
         return DataRow(content, f"rows:{length}")
@@ -145,5 +145,6 @@ def test_rows_between_the_shortest_and_the_longest_prompts_may_be_the_only_ones_
         return [str(error) for error in mistakes.errors]
 
     assert errors(rows) == []
+    assert "dropped" not in caplog.text, "before the run, not all rows are measured"
     (error,) = errors([one for one in rows if one.row["length"] != 4] * 2)
     assert error.startswith("all 128 rows have too long a prompt or response")

@@ -171,6 +171,28 @@ def test_a_recipe_does_not_silently_override_the_rows_environment(
     assert caplog.text.count("name another environment") == 1
 
 
+def makes_held_out_rows(config: Config) -> None:
+    rows_of(Path("made.jsonl"), reward_spec={"ground_truth": "3"}, env_class="arithmetic")
+
+
+def test_the_warning_of_ignored_environments_comes_once_for_rows_that_were_there_before_the_recipe_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.chdir(tmp_path)
+    file = rows_of(tmp_path / "rows.jsonl", reward_spec={"ground_truth": "3"}, env_class="arithmetic")
+    data = [f"data.train_data=[{file}]", "data.val_data=[made.jsonl]", "environment.env_class=gsm8k"]
+    loaded = load("gsm8k", data, tiny=True)
+    assert loaded.recipe is not None
+    recipe = attrs.evolve(loaded.recipe, prepare=f"{__name__}:makes_held_out_rows")
+    run = attrs.evolve(loaded, recipe=recipe, makes=loaded.makes | {"made.jsonl"})
+    preflight(run)
+    refused(lambda: prepare(run))
+    said = [record.getMessage() for record in caplog.records if "name another environment" in record.getMessage()]
+    assert [line.rpartition("first ")[2].partition(";")[0] for line in said] == [
+        f"'arithmetic' ({place}:1)" for place in (file, "made.jsonl")
+    ]
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -93,7 +93,10 @@ def _planned_steps(loaded: configuration.Loaded) -> str:
         return f"{config.trainer.max_training_steps or 'depends on the data'} ({missing[0]} will be created first)"
     rows = len(read_rows(config.data.train_data, key="data.train_data", prompt_key=config.data.prompt_key))
     epochs = config.trainer.epochs
-    return f"{num_steps(config, rows)} ({rows} prompts, {epochs} epoch{'s' * (epochs != 1)})"
+    described = f"{num_steps(config, rows)} ({rows} prompts, {epochs} epoch{'s' * (epochs != 1)})"
+    if config.data.on_long_prompt == "drop" and config.trainer.max_training_steps is None:
+        return f"at most {described}; prompts that are too long are left out at the start"
+    return described
 
 
 def has_checkpoint(loaded: configuration.Loaded) -> bool:

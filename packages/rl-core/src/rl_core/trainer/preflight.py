@@ -185,10 +185,10 @@ def prepare(run: Config | Loaded) -> None:
         gather_room(config, mistakes)
         mistakes.raise_found()
         return
-    were_read = _are_at_hand(config, _TRAINING_DATA)
+    were_read = _at_hand(config, _TRAINING_DATA)
     make(config)
     gather_files(config, mistakes)
-    rows = _gather_rows(_loaded(run), _TRAINING_DATA, mistakes, says_ignored=not were_read)
+    rows = _gather_rows(_loaded(run), _TRAINING_DATA, mistakes, were_read=were_read)
     gather_room(config, mistakes)
     mistakes.passes(_planned_steps, config, rows["data.train_data"])
     mistakes.raise_found()
@@ -221,10 +221,10 @@ def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = N
     if make is None:
         gather_room(config, mistakes)
     else:
-        were_read = _are_at_hand(config, [reads])
+        were_read = _at_hand(config, [reads])
         make(config)
         gather_playing(config, mistakes, reads=reads)
-        _gather_rows(loaded, [reads], mistakes, says_ignored=not were_read)
+        _gather_rows(loaded, [reads], mistakes, were_read=were_read)
     mistakes.raise_found()
 
 
@@ -272,16 +272,17 @@ def _require_new(output: Path) -> None:
         raise DataError(f"--output: {output} cannot be created: {problem}. Choose another file")
 
 
-def _are_at_hand(config: Config, keys: Sequence[str]) -> bool:
-    """Whether all data files of these keys exist already, so that the checks before the recipe ran have read them."""
-    return all(is_at_hand(path) for key in keys for path in value_at(config, key) or ())
+def _at_hand(config: Config, keys: Sequence[str]) -> list[str]:
+    """Those keys whose data files all exist already, so that the checks before the recipe ran have read them."""
+    return [key for key in keys if all(map(is_at_hand, value_at(config, key)))]
 
 
 def _gather_rows(
-    loaded: Loaded, keys: Sequence[str], mistakes: Mistakes, *, says_ignored: bool = True
+    loaded: Loaded, keys: Sequence[str], mistakes: Mistakes, *, were_read: Container[str] = ()
 ) -> dict[str, list[DataRow] | None]:
     """Reads the rows of each key's files (None if a file is missing or unreadable), and notes mistakes in the rows.
-    `says_ignored`: whether to warn of rows whose own environment is ignored."""
+    Warns of rows whose own environment is ignored, except rows of the keys in `were_read`, of which an earlier call
+    warned."""
     config = loaded.config
     rows = {key: _rows(config, key, mistakes) for key in keys}
     # Other generators may play without environments, so their rows are not checked against environments.
@@ -290,16 +291,17 @@ def _gather_rows(
         if config.environment.env_class is None:
             _gather_environments(everything, mistakes)
         else:
-            mistakes.passes(_require_own_environment, loaded, everything, says_ignored=says_ignored)
+            unread = [row for key, found in rows.items() if key not in were_read for row in found or []]
+            mistakes.passes(_require_own_environment, loaded, unread)
         _gather_unfit_rows(config, everything, mistakes)
         _gather_unmet_constraints(config, everything, mistakes)
     return rows
 
 
-def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow], *, says_ignored: bool) -> None:
+def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
     """Checks rows that name another environment than `environment.env_class`. Raises ConfigError if the recipe set
-    this key and the user set neither it nor reward functions. Otherwise, with `says_ignored`, warns that the rows'
-    environments are ignored."""
+    this key and the user set neither it nor reward functions. Otherwise warns that the rows' environments are
+    ignored."""
     key, chosen = "environment.env_class", loaded.config.environment.env_class
     others = [row for row in rows if isinstance(row.row.get("env_class"), str) and row.row["env_class"] != chosen]
     if not others:
@@ -314,8 +316,7 @@ def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow], *, says_ig
             f"{message}. The recipe set the key: write {key}=null to play each row's own environment, or "
             f"{key}={chosen} to play this one for all rows"
         )
-    if says_ignored:
-        logger.warning("%s; these names are ignored. With %s=null, each row's own environment is played", message, key)
+    logger.warning("%s; these names are ignored. With %s=null, each row's own environment is played", message, key)
 
 
 def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:

@@ -20,12 +20,19 @@ _PART = 256
 
 async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
     """Does the same as `fitting_rows`, but yields to the event loop between chunks of rows, so that signals are
-    handled."""
+    handled, and warns of dropped rows."""
     kept: list[DataRow] = []
     for first in range(0, len(rows), _PART):
         await asyncio.sleep(0)
         kept += _short_enough(rows[first : first + _PART], generator, config, sampling)
-    _require_some(rows, kept, generator, config, sampling)
+    longest = _require_some(rows, kept, generator, config, sampling)
+    if len(kept) < len(rows):
+        logger.warning(
+            "dropped %d of %d rows whose prompts or responses are too long: %s",
+            len(rows) - len(kept),
+            len(rows),
+            longest,
+        )
     return kept
 
 
@@ -76,7 +83,8 @@ def _long_response(row: DataRow, generator: ResponseMeasuring, config: Config, s
 
 def _require_some(
     rows: Sequence[DataRow], kept: Sequence[DataRow], generator: Generator, config: Config, sampling: str
-) -> None:
+) -> str:
+    """Returns the limits as text. Raises DataError if there are rows, but none was kept."""
     texts = [text for _, text in _limits(config, sampling)]
     if isinstance(generator, ResponseMeasuring):
         key = f"{sampling}.max_generate_length"
@@ -86,13 +94,7 @@ def _require_some(
         raise DataError(
             f"all {len(rows)} rows have too long a prompt or response: {longest}. Shorten the prompts or responses"
         )
-    if len(kept) < len(rows):
-        logger.warning(
-            "dropped %d of %d rows whose prompts or responses are too long: %s",
-            len(rows) - len(kept),
-            len(rows),
-            longest,
-        )
+    return longest
 
 
 def _limits(config: Config, sampling: str) -> list[tuple[int, str]]:
