@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.cli import main
-from rl_core.config import Config, from_mapping, load
+from rl_core.config import Config, from_mapping, load, resolving
 from rl_core.errors import CheckpointError, ConfigError, DataError, DiskFullError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.checkpoint import RunState, begin_checkpoint, complete_checkpoint
@@ -393,6 +393,29 @@ def test_a_key_given_twice_is_one_warning_line(rl: Run):
     assert code == 0
     assert err == "warning: trainer.seed: set twice (command line): 1, then 2; the last one is used\n"
     assert "trainer.seed  " in out
+
+
+def test_a_warning_that_several_keys_cause_is_shown_once(rl: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(resolving._SECTION_PACKAGES, "absent_config", "rl-absent")
+    keys = [f"trainer.{model}.absent_config.a=1" for model in ("policy", "ref", "critic")]
+    code, _, err = rl("config", "small", *keys)
+    assert code == 0
+    assert err == "warning: absent_config: kept unchecked; its backend comes with rl-absent, which is not installed\n"
+
+
+def test_a_character_that_the_terminal_cannot_show_does_not_end_a_command(
+    rl: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    finish_with(monkeypatch, summary(interrupted=False))
+    shown = tmp_path / "shown"
+    for arguments in (["train", "small"], ["config", "small", "--yaml", "trainer.tags=[日本]"]):
+        with shown.open("w", encoding="latin-1") as out, monkeypatch.context() as streams:
+            streams.setattr(sys, "stdout", out)
+            assert rl(*arguments)[0] == 0
+        if arguments[0] == "train":
+            assert r"held-out accuracy 0.250 \u2192 0.900" in shown.read_text("latin-1")
+    shown.rename("run.yaml")
+    assert load("run.yaml").config.trainer.tags == ("日本",)
 
 
 def test_a_dry_run_checks_and_counts_steps_but_starts_and_creates_nothing(

@@ -5,6 +5,7 @@ tiny form trains.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from click.testing import CliRunner, Result
 from rl_core.cli.app import rl
 from rl_core.config import load
 from rl_core.errors import ConfigError
+from rl_core.rank_kit.shipped_configs import shipped_config
 from rl_core.reports.jsonl import read_rows
 from rl_core.trainer.run import run_training
 from rl_examples.gsm8k_data import write_tiny_data
@@ -119,6 +121,15 @@ def test_the_plan_says_which_sequence_lengths_fit(tmp_path: Path, monkeypatch: p
     assert (swept[1536], swept[131072]) == ("yes", "no")
     shorter = run("plan", "qwen2_5_7b", "--context", "1000")
     assert "a sequence may have 1536" in str(shorter.exception)
+
+
+def test_a_models_name_is_shown_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = shipped_config("Qwen/Qwen2.5-1.5B")
+    assert shipped is not None
+    shutil.copytree(shipped, "model[v2]")
+    result = run("plan", "qwen2_5_1_5b", "trainer.policy.model.path=model[v2]")
+    assert "policy: model[v2] (fsdp, bfloat16)" in result.output, result.exception
 
 
 def trained(name: str, *overrides: str) -> list[dict[str, float]]:

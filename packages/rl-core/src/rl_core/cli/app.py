@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 failure, 2 a mistake in the command, configuration, plu
 from __future__ import annotations
 
 import atexit
+import io
 import logging
 import os
 import sys
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.path.append(str(Path.cwd()))
     # transformers reads this variable when it is imported. Its progress bars would mix with the output of a run.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    _escape_unwritable_characters()
     settings: dict[str, Any] = {"traceback": bool(os.environ.get("RL_DEBUG"))}
     with warnings.catch_warnings():
         _show_config_warnings_plainly()
@@ -52,6 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if (status == 130 and _has_busy_rank()) or _has_lost_ray():
         _end_without_finalising(status)
     sys.exit(status)
+
+
+def _escape_unwritable_characters() -> None:
+    """Makes the standard streams write an escape such as `\\u2192` for a character that their encoding lacks. By
+    default, standard output raises an error, which would end a command whose work is done."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _has_busy_rank() -> bool:
@@ -274,13 +284,15 @@ def _log_to_stderr() -> None:
 
 
 def _show_config_warnings_plainly() -> None:
-    """Makes Python show every `ConfigWarning` as one line, because users should read it. Other warnings do not
-    change."""
-    show_others = warnings.showwarning
+    """Makes Python show every `ConfigWarning` as one line, because users should read it, and each only once. Other
+    warnings do not change."""
+    show_others, shown = warnings.showwarning, set[str]()
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if category.__name__ == "ConfigWarning":  # by name, so that `rl --help` need not import rl_core.config
-            say(f"warning: {message}")
+            if str(message) not in shown:
+                say(f"warning: {message}")
+            shown.add(str(message))
         else:
             show_others(message, category, *place, **more)
 

@@ -21,7 +21,8 @@ def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
     invalid."""
     check_function_params(loaded.config)
     if as_yaml:
-        click.echo(configuration.dump_yaml(loaded.config), nl=False)
+        # As bytes, because `rl train` reads UTF-8, whatever the encoding of the terminal.
+        click.echo(configuration.dump_yaml(loaded.config).encode(), nl=False)
         return
     rows = [
         (origin.key, json.dumps(origin.value, ensure_ascii=False), origin.source)

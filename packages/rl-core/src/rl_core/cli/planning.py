@@ -51,7 +51,7 @@ def show_plan(
     config = loaded.config
     configuration.check_values(config)
     contexts = _contexts(longest_sequence(config), context)
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     models, engine = arranged_models(config), planned_engine(config)
     limits = _Limits(device=_num_bytes(gpu_memory_gib), host=_num_bytes(host_memory_gib))
     plans = [_Plan.of(config, models, engine, length, limits) for length in contexts]

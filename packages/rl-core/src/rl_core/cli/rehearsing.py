@@ -30,7 +30,7 @@ def show_rehearsal(loaded: configuration.Loaded) -> None:
 
     config = loaded.config
     configuration.check_values(config)
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     for role, model in arranged_models(config).items():
         rehearsed = rehearsed_model(config, role, model)
         planned = planned_model(config, role, model, longest_sequence(config))
