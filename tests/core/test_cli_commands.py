@@ -388,6 +388,13 @@ def test_an_interrupted_run_exits_with_130_and_prints_the_command_that_resumes_i
     assert rl("train", "small", "trainer.run_dir=my run")[::2] == (1, f"error: disk full\n{going_on}")
 
 
+def test_a_run_directory_with_an_equals_sign_in_its_name_can_be_resumed(rl: Run):
+    config = Path("runs/lr=1e-6/config.yaml")
+    config.parent.mkdir(parents=True)
+    config.write_text(rl("config", "small", "--yaml", "trainer.seed=9")[1])
+    assert "trainer.seed" in rl("config", str(config))[1]
+
+
 def test_a_key_given_twice_is_one_warning_line(rl: Run):
     code, out, err = rl("config", "small", "trainer.seed=1", "trainer.seed=2")
     assert code == 0

@@ -13,6 +13,7 @@ from rl_core import config as configuration
 from rl_core.cli.episodes import show_episodes
 from rl_core.cli.messages import say
 from rl_core.errors import ConfigError
+from rl_core.stored_files import is_found
 
 if TYPE_CHECKING:
     from rl_core.trainer.run_directory import RunSummary
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def load(source: str, overrides: Sequence[str], tiny: bool) -> configuration.Loaded:
     """Loads the configuration that the arguments of the command line describe."""
-    if "=" in source:
+    if "=" in source and not is_found(source):  # a run's directory may be called lr=1e-6
         raise ConfigError(f"got {source!r} where a recipe is expected; write rl COMMAND RECIPE {source}")
     return configuration.load(source, overrides, tiny=tiny)
 
