@@ -54,7 +54,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = self.path.partition("?")[0]
-        if path == "/api/repos/create":
+        if path == "/api/repos/create" and json.loads(body).get("organization") == "theirs":
+            self.answer({"error": 'You don\'t have the rights to create a model under the namespace "theirs"'}, 403)
+        elif path == "/api/repos/create":
             self.answer({"url": f"http://{self.headers['Host']}/me/mine", "name": "me/mine"})
         elif "/preupload/" in path:
             files = [file["path"] for file in json.loads(body)["files"]]
@@ -220,3 +222,13 @@ def test_the_error_of_a_failed_push_says_why(hub: ThreadingHTTPServer, tmp_path:
     away = push(tmp_path / "run", "me/mine", tmp_path, "http://127.0.0.1:9", HF_TOKEN="x")
     assert "http://127.0.0.1:9 cannot be reached" in away.stderr
     assert "Nothing was sent" in away.stderr
+
+
+def test_a_push_to_a_repository_of_others_says_which_name_and_token_to_use(hub: ThreadingHTTPServer, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    result = push(tmp_path, "theirs/mine", tmp_path / "home", address_of(hub), HF_TOKEN="read_only")
+    assert result.returncode == 2
+    assert "error: rl push: theirs/mine: " in result.stderr
+    assert "Use a token that may write to this repository" in result.stderr
+    assert "Request access" not in result.stderr

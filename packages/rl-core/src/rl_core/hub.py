@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def fetch_model(name: str, *, key: str) -> None:
     library = _library()
     if not require_model(name, key=key):
         return
-    with _refusals(f"{key}: {name}"):
+    with _refusals(f"{key}: {name}", _REMEDIES):
         info = library.HfApi().model_info(name, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if _is_wanted(file.rfilename)}
         missing = [
@@ -145,7 +145,11 @@ def push_model(directory: Path, name: str, *, is_private: bool) -> str:
         raise ConfigError(
             f"rl push: {name}: {reason}. Nothing was sent; run the same command again when the hub can be reached"
         )
-    with _refusals(f"rl push: {name}"):
+    may_write = (
+        "Use a token that may write to this repository (hf auth login, or HF_TOKEN), and a name under your own account "
+        "or an organisation of yours"
+    )
+    with _refusals(f"rl push: {name}", dict.fromkeys((401, 403, 404), may_write)):
         api = library.HfApi()
         api.create_repo(name, private=is_private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=str(directory), commit_message="Model trained with rl")
@@ -165,18 +169,22 @@ def _library() -> Any:
     return huggingface_hub
 
 
+_REMEDIES = {
+    401: "Is the name spelled correctly? If the repository is private or gated, log in: hf auth login",
+    403: "Request access on the repository's page, and log in: hf auth login",
+    404: "Is the name spelled correctly? If the repository is private, log in: hf auth login",
+}
+"""HTTP status of a refused download → what to do."""
+
+
 @contextmanager
-def _refusals(where: str) -> Iterator[None]:
-    """Converts errors of the hub or of the network into ConfigError."""
+def _refusals(where: str, remedies: Mapping[int, str]) -> Iterator[None]:
+    """Converts errors of the hub or of the network into ConfigError. `remedies`: HTTP status → what to do."""
     try:
         yield
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        remedy = {
-            401: "Is the name spelled correctly? If the repository is private or gated, log in: hf auth login",
-            403: "Request access on the repository's page, and log in: hf auth login",
-            404: "Is the name spelled correctly? If the repository is private, log in: hf auth login",
-        }.get(status or 0, "Run the same command again; files that were transferred are kept")
+        remedy = remedies.get(status or 0, "Run the same command again; files that were transferred are kept")
         first = next(iter(str(error).strip().splitlines()), "")
         raise ConfigError(f"{where}: {endpoint()}: {type(error).__name__}: {first}. {remedy}") from error
 
