@@ -140,8 +140,15 @@ def test_a_reference_with_another_vocabulary_is_refused(vocabulary: object, mess
             {"trainer.ref.inference_options": {"external_server_urls": ["http://127.0.0.1:8000"]}},
             r"trainer\.ref\.inference_options: got external_server_urls without an engine",
         ),
+        (
+            {
+                "trainer.ref.inference_options": {"external_server_urls": ["http://a:1", "http://b:1"]},
+                "trainer.ref.inference_backend": "vllm",
+            },
+            r"^trainer\.ref\.inference_options: the reference is served by one engine, .* got 1, but .* or list 1$",
+        ),
     ],
-    ids=["engine", "option", "temperature", "options without an engine"],
+    ids=["engine", "option", "temperature", "options without an engine", "two servers"],
 )
 def test_a_reference_engine_unfit_for_the_run_is_refused_before_the_start(
     values: dict[str, object], message: str, tmp_path: Path

@@ -197,6 +197,8 @@ def test_a_plan_knows_that_gemma_ties_its_embeddings_by_default(tmp_path: Path):
         ({"expert_parallel_size": 3}, "expert_parallel_size: got 3.*set it to 1$"),
         ({"external_server_urls": ["10.0.0.7:8000"]}, "is not a URL"),
         ({"external_server_urls": ["http://a:1", "http://b:1"]}, "num_engines: got 1.*set it to 2"),
+        ({"external_server_urls": ["http://a:1", "http://a:1/"]}, "external_server_urls: got http://a:1 twice"),
+        ({"external_server_urls": []}, "external_server_urls: got no URL; list the servers, or set it to null"),
     ],
 )
 def test_options_that_vllm_lacks_are_refused_before_anything_starts(

@@ -141,7 +141,13 @@ def _validate_reference_engine(config: Config) -> None:
             "compute the reference's log-probs"
         )
     engine, spec = found
-    engine.validate(spec)
+    try:
+        engine.validate(spec)
+    except ConfigError as error:  # names keys of the engine that samples
+        raise ConfigError(
+            f"trainer.ref.inference_options: the reference is served by one engine, which takes its keys from here "
+            f"instead of generator.inference_engine: {error}"
+        ) from error
 
 
 def _gather_unloadable(config: Config, keys: Iterable[str], mistakes: Mistakes) -> None:

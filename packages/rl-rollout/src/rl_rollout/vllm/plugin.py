@@ -96,9 +96,18 @@ def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:
     key = f"{_SECTION}.external_server_urls"
     if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
         raise ConfigError(f"{key}: {wrong[0]!r} is not a URL; write e.g. http://10.0.0.7:8000")
+    if not urls:
+        raise ConfigError(f"{key}: got no URL; list the servers, or set it to null so that the run starts its own")
+    servers = [url.rstrip("/") for url in urls]
+    if repeated := [url for url in servers if servers.count(url) > 1]:
+        raise ConfigError(
+            f"{key}: got {repeated[0]} twice; list each server once, because it would get every weight sync and every "
+            "request as two servers"
+        )
     if len(urls) != num_engines:
         raise ConfigError(
-            f"{_SECTION}.num_engines: got {num_engines}, but {key} has {len(urls)}; set it to {len(urls)}"
+            f"{_SECTION}.num_engines: got {num_engines}, but {key} has {len(urls)}; set it to {len(urls)}, or list "
+            f"{num_engines}"
         )
 
 
