@@ -91,6 +91,9 @@ def test_an_override_is_read_with_the_type_of_its_key(override: str, key: str, v
         ("environment.options={a: 1} # b", r"'# b' would be a comment"),
         ("trainer.run_name=a\x01", r"not valid YAML .*special characters are not allowed"),
         (f"trainer.seed={'9' * 5000}", r"not valid YAML .*limit"),
+        ("trainer.run_name=!!float abc", r"not valid YAML .*not a value of the type float"),
+        ("trainer.run_name=!!bool abc", r"not valid YAML .*not a value of the type bool"),
+        ("trainer.run_name=!!timestamp abc", r"not valid YAML .*not a value of the type timestamp"),
         (f"trainer.generation_timeout_s={'9' * 400}", r"trainer\.generation_timeout_s: got 999.* expected float"),
         ("+trainer.epochs=2", r"without a prefix"),
         ("trainer.epochs", r"an override is key\.path=value"),
@@ -131,6 +134,7 @@ def test_an_error_in_a_file_names_the_line(tmp_path: Path):
     [
         ("a: [1", "not valid YAML"),
         ("a: \x01", "not valid YAML"),
+        ("a: &a\n  b: *a", "not valid YAML"),
         ("- a\n", "holds `key: value` lines"),
         ("[a]: 1\n", "a key must be text"),
         ("\xff", "cannot be read"),

@@ -37,6 +37,8 @@ def test_rows_of_all_formats_are_read_with_their_place(tmp_path: Path):
         ('{"prompt": "a"}\n{"prompt": 3}\n', r"d\.jsonl:2: 'prompt' must be text or a list of messages"),
         ('{"prompt": "a"}\n{"prompt": [{"role": "user"}]}\n', r"d\.jsonl:2: 'prompt' must be"),
         ('{"prompt": "a"}\n{"prompt": \n', r"d\.jsonl:2: not valid JSON: Expecting value \(column 11\)$"),
+        ('{"prompt": "a"}\n{"prompt": ' + "9" * 5000 + "}", r"d\.jsonl:2: JSON that cannot be read: .*limit"),
+        ('{"prompt": "a"}\n' + "[" * 100_000, r"d\.jsonl:2: JSON that cannot be read: .*recursion"),
         ('{"prompt": "a"}\n\n  \n{"prompt": 3}\n', r"d\.jsonl:4: 'prompt' must be text"),
         ("\n\n", r"data\.train_data: .*d\.jsonl has no rows"),
         ("", r"data\.train_data: .*d\.jsonl has no rows"),

@@ -192,6 +192,23 @@ async def test_a_store_that_never_answers_stops_neither_a_run_nor_its_end(
     assert time.monotonic() - begun < 200
 
 
+class ForbiddenStore(AbstractFileSystem):
+    """A store whose content this user may not see."""
+
+    protocol = "forbidden"
+
+    def exists(self, path: str, **_: object) -> bool:
+        raise PermissionError("Forbidden")
+
+
+@pytest.mark.parametrize("mode", ["latest", "none"])
+async def test_a_store_that_may_not_be_read_is_an_error_of_the_key_before_a_run(tmp_path: Path, mode: str):
+    fsspec.register_implementation("forbidden", ForbiddenStore, clobber=True)
+    settings = {"run_dir": str(tmp_path), "ckpt_path": "forbidden://bucket", "resume_mode": mode}
+    with pytest.raises(ConfigError, match=r"^trainer\.ckpt_path: forbidden://bucket cannot be read: Forbidden"):
+        await fetch_checkpoint(from_mapping({"trainer": settings}))
+
+
 def test_only_checkpoints_may_be_at_a_remote_address(tmp_path: Path):
     config = from_mapping({"trainer.run_dir": str(tmp_path), "trainer.export_path": "s3://bucket/model"})
     assert copies_of(config) is None

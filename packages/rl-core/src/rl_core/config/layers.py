@@ -55,7 +55,7 @@ def file_layer(path: Path, mistakes: Mistakes) -> Layer:
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}: expected a file that holds `key: value` lines")
         return list(_leaves_of_node(loader, node, "", str(path), mistakes))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:  # RecursionError: a mapping that contains itself
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
 
 
@@ -92,7 +92,7 @@ def _override(override: str, mistakes: Mistakes) -> Layer:
             return [(path, attrs.evolve(given, source="command line")) for path, given in leaves]
         # Without a node, the text is empty or, as in stop=####, would be a comment as a whole.
         value = (text.strip() or None) if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{key}={text}: not valid YAML ({reason}); put text in quotes: '{key}=\"…\"'") from error
     is_plain = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None)

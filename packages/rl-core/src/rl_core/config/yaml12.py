@@ -4,6 +4,7 @@ ten; `yes`, `12:30`, `0x10` and dates are text."""
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import yaml
 
@@ -19,6 +20,15 @@ _SCALARS = (
 
 class Yaml12Loader(yaml.SafeLoader):
     """Loader with the scalars of YAML 1.2."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Raises ConstructorError for every value that does not fit its tag. PyYAML raises other errors for an integer
+        of thousands of digits, and for explicit tags as in `!!float abc`."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            problem = f"not a value of the type {node.tag.rpartition(':')[2]} ({error})"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
 
 
 class Yaml12Dumper(yaml.SafeDumper):
@@ -36,10 +46,7 @@ for _class in (Yaml12Loader, Yaml12Dumper):
 
 
 def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    try:
-        return int(loader.construct_scalar(node))
-    except ValueError as error:  # thousands of digits
-        raise yaml.constructor.ConstructorError(problem=str(error), problem_mark=node.start_mark) from error
+    return int(loader.construct_scalar(node))
 
 
 # YAML 1.1 reads 010 as eight.

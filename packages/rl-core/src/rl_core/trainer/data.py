@@ -153,6 +153,8 @@ def _parse_json(text: str, place: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if "\n" not in text else f"line {error.lineno}, column {error.colno}"
         raise DataError(f"{place}: not valid JSON: {error.msg} ({where})") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or nesting as deep
+        raise DataError(f"{place}: JSON that cannot be read: {error}") from error
 
 
 def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
