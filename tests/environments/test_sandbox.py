@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError, DeadlineError
 from rl_environments.sandbox import Limits, Sandbox, SandboxError, Test, escapes, probe_sandbox, probing, shared_sandbox
 from rl_environments.sandbox import sandbox as sandbox_module
 from rl_environments.sandbox.bubblewrap import bubblewrap_command
+from rl_environments.sandbox.inside import processes
 from rl_environments.sandbox.slots import locked_slot
 from tests.environments.boxes import LIMITS, MECHANISMS, SLOTS, answer_of, outcome_of, processes_named, sandbox_by
 
@@ -260,6 +261,13 @@ async def test_a_supervisor_that_hangs_is_killed_and_its_error_is_kept(tmp_path,
         await outcome_of(hanging, "")
     assert processes_named("604801") == []
     assert "another one did not end them within 0.2 s" in caplog.text
+
+
+def test_a_process_that_ends_while_memory_is_counted_uses_none():
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert processes._share(ended.pid, 100 << 20) == 0
+    assert 0 < processes._share(os.getpid(), 1 << 50) < 1 << 50
 
 
 def test_limits_out_of_bounds_are_named():

@@ -164,7 +164,8 @@ for child in children:
 print("done")
 """
     limits = attrs.evolve(LIMITS, memory_bytes=400 * MEBIBYTE)
-    assert (await outcome_of(sandbox, program, limits=limits)).stdout == "done\n"
+    outcome = await outcome_of(sandbox, program, limits=limits)
+    assert (outcome.end, outcome.stdout) == ("exited", "done\n")
 
 
 async def test_an_endless_loop_that_ignores_signals_ends_at_the_cpu_limit(sandbox):

@@ -47,11 +47,11 @@ def _resident(pid: int) -> int:
 
 def _share(pid: int, resident: int) -> int:
     """Returns the bytes of a process's private pages plus its share of the shared ones, or `resident` if its
-    `smaps_rollup` cannot be read."""
+    `smaps_rollup` cannot be read; 0 if the process has ended meanwhile."""
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024
-    return resident
+    return min(resident, _resident(pid))
 
 
 def _read(path: str) -> bytes:
