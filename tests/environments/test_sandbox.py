@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -106,8 +107,10 @@ async def test_threads_and_exit_functions_run_to_their_end(sandbox):
     program = """
 import atexit, threading, time
 atexit.register(print, "at exit")
-threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+printed = threading.Event()
+threading.Thread(target=lambda: (printed.wait(), time.sleep(0.1), print("thread"))).start()
 print("main")
+printed.set()
 """
     assert (await outcome_of(sandbox, program)).stdout == "main\nthread\nat exit\n"
 
@@ -176,7 +179,7 @@ def test_landlock_without_root_is_refused():
         "import asyncio, os; from rl_environments.sandbox import probe_sandbox; os.setuid(65534); "
         "asyncio.run(probe_sandbox('landlock'))"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert "it needs root" in run.stderr
 
 
@@ -208,7 +211,7 @@ async def main():
 asyncio.run(main())
 """
     dropped = ["setpriv", "--bounding-set", "-sys_admin,-sys_ptrace", "--inh-caps", "-sys_admin,-sys_ptrace"]
-    run = subprocess.run([*dropped, sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([*dropped, sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert run.stdout == "no disk\n ([], False)\n", run.stderr
 
 
@@ -226,7 +229,7 @@ os.setresgid(65533, 65533, 65533)
 os.setresuid(65533, 65533, 65533)
 print(asyncio.run(escapes(sandbox)))
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     if "PermissionError" in run.stderr and str(Path(rl_environments.__file__).parent) in run.stderr:
         pytest.skip("another user may not read this project's files")
     assert run.stdout == "([], True)\n", run.stderr
@@ -253,13 +256,13 @@ async def test_the_error_of_a_supervisor_that_cannot_start_gives_its_exit_code()
 async def test_a_supervisor_that_hangs_is_killed_and_its_error_is_kept(tmp_path, monkeypatch, caplog):
     for name in ("_START_S", "_END_S"):
         monkeypatch.setattr(sandbox_module, name, 0.2)
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 604801\n")
+    python, marker = tmp_path / "python", f"604801.{secrets.randbelow(10**15) + 10**15}"
+    python.write_text(f"#!/bin/sh\nexec sleep {marker}\n")
     python.chmod(0o755)
     hanging = Sandbox(mechanism="landlock", python=str(python), slots=SLOTS)
     with pytest.raises(DeadlineError, match=r"waited 0.2 s for the supervisor of the landlock sandbox to answer"):
         await outcome_of(hanging, "")
-    assert processes_named("604801") == []
+    assert processes_named(marker) == []
     assert "another one did not end them within 0.2 s" in caplog.text
 
 
@@ -278,20 +281,23 @@ def test_limits_out_of_bounds_are_named():
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give slots their own users")
 async def test_a_slots_processes_cannot_stop_the_process_that_ends_them():
-    async with locked_slot(SLOTS, wait_s=60.0) as slot:
+    async with locked_slot(SLOTS, wait_s=250.0) as slot:
         script = """
 import os, signal, sys, time
 from rl_environments.sandbox.inside.confinement import act_as_user, change_user
 uid, ending_uid = map(int, sys.argv[1:])
+read, write = os.pipe()
 ender = os.fork()
 if ender == 0:
     act_as_user(uid, ending_uid)
+    os.write(write, b"!")
     while True:
         time.sleep(0.1)
+os.close(write)
+assert os.read(read, 1) == b"!"
 program = os.fork()
 if program == 0:
     change_user(uid)
-    time.sleep(0.5)
     try:
         os.kill(ender, signal.SIGSTOP)
         os._exit(1)
@@ -301,7 +307,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]))
 os.kill(ender, signal.SIGKILL)
 """
         users = [str(slot.uid), str(slot.ending_uid)]
-        run = subprocess.run([sys.executable, "-c", script, *users], capture_output=True, text=True, timeout=120)
+        run = subprocess.run([sys.executable, "-c", script, *users], capture_output=True, text=True, timeout=240)
         assert run.stdout == "0\n", run.stderr
 
 
@@ -310,7 +316,7 @@ os.kill(ender, signal.SIGKILL)
 
 async def test_a_slot_has_one_holder_at_a_time():
     # Other processes on this machine may hold some slots too.
-    async with locked_slot(SLOTS, wait_s=60.0) as first, locked_slot(SLOTS, wait_s=60.0) as second:
+    async with locked_slot(SLOTS, wait_s=250.0) as first, locked_slot(SLOTS, wait_s=250.0) as second:
         assert first.work != second.work
         assert os.getuid() != 0 or first.uid != second.uid
 
