@@ -162,7 +162,7 @@ def test_a_search_shows_the_documents_that_share_a_word(corpus: Path):
 
 def test_an_indexed_corpus_finds_the_same_documents(corpus: Path, tmp_path: Path):
     command = [sys.executable, "-m", "rl_environments.corpora", str(corpus), str(tmp_path / "index")]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    subprocess.run(command, check=True, timeout=240, capture_output=True)
     for query in ("Goethe", "whales", "nothing at all"):
         assert load_corpus(str(tmp_path / "index")).search(query, 3) == load_corpus(str(corpus)).search(query, 3)
 
@@ -207,7 +207,7 @@ def test_an_invalid_option_is_refused_by_name(name: str, options: dict[str, Any]
 
 def test_a_missing_file_to_index_is_not_blamed_on_an_option(tmp_path: Path):
     command = [sys.executable, "-m", "rl_environments.corpora", "/nowhere.jsonl", str(tmp_path / "index")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 1
     assert ran.stderr == "error: /nowhere.jsonl does not exist; expected a .jsonl file\n"
 

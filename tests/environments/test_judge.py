@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ class Judge:
         self.keys: list[str | None] = []
         self.replies: list[Callable[[], tuple[int, str]]] = []
         self.released = threading.Event()
+        self.has_given_up = threading.Event()
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,7 +53,8 @@ class Judge:
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
     def hang(self) -> tuple[int, str]:
-        self.released.wait(timeout=60)
+        self.released.wait(timeout=250)
+        self.has_given_up.set()
         return 500, ""
 
 
@@ -172,19 +175,18 @@ def test_a_reply_aborted_by_a_weight_sync_is_not_a_grade(judge: Judge):
 
 def test_the_error_of_a_judge_that_never_answers_names_its_address(judge: Judge):
     judge.replies = [judge.hang]
-    started = time.monotonic()
     with pytest.raises(DeadlineError, match=f"the judge at {judge.url} did not answer within 0.5 s .*timeout_s"):
         step(judge, timeout_s=0.5, tries=1)
-    assert time.monotonic() - started < 30
+    assert not judge.has_given_up.is_set(), "the environment must not wait for the judge"
 
 
 @pytest.mark.parametrize("head", ["", "HTTP/1.1 200 OK\r\n\r\n"], ids=["its head", "its body"])
 def test_a_reply_that_trickles_in_does_not_extend_the_deadline(head: str):
-    with trickling(head.encode()) as url:
-        started = time.monotonic()
+    sent: list[bytes] = []
+    with trickling(head.encode(), sent) as url:
         with pytest.raises(DeadlineError, match=f"the judge at {url} did not answer within 0.3 s"):
             step_at(url, timeout_s=0.3, tries=1)
-        assert time.monotonic() - started < 30
+        assert len(sent) < 600, "the environment read for 30 s or more"
 
 
 def test_no_thread_is_left_that_reads_a_reply_after_its_deadline():
@@ -192,7 +194,7 @@ def test_no_thread_is_left_that_reads_a_reply_after_its_deadline():
         before = threading.active_count()
         with pytest.raises(DeadlineError):
             step_at(url, timeout_s=0.3, tries=1)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while threading.active_count() > before:
             assert time.monotonic() < deadline, threading.enumerate()
             time.sleep(0.05)
@@ -204,12 +206,12 @@ def test_the_error_of_a_server_that_does_not_speak_http_names_its_address():
         trickling(b"220 mail server\r\n") as url,
         pytest.raises(GenerationError, match=f"the judge at {url} {message}"),
     ):
-        step_at(url, timeout_s=20, tries=1)
+        step_at(url, timeout_s=200, tries=1)
 
 
 @contextmanager
-def trickling(head: bytes) -> Iterator[str]:
-    """The address of a server that sends `head` at once, and then a byte every 0.05 s."""
+def trickling(head: bytes, sent: list[bytes] | None = None) -> Iterator[str]:
+    """The address of a server that sends `head` at once, and then a byte every 0.05 s, which it appends to `sent`."""
     ended = threading.Event()
 
     class Handler(BaseRequestHandler):
@@ -220,6 +222,8 @@ def trickling(head: bytes) -> Iterator[str]:
                     self.request.sendall(b"x")
                 except OSError:
                     return
+                if sent is not None:
+                    sent.append(b"x")
 
     with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -233,10 +237,12 @@ def trickling(head: bytes) -> Iterator[str]:
 
 
 def test_the_error_of_a_refused_connection_names_the_address():
-    closed = Judge()
-    closed.server.server_close()
-    with pytest.raises(GenerationError, match=f"the judge at {closed.url} cannot be reached"):
-        step(closed, tries=1)
+    # A socket that does not listen refuses connections, and no other process can get its port meanwhile.
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+        with pytest.raises(GenerationError, match=f"the judge at {url} cannot be reached: URLError: .*refused"):
+            step_at(url, tries=1)
 
 
 def test_the_key_comes_from_an_environment_variable(judge: Judge, monkeypatch: pytest.MonkeyPatch):

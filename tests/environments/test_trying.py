@@ -186,7 +186,7 @@ def test_ctrl_c_ends_the_game_without_a_traceback():
         assert process.poll() is None
     time.sleep(0.5)  # so that `rl try` is likely to wait for input; an earlier signal would end it in the same way
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "closed" in out
     assert "Traceback" not in err
@@ -361,6 +361,9 @@ def test_the_message_names_what_cannot_be_played(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], kind: type[Exception], message: str
 ):
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    if "block" not in str(arguments):
+        # A call that awaits must end at its own deadline, and a pause of the machine is no call that blocks.
+        monkeypatch.setattr(by_hand, "_BLOCKED_S", 200.0)
     with pytest.raises(kind) as raised:
         try_environment.main(arguments, standalone_mode=False)
     assert message in str(getattr(raised.value, "message", raised.value))
