@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 import time
 
 import torch
 
 from rl_core.interfaces import RankInfo, Worker, WorkerSpec
 from rl_fsdp.backend import FsdpBackend
+
+
+class Noticed(logging.Handler):
+    """Waits for the run's message that it has noticed the first signal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_noticed = threading.Event()
+        logging.getLogger("rl_core.trainer.interrupts").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._is_noticed.set()
+
+    def wait(self) -> None:
+        assert self._is_noticed.wait(200), "the run did not notice Ctrl-C within 200 s"
 
 
 class StuckFsdp(FsdpBackend):
@@ -24,8 +41,10 @@ class StuckFsdp(FsdpBackend):
             def forward(self, *args, **kwargs):
                 self.num_calls += 1
                 if self.num_calls == 2:
+                    noticed = Noticed()
                     os.kill(os.getpid(), signal.SIGINT)
-                    time.sleep(5)  # on a busy machine the main thread may take long to handle the first signal
+                    noticed.wait()
+                    time.sleep(1.05)  # within 1 s, a second signal counts as the bounce of a key
                     os.kill(os.getpid(), signal.SIGINT)
                     end = time.monotonic() + 600
                     while time.monotonic() < end:
