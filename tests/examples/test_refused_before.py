@@ -19,6 +19,7 @@ from typing import Any
 import attrs
 import pytest
 
+from rl_core import hub
 from rl_core.config import Config, load
 from rl_core.errors import RLError
 from rl_core.trainer.preflight import preflight, prepare, prepare_playing
@@ -279,6 +280,7 @@ def test_an_unreachable_hub_is_asked_at_most_once(
 ):
     """Without our check, transformers would retry for 45 s."""
     address, connections = broken_hub
+    monkeypatch.setattr(hub, "TIMEOUT_S", 100.0)  # the hub hangs up at once, but a busy machine may pause it
     monkeypatch.setenv("HF_HUB_OFFLINE", str(int(is_offline)))
     monkeypatch.setenv("HF_ENDPOINT", address)
     said = refused(lambda: preflight(small_run(tmp_path / "run", trainer__policy__model__path="some/mistyped-name")))

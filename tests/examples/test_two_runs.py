@@ -20,6 +20,7 @@ from rl_core.cli import main
 from rl_core.config import Config, dump_yaml
 from rl_core.errors import ConfigError
 from rl_core.reports.jsonl import read_rows
+from rl_core.trainer import run_lock
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.run import run_training
 
@@ -51,6 +52,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 def command(arguments: list[str], output: Path) -> None:
     """Runs the command line `rl` in this process, and appends everything that it prints to `output`."""
+    # A busy machine may pause another run between taking the lock and writing its identity.
+    run_lock._PATIENCE_S = 60.0
     sys.stdout = sys.stderr = output.open("a", buffering=1)
     main(arguments)
 
