@@ -155,12 +155,24 @@ def beside_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     directory = tmp_path_factory.mktemp("recipes")
     with contextlib.chdir(directory):
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+        try:
+            start_ray()
+        except Exception as error:  # Ray raises plain Exceptions
+            # Ray allows its node 30 s to start, which is not configurable and too short on a busy machine.
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            start_ray()
     yield directory
     ray.shutdown()
 
 
+def start_ray() -> None:
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
