@@ -17,7 +17,7 @@ from rl_core.interfaces import LossSpec
 from rl_fsdp import FsdpWorker
 from tests.fsdp.conftest import random_batch
 
-WAIT_S = 60.0
+WAIT_S = 200.0
 LOSS = LossSpec(name="cross_entropy")
 
 

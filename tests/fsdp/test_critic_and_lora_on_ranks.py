@@ -23,7 +23,7 @@ def case(tmp_path: Path) -> Iterator[Case]:
 
 
 def start(case: Case, spec: WorkerSpec, world_size: int) -> RankGroup:
-    group = RankGroup(fsdp, spec, world_size, directory=case.directory, timeout_s=60)
+    group = RankGroup(fsdp, spec, world_size, directory=case.directory, timeout_s=240)
     case.started.append(group)
     return group
 

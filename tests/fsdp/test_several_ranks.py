@@ -46,7 +46,7 @@ def weights_after(group: RankGroup, case: Case, steps: int = 1) -> dict[str, tor
 
 
 def test_a_state_of_fsdp1_is_read_by_fsdp2(case: Case):
-    first = RankGroup(fsdp1, case.spec, 2, directory=case.directory, timeout_s=60)
+    first = RankGroup(fsdp1, case.spec, 2, directory=case.directory, timeout_s=240)
     case.started.append(first)
     expected = weights_after(first, case)
     first.call(Worker.save_state, case.directory / "state")
@@ -80,7 +80,7 @@ def test_bfloat16_scores_are_near_those_of_one_rank(case: Case):
     spec = attrs.evolve(case.spec, bf16=True)
     scores = []
     for backend, size in ((fsdp, 1), (fsdp, 2), (fsdp1, 2)):
-        group = RankGroup(backend, spec, size, directory=case.directory, timeout_s=60)
+        group = RankGroup(backend, spec, size, directory=case.directory, timeout_s=240)
         case.started.append(group)
         group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
         assert not group.optim_step().skipped
@@ -148,7 +148,7 @@ def require_same_as_one_rank(case: Case, spec: WorkerSpec, loss: LossSpec) -> No
     that both save the same model."""
     weights = []
     for size in (1, 2):
-        group = RankGroup(fsdp, spec, size, directory=case.directory, timeout_s=60)
+        group = RankGroup(fsdp, spec, size, directory=case.directory, timeout_s=240)
         case.started.append(group)
         before = group.weights()
         for _ in range(3):

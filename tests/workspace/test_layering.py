@@ -303,7 +303,7 @@ sys.meta_path.insert(0, Block())
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
 
 
 def run_python_with_only(modules: set[str], code: str) -> subprocess.CompletedProcess[str]:

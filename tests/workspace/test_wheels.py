@@ -26,7 +26,7 @@ from rl_core.testing.models import make_checkpoint
 from tests.installing import find_links, uv
 from tests.workspace.imports import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ON_RAY = "rl_core.workers.ray_cluster rl_core.workers.ray_rank rl_core.workers.ray_ranks"
 BEHIND_EXTRAS = f"rl_core.testing rl_core.rank_kit.scoring {ON_RAY} rl_rollout.vllm"
