@@ -16,6 +16,7 @@ from rl_core.config import Config
 from rl_core.errors import WorkerError
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.run import run_training
+from tests.examples.child_output import exit_code_of
 from tests.examples.test_resume import BuildConfig, require_same_run, train_in_child, without_times
 from tests.ray.faulty_fsdp import METHODS
 
@@ -33,12 +34,11 @@ def train_and_expect(config: Config, methods: str) -> None:
         run_training(config)
 
 
-def in_child(target: Callable[..., object], *args: object) -> int | None:
+def in_child(target: Callable[..., object], *args: object) -> int:
     """The exit code of a child process that runs `target` with its own Ray; takes minutes on a busy machine."""
     process = multiprocessing.get_context("fork").Process(target=target, args=args)
     process.start()
-    process.join(400)
-    return process.exitcode
+    return exit_code_of(process, within_s=400)
 
 
 @pytest.fixture(scope="module")
