@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
@@ -101,7 +102,8 @@ class EndsItsLoop(Blocks):
 
 
 class InItsOwnProcess:
-    """Each step fails as `row["does"]` says, or returns the id of its process as the reward."""
+    """Each step fails as `row["does"]` says, or returns the id of its process as the reward. Before it
+    blocks, it creates a file in the directory `row["blocks"]`."""
 
     placement = "process"
 
@@ -116,6 +118,7 @@ class InItsOwnProcess:
     async def step(self, action: Any) -> StepResult:
         self._turns += 1
         if self._row["does"] == "blocks":
+            Path(self._row["blocks"], str(os.getpid())).touch()
             time.sleep(1000)
         if self._row["does"] == "dies":
             os._exit(7)
@@ -146,7 +149,7 @@ class LeavesADaemon(InItsOwnProcess):
         self._daemon = os.fork()
         if not self._daemon:
             os.setsid()
-            time.sleep(60.0)
+            time.sleep(600.0)
             os._exit(0)
         return self._row["prompt"]
 

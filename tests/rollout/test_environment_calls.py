@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from rl_rollout.environment_pool import HangingThreads, placement_of
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from tests.passing_time import pass_time, until
 from tests.rollout.odd_environments import (
     RAISED,
     Blocks,
@@ -40,16 +41,28 @@ from tests.rollout.odd_environments import (
 )
 
 TOKENIZER = character_tokenizer()
+TIMEOUT_S = 3600.0
+"""A deadline that is reached only by `pass_time`."""
 
 
 class AwaitsForever(Blocks):
     async def step(self, action: Any) -> StepResult:
+        self._note("step", None)
         try:
             await asyncio.sleep(1000)
         except asyncio.CancelledError:
             self._note("cancelled", None)
             raise
         raise AssertionError
+
+
+class BlocksUntilReleased(Blocks):
+    """Blocks the thread in each step until the event `row["release"]` is set."""
+
+    async def step(self, action: Any) -> StepResult:
+        self._note("step", asyncio.get_running_loop())
+        assert self._row["release"].wait(120.0)
+        return StepResult(reward=0.25, done=True)
 
 
 class InPlace(Blocks):
@@ -124,8 +137,13 @@ def environment_threads() -> list[threading.Thread]:
 
 def until_threads_end() -> None:
     for thread in environment_threads():
-        thread.join(timeout=30.0)
+        thread.join(timeout=60.0)
     assert not environment_threads()
+
+
+def num_steps(notes: list[Any]) -> int:
+    """The number of steps that environments have begun."""
+    return sum(what == "step" for what, _, _ in notes)
 
 
 async def longest_pause_during(awaitable: Any) -> float:
@@ -158,30 +176,48 @@ async def test_environments_run_in_the_loop_if_they_or_the_configuration_say_so(
 
 
 async def test_episodes_that_block_in_threads_block_neither_the_loop_nor_each_other():
-    start = time.monotonic()
-    longest = await longest_pause_during(play(Blocks, num_samples=8, blocks_s=1.0))
-    # One after the other, the eight episodes would take 8 s.
-    assert time.monotonic() - start < 4.0
-    assert longest < 0.8
+    """The event loop ends the steps only when all eight block at the same time."""
+    notes: list[Any] = []
+    release = threading.Event()
+    playing = asyncio.ensure_future(play(BlocksUntilReleased, num_samples=8, notes=notes, release=release))
+    try:
+        await until(lambda: num_steps(notes) == 8)
+    finally:
+        release.set()
+    trajectories, _ = await playing
+    assert [trajectory.reward for trajectory in trajectories] == [0.25] * 8
     assert await longest_pause_during(play(InPlace, blocks_s=1.0)) >= 1.0
 
 
-async def test_a_threaded_call_that_awaits_is_cancelled_in_its_thread_at_its_deadline():
-    (trajectory,), notes = await play(AwaitsForever, timeout_s=0.2)
+async def test_a_threaded_call_that_awaits_is_cancelled_in_its_thread_at_its_deadline(monkeypatch: pytest.MonkeyPatch):
+    notes: list[Any] = []
+    playing = asyncio.ensure_future(play(AwaitsForever, timeout_s=TIMEOUT_S, notes=notes))
+    await until(lambda: num_steps(notes) == 1)
+    pass_time(monkeypatch, TIMEOUT_S)
+    (trajectory,), _ = await playing
     assert trajectory.failure == (
-        "rows:1: DeadlineError: waited 0.2 s (environment.timeout_s) for the environment's `step`"
+        "rows:1: DeadlineError: waited 3600 s (environment.timeout_s) for the environment's `step`"
     )
-    assert [what for what, _, _ in notes][-2:] == ["cancelled", "close"]
     until_threads_end()
+    assert [what for what, _, _ in notes][-2:] == ["cancelled", "close"]
 
 
-async def test_a_thread_blocked_past_its_deadline_closes_its_environment_later(caplog: Any):
-    start = time.monotonic()
-    (trajectory,), notes = await play(Blocks, timeout_s=1.5, blocks_s=6.0)
-    assert "DeadlineError: waited 1.5 s (environment.timeout_s) for the environment's `step`" in trajectory.failure
-    assert time.monotonic() - start < 5.0
-    assert "still busy with a call that timed out or was cancelled" in caplog.text
-    assert [what for what, _, _ in notes][-1] == "step"
+async def test_a_thread_blocked_past_its_deadline_closes_its_environment_later(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+):
+    notes: list[Any] = []
+    release = threading.Event()
+    playing = asyncio.ensure_future(play(BlocksUntilReleased, timeout_s=TIMEOUT_S, notes=notes, release=release))
+    try:
+        await until(lambda: num_steps(notes) == 1)
+        pass_time(monkeypatch, TIMEOUT_S)
+        await until(playing.done)  # although the thread still blocks
+        (trajectory,), _ = playing.result()
+        assert "DeadlineError: waited 3600 s (environment.timeout_s) for the environment's `step`" in trajectory.failure
+        assert "still busy with a call that timed out or was cancelled" in caplog.text
+        assert [what for what, _, _ in notes][-1] == "step"
+    finally:
+        release.set()
     until_threads_end()
     assert [what for what, _, _ in notes][-1] == "close"
 
@@ -212,15 +248,12 @@ async def test_a_failure_in_a_library_names_the_environments_line():
 async def test_a_cancelled_group_closes_its_threaded_environments():
     notes: list[Any] = []
     task = asyncio.ensure_future(play(AwaitsForever, num_samples=3, notes=notes))
-    while sum(what == "step" or what == "tools" for what, _, _ in notes) < 3:
-        await asyncio.sleep(0.01)
+    await until(lambda: num_steps(notes) == 3)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     # The cancelled group ends without waiting for its samples.
-    async with asyncio.timeout(30.0):
-        while sum(what == "close" for what, _, _ in notes) < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(what == "close" for what, _, _ in notes) == 3)
     until_threads_end()
 
 
@@ -242,30 +275,36 @@ class Waits(InPlace):
 
 
 class BlocksAndHangs(InPlace):
-    """Its step blocks, then awaits something that never happens."""
+    """Its step blocks, then awaits something that never happens. It records the loop's time at its beginning."""
 
     async def step(self, action: Any) -> StepResult:
+        began = asyncio.get_running_loop().time()
         await super().step(action)
-        began = time.monotonic()
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            self._note(time.monotonic() - began, None)
+        self._note(began, None)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+
+@contextlib.contextmanager
+def recorded_timers() -> Iterator[list[float]]:
+    """Yields the times, on the event loop's clock, of the timers that are set on it in the context."""
+    loop = asyncio.get_running_loop()
+    set_timer, timers = loop.call_at, []
+
+    def recorded(when: float, *args: Any, **kwargs: Any) -> Any:
+        timers.append(when)
+        return set_timer(when, *args, **kwargs)
+
+    loop.call_at = recorded
+    yield timers
+    del loop.call_at
 
 
 async def timers_of(environment: Any) -> tuple[Any, int]:
     """Plays an episode; returns its trajectory and the number of timers that it set on the event loop."""
-    loop = asyncio.get_running_loop()
-    set_timer, count = loop.call_at, itertools.count()
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        next(count)
-        return set_timer(*args, **kwargs)
-
-    loop.call_at = counted
-    (trajectory,), _ = await play(environment)
-    del loop.call_at
-    return trajectory, next(count)
+    with recorded_timers() as timers:
+        (trajectory,), _ = await play(environment)
+    return trajectory, len(timers)
 
 
 async def test_only_calls_that_wait_have_a_deadline():
@@ -277,10 +316,17 @@ async def test_only_calls_that_wait_have_a_deadline():
     )
 
 
-async def test_a_deadline_counts_from_the_beginning_of_the_call():
-    (trajectory,), notes = await play(BlocksAndHangs, timeout_s=1.0, blocks_s=0.8)
+async def test_a_deadline_counts_from_the_beginning_of_the_call(monkeypatch: pytest.MonkeyPatch):
+    notes: list[Any] = []
+    with recorded_timers() as timers:
+        playing = asyncio.ensure_future(play(BlocksAndHangs, timeout_s=TIMEOUT_S, blocks_s=0.2, notes=notes))
+        await until(lambda: isinstance(notes[-1][0], float) if notes else False)
+    began = notes[-1][0]
+    (deadline,) = [when for when in timers if when > began + TIMEOUT_S / 2]
+    assert deadline <= began + TIMEOUT_S, "the 0.2 s in which the step blocked must count"
+    pass_time(monkeypatch, TIMEOUT_S)
+    (trajectory,), _ = await playing
     assert trajectory.failure_kind == "DeadlineError"
-    assert next(what for what, _, _ in notes if isinstance(what, float)) < 0.7
 
 
 # --- whatever an environment raises ---------------------------------------------------------------------------------
@@ -345,7 +391,7 @@ async def test_an_environment_whose_loop_has_ended_counts_as_closed(
     await environment.reset()
     with pytest.raises(asyncio.CancelledError):
         await environment.step(Action(text="", tokens=(), stop_reason="stop"))
-    environment._thread.join(10)
+    environment._thread.join(60)
     with monkeypatch.context() as context:
         context.setattr(environment._loop, "is_closed", lambda: False)  # as if the loop ended right after this check
         await environment.close()
@@ -376,28 +422,34 @@ async def test_environment_processes_are_reused_and_end_with_the_generator(monke
 @pytest.mark.parametrize(
     ("does", "kind", "failure"),
     [
-        ("blocks", "DeadlineError", "waited 3 s (environment.timeout_s) for the environment's `step`"),
+        ("blocks", "DeadlineError", "waited 3600 s (environment.timeout_s) for the environment's `step`"),
         ("dies", "EnvironmentEnded", "the environment's process ended with code 7"),
         ("does not pickle", "AttributeError", "its answer cannot be pickled: "),
     ],
 )
-async def test_a_process_that_hangs_or_dies_fails_its_sample_and_is_ended(does: str, kind: str, failure: str):
+async def test_a_process_that_hangs_or_dies_fails_its_sample_and_is_ended(
+    does: str, kind: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     before = processes()
-    (trajectory,), _ = await play(InItsOwnProcess, timeout_s=3.0, does=does)
+    playing = asyncio.ensure_future(play(InItsOwnProcess, timeout_s=TIMEOUT_S, does=does, blocks=str(tmp_path)))
+    if does == "blocks":
+        await until_blocked(tmp_path, 1)
+        pass_time(monkeypatch, TIMEOUT_S)
+    (trajectory,), _ = await playing
     assert trajectory.failure_kind == kind
     assert trajectory.failure.startswith(f"rows:1: {kind}: {failure}")
-    assert processes() == before
+    await until(lambda: processes() == before)
 
 
 async def test_a_daemon_that_an_environment_leaves_behind_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment_processes, "_END_S", 0.2)
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(120.0):  # the daemon runs for much longer
         (trajectory,), _ = await play(LeavesADaemon, does="nothing")
     os.kill(int(trajectory.metrics["daemon"]), signal.SIGKILL)
 
 
 async def test_a_row_that_a_process_cannot_unpickle_fails_its_sample_at_once():
-    (trajectory,), _ = await play(InItsOwnProcess, does="nothing", value=KnownOnlyHere(), timeout_s=20.0)
+    (trajectory,), _ = await play(InItsOwnProcess, does="nothing", value=KnownOnlyHere())
     assert trajectory.failure_kind == "ModuleNotFoundError"
     assert "No module named 'of_the_recipe'" in trajectory.failure
 
@@ -412,18 +464,20 @@ def processes() -> set[str]:
     return found
 
 
-async def test_a_group_that_is_cancelled_ends_its_processes():
+async def until_blocked(directory: Path, num_processes: int) -> None:
+    """Waits until this many processes block in a step. Each is a new interpreter."""
+    await until(lambda: len(list(directory.iterdir())) == num_processes, limit_s=240.0)
+
+
+async def test_a_group_that_is_cancelled_ends_its_processes(tmp_path: Path):
     before = processes()
-    task = asyncio.ensure_future(play(InItsOwnProcess, num_samples=2, does="blocks"))
-    while len(processes() - before) < 2:
-        await asyncio.sleep(0.05)
-    await asyncio.sleep(1.0)
+    task = asyncio.ensure_future(play(InItsOwnProcess, num_samples=2, does="blocks", blocks=str(tmp_path)))
+    await until_blocked(tmp_path, 2)
+    assert len(processes() - before) == 2
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(30.0):
-        while processes() != before:
-            await asyncio.sleep(0.05)
+    await until(lambda: processes() == before)
 
 
 # --- threads that hang ------------------------------------------------------------------------------------------------
@@ -431,13 +485,20 @@ async def test_a_group_that_is_cancelled_ends_its_processes():
 
 async def test_threads_that_hang_are_counted_and_too_many_of_them_end_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment_pool, "MOST_LEFT_THREADS", 2)
-    generator = generator_of(Blocks, timeout_s=0.5)
-    hung = await generator.generate(request_of(num_samples=2, blocks_s=12.0))
-    assert [trajectory.failure_kind for trajectory in hung] == ["DeadlineError"] * 2
-    with pytest.raises(HangingThreads, match=r"rows:1: 2 threads of environments hang.*environment\.placement=process"):
-        await generator.generate(request_of(num_samples=2))
+    generator = generator_of(BlocksUntilReleased, timeout_s=TIMEOUT_S)
+    row: dict[str, Any] = {"notes": [], "release": threading.Event()}
+    hanging = asyncio.ensure_future(generator.generate(request_of(num_samples=2, **row)))
+    message = r"rows:1: 2 threads of environments hang.*environment\.placement=process"
+    try:
+        await until(lambda: num_steps(row["notes"]) == 2)
+        pass_time(monkeypatch, TIMEOUT_S)
+        assert [trajectory.failure_kind for trajectory in await hanging] == ["DeadlineError"] * 2
+        with pytest.raises(HangingThreads, match=message):
+            await generator.generate(request_of(num_samples=2, **row))
+    finally:
+        row["release"].set()
     until_threads_end()
-    again = await generator.generate(request_of(num_samples=2))
+    again = await generator.generate(request_of(num_samples=2, **row))
     assert [trajectory.failure for trajectory in again] == [None, None], "threads that returned must no longer count"
     until_threads_end()
 

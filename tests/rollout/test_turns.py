@@ -228,6 +228,8 @@ async def test_one_turn_is_the_default_and_the_error_names_max_turns():
 
 async def test_an_environment_that_does_not_answer_fails_its_sample_in_time():
     class Hangs(Counts):
+        placement = "in_process"  # here only a call that waits has a deadline, so `reset` cannot miss it
+
         async def step(self, action: Any) -> StepResult:
             await asyncio.sleep(1000)
             raise AssertionError
