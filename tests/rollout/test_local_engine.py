@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from typing import ClassVar
 
 import attrs
@@ -23,6 +22,7 @@ from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import StagedWeights, load_model, load_weights, require_complete
 from rl_rollout.local.rows import Rows, Sample
 from rl_rollout.local.scheduler import Scheduler
+from tests.passing_time import pass_time, until
 
 SAMPLED = SamplingParams(max_tokens=12)
 
@@ -212,7 +212,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_loaded(model):
 # --- the engine and its thread --------------------------------------------------------------------------------------
 
 
-async def start(model, *, timeout_s=30.0, max_num_seqs=16):
+async def start(model, *, timeout_s=250.0, max_num_seqs=16):
     return await LocalEngine.start(lambda: (model, None), max_num_seqs=max_num_seqs, timeout_s=timeout_s, num_threads=1)
 
 
@@ -255,10 +255,12 @@ async def test_nan_weights_fail_the_request(model):
 
 
 async def test_the_error_of_a_late_request_says_what_it_waited_for(model):
-    engine = await start(model, timeout_s=0.3)
+    engine = await start(model)
     await engine.pause()
+    deadline_s, engine._timeout_s = engine._timeout_s, 0.3
     with pytest.raises(DeadlineError, match=r"waited 0\.3 s for request 'frozen' of the local engine"):
         await engine.generate(request_of("frozen"))
+    engine._timeout_s = deadline_s
     await engine.resume()
     assert (await engine.health()).num_waiting == 0
     await engine.generate(request_of("frozen", SamplingParams(max_tokens=2)))
@@ -277,47 +279,65 @@ class HeldUp:
 
     def receive(self, version):
         self.begun.append(version)
-        assert version or self.go_on.wait(30)
+        assert version or self.go_on.wait(120)
         return iter(())
 
 
-async def test_a_sync_waits_for_an_earlier_one_that_missed_its_deadline(model):
+async def test_a_sync_waits_for_an_earlier_one_that_missed_its_deadline(model, monkeypatch):
     engine = await start(model)
     rendezvous = Rendezvous(transport="held_up", receiver=f"{__name__}:HeldUp", data={})
-    deadline_s, engine._timeout_s = engine._timeout_s, 0.3
     for version in range(2):
-        with pytest.raises(DeadlineError, match=rf"waited 0\.3 s for weight version {version} to arrive"):
-            await engine.prepare_weights(rendezvous, version)
-    engine._timeout_s = deadline_s
+        preparing = asyncio.ensure_future(engine.prepare_weights(rendezvous, version))
+        await asyncio.sleep(0)  # now it waits, with a deadline
+        await until(lambda: HeldUp.begun == [0])
+        pass_time(monkeypatch, engine._timeout_s)
+        with pytest.raises(DeadlineError, match=rf"waited 250 s for weight version {version} to arrive"):
+            await preparing
     HeldUp.go_on.set()
     await engine.prepare_weights(rendezvous, 2)
     assert HeldUp.begun == [0, 2]
     await engine.close()
 
 
+class Gate:
+    """Holds up the engine's thread in a model's third forward pass until `go_on` is set."""
+
+    def __init__(self, model):
+        self.num_passes, self.go_on = 0, threading.Event()
+        model.register_forward_pre_hook(self._hold_up)
+
+    def _hold_up(self, module, args):
+        self.num_passes += 1
+        if self.num_passes == 3:
+            assert self.go_on.wait(120), "the test did not go on while the engine computed"
+
+    async def until_reached(self):
+        await until(lambda: self.num_passes == 3)
+
+
 async def test_a_cancelled_request_gives_its_row_back(model):
-    engine = await start(model)
+    gate, engine = Gate(model), await start(model)
     task = asyncio.ensure_future(engine.generate(request_of("cancelled", LONG)))
-    while not (await engine.health()).num_running:
-        await asyncio.sleep(0.001)
+    await gate.until_reached()
+    assert (await engine.health()).num_running == 1
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    gate.go_on.set()
     await engine.pause()
     assert (await engine.health()).num_running == 0
     await engine.close()
 
 
 async def test_the_event_loop_goes_on_while_the_engine_computes(model):
-    model.register_forward_pre_hook(lambda module, args: time.sleep(0.05))
-    engine = await start(model)
+    gate, engine = Gate(model), await start(model)
     task = asyncio.ensure_future(engine.generate(request_of("slow", SamplingParams(max_tokens=8, ignore_eos=True))))
-    beats = 0
-    while not task.done():
+    await gate.until_reached()
+    for _ in range(20):  # if the model computed on the event loop, this would not run before the gate gives up
         await asyncio.sleep(0.005)
-        beats += 1
-    # Eight forward passes of 50 ms: if they blocked the event loop, it would run about once per pass.
-    assert beats > 20
+    assert not task.done()
+    gate.go_on.set()
+    await task
     await engine.close()
 
 
@@ -370,10 +390,13 @@ async def test_the_error_of_an_impossible_request_gives_the_reason(model, fields
 
 
 async def test_a_closed_engine_fails_its_requests_and_refuses_new_ones(model):
-    engine = await start(model)
+    gate, engine = Gate(model), await start(model)
     task = asyncio.ensure_future(engine.generate(request_of("running", LONG)))
-    await asyncio.sleep(0.01)
-    await engine.close()
+    await gate.until_reached()
+    closing = asyncio.ensure_future(engine.close())
+    await asyncio.sleep(0)  # it is closed now, and waits for its thread
+    gate.go_on.set()
+    await closing
     await engine.close()
     for late in (task, engine.generate(request_of("late"))):
         with pytest.raises(GenerationError, match="was closed"):
@@ -385,7 +408,7 @@ async def test_an_error_in_loading_the_model_reaches_the_caller():
         raise ConfigError("no such model")
 
     with pytest.raises(ConfigError, match="no such model"):
-        await LocalEngine.start(load, max_num_seqs=1, timeout_s=30)
+        await LocalEngine.start(load, max_num_seqs=1, timeout_s=250)
 
 
 async def test_an_engine_that_loads_too_slowly_ends_when_it_has_loaded(model):
@@ -393,14 +416,14 @@ async def test_an_engine_that_loads_too_slowly_ends_when_it_has_loaded(model):
     may_load, before = threading.Event(), set(threading.enumerate())
 
     def load():
-        may_load.wait(30)
+        may_load.wait(120)
         return model, None
 
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the local engine to load its model"):
         await LocalEngine.start(load, max_num_seqs=1, timeout_s=0.05)
     (thread,) = (thread for thread in set(threading.enumerate()) - before if "local-engine" in thread.name)
     may_load.set()
-    await asyncio.to_thread(thread.join, 10)
+    await asyncio.to_thread(thread.join, 60)
     assert not thread.is_alive()
 
 

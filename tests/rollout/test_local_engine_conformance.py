@@ -31,4 +31,4 @@ async def start(path, *, max_num_seqs):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return model.eval(), AutoTokenizer.from_pretrained(path)
 
-    return await LocalEngine.start(load, max_num_seqs=max_num_seqs, timeout_s=60, num_threads=1)
+    return await LocalEngine.start(load, max_num_seqs=max_num_seqs, timeout_s=250, num_threads=1)

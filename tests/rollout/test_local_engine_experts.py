@@ -115,5 +115,5 @@ async def test_a_dense_model_has_no_routes_to_return(tmp_path: Path):
     path = make_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match=r"enable_return_routed_experts: Qwen3ForCausalLM has no routes"):
         await LocalEngine.start(
-            lambda: (load_checkpoint(path), None), max_num_seqs=1, timeout_s=60, return_routed_experts=True
+            lambda: (load_checkpoint(path), None), max_num_seqs=1, timeout_s=250, return_routed_experts=True
         )

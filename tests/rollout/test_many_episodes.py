@@ -24,8 +24,8 @@ def test_every_one_of_two_hundred_episodes_is_accounted_for_despite_engine_fault
         return load_model(path, dtype="float32", device="cpu", model_kwargs={}), None
 
     with asyncio.Runner() as runner:
-        engine = runner.run(LocalEngine.start(load, max_num_seqs=64, timeout_s=120, num_threads=1))
+        engine = runner.run(LocalEngine.start(load, max_num_seqs=64, timeout_s=250, num_threads=1))
         bench = make_bench(engine, files, path, runner)
-        played = bench.run(play_disturbed(bench, first_version=0))
+        played = runner.run(play_disturbed(bench, first_version=0))
         runner.run(engine.close())
     require_exact_accounting(bench, *played)

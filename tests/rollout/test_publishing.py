@@ -23,8 +23,8 @@ def model_path(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("published") / "model")
 
 
-async def versions_sampled_meanwhile(model_path, transport) -> tuple[int, ...]:
-    """The versions that sample a request sent in the middle of a sync. The rank waits two seconds for the answer before
+async def versions_sampled_meanwhile(model_path, transport, *, within_s: float) -> tuple[int, ...]:
+    """The versions that sample a request sent in the middle of a sync. The rank waits `within_s` for the answer before
     it sends the rest; without an answer by then, the result is empty.
     """
     engine, loop = await local_engine(model_path), asyncio.get_running_loop()
@@ -37,7 +37,7 @@ async def versions_sampled_meanwhile(model_path, transport) -> tuple[int, ...]:
             yield next(buckets)
             asked = asyncio.run_coroutine_threadsafe(engine.generate(ASKED), loop)
             try:
-                found.append(asked.result(timeout=2.0)[0].policy_versions)
+                found.append(asked.result(timeout=within_s)[0].policy_versions)
             except TimeoutError:
                 asked.cancel()
                 found.append(())
@@ -52,12 +52,12 @@ async def versions_sampled_meanwhile(model_path, transport) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("transport", ["files", "shared_memory"])
 async def test_an_engine_samples_while_a_staged_version_arrives(model_path, transport):
-    assert await versions_sampled_meanwhile(model_path, transport) == (1,) * 4
+    assert await versions_sampled_meanwhile(model_path, transport, within_s=60.0) == (1,) * 4
 
 
 async def test_an_engine_pauses_while_an_unstaged_version_arrives(model_path):
     """Negative control: broadcast does not stage versions."""
-    assert await versions_sampled_meanwhile(model_path, "broadcast") == ()
+    assert await versions_sampled_meanwhile(model_path, "broadcast", within_s=2.0) == ()
 
 
 async def test_a_failed_staged_version_does_not_pause_the_engine(model_path):

@@ -27,7 +27,7 @@ def model_path(tmp_path_factory):
 
 async def local_engine(path):
     load = partial(load_model, str(path), dtype="float32", device="cpu", model_kwargs={})
-    return await LocalEngine.start(lambda: (load(), None), max_num_seqs=4, timeout_s=60.0, num_threads=1)
+    return await LocalEngine.start(lambda: (load(), None), max_num_seqs=4, timeout_s=250.0, num_threads=1)
 
 
 @pytest.fixture
