@@ -22,7 +22,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the er
 @pytest.fixture
 def rendezvous():
     """A rendezvous that both sides accept, made without `open`, which needs a GPU."""
-    data = open_store("127.0.0.1", num_ranks=1, num_receivers=1, timeout_s=20.0, join_timeout_s=20.0)
+    data = open_store("127.0.0.1", num_ranks=1, num_receivers=1, timeout_s=120.0, join_timeout_s=120.0)
     yield Rendezvous(transport="cuda_ipc", receiver="", data=data)
     close_store(data["port"])
 
