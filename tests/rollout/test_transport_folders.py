@@ -10,13 +10,15 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rl_core import held_folders
 from rl_core.held_folders import make_folder, remove_folder
 from rl_core.interfaces import Rendezvous
+from rl_rollout.transports import files as files_module
 from rl_rollout.transports.files import FilesTransport, files
 from rl_rollout.transports.shared_memory import shared_memory
 
@@ -47,23 +49,35 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in /dev/shm that stands for /dev/shm, because the syncs of other processes would clean up there too."""
+    assert files_module._SHARED_MEMORY == held_folders._MEMORY == Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="rl-test-", dir="/dev/shm") as folder:
+        monkeypatch.setattr(files_module, "_SHARED_MEMORY", Path(folder))
+        monkeypatch.setattr(held_folders, "_MEMORY", Path(folder))
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("transport", [files, shared_memory], ids=lambda transport: transport.name)
-def test_folders_of_a_killed_run_carry_its_name_and_the_next_sync_removes_them(transport, temporary: Path):
+def test_folders_of_a_killed_run_carry_its_name_and_the_next_sync_removes_them(
+    transport, temporary: Path, memory: Path
+):
     pid = in_killed_process(lambda: transport.of_run("my run/1").open(num_ranks=1, num_engines=1))
-    left = [*temporary.glob("rl-weights-*"), *Path("/dev/shm").glob(f"rl-weights-my_run_1-{pid}-*")]
+    left = [*temporary.glob("rl-weights-*"), *memory.glob("rl-weights-*")]
     rendezvous = transport.open(num_ranks=1, num_engines=1)
     assert len(left) == len(folders_of(rendezvous))
     assert all(path.name.startswith(f"rl-weights-my_run_1-{pid}-") for path in left)
     transport.close(rendezvous)
     assert not [path for path in left if path.exists()]
-    assert not list(temporary.iterdir())
+    assert not [*temporary.iterdir(), *memory.iterdir()]
 
 
-def test_shared_memory_of_a_killed_run_is_removed_by_any_transports_sync(temporary: Path):
+def test_shared_memory_of_a_killed_run_is_removed_by_any_transports_sync(temporary: Path, memory: Path):
     pid = in_killed_process(lambda: files.of_run("run").open(num_ranks=1, num_engines=1))
-    assert list(Path("/dev/shm").glob(f"rl-weights-run-{pid}-*"))
+    assert list(memory.glob(f"rl-weights-run-{pid}-*"))
     shared_memory.close(shared_memory.open(num_ranks=1, num_engines=1))
-    assert not list(Path("/dev/shm").glob(f"rl-weights-run-{pid}-*"))
+    assert not list(memory.iterdir())
 
 
 def test_the_files_of_a_living_run_stay(temporary: Path):
