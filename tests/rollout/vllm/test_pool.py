@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -35,13 +36,13 @@ async def _pool(*versions: int) -> tuple[Pool, list[Member]]:
 async def test_a_session_stays_on_its_server_and_others_go_to_the_least_loaded():
     pool, (first, second) = await _pool(0, 0)
     with pool.carries(first, 3):
-        assert await pool.choose("episode", timeout_s=1) is second
+        assert await pool.choose("episode", timeout_s=60) is second
     with pool.carries(second, 3):
-        assert await pool.choose("episode", timeout_s=1) is second
-        assert await pool.choose("other", timeout_s=1) is first
-        assert await pool.choose(None, timeout_s=1) is first
+        assert await pool.choose("episode", timeout_s=60) is second
+        assert await pool.choose("other", timeout_s=60) is first
+        assert await pool.choose(None, timeout_s=60) is first
     await pool.left(second, "killed")
-    assert await pool.choose("episode", timeout_s=1) is first
+    assert await pool.choose("episode", timeout_s=60) is first
 
 
 async def test_the_idle_time_of_each_server_is_the_time_without_samples():
@@ -51,7 +52,7 @@ async def test_the_idle_time_of_each_server_is_the_time_without_samples():
     now, pool = 0.0, Pool(2)
     for member in pool.members:
         member.idle = IdleTime(lambda: now)
-    client = RemoteInferenceClient(pool, timeout_s=1)
+    client = RemoteInferenceClient(pool, timeout_s=60)
     first, second = pool.members
     now = 2.0
     with pool.carries(first, 4), pool.carries(second, 0):
@@ -82,7 +83,7 @@ async def test_waiting_for_a_server_names_the_state_of_each():
     second.is_quarantined = True
     with pytest.raises(DeadlineError, match=r"server 0 is down \(killed by a test\); vLLM server 1 is quarantined"):
         await pool.choose(None, timeout_s=0.01)
-    waiting = asyncio.ensure_future(pool.choose(None, timeout_s=5))
+    waiting = asyncio.ensure_future(pool.choose(None, timeout_s=60))
     await asyncio.sleep(0)
     await pool.changed_version(4, [second])
     assert await waiting is second
@@ -90,15 +91,15 @@ async def test_waiting_for_a_server_names_the_state_of_each():
 
 async def test_a_hung_server_is_restarted_even_if_it_answers():
     pool, server = Pool(1), StartedAgain()
-    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=60.0), control_token="token")
     await supervisor.start()
     (member,) = pool.members
     first, member.hung = member.connection, "it is hung, says a test"
     supervisor.suspect(member)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await member.lost.wait()
         assert member.why_down == "it is hung, says a test"
-    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=20)
+    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=60)
     assert member.connection is not first
     assert member.hung is None
     await supervisor.close()
@@ -109,15 +110,15 @@ async def _restarted(supervisor: Supervisor, pool: Pool) -> None:
     (member,) = pool.members
     lost, member.hung = member.lost, "it is hung, says a test"
     supervisor.suspect(member)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await lost.wait()
-    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=20)
+    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=60)
 
 
 async def test_a_server_that_restarts_while_an_update_begins_and_ends_comes_back():
     """A report that crosses an update is ignored, so the server must be asked again."""
     pool, server = Pool(1), StartedAgain()
-    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=60.0), control_token="token")
     await supervisor.start()
 
     def begins_or_ends() -> None:
@@ -134,16 +135,16 @@ async def test_a_server_comes_back_whatever_error_its_heartbeats_and_starts_rais
 ):
     monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.01)
     pool, server = Pool(1), StartedAgain()
-    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=60.0), control_token="token")
     await supervisor.start()
     health, server.health = server.health, {}
     supervisor.suspect(pool.members[0])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "vLLM server 0 could not be restarted: KeyError: 'vocab_size'" not in caplog.messages:
             await asyncio.sleep(0.01)
     assert caplog.messages[0] == "vLLM server 0 has failed; it is restarted: KeyError: 'vocab_size'"
     server.health = health
-    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=20)
+    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=60)
     await supervisor.close()
 
 
@@ -220,7 +221,7 @@ async def test_an_answer_of_another_program_names_the_server_and_quotes_the_answ
     async with open_session("token") as session:
         expected = rf"vLLM server 0 at {url} answered /rl/health with text/html; .* It sent: <h1>Please log in"
         with pytest.raises(GenerationError, match=expected):
-            await Connection(session, url, "vLLM server 0").call("health", timeout_s=10)
+            await Connection(session, url, "vLLM server 0").call("health", timeout_s=60)
     await proxy.stop()
 
 
@@ -237,8 +238,8 @@ async def test_an_answer_that_cannot_be_decoded_names_the_server_and_quotes_the_
     async with open_session("token") as session:
         connection = Connection(session, url, "vLLM server 0")
         calls = {
-            wire.MEDIA_TYPE: connection.call("health", timeout_s=10),
-            "application/json": connection.call_json("/rl/health", {}, timeout_s=10),
+            wire.MEDIA_TYPE: connection.call("health", timeout_s=60),
+            "application/json": connection.call_json("/rl/health", {}, timeout_s=60),
         }
         for media_type, call in calls.items():
             expected = (
@@ -253,7 +254,7 @@ async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
     """A server takes its memory when it starts, but training needs that memory while the other servers sleep."""
     pool, server = Pool(1), StartedAgain()
     pool.wanted = Wanted(adapters={"judge": "/at"}, sleep_level=2)
-    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=60.0), control_token="token")
     await supervisor.start()
     adapter = ("load_adapter", {"name": "judge", "path": "/at"})
     assert server.requests == [adapter, ("sleep", {"level": 2}), ("wake", {"tags": []})]
@@ -276,9 +277,9 @@ async def test_a_router_whose_port_is_used_is_an_error_of_its_key_and_stops_the_
         port = other.sockets[0].getsockname()[1]
         settings = ClientSettings(
             tokens=Tokens(control="token"),
-            timeout_s=10.0,
-            start_timeout_s=10.0,
-            heartbeat=Heartbeat(interval_s=100.0, hung_after_s=10.0),
+            timeout_s=60.0,
+            start_timeout_s=60.0,
+            heartbeat=Heartbeat(interval_s=100.0, hung_after_s=60.0),
             served_model_name="policy",
             run_dir=tmp_path,
             router_address=("127.0.0.1", port),
@@ -322,7 +323,7 @@ async def test_the_warning_about_a_lost_server_says_who_restarts_it(
     supervisor = Supervisor(pool, [server], Heartbeat(interval_s=0.01, hung_after_s=1.0), control_token="token")
     supervisor._session = open_session("token")
     watching = asyncio.create_task(supervisor._watch(member, server))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(caplog.records) < 2:
             await asyncio.sleep(0.01)
     watching.cancel()
@@ -334,7 +335,7 @@ async def test_the_warning_about_a_lost_server_says_who_restarts_it(
 
 
 @pytest.mark.parametrize(
-    ("connect_s", "reason"), [(10.0, "it did not answer"), (0.1, "it accepts connections but does not answer")]
+    ("connect_s", "reason"), [(10.0, "it did not answer"), (0.0, "it accepts connections but does not answer")]
 )
 async def test_an_address_that_never_answers_is_named_with_the_key_that_limits_the_wait(
     monkeypatch: pytest.MonkeyPatch, connect_s: float, reason: str
@@ -356,13 +357,15 @@ async def test_an_address_that_never_answers_is_named_with_the_key_that_limits_t
 async def test_refused_connections_are_reported_even_if_the_last_attempt_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ):
+    num_calls = itertools.count()
+
     class Refusing:
         def __init__(self, *_: Any) -> None: ...
 
         async def call(self, method: str, *, timeout_s: float) -> Any:
-            if timeout_s > 0.001:
+            if next(num_calls) == 0:
                 raise ServerGone("connection refused")
-            raise DeadlineError("waited 0.001 s")
+            raise DeadlineError(f"waited {timeout_s:g} s")
 
     monkeypatch.setattr(supervisor_module, "Connection", Refusing)
     monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.1)
@@ -395,22 +398,22 @@ async def test_an_external_server_that_was_unreachable_when_the_others_resumed_i
     """It keeps its weights and so returns to service at once. Paused, it would let every request miss its deadline."""
     monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.05)
     pool, server = Pool(1), Paused()
-    external = ExternalServer((await server.start()).url, "token", timeout_s=20.0)
-    supervisor = Supervisor(pool, [external], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    external = ExternalServer((await server.start()).url, "token", timeout_s=60.0)
+    supervisor = Supervisor(pool, [external], Heartbeat(interval_s=100.0, hung_after_s=60.0), control_token="token")
     await supervisor.start()
     pool.adopt_version()
-    client = RemoteInferenceClient(pool, timeout_s=10.0, on_failure=supervisor.suspect)
+    client = RemoteInferenceClient(pool, timeout_s=60.0, on_failure=supervisor.suspect)
     try:
         await client.pause("keep")
         (member,) = pool.members
         server.is_reachable = False
         supervisor.suspect(member)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await member.lost.wait()
         await client.resume()
         assert server.is_paused
         server.is_reachable = True
-        await pool.choose(None, timeout_s=20)
+        await pool.choose(None, timeout_s=60)
         assert not server.is_paused
     finally:
         await supervisor.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import attrs
 import pytest
@@ -96,7 +97,14 @@ async def pool(server: RecordingServer) -> AsyncIterator[Pool]:
 @pytest_asyncio.fixture
 async def router(pool: Pool) -> AsyncIterator[tuple[str, int]]:
     """The router's host and port."""
-    router = Router(pool, token=TOKEN, timeout_s=0.2, on_failure=lambda member: None)
+    async with listening(pool, timeout_s=60.0) as address:
+        yield address
+
+
+@asynccontextmanager
+async def listening(pool: Pool, *, timeout_s: float) -> AsyncIterator[tuple[str, int]]:
+    """The host and port of a router whose requests have this deadline."""
+    router = Router(pool, token=TOKEN, timeout_s=timeout_s, on_failure=lambda member: None)
     host, _, port = (await router.start("127.0.0.1", 0)).removeprefix("http://").removesuffix("/v1").partition(":")
     yield host, int(port)
     await router.close()
@@ -108,7 +116,7 @@ async def ask(address: tuple[str, int], target: str, headers: str = "", *, token
     try:
         head = f"GET {target} HTTP/1.1\r\nHost: router\r\nConnection: close\r\nAuthorization: Bearer {token}\r\n"
         writer.write(f"{head}{headers}\r\n".encode())
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 60)
     finally:
         writer.close()
         await writer.wait_closed()
@@ -150,12 +158,11 @@ async def test_an_absolute_target_reaches_no_other_host(server: RecordingServer,
     assert server.asked == ["/v1/models"]
 
 
-async def test_errors_about_a_lost_server_reveal_no_path_or_address(
-    pool: Pool, router: tuple[str, int], server: RecordingServer
-):
+async def test_errors_about_a_lost_server_reveal_no_path_or_address(pool: Pool, server: RecordingServer):
     member: Member = pool.members[0]
     await pool.left(member, f"did not start; its last log lines (/data/runs/log):\nread /etc/secret at {server.url}")
-    status, body = await ask(router, "/v1/models")
+    async with listening(pool, timeout_s=0.2) as router:
+        status, body = await ask(router, "/v1/models")
     assert status == 503
     message = json.loads(body)["error"]["message"]
     assert "no server" in message
