@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 import ray
 
-from rl_core.workers import WorkerGroup
+from rl_core.workers import WorkerGroup, ray_ranks
+from tests.local_ray import start_ray
 from tests.ray.gloo_backend import GlooBackend, spec_of
 
+START_S = 240.0
+"""Longest time for a group to start. On a busy machine, the imports of a rank alone may take half a minute."""
+IN_TIME_S = 100.0
+"""Longest time until an error that comes at once on a free machine. The deadline of a call is START_S or longer."""
 SLEEP_S = str(10_000_000 + os.getpid())
 """Argument of the `sleep` processes that ranks start. No other process has the same argument."""
 
@@ -22,13 +27,7 @@ SLEEP_S = str(10_000_000 + os.getpid())
 @pytest.fixture(scope="session", autouse=True)
 def ray_session() -> Iterator[None]:
     """A Ray session, shared because Ray takes 5 to 8 s to start, and an actor with torch 3 to 6 s."""
-    ray.init(
-        "local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=200 * 2**20,
-    )
+    start_ray()
     yield
     ray.shutdown()
 
@@ -36,7 +35,7 @@ def ray_session() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def four_ranks(ray_session: None) -> Iterator[WorkerGroup]:
     """A group of two data ranks × two pipeline stages. Ranks 0 and 1 are the first stage and return no results."""
-    group = asyncio.run(WorkerGroup.launch(GlooBackend(), spec_of(pipeline=2), ranks_per_node=4, timeout_s=60))
+    group = asyncio.run(WorkerGroup.launch(GlooBackend(), spec_of(pipeline=2), ranks_per_node=4, timeout_s=START_S))
     yield group
     asyncio.run(group.close())
 
@@ -47,6 +46,13 @@ def nothing_left() -> Iterator[None]:
     before = resources_in_use()
     yield
     require_resources(before)
+
+
+@pytest.fixture
+def late_news_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets Ray report the death of a rank a minute after another rank has reported that it lost its peer. If all ranks
+    answer, as after a death in a collective call, nobody waits that long."""
+    monkeypatch.setattr(ray_ranks, "_SETTLE_S", 60.0)
 
 
 async def make_calls(
@@ -76,8 +82,8 @@ def resources_in_use() -> tuple[list[int], list[int], list[str]]:
 
 
 def require_resources(expected: tuple[list[int], list[int], list[str]]) -> None:
-    """Requires exactly these ranks, children and placement groups, after waiting up to 5 s for processes to end."""
-    deadline = time.monotonic() + 5
+    """Requires exactly these ranks, children and placement groups, after waiting up to 60 s for processes to end."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and resources_in_use() != expected:
         time.sleep(0.05)
     assert resources_in_use() == expected

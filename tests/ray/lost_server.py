@@ -7,6 +7,7 @@ python -m tests.ray.lost_server raylet|gcs_server SIGNAL
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 import threading
@@ -16,18 +17,20 @@ import psutil
 from rl_core.cli.app import _end_without_finalising
 from rl_core.errors import RLError
 from rl_core.workers import MicroBatchLimits, WorkerGroup
+from tests.ray.conftest import START_S
 from tests.ray.gloo_backend import GlooBackend, spec_of
 from tests.ray.test_dispatch import batch_of
 
 
 def strike(server: str, number: signal.Signals) -> None:
     for process in psutil.Process().children(recursive=True):
-        if process.name() == server:
-            process.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() == server:
+                process.send_signal(number)
 
 
 async def main(server: str, number: signal.Signals) -> None:
-    group = await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=2, timeout_s=90, silence_s=10)
+    group = await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=2, timeout_s=START_S, silence_s=10)
     threading.Timer(0.5, strike, (server, number)).start()
     try:
         while True:

@@ -16,7 +16,10 @@ from rl_core.interfaces import LossSpec, Rendezvous
 from rl_core.workers import MicroBatchLimits, WorkerGroup, ray_ranks
 from rl_core.workers.rank import Part
 from rl_core.workers.ray_ranks import _put
+from tests.passing_time import until
 from tests.ray.gloo_backend import GlooWorker
+
+pytestmark = pytest.mark.timeout(900)
 
 LOSS = LossSpec(name="cross_entropy")
 LIMITS = MicroBatchLimits(max_tokens=12)
@@ -148,7 +151,9 @@ async def test_nothing_of_a_dispatched_batch_stays_in_the_object_store(four_rank
     before = ray.available_resources().get("object_store_memory", 0)
     for _ in range(30):
         await four_ranks.forward(batch, limits, temperature=1.0)
-    after = ray.available_resources().get("object_store_memory", 0)
-    assert before - after < 3 * batch.num_tokens * 8, (
-        "the object store must hold the batches of the last calls at most, not of all thirty"
-    )
+
+    def num_bytes_left() -> float:
+        return before - ray.available_resources().get("object_store_memory", 0)
+
+    # The object store may hold the batches of the last calls, but not of all thirty. Ray frees them a little later.
+    await until(lambda: num_bytes_left() < 3 * batch.num_tokens * 8)

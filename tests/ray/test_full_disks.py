@@ -12,9 +12,10 @@ from rl_core.interfaces import LossSpec
 from rl_core.testing.models import make_checkpoint
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from tests.fsdp.conftest import random_batch, spec_of
+from tests.ray.conftest import START_S
 from tests.ray.full_disk_fsdp import full_disk_fsdp, transport
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(900)]
 
 LIMITS = MicroBatchLimits(max_sequences=1)
 BUCKET_BYTES = 10_000
@@ -31,14 +32,14 @@ async def train(group: WorkerGroup) -> float:
 
 async def save_in_background(group: WorkerGroup, directory: Path) -> None:
     await group.start_saving(directory)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(START_S):
         while not await group.has_saved():
             await asyncio.sleep(0.02)
 
 
 async def test_two_ranks_go_on_after_a_save_of_one_rank_found_no_room(tmp_path):
     model = make_checkpoint(tmp_path / "model")
-    group = await WorkerGroup.launch(full_disk_fsdp, spec_of(model, num_threads=1), ranks_per_node=2, timeout_s=120)
+    group = await WorkerGroup.launch(full_disk_fsdp, spec_of(model, num_threads=1), ranks_per_node=2, timeout_s=START_S)
     try:
         rendezvous = transport.open(num_ranks=2, num_engines=1)
         with pytest.raises(WeightSyncError, match="no space"):

@@ -14,9 +14,12 @@ import ray
 from rl_core.errors import ConfigError, DeadlineError
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_core.workers.ray_cluster import reserved
-from tests.ray.conftest import placements
+from tests.passing_time import until
+from tests.ray.conftest import START_S, placements
 from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
+
+pytestmark = pytest.mark.timeout(900)
 
 LIMITS = MicroBatchLimits(max_sequences=1)
 
@@ -27,9 +30,9 @@ async def on_device(group: WorkerGroup) -> list[bool]:
 
 async def test_groups_that_share_devices_share_a_placement_group_and_take_turns():
     num_placements = len(placements())
-    policy = await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=2, timeout_s=60)
+    policy = await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=2, timeout_s=START_S)
     reference = await WorkerGroup.launch(
-        GlooBackend(), spec_of("reference"), ranks_per_node=2, share_devices_of=policy, timeout_s=60
+        GlooBackend(), spec_of("reference"), ranks_per_node=2, share_devices_of=policy, timeout_s=START_S
     )
     assert (await on_device(policy), await on_device(reference)) == ([False] * 2, [True] * 2)
     batch = batch_of([3, 4])
@@ -54,7 +57,7 @@ async def test_groups_can_share_devices_only_with_equal_numbers_of_ranks(four_ra
 
 
 async def test_a_backend_decides_whether_its_only_rank_gets_a_process():
-    group = await WorkerGroup.launch(GlooBackend(), spec_of(), timeout_s=60)
+    group = await WorkerGroup.launch(GlooBackend(), spec_of(), timeout_s=START_S)
     (answer,) = await group._ranks.call(GlooWorker.describe)
     await group.close()
     assert answer["pid"] != os.getpid()
@@ -62,7 +65,7 @@ async def test_a_backend_decides_whether_its_only_rank_gets_a_process():
 
 async def test_more_ranks_than_the_cluster_holds_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match=r"1 nodes with 4 CPU, 0 GPU each .* Ray has 1 nodes: 2 CPU, 0 GPU"):
-        await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=64, timeout_s=60)
+        await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=64, timeout_s=START_S)
 
 
 def asked_for() -> int:
@@ -79,10 +82,8 @@ async def test_a_start_gives_up_waiting_for_occupied_devices_at_its_deadline(fou
 
 async def test_a_cancelled_start_frees_its_request_for_devices(four_ranks):
     before = asked_for()
-    start = asyncio.ensure_future(reserved([{"CPU": 2.0}], "PACK", 5.0))
-    async with asyncio.timeout(30.0):
-        while asked_for() == before:
-            await asyncio.sleep(0.05)
+    start = asyncio.ensure_future(reserved([{"CPU": 2.0}], "PACK", START_S))
+    await until(lambda: asked_for() > before)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
@@ -96,7 +97,7 @@ def test_a_temporary_directory_that_is_too_deep_for_rays_sockets_is_named(tmp_pa
     code = "from rl_core.workers.ray_cluster import ray_session; ray_session.enter()"
     environment = {**os.environ, "RAY_TMPDIR": str(deep)}
     environment.pop("RAY_ADDRESS", None)
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=250)
     assert ran.returncode != 0
     assert "ConfigError: Ray cannot start: the path of its temporary directory is too long for sockets" in ran.stderr
     assert ran.stderr.rstrip().endswith("Set RAY_TMPDIR to a shorter path")

@@ -33,7 +33,7 @@ def test_the_loss_of_a_server_of_ray_is_an_error_of_the_run(server: str, signal:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

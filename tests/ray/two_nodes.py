@@ -9,10 +9,10 @@ import asyncio
 import json
 import os
 
-from ray.cluster_utils import Cluster
-
 from rl_core.errors import ConfigError, WorkerError
 from rl_core.workers import MicroBatchLimits, WorkerGroup
+from tests.local_ray import start_cluster
+from tests.ray.conftest import START_S
 from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
 
@@ -21,13 +21,12 @@ LIMITS = MicroBatchLimits(max_sequences=1)
 
 async def main() -> None:
     """Prints the observations as one line of JSON."""
-    small_store = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args=small_store)
-    second = cluster.add_node(**small_store)
-    cluster.wait_for_nodes()
+    cluster = start_cluster(2)
+    (second,) = cluster.worker_nodes
+    cluster.wait_for_nodes(timeout=START_S)
     os.environ["RAY_ADDRESS"] = cluster.address
     seen: dict[str, object] = {}
-    group = await WorkerGroup.launch(GlooBackend(), spec_of(), num_nodes=2, ranks_per_node=2, timeout_s=60)
+    group = await WorkerGroup.launch(GlooBackend(), spec_of(), num_nodes=2, ranks_per_node=2, timeout_s=START_S)
     try:
         batch = batch_of([3, 5, 2, 7, 4, 6])
         scores = await group.forward(batch, LIMITS, temperature=0.5)
@@ -36,7 +35,7 @@ async def main() -> None:
         seen["nodes"] = ["second" if rank["node"] == second.node_id else "first" for rank in ranks]
         seen["local_ranks"] = [rank["LOCAL_RANK"] for rank in ranks]
         try:
-            await WorkerGroup.launch(GlooBackend(), spec_of(), num_nodes=3, ranks_per_node=1, timeout_s=60)
+            await WorkerGroup.launch(GlooBackend(), spec_of(), num_nodes=3, ranks_per_node=1, timeout_s=START_S)
         except ConfigError as error:
             seen["three_nodes"] = str(error)
         started = asyncio.get_running_loop().time()

@@ -13,7 +13,16 @@ from rl_core.interfaces import EngineSpec
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import client_settings, supervised_client
 from rl_rollout.vllm.supervisor import ExternalServer
+from tests.local_ray import start_ray
 from tests.rollout.vllm.servers import TOKENS, RunningServer, make_spec, start_servers, stop_servers, write_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives the tests here more time, because the first one that uses the shared servers waits until all have started,
+    which takes minutes on a busy machine. Servers have a deadline of their own for their start."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(1200))
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +31,7 @@ def ray_for_servers() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    start_ray()
     yield
     ray.shutdown()
 
