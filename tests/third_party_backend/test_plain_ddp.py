@@ -36,6 +36,7 @@ def test_the_backend_is_listed_with_its_package(environment: dict[str, str]):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_backend_passes_the_suite_on_one_rank_and_on_two(environment: dict[str, str], tmp_path: Path):
     options = [
         "-q",
@@ -54,6 +55,7 @@ def test_the_backend_passes_the_suite_on_one_rank_and_on_two(environment: dict[s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_backend_trains_the_quick_starts_model_on_two_ranks(environment: dict[str, str], tmp_path: Path):
     write_data(tmp_path / "train.parquet", tmp_path / "held_out.parquet")
     write_model(tmp_path / "model", seed=0)
