@@ -29,7 +29,7 @@ from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.shared_memory import Segment, SharedMemoryTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.pool import Member
-from tests.rollout.vllm.servers import request
+from tests.rollout.vllm.servers import command_line, request
 
 What = Literal["kill", "freeze", "pause", "flip a byte", "stop sending"]
 Whom = Literal["server", "core", "worker"]
@@ -312,9 +312,9 @@ class Cluster:
         assert member.connection is not None
         server = psutil.Process((await member.connection.call("health", timeout_s=60))["pid"])
         children = server.children(recursive=True)
-        cores = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
-        workers = [child for child in children if "Worker" in " ".join(child.cmdline())]
-        assert cores, [child.cmdline() for child in children]
+        cores = [child for child in children if "EngineCore" in command_line(child)]
+        workers = [child for child in children if "Worker" in command_line(child)]
+        assert cores, [command_line(child) for child in children]
         others = [child for child in children if child not in cores and child not in workers]
         return {"server": [server], "core": cores, "worker": workers or cores, "other": others}
 
@@ -352,7 +352,7 @@ class ServerResources:
         processes = self.processes - (but.processes if but else set())
         files = self.files - (but.files if but else set())
         _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=60)
-        assert not alive, f"processes are left: {[process.cmdline() for process in alive]}"
+        assert not alive, f"processes are left: {[command_line(process) for process in alive]}"
         assert not (left := [path for path in files if path.exists()]), f"files are left: {left}"
 
 

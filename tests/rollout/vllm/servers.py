@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
+import psutil
 from torch import Tensor
 
 from rl_core.config import Config, engine_spec, from_mapping
@@ -24,6 +26,7 @@ from rl_rollout.vllm.server_group import Server
 from rl_rollout.vllm.supervisor import ExternalServer
 from rl_rollout.vllm.tokens import Tokens
 
+T = TypeVar("T")
 TOKENS = Tokens(control="the control token of these tests")
 """The tokens of all shared servers."""
 MAX_POSITIONS = 512
@@ -98,7 +101,7 @@ def start_servers(*specs: EngineSpec) -> list[RunningServer]:
 
     async def start(spec: EngineSpec) -> list[RunningServer]:
         num_ranks = ranks_per_engine(spec.options)
-        places = await reserve_places(spec.num_engines, num_ranks, shares_devices=False, timeout_s=60)
+        places = await reserve_places(spec.num_engines, num_ranks, shares_devices=False, timeout_s=300)
         servers = servers_of(spec, places, host="127.0.0.1", tokens=TOKENS)
         addresses = await asyncio.gather(*(server.start() for server in servers))
         return [
@@ -152,6 +155,34 @@ async def publish(client: RemoteInferenceClient, transport: WeightTransport, ten
     finally:
         transport.close(rendezvous)
     return arrived
+
+
+async def paused_under_way(
+    client: RemoteInferenceClient, ask: Callable[[int], Awaitable[T]], *, num_running: int = 1
+) -> asyncio.Future[T]:
+    """Pauses the servers while they answer what `ask` sends, at a time at which at least `num_running` samples have
+    tokens and need more. Returns the future of `ask`'s result; the caller resumes the servers.
+
+    On a busy machine, a server may finish before it is paused. Then `ask` is called again, with the number of the try.
+    """
+    for number in itertools.count():
+        asked = asyncio.ensure_future(ask(number))
+        while not asked.done() and (await client.health()).num_running < num_running:
+            await asyncio.sleep(0.01)
+        await client.pause("keep")
+        if (await client.health()).num_running >= num_running:
+            return asked
+        await client.resume()
+        await asked
+    raise AssertionError
+
+
+def command_line(process: psutil.Process) -> str:
+    """The process's command line; empty if the process has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def request(sample_id: str, prompt: Sequence[int] = (1, 2, 3), *, seed: int = 0, **params: Any) -> GenerateRequest:

@@ -27,7 +27,7 @@ from rl_rollout.transports.files import FilesTransport
 from rl_rollout.vllm.adapters import NamedAdapters
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
-from tests.rollout.vllm.servers import RunningServer, connect, make_spec, request, write_model
+from tests.rollout.vllm.servers import RunningServer, connect, make_spec, paused_under_way, request, write_model
 from tests.rollout.vllm.test_weights import TRANSPORTS, cut_off, half, trained
 from tests.rollout.vllm.trainers import BUCKET_BYTES, REFUSED, policy_of
 
@@ -94,10 +94,11 @@ async def test_requests_under_way_go_on_under_the_new_adapter(adapter_server: Ru
         await trainer.train()
         await trainer.publish()
         first = trainer.version
-        asked = request(f"under-way-{first}", SEQUENCE, max_tokens=400, ignore_eos=True)
-        waiting = asyncio.ensure_future(client.generate(asked))
-        while not (await client.health()).num_running:
-            await asyncio.sleep(0.01)
+
+        def ask(number: int) -> Any:
+            return client.generate(request(f"under-way-{first}-{number}", SEQUENCE, max_tokens=400, ignore_eos=True))
+
+        waiting = await paused_under_way(client, ask)
         await trainer.train()
         await trainer.publish()
         (completion,) = await waiting

@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import attrs
 import numpy as np
@@ -21,7 +22,16 @@ from rl_rollout.resuming import whole_response
 from rl_rollout.transports.files import files
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import open_session
-from tests.rollout.vllm.servers import MAX_POSITIONS, TOKENS, RunningServer, connect, publish, request, weights_of
+from tests.rollout.vllm.servers import (
+    MAX_POSITIONS,
+    TOKENS,
+    RunningServer,
+    connect,
+    paused_under_way,
+    publish,
+    request,
+    weights_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -63,14 +73,17 @@ async def test_a_repeated_request_is_answered_without_sampling_again(
 
 
 async def test_a_cancelled_request_leaves_the_server(client: RemoteInferenceClient):
-    long = request("cancelled", max_tokens=MAX_POSITIONS - 3, ignore_eos=True)
-    waiting = asyncio.ensure_future(client.generate(long))
-    while not (await client.health()).num_running:
-        await asyncio.sleep(0.01)
+    """The server is paused, so the request cannot end by itself."""
+
+    def ask(number: int) -> Any:
+        return client.generate(request(f"cancelled-{number}", max_tokens=MAX_POSITIONS - 3, ignore_eos=True))
+
+    waiting = await paused_under_way(client, ask)
     waiting.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (health := await client.health()).num_running + health.num_waiting:
             await asyncio.sleep(0.01)
+    await client.resume()
 
 
 async def test_a_missed_deadline_names_the_awaited_request_or_server(dense_server: RunningServer):
@@ -81,7 +94,7 @@ async def test_a_missed_deadline_names_the_awaited_request_or_server(dense_serve
         with pytest.raises(DeadlineError, match=r"sample late|vLLM server 0"):
             await client.generate(request("late", max_tokens=4))
     finally:
-        client._timeout_s = 60.0
+        client._timeout_s = 300.0
         await client.resume()
         await client.close()
 
@@ -109,15 +122,20 @@ async def test_two_hundred_requests_under_random_pauses_are_each_answered_once(c
 
 
 async def test_text_is_tokenized_while_generation_is_busy(client: RemoteInferenceClient):
-    busy = [
-        asyncio.ensure_future(client.generate(request(f"busy-{i}", seed=i, max_tokens=300, ignore_eos=True)))
-        for i in range(64)
-    ]
+    """Generation has 64 requests under way and is paused, so tokenizing cannot wait for it."""
+
+    def ask(number: int) -> Any:
+        seeds = range(64)
+        requests = [request(f"busy-{number}-{i}", seed=i, max_tokens=300, ignore_eos=True) for i in seeds]
+        return asyncio.gather(*map(client.generate, requests))
+
+    busy = await paused_under_way(client, ask)
     tokens = await asyncio.gather(*(client.tokenize(f"{i}+{i}=") for i in range(100)))
-    assert not any(task.done() for task in busy), "tokenizing must not wait for generation"
+    assert not busy.done(), "tokenizing must not wait for generation"
+    await client.resume()
     assert await client.detokenize(tokens[12]) == "12+12="
     assert await client.tokenize([{"role": "user", "content": "hi"}]) == await client.tokenize("user: hi\nassistant: ")
-    await asyncio.gather(*busy)
+    await busy
 
 
 async def test_scores_are_the_log_probs_of_generation(client: RemoteInferenceClient):
@@ -175,14 +193,18 @@ async def test_routed_experts_are_the_routers_own_choices(moe_client: RemoteInfe
 async def test_an_aborted_request_has_the_routed_experts_of_its_tokens(
     moe_client: RemoteInferenceClient, moe_server: RunningServer
 ):
-    asked = request("aborted", max_tokens=MAX_POSITIONS - 3, ignore_eos=True)
-    waiting = asyncio.ensure_future(moe_client.generate(asked))
-    while not (await moe_client.health()).num_running:
-        await asyncio.sleep(0.01)
-    await moe_client.abort([asked.sample_id])
+    asked: list[GenerateRequest] = []
+
+    def ask(number: int) -> Any:
+        asked.append(request(f"aborted-{number}", max_tokens=MAX_POSITIONS - 3, ignore_eos=True))
+        return moe_client.generate(asked[-1])
+
+    waiting = await paused_under_way(moe_client, ask)
+    await moe_client.abort([asked[-1].sample_id])
     (completion,) = await waiting
+    await moe_client.resume()
     assert completion.stop_reason == "abort"
-    _Router(moe_server.model_path).require_own_choices(asked, completion)
+    _Router(moe_server.model_path).require_own_choices(asked[-1], completion)
 
 
 async def test_routed_experts_after_an_update_are_those_of_the_new_weights(
@@ -199,9 +221,11 @@ async def test_routed_experts_after_an_update_are_those_of_the_new_weights(
     version = (await moe_client.health()).version + 1
     await publish(moe_client, files, first.weights, version)
     try:
-        waiting = asyncio.ensure_future(whole_response(moe_client, asked, tokenizer))
-        while not (await moe_client.health()).num_running:
-            await asyncio.sleep(0.01)
+
+        def ask(number: int) -> Any:
+            return whole_response(moe_client, attrs.evolve(asked, sample_id=f"{asked.sample_id}-{number}"), tokenizer)
+
+        waiting = await paused_under_way(moe_client, ask)
         await publish(moe_client, files, second.weights, version + 1)
         completion = await waiting
     finally:
@@ -260,9 +284,10 @@ async def test_thousands_of_requests_wait_at_the_same_time(client: RemoteInferen
 
 
 async def test_a_sleeping_server_samples_only_once_weights_and_cache_are_awake(client: RemoteInferenceClient):
-    waiting = asyncio.ensure_future(client.generate(request("asleep", seed=2, max_tokens=200, ignore_eos=True)))
-    while not (await client.health()).num_running:
-        await asyncio.sleep(0.01)
+    def asked(name: str) -> GenerateRequest:
+        return request(name, seed=2, max_tokens=200, ignore_eos=True)
+
+    waiting = await paused_under_way(client, lambda number: client.generate(asked(f"asleep-{number}")))
     await client.sleep()
     await client.wake(("weights",))
     await client.pause("keep")
@@ -271,5 +296,5 @@ async def test_a_sleeping_server_samples_only_once_weights_and_cache_are_awake(c
     assert not waiting.done(), "a server without its cache must not sample"
     await client.wake(("kv_cache",))
     (completion,) = await waiting
-    (again,) = await client.generate(request("awake", seed=2, max_tokens=200, ignore_eos=True))
+    (again,) = await client.generate(asked("awake"))
     assert completion.tokens == again.tokens

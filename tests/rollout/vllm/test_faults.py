@@ -93,9 +93,9 @@ def test_a_hundred_faults_cover_every_phase_of_every_transport_with_every_kind_o
     assert {(f.when, f.transport) for f in by_cluster["two engines"] if f.what == "kill"} >= phases
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("within_s", "given_up_s", "error"), [(0.2, 20.0, "a sync took 0 s; its limit is 0.2 s"), (20.0, 0.2, None)]
+    ("within_s", "given_up_s", "error"),
+    [(0.2, 200.0, r"a sync took \d+ s; its limit is 0\.2 s"), (200.0, 0.2, None)],
 )
 async def test_a_sync_that_hangs_is_ended_and_its_limit_is_reported(
     within_s: float, given_up_s: float, error: str | None
@@ -114,7 +114,7 @@ async def test_a_sync_that_hangs_is_ended_and_its_limit_is_reported(
     with pytest.raises(TimeoutError if error is None else AssertionError, match=error):
         async with asyncio.timeout(given_up_s):
             await Cluster(client, model)._in_time(hangs(), within_s)
-    await asyncio.wait_for(has_ended.wait(), 10)
+    await asyncio.wait_for(has_ended.wait(), 60)
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ async def test_a_core_that_dies_during_a_health_check_is_noticed(cluster: Cluste
     assert not asking.done()
     core.kill()
     with pytest.raises(ServerGone):
-        await asyncio.wait_for(asking, 10)
+        await asyncio.wait_for(asking, 60)
     while member.connection is connection:
         await asyncio.sleep(0.1)
     await cluster.whole_again()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import re
 from typing import Any
@@ -22,7 +21,7 @@ from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.transports.files import files
 from tests.rollout.forcing_environments import CALL, Forces
-from tests.rollout.vllm.servers import RunningServer, connect, publish, request, weights_of
+from tests.rollout.vllm.servers import RunningServer, connect, paused_under_way, publish, request, weights_of
 from tests.rollout.vllm.test_multi_turn import TOLERANCE, RecordingClient, load, own_scores
 
 pytestmark = pytest.mark.slow
@@ -111,12 +110,14 @@ async def test_weights_that_arrive_during_a_forced_response_do_not_break_it(dens
         version = (await client.health()).version + 1
         weights = weights_of(AutoModelForCausalLM.from_pretrained(dense_server.model_path, dtype=torch.float32))
         await publish(client, files, weights, version)
-        asked = request("digits", max_tokens=300, structural_tag=DIGITS)
-        waiting = asyncio.ensure_future(client.generate(asked))
-        while not (await client.health()).num_running:
-            await asyncio.sleep(0.01)
+
+        def ask(number: int) -> Any:
+            return client.generate(request(f"digits-{number}", max_tokens=300, structural_tag=DIGITS))
+
+        waiting = await paused_under_way(client, ask)
         await publish(client, files, weights, version + 1)
         (completion,) = await waiting
+        assert set(completion.policy_versions) == {version, version + 1}
     finally:
         await client.close()
     codec = TokenCodec(AutoTokenizer.from_pretrained(dense_server.model_path), chat_template_kwargs={})

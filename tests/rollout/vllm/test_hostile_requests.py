@@ -24,12 +24,12 @@ AT_ONCE = 5
 
 
 async def require_serving(client: RemoteInferenceClient, name: str) -> None:
-    """The server answers a request, and drops within a minute all requests that nobody waits for."""
+    """The server answers a request, and drops within two minutes all requests that nobody waits for."""
     (completion,) = await client.generate(request(name, max_tokens=3, ignore_eos=True))
     assert len(completion.tokens) == 3
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 120.0
     while (health := await client.health()).num_running + health.num_waiting:
-        assert time.monotonic() < deadline, f"{health} a minute after all clients had left"
+        assert time.monotonic() < deadline, f"{health} two minutes after all clients had left"
         await asyncio.sleep(0.1)
 
 
@@ -118,7 +118,7 @@ async def test_a_body_that_arrives_too_late_is_refused():
     reader, writer = await asyncio.open_connection(*listening.getsockname())
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     try:
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 60)
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"did not arrive within 0.3 s" in answer
     finally:

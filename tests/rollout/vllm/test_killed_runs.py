@@ -13,6 +13,7 @@ import pytest
 
 from rl_core.reports.jsonl import read_rows
 from tests.rollout.vllm.runs import prepare, started, wait_for_step
+from tests.rollout.vllm.servers import command_line
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 NUM_STEPS = 12
@@ -57,7 +58,7 @@ def _servers(pid: int) -> list[int]:
     found = [
         child.pid
         for child in psutil.Process(pid).children(recursive=True)
-        if any("ray::VLLMServerActor" in part for part in child.cmdline())
+        if "ray::VLLMServerActor" in command_line(child)
     ]
     assert found, "no server is running"
     return sorted(found)

@@ -13,7 +13,7 @@ import pytest
 from rl_core.interfaces import WeightBucket
 from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_rollout.vllm.launch import create_client
-from tests.rollout.vllm.servers import make_spec, request, write_model
+from tests.rollout.vllm.servers import command_line, make_spec, request, write_model
 from tests.rollout.vllm.trainers import BUCKET_BYTES, Trainer, policy_of, serving
 
 
@@ -31,7 +31,7 @@ async def test_a_single_engine_killed_in_a_broadcast_gets_the_version_after_rest
         connection = client._pool.members[0].connection
         assert connection is not None
         server = psutil.Process((await connection.call("health", timeout_s=60))["pid"])
-        cores = [child for child in server.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
+        cores = [child for child in server.children(recursive=True) if "EngineCore" in command_line(child)]
         killed = {"core": cores[0], "server": server}[victim].pid
 
         def kills(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:

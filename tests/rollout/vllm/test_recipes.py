@@ -22,8 +22,11 @@ FEW = {
 
 def test_an_adapter_is_trained_on_the_samples_of_two_servers(tmp_path: Path):
     prepare(tmp_path)
-    run = started(tmp_path, FEW, recipe="lora_two_servers")
-    assert run.wait(timeout=500) == 0, (tmp_path / "printed").read_text()
+    with started(tmp_path, FEW, recipe="lora_two_servers") as run:
+        try:
+            assert run.wait(timeout=1000) == 0, (tmp_path / "printed").read_text()
+        finally:
+            run.kill()
     rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2, 3]
     # Trainer and servers compute in float32 with the same adapter, so only rounding differs.

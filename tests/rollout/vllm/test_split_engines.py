@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_core.errors import RLError, WeightSyncError
-from rl_core.interfaces import WeightTransport
+from rl_core.interfaces import Completion, WeightTransport
 from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.shared_memory import SharedMemoryTransport
@@ -31,8 +31,10 @@ from tests.rollout.vllm.other_transport import Fault, OtherTransport
 from tests.rollout.vllm.servers import (
     TOKENS,
     RunningServer,
+    command_line,
     connect,
     make_spec,
+    paused_under_way,
     publish,
     request,
     start_servers,
@@ -247,11 +249,17 @@ async def test_a_dying_core_returns_no_partial_answers(servers: dict[str, Runnin
     """Must be the last test, because it kills an engine core. vLLM then ends the other cores and their requests."""
     running = servers["both"]
     processes = psutil.Process(running.pid).children(recursive=True)
-    core = next(process for process in processes if process.cmdline()[0].startswith("VLLM::EngineCore"))
+    core = next(process for process in processes if command_line(process).startswith("VLLM::EngineCore"))
     client = await connect(running)
-    asked = [request(f"dying-{i}", (3, 1, 4), seed=i, max_tokens=400, ignore_eos=True) for i in range(16)]
-    waiting = [asyncio.ensure_future(client.generate(each)) for each in asked]
-    await asyncio.sleep(0.5)
+    waiting: list[asyncio.Future[tuple[Completion, ...]]] = []
+
+    def ask(number: int) -> Any:
+        asked = [request(f"dying-{number}-{i}", (3, 1, 4), seed=i, max_tokens=400, ignore_eos=True) for i in range(16)]
+        waiting[:] = [asyncio.ensure_future(client.generate(each)) for each in asked]
+        return asyncio.gather(*waiting, return_exceptions=True)
+
+    await paused_under_way(client, ask, num_running=16)
+    await client.resume()
     core.kill()
     done, lost = await asyncio.wait(waiting, timeout=15)
     for task in lost:

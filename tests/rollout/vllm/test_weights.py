@@ -19,7 +19,7 @@ from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.shared_memory import SharedMemoryTransport
 from rl_rollout.vllm.connection import open_session
 from tests.rollout.vllm.engine_in_process import EngineInProcess, run_in_engine
-from tests.rollout.vllm.servers import TOKENS, connect, request, write_model
+from tests.rollout.vllm.servers import TOKENS, connect, paused_under_way, request, write_model
 from tests.rollout.vllm.trainers import REFUSED, Trainer, policy_of, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -301,14 +301,15 @@ async def test_agents_requests_end_at_once_when_their_server_is_quarantined(dens
             async with session.post(f"{dense_server.url}/v1/completions", json=asked) as answer:
                 return answer.status, await answer.text()
 
-        asking = [asyncio.ensure_future(answer(stream)) for stream in (False, True)]
-        while (await client.health()).num_running < 2 * fields["n"]:
-            assert not any(one.done() for one in asking)
-            await asyncio.sleep(0.01)
+        def ask(number: int) -> Any:
+            del number
+            return asyncio.gather(answer(False), answer(True))
+
+        asking = await paused_under_way(client, ask, num_running=2 * fields["n"])
         trainer.send_only(cut_off)
         with pytest.raises(WeightSyncError):
             await trainer.publish()
-        whole, stream = await asyncio.wait_for(asyncio.gather(*asking), 10)
+        whole, stream = await asyncio.wait_for(asking, 60)
         assert (whole[0], "lacks complete weights" in whole[1]) == (502, True)
         *events, last, end = stream[1].split("\n\n")
         assert (stream[0], events != [], "lacks complete weights" in last, end) == (200, True, True, "")
