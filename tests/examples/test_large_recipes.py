@@ -20,6 +20,7 @@ from rl_core.rank_kit.shipped_configs import shipped_config
 from rl_core.reports.jsonl import read_rows
 from rl_core.trainer.run import run_training
 from rl_examples.gsm8k_data import write_tiny_data
+from tests.local_ray import start_ray
 
 DENSE = ("qwen2_5_1_5b", "qwen2_5_3b", "qwen2_5_7b")
 FSDP = ("qwen3_30b_a3b_one_node", "qwen3_30b_a3b_lora", "glm_4_7_flash")
@@ -155,20 +156,9 @@ def beside_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     directory = tmp_path_factory.mktemp("recipes")
     with contextlib.chdir(directory):
-        try:
-            start_ray()
-        except Exception as error:  # Ray raises plain Exceptions
-            # Ray allows its node 30 s to start, which is not configurable and too short on a busy machine.
-            if "timed out during startup" not in str(error):
-                raise
-            ray.shutdown()
-            start_ray()
+        start_ray()
     yield directory
     ray.shutdown()
-
-
-def start_ray() -> None:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
 
 
 @pytest.mark.slow
