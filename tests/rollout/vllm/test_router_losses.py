@@ -15,11 +15,11 @@ import pytest_asyncio
 from aiohttp import web
 
 from rl_core.errors import DeadlineError, GenerationError
-from rl_core.interfaces import GenerateRequest, SamplingParams
+from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone, gone, open_session
-from rl_rollout.vllm.pool import MAX_LOST, Pool
+from rl_rollout.vllm.pool import MAX_LOST, Member, Pool
 from rl_rollout.vllm.router import MAX_SESSION_ID, SESSION_HEADER, Router
 from rl_rollout.vllm.wire import MAX_BODY_BYTES
 from tests.passing_time import pass_time, until
@@ -106,6 +106,14 @@ async def breaks_off(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
+async def restarted(pool: Pool, member: Member) -> None:
+    """Gives up a server and lets it join again, as a supervisor does."""
+    connection = member.connection
+    assert connection is not None
+    await pool.left(member, "it was lost")
+    await pool.joined(member, connection, 0, is_quarantined=False)
+
+
 async def breaks_off_half_way(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Length": "100", "Content-Type": "application/json"})
     await response.prepare(request)
@@ -174,7 +182,11 @@ async def test_a_broken_stream_ends_with_an_error_and_without_a_partial_event(st
 
 
 async def test_a_request_that_loses_too_many_servers_is_not_retried(start):
-    scene = await start(breaks_off)
+    async def loses_its_server(request: web.Request) -> web.StreamResponse:
+        await restarted(scene.pool, scene.pool.members[0])
+        return await breaks_off(request)
+
+    scene = await start(loses_its_server)
     status, body = await posted(scene)
     assert status == 502
     assert f"{MAX_LOST} servers were lost" in json.loads(body)["error"]["message"]
@@ -190,9 +202,10 @@ def test_a_request_that_was_never_sent_is_not_the_reason_for_a_loss(error: aioht
 
 
 async def test_the_runs_own_request_is_not_retried_without_limit_either(start):
-    """The server answers 502, as it does when its engine ends and gives up its requests."""
+    """The server answers 502, as it does when its engine ends and gives up its requests, and is restarted."""
 
     async def engine_ends(request: web.Request) -> web.StreamResponse:
+        await restarted(scene.pool, scene.pool.members[0])
         return web.Response(status=502, body=wire.encode({"message": "the engine gave up its requests"}))
 
     scene = await start(engine_ends)
@@ -200,6 +213,36 @@ async def test_the_runs_own_request_is_not_retried_without_limit_either(start):
     with pytest.raises(GenerationError, match=f"{MAX_LOST} servers were lost while they processed it"):
         await client.generate(GenerateRequest(sample_id="s", prompt_tokens=(1,), params=SamplingParams(), seed=0))
     assert scene.server.num_asked == MAX_LOST
+
+
+async def bad_gateway(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=502, text="<h1>502 Bad Gateway</h1>", content_type="text/html")
+
+
+async def test_a_proxy_that_answers_while_the_server_is_down_loses_one_server_and_no_request(start):
+    scene = await start(*[bad_gateway] * (MAX_LOST + 1), answers)
+    assert (await posted(scene))[0] == 200
+
+    completion = Completion(tokens=(2,), logprobs=(-1.0,), policy_versions=(0,), stop_reason="stop")
+
+    async def generates(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=wire.completions_body([completion]), content_type=wire.MEDIA_TYPE)
+
+    scene = await start(*[bad_gateway] * (MAX_LOST + 1), generates)
+    client = RemoteInferenceClient(scene.pool, timeout_s=120.0)
+    request = GenerateRequest(sample_id="s", prompt_tokens=(1,), params=SamplingParams(), seed=0)
+    assert await client.generate(request) == (completion,)
+
+
+async def test_an_answer_of_a_proxy_is_quoted_with_its_address_and_status(start):
+    scene = await start(bad_gateway)
+    connection = scene.pool.members[0].connection
+    assert connection is not None
+    expected = (
+        rf"^vLLM server 0 at {connection.url} answered /rl/health with HTTP status 502: <h1>502 Bad Gateway</h1>$"
+    )
+    with pytest.raises(LostUnderRequest, match=expected):
+        await connection.call("health", timeout_s=60)
 
 
 async def test_a_server_is_told_to_end_a_request_that_missed_its_deadline(start):

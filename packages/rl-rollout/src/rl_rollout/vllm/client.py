@@ -346,7 +346,7 @@ class RemoteInferenceClient:
             GenerationError: the request was refused, or `MAX_LOST` servers were lost while they had it.
         """
         deadline = time.monotonic() + self._timeout_s
-        backoff_s, last, num_lost = _FIRST_BACKOFF_S, "", 0
+        backoff_s, last, lost = _FIRST_BACKOFF_S, "", set[asyncio.Event]()
         while (left_s := deadline - time.monotonic()) > 0:
             try:
                 member = await self._pool.choose(session_id, timeout_s=left_s)
@@ -354,16 +354,18 @@ class RemoteInferenceClient:
                 raise DeadlineError(f"{what}: {error}{last}") from error
             if sample_id is not None:
                 self._where[sample_id] = member
+            life = member.lost
             try:
                 with self._pool.carries(member, num_samples):
                     return await self._until_lost(member, ask, max(deadline - time.monotonic(), 0.001))
             except ServerGone as error:
                 last = f"; the last try: {error}"
                 self._on_failure(member)
-                num_lost += isinstance(error, LostUnderRequest)
-                if num_lost == MAX_LOST:
+                if isinstance(error, LostUnderRequest):
+                    lost.add(life)
+                if len(lost) == MAX_LOST:
                     raise GenerationError(
-                        f"{what}: {num_lost} servers were lost while they processed it, so it is not sent to another; "
+                        f"{what}: {MAX_LOST} servers were lost while they processed it, so it is not sent to another; "
                         f"their logs say why they ended{last}"
                     ) from error
             except (asyncio.CancelledError, DeadlineError):

@@ -68,7 +68,7 @@ class Connection:
         status, answer = await self._post(f"/rl/{method}", timeout_s, wire.MEDIA_TYPE, data=body, headers=headers)
         if status == 200:
             return answer
-        message = f"{self.name}, {method}: {_message(answer)}"
+        message = self._refusal(method, status, answer)
         if status == _UNAVAILABLE:
             raise ServerGone(message)
         if status == _LOST:
@@ -87,7 +87,15 @@ class Connection:
                 f"{self.name} at {self.url} has no /rl/{method}: start it with python -m rl_rollout.vllm.serve, from "
                 "the version of rl-rollout that this run uses"
             )
-        raise GenerationError(f"{message} (HTTP status {status}); its log says more")
+        raise GenerationError(f"{message}; its log says more")
+
+    def _refusal(self, method: str, status: int, answer: bytes) -> str:
+        """Describes an answer whose status is not 200."""
+        try:
+            return f"{self.name}, {method}: {wire.decode(answer)['message']}"
+        except Exception:  # from the HTTP layer or a proxy
+            text = answer.decode(errors="replace")
+            return f"{self.name} at {self.url} answered /rl/{method} with HTTP status {status}: {text:.500}"
 
     async def call_json(self, path: str, arguments: Any, *, timeout_s: float) -> Any:
         """Calls one of vLLM's own routes with a JSON body. Raises the same errors as `call`, except WeightSyncError."""
@@ -133,11 +141,3 @@ def gone(error: aiohttp.ClientError, name: str) -> ServerGone:
     was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
     kind = LostUnderRequest if was_sent else ServerGone
     return kind(f"{name}: {type(error).__name__}: {error}")
-
-
-def _message(answer: bytes) -> str:
-    try:
-        return str(wire.decode(answer)["message"])
-    except Exception:
-        # An error of the HTTP layer itself has a plain-text body.
-        return answer.decode(errors="replace")[:500]

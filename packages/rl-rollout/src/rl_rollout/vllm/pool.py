@@ -18,7 +18,8 @@ ALL_MEMORY = frozenset({"weights", "kv_cache"})
 """The parts of memory that a sleeping server frees."""
 MAX_LOST = 3
 """When this many servers were lost while they had the same request, the request is not sent to another server, because
-the request may be the cause."""
+the request may be the cause. A server that was restarted counts again. Several failures before it is given up count
+once, because a proxy may answer 502 for as long as a server is down."""
 _MAX_SESSIONS = 100_000
 
 
@@ -74,7 +75,8 @@ class Member:
     """Why the server is given up even if it still answers heartbeats: it did not finish its part of a failed weight
     sync. None: there is no such reason."""
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
-    """Set when the current connection is given up; `joined` creates a new event for the next connection."""
+    """Set when the current connection is given up; `joined` creates a new event for the next connection, so this also
+    identifies the time between two restarts."""
 
     def __str__(self) -> str:
         return f"vLLM server {self.index}"

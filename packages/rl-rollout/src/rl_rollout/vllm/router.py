@@ -167,8 +167,8 @@ class Router:
     ) -> web.StreamResponse:
         """Tries servers until one answers, and returns that answer or, if none answers, an error response."""
         clock = asyncio.get_running_loop().time
-        num_lost = 0
-        while num_lost < MAX_LOST:
+        lost: set[asyncio.Event] = set()
+        while len(lost) < MAX_LOST:
             try:
                 member = await self._pool.choose(session_id, timeout_s=max(0.0, deadline - clock()))
             except DeadlineError as error:
@@ -176,6 +176,7 @@ class Router:
                 # see.
                 logger.warning("an agent's request was refused: %s", error)
                 return _error(503, f"no server had the policy's current weights within {self._timeout_s:g} s")
+            life = member.lost
             try:
                 with self._pool.carries(member, 1):
                     return await self._ask(member, request, path, body, deadline)
@@ -184,7 +185,8 @@ class Router:
             except ServerGone as error:
                 logger.warning("%s did not answer an agent: %s", member, error)
                 self._on_failure(member)
-                num_lost += isinstance(error, LostUnderRequest)
+                if isinstance(error, LostUnderRequest):
+                    lost.add(life)
             await asyncio.sleep(_ASK_AGAIN_S)
         return _error(502, f"{MAX_LOST} servers were lost while they answered this request")
 
