@@ -441,7 +441,8 @@ def test_generation_in_which_every_sample_fails_writes_why(small_run: BuildConfi
         environment__env_class="tests.examples.environments:Failing",
         environment__options={"fails": "all"},
     )
-    assert run_generation(config, tmp_path / "samples.jsonl", limit=2) == 2 * 4
+    with pytest.raises(GenerationError, match=r"all 8 samples failed; the first: .*the judge is gone.* has them all$"):
+        run_generation(config, tmp_path / "samples.jsonl", limit=2)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(row["group"], row["sample"]) for row in rows] == [(n // 4, n % 4) for n in range(8)]
     assert all("ConnectionError: the judge is gone" in row["failure"] for row in rows)

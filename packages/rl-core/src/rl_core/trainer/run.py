@@ -28,7 +28,16 @@ from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.resolving import value_at
 from rl_core.config.served_models import asked_models, serving_plugin, with_served_models
 from rl_core.config.specs import reference_engine_spec
-from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, StorageError, WorkerError, raised_at
+from rl_core.errors import (
+    ConfigError,
+    DataError,
+    DiskFullError,
+    GenerationError,
+    RLError,
+    StorageError,
+    WorkerError,
+    raised_at,
+)
 from rl_core.held_folders import reclaim_folders
 from rl_core.interfaces import (
     AdapterServing,
@@ -180,6 +189,7 @@ def run_generation(config: Config | Loaded, output: Path, *, limit: int | None =
         ConfigError, PluginError, DataError: the rows cannot be played as configured, or `output` cannot be created or
             exists; it is never overwritten. ConfigErrors: several mistakes, listed.
         DiskFullError: there is no room for the samples, so none is written.
+        GenerationError: all samples failed; they are written.
         RLError, KeyboardInterrupt, RuntimeError: as in `run_training`.
     """
     resolved = config_of(config)
@@ -334,6 +344,10 @@ async def _generate(config: Config, reads: str, output: Path, limit: int | None)
         writer.close()
     if output.stat().st_size == 0:  # the writer writes all rows or, on a full disk, none
         raise DiskFullError(f"disk full: the {len(samples)} samples of {output} are lost; make room, and sample again")
+    if samples and all(sample.failure is not None for sample in samples):
+        raise GenerationError(
+            f"all {len(samples)} samples failed; the first: {samples[0].failure}. {output} has them all"
+        )
     return len(samples)
 
 
