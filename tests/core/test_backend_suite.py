@@ -28,12 +28,14 @@ from tests.core.plain_backend import NoOptions, OffloadableWorker, PlainBackend,
 MOE = {"family": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [0]}
 
 
+@pytest.mark.slow
 class TestReferenceWorker(BackendConformance):
     backend = PlainBackend(worker_class=PlainWorker)
     options = NoOptions()
     variants = (Variant(), Variant(checkpoint={"tie_word_embeddings": False}), Variant(world_size=2))
 
 
+@pytest.mark.slow
 class TestReferenceWorkerThatFollowsRoutes(BackendConformance):
     backend = PlainBackend(worker_class=RoutedWorker, name="plain_routed")
     options = NoOptions()
