@@ -42,6 +42,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_proof_leaves_no_process_and_the_next_start_removes_its_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
