@@ -31,7 +31,8 @@ def job(tmp_path: Path):
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, body in PROGRAMS.items():
-        text = f'#!/bin/bash\necho "{name} $*" >> "$CALLS"\n{body}\n'
+        record = f'echo "{name} $RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> "$CALLS.auth"\necho "{name} $*" >> "$CALLS"'
+        text = f"#!/bin/bash\n{record}\n{body}\n"
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
 
@@ -77,6 +78,29 @@ def test_a_job_checks_starts_a_cluster_and_trains(job):
     steps = [call for call in calls if call.startswith("srun ") and "ray start" in call]
     assert any("--nodelist=node1 --overlap ray start --head" in step for step in steps)
     assert any("--exclude=node1 --overlap ray start --address" in step for step in steps)
+
+
+def test_both_parts_of_the_cluster_and_the_run_share_a_token_that_is_new_in_every_job(job, tmp_path: Path):
+    tokens = []
+    for _ in range(2):
+        assert job("gsm8k")[0] == 0
+        shown = {line.partition(" ")[2] for line in _of_cluster(tmp_path)}
+        assert len(shown) == 1, shown
+        mode, _, token = shown.pop().partition(" ")
+        assert (mode, len(token)) == ("token", 64)
+        tokens.append(token)
+        (tmp_path / "calls.auth").unlink()
+    assert tokens[0] != tokens[1]
+    assert job("gsm8k", RAY_AUTH_MODE="disabled")[0] == 0
+    assert {line.partition(" ")[2] for line in _of_cluster(tmp_path)} == {"disabled "}
+
+
+def _of_cluster(directory: Path) -> list[str]:
+    """Mode and token of the two `ray start`, of the query of the cluster's size, and of the run."""
+    lines = (directory / "calls.auth").read_text().splitlines()
+    programs = [line for line in lines if line.partition(" ")[0] in ("ray", "python", "rl")][1:]  # without the dry run
+    assert {line.partition(" ")[0] for line in programs} == {"ray", "python", "rl"}
+    return programs
 
 
 def test_a_dry_run_and_a_mistake_start_nothing(job):

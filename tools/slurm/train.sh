@@ -41,6 +41,12 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head="${hosts[0]}"
 address="$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')"
 
+# The job's Ray processes share a token. By default, if ~/.ray has one, the head demands it but the other nodes and the
+# run do not send it.
+if [[ -z "${RAY_AUTH_MODE:-}" ]]; then
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
+fi
+
 # Each `ray start --block` is a separate job step that ends with the job.
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
   ray start --head --node-ip-address="$address" --port="$port" --num-gpus="$gpus" --block &

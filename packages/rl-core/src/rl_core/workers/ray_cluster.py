@@ -104,7 +104,8 @@ class RaySession:
         except (ConnectionError, RayError, ValueError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, but no Ray cluster could be joined there ({error}). Start one with "
-                "`ray start --head`, or unset RAY_ADDRESS to use this machine alone"
+                "`ray start --head`; if it demands a token (~/.ray/auth_token), set RAY_AUTH_MODE=token; or unset "
+                "RAY_ADDRESS to use this machine alone"
             ) from error
 
     def _start_locally(self, common: dict[str, Any]) -> RayWatch | None:
