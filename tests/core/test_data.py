@@ -36,6 +36,14 @@ def test_rows_of_all_formats_are_read_with_their_place(tmp_path: Path):
         ('{"prompt": "a"}\n{"question": "b"}\n', r"d\.jsonl:2: expected a row with the column 'prompt', got question"),
         ('{"prompt": "a"}\n{"prompt": 3}\n', r"d\.jsonl:2: 'prompt' must be text or a list of messages"),
         ('{"prompt": "a"}\n{"prompt": [{"role": "user"}]}\n', r"d\.jsonl:2: 'prompt' must be"),
+        (
+            '{"prompt": "a"}\n{"prompt": "\\ud83d"}\n',
+            r"d\.jsonl:2: 'prompt' has half of a surrogate pair.* got '.ud83d'",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "\\ude00"}]}\n',
+            r"d\.jsonl:1: 'prompt' has half of a surrogate pair",
+        ),
         ('{"prompt": "a"}\n{"prompt": \n', r"d\.jsonl:2: not valid JSON: Expecting value \(column 11\)$"),
         ('{"prompt": "a"}\n{"prompt": ' + "9" * 5000 + "}", r"d\.jsonl:2: JSON that cannot be read: .*limit"),
         ('{"prompt": "a"}\n' + "[" * 100_000, r"d\.jsonl:2: JSON that cannot be read: .*recursion"),
@@ -48,6 +56,14 @@ def test_a_bad_row_is_named_with_file_and_row(tmp_path: Path, content: str, mess
     (tmp_path / "d.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         read_rows([tmp_path / "d.jsonl"], key="data.train_data")
+
+
+def test_two_columns_of_the_same_name_are_refused(tmp_path: Path):
+    columns = [pa.array(["1+1="]), pa.array(["2"]), pa.array(["3"])]
+    table = pa.Table.from_arrays(columns, names=["prompt", "answer", "answer"])
+    pq.write_table(table, tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"d\.parquet: got two columns 'answer'; expected different names"):
+        read_rows([tmp_path / "d.parquet"], key="data.train_data")
 
 
 def test_a_missing_or_unreadable_file_is_named(tmp_path: Path):

@@ -132,6 +132,11 @@ def _read_parquet(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet
 
     try:
+        columns = pyarrow.parquet.read_schema(file).names
+        repeated = next((name for name in columns if columns.count(name) > 1), None)
+        if repeated is not None:
+            raise DataError(f"{path}: got two columns {repeated!r}; expected different names, so rename or remove one")
+        file.seek(0)
         rows = pyarrow.parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
@@ -173,11 +178,27 @@ def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
         raise DataError(
             f"{place}: {prompt_key!r} must be text or a list of messages with 'role' and 'content', got {shown}"
         )
+    texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    if any(isinstance(text, str) and _has_lone_surrogate(text) for text in texts):
+        shown = ascii(prompt)[:80]
+        raise DataError(
+            f"{place}: {prompt_key!r} has half of a surrogate pair, which no tokenizer can encode, got {shown}; remove "
+            "it, or write both halves"
+        )
     if prompt_key != "prompt":
         row = {**row, "prompt": prompt}
     if "reward_model" in row and row.get("reward_spec") is None:
         row = {**row, "reward_spec": row["reward_model"]}  # verl's data sets call this column `reward_model`
     return DataRow(row, place)
+
+
+def _has_lone_surrogate(text: str) -> bool:
+    """Whether text has a code point that UTF-8 cannot represent. In JSON, a cut emoji leaves one, such as `\\ud83d`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _is_chat(prompt: Any) -> bool:
