@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -15,7 +16,7 @@ from rl_core.config import Config, from_mapping, load, resolving
 from rl_core.errors import CheckpointError, ConfigError, DataError, DiskFullError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.checkpoint import RunState, begin_checkpoint, complete_checkpoint
-from rl_core.trainer.run_directory import MARK, RunSummary
+from rl_core.trainer.run_directory import MARK, RunSummary, write_summary
 from rl_core.trainer.run_lock import held_directories
 from tests.core.conftest import Run
 from tests.core.unwritable import KINDS, unwritable
@@ -285,6 +286,12 @@ def test_independent_mistakes_are_reported_together(rl: Run):
     ]
 
 
+def test_a_missing_model_is_reported_with_the_other_mistakes(rl: Run):
+    err = rl("train", "small", "trainer.policy.model.path=null", "data.train_data=nowhere.jsonl", "--dry-run")[2]
+    assert "data.train_data: the file nowhere.jsonl does not exist" in err
+    assert "trainer.policy.model.path: got no model; set it to a Hugging Face model directory or name" in err
+
+
 def test_run_training_creates_missing_files_only_if_it_gets_the_recipe(rl: Run, monkeypatch: pytest.MonkeyPatch):
     seen = finish_with(monkeypatch, summary(interrupted=False))
     loaded = load("small")
@@ -336,6 +343,16 @@ def test_training_creates_missing_files_then_runs_and_prints_the_results(rl: Run
     assert [config.trainer.seed for config in seen] == [9]
     first = "7 steps done; this command took 4 s (3 s of training and evaluation)\n"
     assert out == first + "held-out accuracy 0.250 → 0.900\nreport: runs/run/report.html\n"
+
+
+def test_the_results_of_a_run_without_accuracy_are_called_reward(
+    rl: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    rows = [{"step": 0, "eval/reward": 1.5}, {"step": 7, "eval/reward": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finish_with(monkeypatch, write_summary(tmp_path, interrupted=False, total_seconds=4.0, seed=0))
+    assert "held-out reward 1.500 → 2.000\n" in rl("train", "small")[1]
+    assert json.loads((tmp_path / "summary.json").read_text())["measure"] == "reward"
 
 
 @pytest.mark.parametrize("kind", KINDS)

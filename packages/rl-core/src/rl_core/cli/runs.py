@@ -131,5 +131,5 @@ def _show_summary(summary: RunSummary) -> None:
     parts = f"{duration(summary.total_seconds)} ({duration(summary.rl_seconds)} of training and evaluation)"
     say(f"{summary.steps} steps done; this command took {parts}", err=False)
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        say(f"held-out accuracy {summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}", err=False)
+        say(f"held-out {summary.measure} {summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}", err=False)
     say(f"report: {summary.run_dir / 'report.html'}", err=False)

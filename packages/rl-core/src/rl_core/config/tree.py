@@ -24,7 +24,7 @@ Reduction = Literal["token_mean", "sequence_mean", "prompt_mean", "prompt_token_
 def resolved(key: str, value: _T | None) -> _T:
     """Returns `value`. Raises a ConfigError that names the key if the value is None."""
     if value is None:
-        raise ConfigError(f"{key}: has no value; set it, or call rl_core.config.resolve first")
+        raise ConfigError(f"{key}: has no value; set it, or, in Python, call rl_core.config.resolve first")
     return value
 
 

@@ -365,8 +365,10 @@ def _gather_prompts(
     """Notes prompts that are too long, and a tokenizer that cannot be loaded. Encodes only the prompts with the most
     and the fewest characters; the run later counts the tokens of all. Does nothing if other mistakes were found, if the
     model is not on this machine yet, or if creating the generator may start processes."""
+    if mistakes:
+        return
     is_made = config.policy_model_path in makes
-    if mistakes or (is_made and not Path(config.policy_model_path).exists()):
+    if is_made and not Path(config.policy_model_path).exists():
         return
     # Except for the type `environment`, generators that sample may start processes when they are created.
     if config.generator.type != "environment" and needs_engine(config):

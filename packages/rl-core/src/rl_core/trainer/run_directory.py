@@ -60,6 +60,9 @@ class RunSummary:
     an evaluation before training."""
     accuracy_after: float | None
     """The same measure in the last evaluation; None without evaluation."""
+    measure: str = "accuracy"
+    """What `accuracy_before` and `accuracy_after` are: `accuracy`, or `reward` if the environment reports no
+    accuracy."""
     rl_seconds: float
     """Seconds that all steps and evaluations took, including those before the run was resumed."""
     total_seconds: float
@@ -162,6 +165,7 @@ def write_summary(run_dir: Path, *, interrupted: bool, total_seconds: float, see
         interrupted=interrupted,
         accuracy_before=evaluated[0][1] if evaluated and evaluated[0][0] == 0 else None,
         accuracy_after=evaluated[-1][1] if evaluated else None,
+        measure="accuracy" if any("eval/accuracy" in row for row in rows) or not evaluated else "reward",
         rl_seconds=round(sum(row.get("time/step", 0.0) for row in rows), 3),
         total_seconds=round(total_seconds, 3),
         seed=seed,
