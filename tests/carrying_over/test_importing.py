@@ -119,6 +119,9 @@ def test_a_script_of_skyrl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch
     assert (config.generator.n_samples_per_prompt, config.trainer.epochs) == (5, 1)
     again = CliRunner().invoke(import_config, [str(file), "--output", str(output)])
     assert "already exists" in str(again.exception)
+    unread = CliRunner().invoke(import_config, [str(file), "--output", str(output.with_suffix(".txt"))])
+    assert "expected a name that ends in .yaml" in str(unread.exception)
+    assert not output.with_suffix(".txt").exists()
 
 
 def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -20,10 +20,12 @@ def import_config(file: Path, output: Path | None) -> int:
     A script of SkyRL that does not set the KL loss or the engine gets SkyRL's defaults for them. If a key could not be
     translated, the exit code is 1, and comments in the new file name the key.
     """
-    from rl_core.errors import DataError
+    from rl_core.errors import ConfigError, DataError
     from rl_examples.importing.reading import read
     from rl_examples.importing.translation import translate
 
+    if output is not None and output.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--output: got {output}; expected a name that ends in .yaml, as rl train requires")
     if output is not None and output.exists():
         raise DataError(f"{output} already exists: choose another file, or remove it first")
     translation = translate(read(file))
