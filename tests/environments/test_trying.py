@@ -106,7 +106,10 @@ def rl(*arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
         ({"reward": float("nan")}, "the environment's reward is nan, expected a finite number"),
         ({"metrics": {"accuracy": "high"}}, "the environment's metric 'accuracy' is 'high', expected a finite number"),
         ({}, "an observation must be text or a list of messages with 'role' and 'content', got None"),
+        ({}, "got None; return an observation with done=False, or end the episode with done=True"),
         ({"observation": [{"role": "assistant", "content": "x"}]}, "a message of the role 'assistant'"),
+        ({"done": "no"}, "the environment's done is 'no', expected True or False"),
+        ({"done": None}, "the environment's done is None, expected True or False"),
     ],
 )
 def test_answers_that_would_fail_in_a_run_fail_here(
@@ -315,6 +318,18 @@ def test_wrong_keys_of_reward_functions_are_named(given: str, message: str):
     ("arguments", "kind", "message"),
     [
         (["guess"], ConfigError, "name the row to play"),
+        (["guess", "--row", ROW, "--data", __file__], ConfigError, "got both --row and --data"),
+        (["trainer.seed=1", "--row", ROW], click.UsageError, "got 'trainer.seed=1' where an environment is expected"),
+        (
+            ["guess", "--row", ROW, "environment.options.guess=1"],
+            ConfigError,
+            "not an option of the environment 'guess'",
+        ),
+        (
+            ["reward_functions", "--row", ROW, "environment.reward_function=a:b"],
+            ConfigError,
+            "Did you mean 'environment.reward_functions'?",
+        ),
         (["guess", "--row", "{"], DataError, "is not JSON"),
         (["guess", "--row", "[1]"], DataError, "expected a JSON object"),
         (["guess", "--row", '{"prompt": "?", "number": 12}'], DataError, "a number from 0 to 9; got number=12"),
@@ -442,12 +457,54 @@ class NotStatic(TwoTurns):
     def require_row(self, row: Any) -> None: ...
 
 
+class TakesMore(TwoTurns):
+    @staticmethod
+    def require_row(row: Any, options: Any) -> None: ...
+
+
+class Awaits(TwoTurns):
+    @staticmethod
+    async def require_episode(row: Any, options: Any) -> None: ...
+
+
+class Raising(TwoTurns):
+    """Its checks raise errors that are not the project's."""
+
+    @staticmethod
+    def require_options(options: Any) -> None:
+        int(options.get("level", 1))
+
+    @staticmethod
+    def require_row(row: Any) -> None:
+        row["answer"]
+
+
 @pytest.mark.parametrize(
     ("name", "option", "kind", "message"),
     [
         ("Checked", "colunm=x", ConfigError, "expected only column"),
         ("Checked", "column=x", DataError, "the row has no x"),
         ("NotStatic", "x=1", PluginError, r"require_row.* cannot be called as require_row.row.*static method"),
+        (
+            "TakesMore",
+            "x=1",
+            PluginError,
+            r"missing a required argument: 'options'; define it as `def require_row\(row\)`",
+        ),
+        ("Awaits", "x=1", PluginError, r"without `await`; define it as `def require_episode\(row, options\)`"),
+        (
+            "Raising",
+            "x=1",
+            DataError,
+            r"the row: require_row of the environment '.*:Raising' raised KeyError: 'answer' \(test_trying\.py:\d+\); "
+            r"to refuse a row, raise rl_core\.errors\.DataError",
+        ),
+        (
+            "Raising",
+            "level=high",
+            ConfigError,
+            r"require_options of the environment '.*:Raising' raised ValueError: .*; to refuse the options, raise",
+        ),
     ],
 )
 def test_checks_before_an_episode_are_made(name: str, option: str, kind: type[RLError], message: str):

@@ -100,6 +100,18 @@ def adapted(texts: list[str]) -> list[float]:
     return [float(len(texts[0]))]
 
 
+def lettered(completions: list[str], **columns: Any) -> list[str]:
+    return ["1.0"]
+
+
+def solved(completions: list[str], solution: list[str]) -> list[float]:
+    return [1.0]
+
+
+def solved_of_any(completions: list[str], solution: list[str], **columns: Any) -> list[float]:
+    return [1.0]
+
+
 scaled = functools.partial(Scaled(), scale=[3.0])
 formatted = "{completions[0]}".format
 """A callable in C that does not show its parameters, and takes any names."""
@@ -151,6 +163,7 @@ async def test_a_function_that_returns_none_is_ignored():
     [
         ("wrong", r"returned 1\.0; expected a list of one number"),
         ("wordy", r"the reward function wordy returned \['good'\]; expected a list of one number"),
+        ("lettered", r"the reward function lettered returned \['1\.0'\]; expected a list of one number"),
         ("endless", "returned nan; expected a finite number"),
         ("formatted", "the reward function formatted returned '42'; expected a list of one number"),
         ("stateful", r"needs 'trainer_state'; only TRL passes it, so give it a default, such as trainer_state=None$"),
@@ -193,6 +206,11 @@ def test_reward_functions_select_their_environment():
             ConfigError,
             "got 2 weights for 1 functions",
         ),
+        (
+            [f"environment.reward_functions={HERE}:length", "environment.options.scale=2"],
+            ConfigError,
+            "environment.options.scale: has no effect, because reward functions do not get the options",
+        ),
         (["environment.reward_weights=[1]"], ConfigError, "there are no functions to weigh"),
         (
             [f"environment.reward_functions={HERE}:length", "environment.env_class=gsm8k"],
@@ -212,6 +230,8 @@ def test_unusable_reward_functions_are_refused_before_a_run(overrides: list[str]
         ("needy", {"prompt": "x", "answer": "y"}, r"needs 'anser'; the row has prompt, answer\. Did you mean 'answer'"),
         ("stateful", {"prompt": "x"}, "needs 'trainer_state'; only TRL passes it"),
         ("right", {"prompt": "x"}, "needs 'answer'; the row has prompt"),
+        ("solved", {"prompt": "x"}, r"needs 'solution'; the row has prompt\. Rename the parameter or the column$"),
+        ("solved_of_any", {"prompt": "x"}, r"needs 'solution'; the row has prompt\. Rename the parameter or"),
     ],
 )
 def test_parameters_that_are_no_columns_are_refused_before_a_run(name: str, row: dict[str, Any], message: str):

@@ -22,7 +22,7 @@ import click
 
 from rl_core import plugins
 from rl_core.config.layers import merge, nested, override_layer, plain
-from rl_core.errors import ConfigError, DataError, DeadlineError, Mistakes, RLError, raised_at
+from rl_core.errors import ConfigError, DataError, DeadlineError, Mistakes, RLError, nearest, raised_at
 from rl_core.interfaces import (
     Action,
     StepResult,
@@ -57,7 +57,9 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
         ConfigError: both or neither of `row` and `data` are given.
         DataError: the file has too few rows or cannot be read, or `row` is not a JSON object with a prompt.
     """
-    if (row is None) == (data is None):
+    if row is not None and data is not None:
+        raise ConfigError(f"got both --row and --data {data}; pass only one of them")
+    if row is None and data is None:
         raise ConfigError("name the row to play: pass either --data FILE --number N or --row '{\"prompt\": …}'")
     from rl_core.trainer.data import checked_row, read_rows
 
@@ -83,7 +85,7 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
         if not equals or not (key in (*_REWARDS, _OPTIONS) or key.removeprefix(f"{_OPTIONS}.") not in ("", key)):
             raise ConfigError(
                 f"{word!r}: without --with, only {_OPTIONS}.NAME=VALUE and the keys of reward functions are allowed; "
-                "other keys need --with"
+                f"other keys need --with.{nearest(key, (*_REWARDS, _OPTIONS))}"
             )
     mistakes = Mistakes()
     given = merge([override_layer(overrides, mistakes)])

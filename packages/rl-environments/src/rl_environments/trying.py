@@ -53,6 +53,10 @@ def try_environment(
     By hand, you are the policy: a line of input is a response (end a line with \\ to continue it); Ctrl-D ends.
     environment.options.NAME=VALUE sets an option. With --with, KEY.PATH=VALUE changes any key of the recipe.
     """
+    if "=" in environment:
+        raise click.UsageError(
+            f"got {environment!r} where an environment is expected; write rl try ENVIRONMENT {environment}"
+        )
     if recipe is not None:
         for name, instead in _WITHOUT_RECIPE.items():
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

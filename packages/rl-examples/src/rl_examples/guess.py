@@ -19,6 +19,7 @@ from typing import Any
 from rl_core.config import Config, from_mapping
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+from rl_environments.options import own_options
 
 MAX_GUESSES = 4
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '$' if m.role == 'assistant' else '=' }}{% endfor %}"
@@ -77,6 +78,11 @@ class GuessEnvironment:
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._number: int = row["number"]
         self._guesses = 0
+
+    @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """See `OptionsChecking`."""
+        own_options(options, "guess", [])
 
     @staticmethod
     def require_row(row: Row) -> None:

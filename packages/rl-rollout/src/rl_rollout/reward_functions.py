@@ -146,16 +146,18 @@ def functions_at(paths: tuple[str, ...]) -> dict[str, RewardFunction]:
 def _wanted(name: str, function: RewardFunction, given: Mapping[str, Any]) -> dict[str, Any]:
     missing = [one for one in function.required if one not in given]
     if missing:
-        raise DataError(f"the reward function {name} needs {missing[0]!r}; {_what_there_is(missing[0], given)}")
+        others = [key for key in given if key not in function.required and key not in (function.names or ())]
+        raise DataError(f"the reward function {name} needs {missing[0]!r}; {_what_there_is(missing[0], given, others)}")
     return {key: value for key, value in given.items() if function.names is None or key in function.names}
 
 
-def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
-    """Returns the end of the error message about the parameter `name`, for which there is no value."""
+def _what_there_is(name: str, given: Mapping[str, Any], others: Sequence[str]) -> str:
+    """Returns the end of the error message about the parameter `name`, for which there is no value. `others` are the
+    names that the function does not take yet."""
     if name in _ONLY_IN_TRL:
         return f"only TRL passes it, so give it a default, such as {name}=None"
     columns = ", ".join(key for key in given if key not in _OF_EPISODE)
-    return f"the row has {columns}.{nearest(name, given)}"
+    return f"the row has {columns}.{nearest(name, others)} Rename the parameter or the column"
 
 
 def _number(name: str, answer: Any) -> float | None:
@@ -167,6 +169,8 @@ def _number(name: str, answer: Any) -> float | None:
         raise DataError(not_one_number)
     if values[0] is None:
         return None
+    if isinstance(values[0], str | bytes):
+        raise DataError(not_one_number)
     try:
         reward = float(values[0])
     except (TypeError, ValueError, OverflowError) as error:
@@ -177,8 +181,14 @@ def _number(name: str, answer: Any) -> float | None:
 
 
 def require_functions(options: Mapping[str, Any]) -> None:
-    """Imports all functions, and checks that there are no weights or one weight per function. Raises ConfigError, and
-    the errors of `functions_at`."""
+    """Imports all functions, and checks that there are no other options, and no weights or one weight per function.
+    Raises ConfigError, and the errors of `functions_at`."""
+    others = [name for name in options if f"environment.{name}" not in (KEY, WEIGHTS)]
+    if others:
+        raise ConfigError(
+            f"environment.options.{others[0]}: has no effect, because reward functions do not get the options; remove "
+            "it, or pass the value to the functions in a column of the rows"
+        )
     for key, kind, example in ((KEY, str, "[my_module:reward]"), (WEIGHTS, int | float, "[1.0]")):
         given = options.get(key.removeprefix("environment."), ())
         if not isinstance(given, list | tuple) or not all(isinstance(one, kind) for one in given):

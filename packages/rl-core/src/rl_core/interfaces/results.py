@@ -15,6 +15,7 @@ from rl_core.interfaces.rollouts import Environment, StepResult
 
 T = TypeVar("T")
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_END_INSTEAD = "; return an observation with done=False, or end the episode with done=True"
 
 
 def require_awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
@@ -44,6 +45,8 @@ def require_step_result(result: object) -> StepResult:
     StepResult whose numbers are finite."""
     if not isinstance(result, StepResult):
         raise DataError(f"the environment's step returned {type(result).__name__}; expected StepResult")
+    if not _is_flag(result.done):
+        raise DataError(f"the environment's done is {result.done!r:.80}, expected True or False")
     reward = _number(result.reward, "reward")
     if not isinstance(result.metrics, Mapping):
         raise DataError(f"the environment's metrics are {type(result.metrics).__name__}; expected a mapping")
@@ -56,6 +59,7 @@ def require_observed_text(observation: object) -> str:
     if not isinstance(observation, str):
         raise DataError(
             f"the episode began with text, so the environment's observations must be text; got {observation!r:.200}"
+            f"{_END_INSTEAD if observation is None else ''}"
         )
     return observation
 
@@ -65,10 +69,23 @@ def require_observed_messages(observation: object) -> Sequence[Message]:
     DataError if the observation is neither text nor messages, or has a message of the assistant."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    messages = require_messages(observation, "an observation")
+    try:
+        messages = require_messages(observation, "an observation")
+    except DataError as error:
+        if observation is None:
+            raise DataError(f"{error}{_END_INSTEAD}") from error
+        raise
     if any(message["role"] == "assistant" for message in messages):
         raise DataError("an observation has a message of the role 'assistant'; only the policy writes such messages")
     return messages
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether a value is True, False or equal to one of them, as NumPy's booleans are."""
+    try:
+        return value in (True, False)
+    except (TypeError, ValueError, RuntimeError):  # an array or tensor of several values
+        return False
 
 
 def _number(value: Any, name: str) -> float:

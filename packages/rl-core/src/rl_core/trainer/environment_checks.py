@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from rl_core.errors import DataError, Mistakes, PluginError
+from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, RLError, raised_at
 from rl_core.interfaces import EpisodeChecking, OptionsChecking, RowChecking
 from rl_core.seams import call_problem
 from rl_core.trainer.data import DataRow
@@ -35,7 +37,8 @@ def gather_unplayable(
 
 def _require_options(name: str, environment: OptionsChecking, options: Mapping[str, Any]) -> None:
     _require_callable(name, OptionsChecking.require_options, environment.require_options)
-    environment.require_options(options)
+    with _naming(name, OptionsChecking.require_options, ConfigError, "the options"):
+        environment.require_options(options)
 
 
 def _require_rows(
@@ -44,7 +47,8 @@ def _require_rows(
     _require_callable(name, expected, check)
     for row in rows:
         try:
-            check(row.row, *further)
+            with _naming(name, expected, DataError, "a row"):
+                check(row.row, *further)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
 
@@ -53,4 +57,23 @@ def _require_callable(name: str, expected: Callable[..., Any], check: Callable[.
     """Requires that a check has the contract's parameters and needs no instance."""
     problem = call_problem(expected.__name__, expected, check)
     if problem is not None:
-        raise PluginError(f"the environment {name!r}: its {problem}; define it as a static method")
+        needs_instance = next(iter(inspect.signature(check).parameters), None) == "self"
+        right = f"`def {expected.__name__}({', '.join([*inspect.signature(expected).parameters][1:])})`"
+        remedy = "define it as a static method" if needs_instance else f"define it as {right}"
+        raise PluginError(f"the environment {name!r}: its {problem}; {remedy}")
+
+
+@contextmanager
+def _naming(name: str, check: Callable[..., Any], refusal: type[RLError], what: str) -> Iterator[None]:
+    """Context that converts an exception of a user's check, such as a KeyError, to the error that the check should have
+    raised."""
+    try:
+        yield
+    except RLError:
+        raise
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error} {raised_at(error)}".rstrip()
+        raise refusal(
+            f"{check.__name__} of the environment {name!r} raised {raised}; to refuse {what}, raise "
+            f"rl_core.errors.{refusal.__name__}"
+        ) from error
