@@ -173,6 +173,17 @@ def test_a_reply_aborted_by_a_weight_sync_is_not_a_grade(judge: Judge):
     assert (result.reward, result.metrics["judge_tries"]) == (0.4, 2.0)
 
 
+@pytest.mark.parametrize("begun", ["Score: 1", "Score: 7."])
+def test_a_number_that_reached_the_limit_of_tokens_is_not_a_grade(judge: Judge, begun: str):
+    cut = {"message": {"content": begun}, "finish_reason": "length"}
+    judge.replies = [lambda: (200, json.dumps({"choices": [cut]}))]
+    with pytest.raises(GenerationError, match=r"reached max_tokens \(512\) .*; raise environment.options.*max_tokens"):
+        step(judge, tries=1)
+    after = {"message": {"content": f"{begun} or so"}, "finish_reason": "length"}
+    judge.replies = [lambda: (200, json.dumps({"choices": [after]}))]
+    assert step(judge).reward == float(begun[7:]) / 10
+
+
 def test_the_error_of_a_judge_that_never_answers_names_its_address(judge: Judge):
     judge.replies = [judge.hang]
     with pytest.raises(DeadlineError, match=f"the judge at {judge.url} did not answer within 0.5 s .*timeout_s"):

@@ -101,7 +101,7 @@ class JudgeEnvironment:
         options = own_options(options, "judge", _OPTIONS)
         self._row = row
         self._server, self._own = _server(options), _Settings.of(options)
-        self._timeout_key = key_of(options, "timeout_s")
+        self._timeout_key, self._limit_key = key_of(options, "timeout_s"), key_of(options, "max_tokens")
 
     @staticmethod
     def require_options(options: Mapping[str, Any]) -> None:
@@ -204,6 +204,12 @@ class JudgeEnvironment:
             raise GenerationError(f"{judge} answered {reply[:200]!r}; expected a chat completion")
         if ended_by == "abort":  # vLLM, paused with mode `abort` for a weight sync
             raise GenerationError(f"{judge} did not finish its reply {content[-200:]!r}")
+        # The rest of a number, such as 10 or 7.5, may be lost.
+        if ended_by == "length" and re.search(r"[\d.]\Z", content):
+            raise GenerationError(
+                f"{judge} reached max_tokens ({self._own.max_tokens}) in the number that ends its reply "
+                f"{content[-200:]!r}; raise {self._limit_key}"
+            )
         return content
 
 
