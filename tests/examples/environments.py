@@ -46,6 +46,20 @@ class SeesFile(FirstDigit):
         return attrs.evolve(result, metrics={"is_there": self._is_there})
 
 
+class Interrupting(FirstDigit):
+    """Presses Ctrl-C at the problem `options.prompt`, and then never ends."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        super().__init__(row, options)
+        self._interrupts = row["prompt"] == options["prompt"]
+
+    async def step(self, action: Action) -> StepResult:
+        if self._interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        return await super().step(action)
+
+
 class Failing(FirstDigit):
     """Raises for every problem whose first number is odd (`options.fails=odd`), or for every problem
     (`options.fails=all`).

@@ -19,6 +19,7 @@ from rl_core.interfaces import TrajectoryStep
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.reports.jsonl import read_rows
 from rl_core.reports.samples import read_samples
+from rl_core.trainer.data import read_rows as read_data
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
 from tests.examples.kept_samples import SAMPLES
 
@@ -448,6 +449,24 @@ def test_generation_in_which_every_sample_fails_writes_why(small_run: BuildConfi
     assert all("ConnectionError: the judge is gone" in row["failure"] for row in rows)
     with pytest.raises(GenerationError, match="evaluation: all 40 samples failed"):
         run_evaluation(config)
+
+
+def test_an_interrupted_generation_keeps_its_finished_samples(
+    small_run: BuildConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    data = small_run(tmp_path).data.val_data
+    prompts = [row.row["prompt"] for row in read_data(data, key="data.val_data")]
+    config = small_run(
+        tmp_path / "run",
+        trainer__eval_batch_size=1,
+        environment__env_class="tests.examples.environments:Interrupting",
+        environment__options={"prompt": prompts[2]},
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run_generation(config, tmp_path / "samples.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["sample"]) for row in rows] == [(prompts[n // 4], n % 4) for n in range(8)]
+    assert "samples.jsonl has the 8 finished samples" in caplog.text
 
 
 def test_the_output_of_generation_is_created_before_anything_is_sampled(small_run: BuildConfig, tmp_path: Path):

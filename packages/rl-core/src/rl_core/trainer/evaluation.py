@@ -60,6 +60,7 @@ async def play_rows(
     batch_size: int,
     timeout_s: float,
     failures: FailureAccount | None = None,
+    finished: dict[int, tuple[Trajectory, ...]] | None = None,
 ) -> tuple[Trajectory, ...]:
     """Plays every row `settings.num_samples` times. Returns the samples in the order of the rows; a sample's `group_id`
     is the index of its row.
@@ -70,6 +71,8 @@ async def play_rows(
         timeout_s: deadline for all rows together.
         failures: account that records failed samples, so that the caller knows them even if this call raises. None: a
             new account.
+        finished: gets the samples of each row when the row is finished, under its index, so that the caller has them
+            even if this call raises. None: a new dictionary.
 
     Raises:
         GenerationError: more samples failed than `settings.max_failure_rate` allows, or the generator's answer does not
@@ -78,23 +81,25 @@ async def play_rows(
     """
     room = asyncio.Semaphore(batch_size)
     failures = failures or evaluation_failures(rows, settings)
+    played = {} if finished is None else finished
 
-    async def play(number: int, row: DataRow) -> tuple[Trajectory, ...]:
+    async def play(number: int, row: DataRow) -> None:
         async with room:
             trajectories = await generate_group(generator, group_request(row, number, version, settings))
+        played[number] = trajectories
         failures.add(trajectories)
-        return trajectories
 
     try:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as playing:
-            tasks = [playing.create_task(play(number, row)) for number, row in enumerate(rows)]
+            for number, row in enumerate(rows):
+                playing.create_task(play(number, row))
     except TimeoutError as error:
         raise DeadlineError(
             f"evaluation of {len(rows)} rows was not finished within {timeout_s:g} s (trainer.generation_timeout_s)"
         ) from error
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
-    return tuple(trajectory for task in tasks for trajectory in task.result())
+    return tuple(trajectory for number in range(len(rows)) for trajectory in played[number])
 
 
 def evaluation_failures(rows: Sequence[DataRow], settings: RolloutSettings) -> FailureAccount:

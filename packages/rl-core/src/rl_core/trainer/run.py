@@ -51,6 +51,7 @@ from rl_core.interfaces import (
     RunTransport,
     Sampler,
     Scoring,
+    Trajectory,
     WeightTransport,
 )
 from rl_core.reports.report_page import write_report
@@ -178,7 +179,8 @@ def run_evaluation(config: Config | Loaded) -> dict[str, float]:
 
 def run_generation(config: Config | Loaded, output: Path, *, limit: int | None = None) -> int:
     """Samples responses to the held-out rows, or to the training rows if no held-out rows are configured. Writes one
-    JSON line per sample, also for failed samples, and returns the number of lines.
+    JSON line per sample, also for failed samples, and returns the number of lines. If the call ends early, by an error
+    or Ctrl-C, `output` has the samples of the rows that were finished.
 
     Args:
         config: as in `run_evaluation`.
@@ -334,14 +336,20 @@ async def _generate(config: Config, reads: str, output: Path, limit: int | None)
     rows = _rows(config, reads)[:limit]
     # Failed samples are written too, for users to inspect, so no number of them is an error.
     settings = attrs.evolve(train_rollouts(config), max_failure_rate=1.0)
+    finished: dict[int, tuple[Trajectory, ...]] = {}
+    samples: tuple[Trajectory, ...] | None = None
     writer = SamplesWriter(output, first_step=0)
     try:
         async with _playing(config) as (_, generator):
             rows = await fitting(rows, generator, config, TRAINING)
-            samples = await play_rows(generator, rows, settings, **_play_settings(config))
-        writer.write([sample_of(one, step=0, purpose="eval", row=rows[one.group_id].row) for one in samples])
+            samples = await play_rows(generator, rows, settings, **_play_settings(config), finished=finished)
     finally:
+        # Also after an error or Ctrl-C: the finished rows may have taken hours.
+        done = [one for _, group in sorted(finished.items()) for one in group]
+        writer.write([sample_of(one, step=0, purpose="eval", row=rows[one.group_id].row) for one in done])
         writer.close()
+        if samples is None and output.stat().st_size:
+            logger.warning("sampling ended early; %s has the %d finished samples", output, len(done))
     if output.stat().st_size == 0:  # the writer writes all rows or, on a full disk, none
         raise DiskFullError(f"disk full: the {len(samples)} samples of {output} are lost; make room, and sample again")
     if samples and all(sample.failure is not None for sample in samples):
