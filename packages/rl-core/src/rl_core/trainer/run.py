@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -234,15 +234,15 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     say_changes(config, run_is)
     start = open_run_directory(config)
     run_dir, checkpoint, state = start.run_dir, start.checkpoint, start.state
-    async with AsyncExitStack() as closing:
-        client, generator = await closing.enter_async_context(_playing(config))
+    async with AsyncExitStack() as stack:
+        client, generator = await stack.enter_async_context(_playing(config))
         are_shared = client is not None and await begin_with_models(
             client, colocate_all=trainer.placement.colocate_all, pipeline_depth=config.pipeline_depth
         )
         # Before the models, because the number of rows that are kept determines the length of their schedules.
         train_rows = await fitting(train_rows, generator, config, TRAINING)
         eval_rows = await fitting(eval_rows, generator, config, EVALUATION)
-        models = await closing.enter_async_context(_models(config, train_rows))
+        models = await stack.enter_async_context(_models(config, train_rows))
         total_steps = num_steps(config, len(train_rows))
         run_is = with_prompts(run_is, len(train_rows))
         if checkpoint is None:
@@ -262,7 +262,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             train_row=lambda group: prompts.row(group).row,
             eval_row=lambda group: eval_rows[group].row,
         )
-        closing.callback(reporter.close)
+        stack.callback(reporter.close)
         resumed = resumed_groups(config, checkpoint, state, run_is, total_steps=total_steps)
         state = resumed.state
         buffer = GroupBuffer(
@@ -338,18 +338,17 @@ async def _generate(config: Config, reads: str, output: Path, limit: int | None)
     settings = attrs.evolve(train_rollouts(config), max_failure_rate=1.0)
     finished: dict[int, tuple[Trajectory, ...]] = {}
     samples: tuple[Trajectory, ...] | None = None
-    writer = SamplesWriter(output, first_step=0)
-    try:
-        async with _playing(config) as (_, generator):
-            rows = await fitting(rows, generator, config, TRAINING)
-            samples = await play_rows(generator, rows, settings, **_play_settings(config), finished=finished)
-    finally:
-        # Also after an error or Ctrl-C: the finished rows may have taken hours.
-        done = [one for _, group in sorted(finished.items()) for one in group]
-        writer.write([sample_of(one, step=0, purpose="eval", row=rows[one.group_id].row) for one in done])
-        writer.close()
-        if samples is None and output.stat().st_size:
-            logger.warning("sampling ended early; %s has the %d finished samples", output, len(done))
+    with closing(SamplesWriter(output, first_step=0)) as writer:
+        try:
+            async with _playing(config) as (_, generator):
+                rows = await fitting(rows, generator, config, TRAINING)
+                samples = await play_rows(generator, rows, settings, **_play_settings(config), finished=finished)
+        finally:
+            # Also after an error or Ctrl-C: the finished rows may have taken hours.
+            done = [one for _, group in sorted(finished.items()) for one in group]
+            writer.write([sample_of(one, step=0, purpose="eval", row=rows[one.group_id].row) for one in done])
+            if samples is None and output.stat().st_size:
+                logger.warning("sampling ended early; %s has the %d finished samples", output, len(done))
     if output.stat().st_size == 0:  # the writer writes all rows or, on a full disk, none
         raise DiskFullError(f"disk full: the {len(samples)} samples of {output} are lost; make room, and sample again")
     if samples and all(sample.failure is not None for sample in samples):
@@ -423,7 +422,7 @@ async def _with_served_models(config: Config, options: Mapping[str, Any], client
 async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterator[Models]:
     placement, shapes = config.trainer.placement, model_shapes(config)
     total_steps = num_steps(config, len(train_rows))
-    async with AsyncExitStack() as closing:
+    async with AsyncExitStack() as stack:
 
         async def launch(role: Role, beside: WorkerGroup | None = None) -> WorkerGroup | None:
             if role not in shapes:
@@ -440,7 +439,7 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
                 start_timeout_s=config.trainer.worker_start_timeout_s,
                 silence_s=config.trainer.worker_silence_s,
             )
-            closing.push_async_callback(_closed, group.close, f"the {role} model")
+            stack.push_async_callback(_closed, group.close, f"the {role} model")
             if config.trainer.async_save and role != "reference" and not group.can_save_in_background:
                 raise ConfigError(
                     f"trainer.async_save: trainer.strategy={config.trainer.strategy} cannot save in the background; "
@@ -452,7 +451,7 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
         assert policy is not None
         reference = await launch("reference", policy if placement.colocate_policy_ref else None)
         if needs_reference(config) and reference is None:
-            reference = await closing.enter_async_context(_served_reference(config))
+            reference = await stack.enter_async_context(_served_reference(config))
         critic = await launch("critic", policy if placement.colocate_all else None)
         yield Models(policy=policy, reference=reference, critic=critic)
 
