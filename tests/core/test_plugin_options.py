@@ -334,6 +334,19 @@ def test_a_key_of_another_installed_engine_is_kept_with_a_warning(tmp_path: Path
     assert back.generator.inference_engine.options == VLLMOptions(tensor_parallel_size=2, host="h")
 
 
+def test_a_key_of_another_backend_on_the_command_line_is_kept_with_a_warning(tmp_path: Path):
+    key, reason = "trainer.policy.megatron_config.tensor_model_parallel_size", "trainer.strategy=fsdp1 reads only"
+    with pytest.warns(ConfigWarning, match=f"^{key}: without effect: {reason} fsdp_config$"):
+        loaded = load("quickstart", ["trainer.strategy=fsdp1", f"{key}=2"])
+    assert sources(loaded)[key] == (2, f"command line; without effect: {reason} fsdp_config")
+    assert sources(loaded)["trainer.policy.megatron_config.context_parallel_size"] == (1, "default")
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_yaml(loaded.config))
+    again = load(str(file))  # without a warning: files may have sections of several backends
+    assert again.config == loaded.config
+    assert sources(again)[key][1].endswith(f"; without effect: {reason} fsdp_config")
+
+
 def test_a_file_that_was_written_for_one_engine_runs_with_another(tmp_path: Path):
     file = tmp_path / "config.yaml"
     file.write_text(dump_yaml(config_of(backend="vllm", router_port=0)))

@@ -18,6 +18,9 @@ import yaml
 from rl_core.config.yaml12 import Yaml12Loader
 from rl_core.errors import ConfigError, Mistakes
 
+COMMAND_LINE = "command line"
+"""Source of values that were set on the command line."""
+
 
 class ConfigWarning(UserWarning):
     """A configuration can run, but contains something that its author should check."""
@@ -89,14 +92,14 @@ def _override(override: str, mistakes: Mistakes) -> Layer:
             raise ConfigError(f"{key}={text}: {rest!r} would be a comment; put text in quotes: '{key}=\"…\"'")
         if isinstance(node, yaml.MappingNode) and node.value:
             leaves = _leaves_of_node(loader, node, key, "", mistakes)
-            return [(path, attrs.evolve(given, source="command line")) for path, given in leaves]
+            return [(path, attrs.evolve(given, source=COMMAND_LINE)) for path, given in leaves]
         # Without a node, the text is empty or, as in stop=####, would be a comment as a whole.
         value = (text.strip() or None) if node is None else loader.construct_document(node)
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{key}={text}: not valid YAML ({reason}); put text in quotes: '{key}=\"…\"'") from error
     is_plain = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None)
-    return [(key, Given(value, "command line", text.strip() if is_plain else None))]
+    return [(key, Given(value, COMMAND_LINE, text.strip() if is_plain else None))]
 
 
 def _leaves_of_node(

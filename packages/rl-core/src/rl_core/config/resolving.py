@@ -202,6 +202,18 @@ def _load_backend(name: str) -> Backend:
     return backend
 
 
+def unread_sections(config: Config) -> dict[str, str]:
+    """Sections of backends that are not selected → why they have no effect. `config` is resolved."""
+    strategy = config.trainer.strategy
+    own = _load_backend(strategy).config_section
+    return {
+        f"trainer.{model}.{section}": f"trainer.strategy={strategy} reads only {own}"
+        for model in ("policy", "ref", "critic")
+        for section in getattr(config.trainer, model).backend_sections
+        if section != own
+    }
+
+
 def section_class(strategy: str) -> Callable[[str], type | None]:
     """Returns a function that finds the options class of a `<backend>_config` section by its name. This function
     returns None if there is no such section, and `dict` if the section's backend is known but not installed, or if the

@@ -14,6 +14,7 @@ from rl_core.config import plugin_options
 from rl_core.config.function_params import function_defaults
 from rl_core.config.keys import translated
 from rl_core.config.layers import (
+    COMMAND_LINE,
     ConfigWarning,
     Given,
     Layer,
@@ -25,7 +26,7 @@ from rl_core.config.layers import (
 )
 from rl_core.config.loading import PluginKeys, load_class
 from rl_core.config.named_plugins import gather_missing
-from rl_core.config.resolving import RULES, as_mapping, expanded, leaves, resolve, section_class
+from rl_core.config.resolving import RULES, as_mapping, expanded, leaves, resolve, section_class, unread_sections
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_out_of_bounds
 from rl_core.errors import ConfigError, Mistakes
@@ -112,7 +113,7 @@ def origins(loaded: Loaded) -> Iterator[Origin]:
     """Every key of the resolved configuration with its source, in the order of the classes. For keys whose default is
     that of the loss or the estimator, yields this default, which requires importing both."""
     rules = {rule.key: rule.text for rule in RULES}
-    unread = plugin_options.unread_keys(loaded.config)
+    unread = plugin_options.unread_keys(loaded.config) | _unread_of_backends(loaded)
     of_functions = function_defaults(loaded.config)
     for key, value in leaves(as_mapping(loaded.config)):
         given = loaded.given.get(key)
@@ -165,13 +166,23 @@ def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
 
 
 def _warn_of_unread_options(loaded: Loaded) -> None:
-    """Warns once per plug-in that is not selected but whose keys the user set."""
+    """Warns once per plug-in that is not selected but whose keys the user set. For backends, considers only keys on the
+    command line: a file may have sections of several backends, among which `trainer.strategy` chooses."""
     keys: dict[str, list[str]] = {}
     for key, reason in plugin_options.unread_keys(loaded.config).items():
         if any(f"{given}.".startswith(f"{key}.") for given in loaded.chosen_keys):
             keys.setdefault(reason, []).append(key)
+    for key, reason in _unread_of_backends(loaded).items():
+        if loaded.given[key].source == COMMAND_LINE:
+            keys.setdefault(reason, []).append(key)
     for reason, unread in keys.items():
         warnings.warn(f"{', '.join(unread)}: without effect: {reason}", ConfigWarning, stacklevel=3)
+
+
+def _unread_of_backends(loaded: Loaded) -> dict[str, str]:
+    """Explicit keys in sections of backends that are not selected → why they have no effect."""
+    sections = unread_sections(loaded.config).items()
+    return {key: reason for section, reason in sections for key in loaded.given if key.startswith(f"{section}.")}
 
 
 def _require_no_path(source: str) -> None:
