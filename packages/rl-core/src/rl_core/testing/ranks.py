@@ -12,6 +12,7 @@ on the backend, so other tests check it.
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import os
 import pickle
@@ -63,8 +64,9 @@ _START_S = 240.0
 _SETTLE_S, _LONGEST_SETTLE_S = 3.0, 30.0
 """Seconds without work after which another rank counts as silent once one has failed, and the longest wait for a rank
 that works. The others may fail as a consequence or find the same mistake."""
-_LOOK_S = 0.1
-"""Seconds between two looks at whether a rank works."""
+_LOOK_S, _WORK_SHARE = 0.1, 0.1
+"""Seconds between two looks at whether a rank works, and the share of this time that some thread of a rank that works
+uses at least. A rank has dozens of gloo's threads, each of which polls a connection for a hundredth of the time."""
 _END_S = 60.0
 """Longest wait for the exit code of a process that has closed its connection."""
 _STACK_S = 30.0
@@ -231,6 +233,7 @@ class ProcessRanks:
         """Adds answers until all have arrived, until the deadline, or until the other ranks are silent after a
         failure."""
         deadline, has_failed, num_idle_looks = time.monotonic() + timeout_s, False, 0
+        activities = [_Activity(process.pid) for process in self._processes]
         while len(answers) < len(self._connections):
             if not has_failed and any(isinstance(answer, Failure) for answer in answers.values()):
                 has_failed, deadline = True, min(deadline, time.monotonic() + _LONGEST_SETTLE_S)
@@ -241,8 +244,8 @@ class ProcessRanks:
                 if not has_failed or left_s == 0.0:
                     return
                 # Looks are counted instead of seconds, because a busy machine may pause all processes.
-                works = any(_works(self._processes[rank].pid) for rank in waiting.values())
-                num_idle_looks = 0 if works else num_idle_looks + 1
+                works = [activities[rank].has_worked() for rank in waiting.values()]
+                num_idle_looks = 0 if any(works) else num_idle_looks + 1
                 if num_idle_looks * _LOOK_S >= _SETTLE_S:
                     return
             for connection in ready:
@@ -298,14 +301,28 @@ class ProcessRanks:
         self._folder.cleanup()
 
 
-def _works(pid: int) -> bool:
-    """Whether a thread of the process computes, waits for a processor or waits for a disk. Always False outside
-    Linux."""
-    try:
-        tasks = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:  # the process, or one of its threads, has just ended
-        return False
-    return any(stat.rpartition(")")[2].split()[0] in "RD" for stat in tasks)
+class _Activity:
+    """Tells whether a process works, from one call to the next."""
+
+    def __init__(self, pid: int | None) -> None:
+        self._pid = pid
+        self._last_s = math.inf  # with it, the first call returns True
+        self._last_active_ns: dict[str, int] = {}
+
+    def has_worked(self) -> bool:
+        """Whether a thread of the process computed, or waited for a processor, for more than `_WORK_SHARE` of the time
+        since the last call, or waits for a disk now. A new thread counts from its start. Always False outside Linux."""
+        now_s, active_ns, states = time.monotonic(), {}, set()
+        try:
+            for task in Path(f"/proc/{self._pid}/task").iterdir():
+                active_ns[task.name] = sum(map(int, (task / "schedstat").read_text().split()[:2]))
+                states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+        except OSError:  # the process, or one of its threads, has just ended
+            return False
+        most_ns = max(ns - self._last_active_ns.get(name, 0) for name, ns in active_ns.items())
+        limit_ns = _WORK_SHARE * 1e9 * (now_s - self._last_s)
+        self._last_s, self._last_active_ns = now_s, active_ns
+        return "D" in states or most_ns > limit_ns
 
 
 def fork_server() -> ForkServerContext:
