@@ -23,7 +23,7 @@ def serving(port: int = 0) -> Iterator[str]:
         port: 0 selects a free port.
     """
     with _Server(("127.0.0.1", port), _Judge) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/v1"

@@ -65,7 +65,7 @@ def said(text: str) -> Callable[[], tuple[int, str]]:
 @pytest.fixture
 def judge() -> Iterator[Judge]:
     judge = Judge()
-    thread = threading.Thread(target=judge.server.serve_forever)
+    thread = threading.Thread(target=judge.server.serve_forever, args=(0.02,))
     thread.start()
     yield judge
     judge.released.set()
@@ -237,7 +237,7 @@ def trickling(head: bytes, sent: list[bytes] | None = None) -> Iterator[str]:
                     sent.append(b"x")
 
     with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}/v1"
