@@ -40,6 +40,7 @@ OWN_SERVERS = (
     "tests/examples/test_killed_ranks.py",
     "tests/rollout/vllm/test_faults.py",
     "tests/rollout/vllm/test_recipes.py",
+    "tests/rollout/vllm/test_serve.py",
     "tests/rollout/vllm/test_split_engines.py",
     "tests/third_party_backend",
 )
