@@ -158,6 +158,12 @@ async def test_a_store_that_fails_ends_no_run_before_its_end(tmp_path: Path, cap
         await saving.finish()
 
 
+async def test_a_resumed_run_with_nothing_left_to_save_copies_what_the_store_lacks(tmp_path: Path, address: str):
+    await saver(tmp_path, "nowhere://bucket").save(state_of(1))
+    await saver(tmp_path, address).finish()
+    assert CheckpointCopies(address).steps() == ["step_000001"]
+
+
 class SilentStore(AbstractFileSystem):
     """A store that never answers."""
 

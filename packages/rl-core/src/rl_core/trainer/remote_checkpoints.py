@@ -83,6 +83,11 @@ class CheckpointCopies:
                 self._failure = DeadlineError(f"no answer within {timeout_s:g} s (trainer.worker_timeout_s)")
         logger.warning("%s: checkpoints not copied, the store does not answer; the run continues", self._address)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether `send_within` was called."""
+        return self._sending is not None
+
     def require_sent(self) -> None:
         """Raises StorageError if the last copy failed."""
         if self._failure is not None:

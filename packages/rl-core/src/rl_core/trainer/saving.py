@@ -143,7 +143,7 @@ class CheckpointSaver:
             await self._completed(path)
 
     async def finish(self) -> None:
-        """Waits for the background checkpoint.
+        """Waits for the background checkpoint. If no checkpoint was written, copies those that the remote store lacks.
 
         Raises:
             DeadlineError: the ranks did not write it in time.
@@ -156,6 +156,8 @@ class CheckpointSaver:
                 f"disk full: no room in {self._root} for the run's last checkpoint; {after_making_room(self._root)}"
             ) from self._full
         if self._copies is not None:
+            if not self._copies.has_begun:  # this run had nothing to save, but an earlier run's copy may have failed
+                await self._copy()
             self._copies.require_sent()
 
     async def _wait(self) -> None:
