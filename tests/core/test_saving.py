@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ class RecordedModels:
         if self.error is not None:
             raise self.error
         return self.is_written
+
+    async def save_model(self, directory: Path) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.write()
 
     def write(self) -> None:
         (self.directory / "weights.bin").write_bytes(b"x" * 1000)
@@ -115,6 +121,26 @@ async def test_an_error_in_the_background_is_raised_at_the_next_wait(wait, tmp_p
             await (saver.save(state(2)) if wait == "save" else getattr(saver, wait)())
     assert saver.completed == []
     assert list_checkpoints(tmp_path) == []
+
+
+async def test_a_kill_while_a_model_is_replaced_leaves_no_part_of_it_under_its_name(
+    tmp_path: Path, new_saver: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch
+):
+    saver, model = new_saver(), tmp_path / "step_000002"
+    assert await saver.export(model)
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            next(path.iterdir()).unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        await saver.export(model)
+    monkeypatch.undo()
+    assert not model.exists()
+    assert len(list_unfinished(tmp_path)) == 2
+    assert await saver.export(model)
 
 
 async def test_a_full_disk_and_the_first_checkpoint_after_it_are_logged_once(

@@ -101,7 +101,7 @@ def complete_checkpoint(partial: Path) -> Path:
     listing = {name: files[name].as_json() for name in sorted(files)}
     (partial / COMPLETE).write_text(json.dumps(listing, indent=1))
     sync_all(partial)
-    _remove(final)
+    remove_complete(final)
     partial.rename(final)
     sync(root)
     return final
@@ -176,7 +176,7 @@ def delete_old_checkpoints(root: Path, keep: int) -> None:
     """Deletes all but the newest `keep` checkpoints. Never deletes the newest one. A negative number keeps all."""
     if keep >= 0:
         for path in complete_checkpoints(root)[: -max(keep, 1)]:
-            _remove(path)
+            remove_complete(path)
 
 
 def remove_unfinished(partial: Path) -> None:
@@ -184,12 +184,13 @@ def remove_unfinished(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remove(checkpoint: Path) -> None:
-    """Renames a checkpoint, then removes it. So a kill midway leaves a directory without a checkpoint's name."""
-    if checkpoint.exists():
-        doomed = checkpoint.with_name(f"{checkpoint.name}.removed{PARTIAL}")
+def remove_complete(directory: Path) -> None:
+    """Renames a checkpoint or an exported model, then removes it. So a kill midway leaves no directory with the name of
+    a complete one."""
+    if directory.exists():
+        doomed = directory.with_name(f"{directory.name}.removed{PARTIAL}")
         remove_unfinished(doomed)
-        checkpoint.rename(doomed)
+        directory.rename(doomed)
         remove_unfinished(doomed)
 
 

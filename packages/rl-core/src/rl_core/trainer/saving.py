@@ -20,6 +20,7 @@ from rl_core.trainer.checkpoint import (
     complete_checkpoint,
     delete_old_checkpoints,
     partial_path,
+    remove_complete,
     remove_unfinished,
     step_of,
 )
@@ -113,7 +114,7 @@ class CheckpointSaver:
         remove_unfinished(partial)
         try:
             await self._models.save_model(partial)
-            remove_unfinished(directory)
+            remove_complete(directory)
             partial.rename(directory)
             return True
         except Exception as error:
