@@ -98,7 +98,7 @@ def test_failed_samples_are_written_with_their_step_counted_by_kind_and_warned_o
     warned_at: list[int] = []
 
     def play(group: int) -> Play:
-        warning = "a sample failed and is not used: OSError: gone (the first failure of kind OSError;"
+        warning = "a sample failed: OSError: gone (the first failure of kind OSError;"
         warned_at.append(caplog.text.count(warning))
         return Play(seconds=10.0 + group, rewards={1: (None, None), 4: (1.0, None)}.get(group, (0.0, 1.0)))
 

@@ -92,7 +92,7 @@ async def test_an_engine_that_lost_its_base_is_healed_by_whole_weights(model_pat
         await train(policy, 1)
         engine._held.drop()
         assert (await engines.publish(1))[SHARE] == 1.0
-        assert "publishing again with whole weights because the delta was refused" in caplog.text
+        assert "publishing again with whole weights because the sync of changes failed" in caplog.text
         assert "but this engine holds none" in caplog.text
         assert (await engine.health()).version == 1
         assert (await engines.publish(2))[SHARE] < 0.08

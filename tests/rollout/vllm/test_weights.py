@@ -252,7 +252,7 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         # The sync of whole weights dropped the base of the delta, and the client cannot know that.
         change_a_little(trainer, part)
         assert (await changes.publish(trainer.version + 4))[share] == 1.0
-        assert "because the delta was refused" in caplog.text
+        assert "because the sync of changes failed" in caplog.text
         assert "this engine holds none" in caplog.text
         again = await client.score([range(1, 20)])
         await whole.publish(trainer.version + 5)

@@ -41,8 +41,8 @@ class FailureAccount:
             if trajectory.failure_kind not in self._warned:
                 self._warned.add(trajectory.failure_kind)
                 logger.warning(
-                    "a sample failed and is not used: %s (the first failure of kind %s; samples.jsonl lists all, "
-                    "%s/failed counts them)",
+                    "a sample failed: %s (the first failure of kind %s; a training run lists all in samples.jsonl and "
+                    "counts them as %s/failed)",
                     trajectory.failure,
                     trajectory.failure_kind,
                     self._name,

@@ -233,7 +233,7 @@ class ServedEngines:
                 elif not isinstance(error, (WeightSyncError, DeadlineError)):
                     raise
                 elif is_delta and isinstance(error, WeightSyncError):
-                    logger.warning("publishing again with whole weights because the delta was refused: %s", error)
+                    logger.warning("publishing again with whole weights because the sync of changes failed: %s", error)
                 elif self._num_receivers() != num_receivers or await self._has_lost_engines():
                     num_lost += 1
                     if num_lost == _MOST_LOST:
