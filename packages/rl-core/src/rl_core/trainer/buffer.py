@@ -12,8 +12,8 @@ A step normally takes all its groups at once, when they are finished. When strea
 groups until it is full. The second rule also keeps places free for groups that are still being played.
 
 So d = 0 is synchronous training: all groups of a step start at its own version. With d > 0, most groups are at most d
-versions old. Younger groups may overtake slow ones until the slow ones are k versions old. A group that selection drops
-frees its place at once.
+versions old. Younger groups may overtake slow ones until the slow ones are k versions old. A dropped group frees its
+place at once.
 """
 
 from __future__ import annotations

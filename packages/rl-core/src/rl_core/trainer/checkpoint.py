@@ -1,10 +1,10 @@
 """Writes checkpoints atomically, and checks them before they are read.
 
-A checkpoint is written into `step_N.partial`. Then `complete.json` is written, which lists all files with sizes and
-checksums, all files are flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial`
-directory, which is ignored, or a complete checkpoint. This module checks sizes and checksums. Files that a worker lists
-itself (`rank_kit.state_files`) are an exception: this module checks only their sizes, because the worker's ranks check
-the contents when they read them.
+A checkpoint is written into `step_N.partial`; its last file is `complete.json`, which lists the others with sizes and
+checksums. Then all files are flushed to disk, and the directory is renamed. A kill at any moment leaves either a
+`.partial` directory, which is ignored, or a complete checkpoint. This module checks sizes and checksums. Files that a
+worker lists itself (`rank_kit.state_files`) are an exception: this module checks only their sizes, because the worker's
+ranks check the contents when they read them.
 """
 
 from __future__ import annotations
@@ -144,8 +144,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints in `root`, oldest first. A directory `step_N` without a list of its files was not written by a run
-    and is left out."""
+    """Checkpoints in `root`, oldest first. A directory `step_N` without a list of its files is left out."""
     return [path for path in list_checkpoints(root) if (path / COMPLETE).is_file()]
 
 

@@ -27,7 +27,7 @@ class EngineTurns:
 
     `WorkerGroup.offload` moves the policy, and all models on the same devices, off these devices; a model's next call
     moves it back. Models also take turns among themselves (`rl_core.workers.devices`). An engine that sleeps loses its
-    weights, which must then be published again. If the engine does not share devices, all methods do nothing.
+    weights, which must then be published again. If `are_shared` is false, all methods do nothing.
     """
 
     def __init__(self, client: InferenceClient, policy: WorkerGroup, *, are_shared: bool):

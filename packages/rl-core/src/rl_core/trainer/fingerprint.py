@@ -2,8 +2,8 @@
 
 The rows, their order, the shuffling and the seed determine which prompt a group number means. If the rows, the number
 of prompts that are short enough, the shuffling or the seed changed, the group numbers in a checkpoint would mean other
-prompts, so a resume refuses such changes. All other settings may change. A resume warns of their changes, except of
-those in `_OF_THE_PROCESS`.
+prompts, so a resume refuses such changes. It warns of changes of all other settings, except those in
+`_OF_THE_PROCESS`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""Longest time, in seconds, that each engine and model may take to close if the run is ended at once."""
+"""Longest time, in seconds, that each engine, model and generator may take to close if the run is ended at once."""
 _BOUNCE_S = 1.0
 """A second signal within this many seconds counts as the same key press."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

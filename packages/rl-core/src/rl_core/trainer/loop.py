@@ -6,8 +6,8 @@ being played (module `step_training`).
 
 | task             | consumes        | produces                | waits for                       | unblocked by        |
 |------------------|-----------------|-------------------------|---------------------------------|---------------------|
-| Rollouts.run     | prompts         | finished groups         | permission to start a group     | take, published     |
-| TrainingLoop.run | finished groups | weight versions, a row  | a step's groups, then the ranks | finish, the ranks   |
+| Rollouts.run     | prompts         | finished groups         | permission to start a group     | take, published, …  |
+| TrainingLoop.run | finished groups | weight versions, rows   | a step's groups, then the ranks | finish, the ranks   |
 
 A third task publishes the current version again when a restarted engine lacks it.
 

@@ -35,7 +35,7 @@ class ModelUpdateSettings:
     temperature: float
     entropy_interval: int = 0
     """In step 1 and in every step divisible by this number, the metric `entropy` is computed even if the loss reads no
-    entropies; 0: in no step."""
+    entropies; 0: only if the loss reads them."""
     limits: MicroBatchLimits
     max_nonfinite_steps: int
     seed: int

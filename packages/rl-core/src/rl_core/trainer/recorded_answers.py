@@ -1,10 +1,10 @@
 """Records the engines' answers while a group is played, so that a resumed run can continue the group.
 
 A resumed run starts the groups that were in progress at the checkpoint from their beginning. Its generator sends the
-same requests, because group, sample and turn determine prompt, parameters and seed. A request with a recorded answer
-gets this answer, and no engine receives the request. Any other request goes to an engine: it is new, or differs because
-an environment returned a different observation this time. Unfinished responses (stop reason `abort`) are recorded too:
-the generator continues them in new requests, so their tokens keep their log-probs and versions.
+same requests, because group, sample, turn and earlier answers determine prompt, parameters and seed. A request with a
+recorded answer gets this answer, and no engine receives the request. Any other request goes to an engine: it is new, or
+differs because an environment returned a different observation this time. Unfinished responses (stop reason `abort`)
+are recorded too: the generator continues them in new requests, so their tokens keep their log-probs and versions.
 
 Generators do not have to support this: a context variable, which a group's tasks inherit, identifies the group that
 sends a request.

@@ -334,7 +334,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
 async def _generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
     rows = _rows(config, reads)[:limit]
-    # Failed samples are written too, for users to inspect, so no number of them is an error.
+    # Failed samples are written too, for users to inspect, so no number of them ends the sampling.
     settings = attrs.evolve(train_rollouts(config), max_failure_rate=1.0)
     finished: dict[int, tuple[Trajectory, ...]] = {}
     samples: tuple[Trajectory, ...] | None = None

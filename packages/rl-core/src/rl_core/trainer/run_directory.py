@@ -86,10 +86,10 @@ def open_run_directory(config: Config) -> RunStart:
     If the checkpoint is in the run's checkpoint directory, the run in the directory continues (`set_aside_later_steps`
     moves the output of later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An
     earlier run in the directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too,
-    only the run's files are moved. Nothing in the directory is overwritten, except the configuration of a run that
-    ended before it had metrics or a checkpoint. `config.yaml` is the configuration that the run began with; a resumed
-    run with another configuration writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are
-    removed.
+    only the run's files are moved. Checkpoints in a directory outside it are moved to `replaced_1`, `_2`, … there.
+    Nothing in the directory is overwritten, except the configuration of a run that ended before it had metrics or a
+    checkpoint. `config.yaml` is the configuration that the run began with; a resumed run with another configuration
+    writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are removed.
 
     Raises:
         CheckpointError: `resume_path` is not a checkpoint, or the checkpoint to continue from is damaged. Nothing was
@@ -224,7 +224,7 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
 
 
 def require_own_files(config: Config) -> None:
-    """Checks that every file that the run would append to, move or overwrite was written by a run.
+    """Checks that a run wrote every file in the run's directory that the run would append to, move or overwrite.
 
     If the directory has a run's mark or a complete checkpoint, all files in it that have names of a run's files count
     as written by a run. Earlier versions wrote no mark, so a directory that has configuration, metrics and samples

@@ -11,8 +11,8 @@ touches its lock files every few seconds. If the process named in a lock file ma
 sees no lock of it, this process watches the file for such a touch before it takes the lock over.
 
 A directory inside another directory of the run needs no lock of its own, because every run also looks for lock files
-above its directories and directly inside them. It looks before and after taking its own locks, so of two runs whose
-directories overlap, at least one sees the other.
+above its directories and directly inside them, but not deeper. It looks before and after taking its own locks, so two
+runs that start at the same time do not miss each other's locks in these places.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def held_directories(config: Config) -> Iterator[None]:
     """Context in which only this run may use its run, checkpoint and export directories.
 
     Raises:
-        ConfigError: another run holds one of them, or a directory above or inside one; or a lock file cannot be
-            created.
+        ConfigError: another run holds one of them, or a directory above or directly inside one; or a lock file cannot
+            be created.
     """
     directories, pid = _directories(config), os.getpid()
     taken: dict[Path, int] = {}
@@ -91,7 +91,7 @@ def require_unused(config: Config) -> None:
     """Makes the checks of `held_directories`, but keeps no lock and writes nothing.
 
     Raises:
-        ConfigError: another run holds one of the directories, or a directory above or inside one.
+        ConfigError: another run holds one of the directories, or a directory above or directly inside one.
     """
     _require_unused(config, _directories(config), {})
 

@@ -172,7 +172,7 @@ class CheckpointSaver:
             if clock() > self._deadline:
                 raise DeadlineError(
                     f"{self._partial}: waited {self._timeout_s:g} s (trainer.worker_timeout_s) for the ranks to write "
-                    "this checkpoint in the background; the previous checkpoint is complete. Is the storage too slow "
+                    "this checkpoint in the background; earlier checkpoints are complete. Is the storage too slow "
                     "or full?"
                 )
             await asyncio.sleep(_POLL_S)

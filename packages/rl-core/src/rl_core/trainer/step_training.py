@@ -1,9 +1,9 @@
 """Trains on a step's groups, either at once or, when streaming, as they finish.
 
-When streaming, a part consists of the groups that were finished when the trainer became free. Each part is collated
-and scored, gets its advantages and loss weights from its own groups only, and adds its gradient, while the step's other
-groups are still being sampled. After the last part, each model takes its optimizer step. The module `streaming`
-decides for which configurations this gives the same step as training on all groups at once.
+When streaming, a part consists of the finished groups that the step can take when the trainer is free. Each part is
+collated and scored, gets its advantages and loss weights from its own groups only, and adds its gradient, while the
+step's other groups are still being sampled. After the last part, each model takes its optimizer step. The module
+`streaming` decides for which configurations this gives the same step as training on all groups at once.
 
 Parts grow with load, because groups accumulate while a part is trained. A trainer slower than the engines trains few
 large parts; a faster one trains many small ones.

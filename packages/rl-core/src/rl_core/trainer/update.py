@@ -214,9 +214,8 @@ class BatchUpdate:
 
 def prepared(batch: Batch, settings: UpdateSettings, *, kl_coef: float) -> tuple[Batch, Metrics]:
     """Prepares a scored batch for the loss. Applies KL in the reward, computes advantages, normalises them, and applies
-    the off-policy correction, each if the settings enable it. Without an estimator, applies only KL in the reward, and
-    moves the rewards of forced tokens.
-    Returns the batch and metrics."""
+    the off-policy correction, each if the settings enable it. Without an estimator, only applies KL in the reward, and
+    moves the rewards of forced tokens. Returns the batch and metrics."""
     metrics: dict[str, tuple[float, float]] = {}
     if settings.kl_in_reward is not None:
         batch, kl = with_kl_in_reward(batch, coef=kl_coef, estimator=settings.kl_in_reward)
