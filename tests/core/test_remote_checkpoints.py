@@ -158,6 +158,13 @@ async def test_a_store_that_fails_ends_no_run_before_its_end(tmp_path: Path, cap
         await saving.finish()
 
 
+async def test_an_incomplete_local_checkpoint_is_replaced_by_the_remote_one(tmp_path: Path, address: str):
+    await saver(tmp_path, address).save(state_of(1))
+    (tmp_path / "step_000001" / "complete.json").unlink()
+    CheckpointCopies(address).fetch_newest(tmp_path)
+    assert load_state(tmp_path / "step_000001").step == 1
+
+
 async def test_a_resumed_run_with_nothing_left_to_save_copies_what_the_store_lacks(tmp_path: Path, address: str):
     await saver(tmp_path, "nowhere://bucket").save(state_of(1))
     await saver(tmp_path, address).finish()

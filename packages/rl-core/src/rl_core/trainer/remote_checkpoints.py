@@ -16,7 +16,7 @@ from rl_core import remote_files
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DeadlineError, StorageError
 from rl_core.tasks import OwnThread
-from rl_core.trainer.checkpoint import COMPLETE, PARTIAL, complete_checkpoints, is_step_name, step_of
+from rl_core.trainer.checkpoint import COMPLETE, PARTIAL, complete_checkpoints, is_step_name, remove_complete, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class CheckpointCopies:
         partial.mkdir(parents=True)
         logger.info("fetching %s from %s", names[-1], self._address)
         remote_files.download(f"{self._address}/{names[-1]}", partial)
+        remove_complete(root / names[-1])  # without its list of files, an earlier copy is no checkpoint
         partial.rename(root / names[-1])
 
     def _listing(self, name: str) -> bytes | None:
