@@ -85,8 +85,8 @@ def with_normalized_advantages(batch: Batch) -> Batch:
 
 
 def with_rewards_of_chosen(batch: Batch) -> Batch:
-    """Moves rewards of forced tokens for a loss that reads rewards (`_rewards_of_chosen`), because losses do not see
-    what tokens outside `loss_mask` have. A batch without rewards is returned unchanged."""
+    """Moves the rewards of forced tokens (`_rewards_of_chosen`), because a loss ignores rewards outside `loss_mask`. A
+    batch without rewards is returned unchanged."""
     if "rewards" not in batch:
         return batch
     return batch.with_columns(rewards=_rewards_of_chosen(batch, chosen_tokens(batch)))

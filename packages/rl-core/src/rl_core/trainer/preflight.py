@@ -176,7 +176,8 @@ def prepare(run: Config | Loaded) -> None:
     caller must have locked the run's directories.
 
     Raises:
-        ConfigError, DataError, PluginError: the run cannot train on what was created; ConfigErrors: several reasons.
+        ConfigError, DataError, PluginError: a model cannot be downloaded, or the run cannot train on what was created;
+            ConfigErrors: several reasons.
     """
     config, make = config_of(run), _prepare_function(_loaded(run))
     _fetch_models(config, list(model_shapes(config)), _loaded(run).makes)

@@ -34,7 +34,7 @@ class TrainedStep:
     """The groups, batch and metrics of a trained step."""
 
     groups: tuple[FinishedGroup, ...]
-    """The groups that were trained on, oldest first."""
+    """The groups that were trained on."""
     batch: Batch
     """The batch that was trained on, with the trajectories in the order of `groups`. It has no routes if the step was
     streamed."""
