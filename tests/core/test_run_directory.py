@@ -74,6 +74,14 @@ async def test_after_going_back_latest_resumes_the_new_branch(tmp_path: Path):
     assert start.checkpoint == run_dir / "checkpoints" / "step_000002"
 
 
+async def test_a_renamed_checkpoint_can_be_resumed_from(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    await write_run(run_dir, rows=range(1, 5), checkpoints=[2, 4])
+    best = (run_dir / "checkpoints" / "step_000002").rename(run_dir / "checkpoints" / "best")
+    start = open_run_directory(config_of(run_dir, resume_mode="from_path", resume_path=str(best)))
+    assert (start.checkpoint, start.state.step) == (best, 2)
+
+
 async def test_latest_takes_a_whole_checkpoint_whose_rows_are_lost_and_says_which(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -101,7 +101,7 @@ def open_run_directory(config: Config) -> RunStart:
     run_dir, checkpoint = config.run_dir, checkpoint_to_resume(config)
     state = _start_state() if checkpoint is None else load_state(checkpoint)
     _remove_unfinished(config, checkpoint)
-    _warn_of_lost_rows(config, checkpoint)
+    _warn_of_lost_rows(config, checkpoint, state)
     is_continued = checkpoint is not None and checkpoint.resolve().parent == config.ckpt_dir.resolve()
     try:
         if not is_continued:
@@ -208,7 +208,7 @@ def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
         remove_unfinished(path)
 
 
-def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
+def _warn_of_lost_rows(config: Config, checkpoint: Path | None, state: RunState) -> None:
     """Warns if the metrics file lacks rows of steps up to the checkpoint. A kill alone cannot cause this: unless the
     disk is full, each row is on disk before the checkpoint of its step."""
     metrics = config.run_dir / METRICS_FILE_NAME
@@ -216,7 +216,7 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
         return
     there = {row["step"] for row in read_rows(metrics)}
     # If the evaluation of the last step was interrupted, the resumed run writes the step's row again.
-    last = step_of(checkpoint) - (load_state(checkpoint).unfinished_row is not None)
+    last = state.step - (state.unfinished_row is not None)
     lost = [step for step in range(1, last + 1) if step not in there]
     if lost:
         steps = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps, {lost[0]} to {lost[-1]}"
