@@ -158,6 +158,20 @@ async def test_a_store_that_fails_ends_no_run_before_its_end(tmp_path: Path, cap
         await saving.finish()
 
 
+async def test_a_download_that_fails_is_an_error_of_the_key(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+):
+    await saver(tmp_path / "here", address).save(state_of(1))
+
+    def fails(*_: object) -> None:
+        raise OSError("the network failed")
+
+    monkeypatch.setattr(shutil, "copyfileobj", fails)
+    config = from_mapping({"trainer.run_dir": str(tmp_path / "there"), "trainer.ckpt_path": address})
+    with pytest.raises(CheckpointError, match=r"^trainer\.ckpt_path: the newest checkpoint .* \(the network failed\)"):
+        await fetch_checkpoint(config)
+
+
 async def test_an_incomplete_local_checkpoint_is_replaced_by_the_remote_one(tmp_path: Path, address: str):
     await saver(tmp_path, address).save(state_of(1))
     (tmp_path / "step_000001" / "complete.json").unlink()

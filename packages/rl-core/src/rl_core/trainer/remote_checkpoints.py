@@ -134,7 +134,7 @@ async def fetch_checkpoint(config: Config) -> None:
 
     Raises:
         ConfigError: the address holds checkpoints but `resume_mode` is not `latest`, or the store cannot be accessed.
-        OSError: downloading failed.
+        StorageError: downloading failed.
         DeadlineError: the store did not answer within `trainer.worker_timeout_s`.
     """
     copies = copies_of(config)
@@ -151,16 +151,22 @@ async def fetch_checkpoint(config: Config) -> None:
 
 
 def _fetch(copies: CheckpointCopies, config: Config) -> None:
+    path = config.trainer.ckpt_path
     try:
         names = copies.steps()
     except OSError as error:  # such as a bucket that this user may not read
-        path = config.trainer.ckpt_path
         raise ConfigError(f"trainer.ckpt_path: {path} cannot be read: {error.strerror or error}") from error
     if config.trainer.resume_mode == "latest":
-        copies.fetch_newest(config.ckpt_dir)
+        try:
+            copies.fetch_newest(config.ckpt_dir)
+        except OSError as error:
+            raise StorageError(
+                f"trainer.ckpt_path: the newest checkpoint of {path} could not be copied to {config.ckpt_dir} "
+                f"({error.strerror or error}). Start the run again when the store can be reached"
+            ) from error
     elif names:
         raise ConfigError(
-            f"trainer.ckpt_path: {config.trainer.ckpt_path} holds checkpoints ({names[-1]}), and "
+            f"trainer.ckpt_path: {path} holds checkpoints ({names[-1]}), and "
             f"trainer.resume_mode={config.trainer.resume_mode} does not resume from them; choose another address, or "
             "trainer.resume_mode=latest"
         )
