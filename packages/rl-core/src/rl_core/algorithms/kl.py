@@ -18,7 +18,8 @@ from rl_core.errors import ConfigError, nearest
 
 KL_LIMIT = 10.0
 """The estimate of a token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this value, in nats. Beyond this
-limit, only the `+` forms and, through its ratio, `k3_unbiased` have a gradient."""
+limit, only the `+` forms and, through its ratio, `k3_unbiased` have a gradient, until a log-ratio reaches its own limit
+(`token_loss.LOG_RATIO_LIMIT`)."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased")
 UNBIASED = "k3_unbiased"
@@ -56,7 +57,7 @@ def estimate_kl(
 
     Raises:
         ConfigError: unknown estimator.
-        ShapeError: lengths differ, or the mask is not bool.
+        ShapeError: lengths differ, the mask is not bool, or another argument than `logprobs_T` carries gradient.
     """
     require_tokens(mask_T, logprobs_T=logprobs_T, ref_logprobs_T=ref_logprobs_T)
     require_kl_estimator(estimator)

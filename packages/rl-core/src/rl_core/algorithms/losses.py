@@ -293,7 +293,7 @@ def clipped_surrogate(
 
 
 def ratio_metrics(log_ratio_T: Tensor, ratio_T: Tensor, **others_T: Tensor) -> dict[str, Tensor]:
-    """The metrics ratio, approx_kl = r − 1 − log r, the k3 estimate of KL(anchor ‖ current), and the given ones."""
+    """The metrics ratio and approx_kl (r − 1 − log r, the k3 estimate of KL(anchor ‖ current)), and the given ones."""
     with torch.no_grad():
         approx_kl_T = torch.expm1(log_ratio_T).sub_(log_ratio_T)
     return {"ratio": ratio_T.detach(), "approx_kl": approx_kl_T, **others_T}

@@ -11,7 +11,8 @@ none for particular backends. A function's positional parameters say what it rea
     correction_weights_T                           off-policy correction weights; 1 if there is no correction
     x_<name>_T                                     computed by the loss's `prepare` (see `token_loss.prepared_by`)
 
-A parameter with a default is optional: it is bound if the batch has the column. For a loss decorated with
+A parameter with a default is optional: it is bound if the batch has the column. A training worker gets such a column
+only if another part of the objective needs it (`Objective.call_columns`). For a loss decorated with
 `token_loss.chooses_columns`, the settings decide instead. Keyword-only parameters are settings.
 """
 

@@ -85,8 +85,7 @@ def dpo_loss(
     smoothing ε: Mitchell 2023, "A note on DPO with noisy preferences" (conservative DPO).
     ipo: (Δ − 1/(2β))², with s the mean over the tokens. Source: Azar et al. 2023, arXiv 2310.12036, eq. 17; the
     authors' and TRL's code also use the mean.
-    A prompt with equal rewards, or with a response that failed or is not trained on, has no loss, but still counts as a
-    prompt.
+    A prompt with equal rewards, or with only one trained response, has no loss, but still counts as a prompt.
 
     Args:
         logprobs_T: log-probs under the current policy; carries gradient.

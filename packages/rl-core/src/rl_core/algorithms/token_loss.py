@@ -25,7 +25,7 @@ class TokenLoss(NamedTuple):
     """Result of a loss function: one value per token, no reduction."""
 
     loss_T: Tensor
-    """Carries the gradient; 0 outside the mask."""
+    """Carries the gradient. Not read outside the mask, where the losses of this package return 0."""
     metrics: Mapping[str, Tensor]
     """Name → [T], detached, float or bool. The trainer averages each metric over the trained tokens."""
 

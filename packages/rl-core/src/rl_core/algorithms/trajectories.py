@@ -38,7 +38,7 @@ def require_complete_trajectories(
 
     Raises:
         ShapeError: lengths or dtypes do not fit; a trajectory has no last step, or several; its step indices are not
-            0 … n − 1; or its last step does not have the largest index. The message names the trajectory.
+            0 … n − 1; or its last step does not have the largest index. The message names trajectory and row.
     """
     require_same_length(trajectory_N=trajectory_N, is_last_step_N=is_last_step_N)
     require_int64(trajectory_N=trajectory_N)

@@ -40,6 +40,7 @@ def turn_level_advantages(
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.
+        DataError: a return is not finite.
         ConfigError: `gamma` is out of range.
     """
     returns_T = turn_returns(rewards_T, mask_T, trajectory_T, gamma=gamma)
