@@ -424,7 +424,11 @@ def test_a_warning_that_several_keys_cause_is_shown_once(rl: Run, monkeypatch: p
     keys = [f"trainer.{model}.absent_config.a=1" for model in ("policy", "ref", "critic")]
     code, _, err = rl("config", "small", *keys)
     assert code == 0
-    assert err == "warning: absent_config: kept unchecked; its backend comes with rl-absent, which is not installed\n"
+    assert err.splitlines() == [
+        "warning: absent_config: kept unchecked; its backend comes with rl-absent, which is not installed",
+        f"warning: {', '.join(key.removesuffix('=1') for key in keys)}: without effect: "
+        "trainer.strategy=slim reads only slim_config",
+    ]
 
 
 def test_a_character_that_the_terminal_cannot_show_does_not_end_a_command(
