@@ -35,6 +35,7 @@ PAIRS: dict[str, Any] = {
     "trainer__algorithm__loss_reduction": "prompt_token_sum",
     "trainer__policy_mini_batch_size": 8,
 }
+ESTIMATED = {"trainer__algorithm__kl_estimator_type": "k1"}
 REWARD_MODEL = {**PAIRS, "trainer__algorithm__policy_loss_type": "reward_model", "generator__scored_at_end": True}
 
 
@@ -115,6 +116,12 @@ def test_a_reward_model_learns_and_is_saved_with_its_head(
         ({**PAIRS, "trainer__update_epochs_per_batch": 2}, "correct only for a single optimizer step"),
         ({"trainer__algorithm__policy_loss_type": "reward_model"}, "use stored pairs, with generator.type=dataset"),
         ({**REWARD_MODEL, "trainer__strategy": "fsdp1"}, "fsdp1 cannot train a model with a value head"),
+        ({**SUPERVISED, "trainer__algorithm__off_policy_sequence_mask": 0.5}, "'cross_entropy' reads no advantages"),
+        ({**PAIRS, "trainer__algorithm__off_policy_sequence_mask": 0.5}, "'dpo' reads no advantages"),
+        *(
+            ({**REWARD_MODEL, **ESTIMATED, f"trainer__algorithm__{key}": True}, rf"{key}: got true.* value head")
+            for key in ("use_kl_loss", "use_kl_in_reward", "use_entropy_loss")
+        ),
         ({**SUPERVISED, "generator__response_key": "reply"}, "train.parquet:1: the row has no response"),
         (
             {**SUPERVISED, "generator__sampling_params__max_generate_length": 3},

@@ -1,4 +1,4 @@
-"""Finds mistakes in a resolved configuration before a run starts processes or uses devices or files.
+"""Finds mistakes in a resolved configuration before a run starts processes, uses devices or writes files.
 
 `value_checks` checks values only, `file_checks` checks files, and this module checks plug-ins. Every error says what to
 do. A check is skipped if it reads a key for which another check has found a mistake. `check_plugins` and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING
 
 from rl_core import plugins
 from rl_core.config.context import EVALUATION, TRAINING, require_room_for_responses
@@ -31,6 +32,9 @@ from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_playing_values, reference_apart, undivided_batch
 from rl_core.errors import ConfigError, Mistakes, PluginError
 from rl_core.interfaces import CheckingTransport, DeltaReceiving, LossSpec, NodeCheckingTransport, RouteFollowing
+
+if TYPE_CHECKING:
+    from rl_core.algorithms.objective import Objective
 
 _LOSS, _ESTIMATOR = "trainer.algorithm.policy_loss_type", "trainer.algorithm.advantage_estimator"
 _TRANSPORT = "generator.inference_engine.weight_sync_backend"
@@ -277,16 +281,33 @@ def _check_loss(config: Config) -> None:
         raise type(error)(f"{key}: {name!r}: {error}") from error
     if "predicted_values" in objective.reads and not getattr(objective.function, "is_pairwise", False):
         raise ConfigError(
-            f"{key}: {name!r} trains a critic, and a run with trainer.algorithm.advantage_estimator=gae uses it "
-            "automatically; choose a loss for the policy, e.g. regular"
+            f"{key}: {name!r} trains a critic, and a run with trainer.algorithm.advantage_estimator=gae trains its "
+            "critic with value_clip automatically; choose a loss for the policy, e.g. regular"
         )
     if "predicted_values" in objective.reads and needs_engine(config):
         raise ConfigError(
             f"{key}: {name!r} trains a model with a value head, which cannot sample; use stored pairs, with "
             "generator.type=dataset"
         )
+    _require_values_of_terms(config, objective)
     if getattr(objective.function, "is_pairwise", False):
         _require_pairs(config)
+
+
+def _require_values_of_terms(config: Config, objective: Objective) -> None:
+    """Refuses terms and masks of the objective whose inputs a run with this loss does not have."""
+    algorithm, name = config.trainer.algorithm, config.trainer.algorithm.policy_loss_type
+    if algorithm.off_policy_sequence_mask is not None and "advantages" not in objective.required_columns:
+        raise ConfigError(
+            f"trainer.algorithm.off_policy_sequence_mask: got {algorithm.off_policy_sequence_mask:g}, but the loss "
+            f"{name!r} reads no advantages, whose sign decides what is masked; set it to null, or choose another loss"
+        )
+    for key in ("use_kl_loss", "use_kl_in_reward", "use_entropy_loss"):
+        if "predicted_values" in objective.reads and getattr(algorithm, key):
+            raise ConfigError(
+                f"trainer.algorithm.{key}: got true, but the loss {name!r} trains a model with a value head, which "
+                "predicts no tokens; set it to false"
+            )
 
 
 def _require_pairs(config: Config) -> None:
