@@ -13,7 +13,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import EnginePlan, RankPlan
 from rl_core.rank_kit.model_files import MAX_FILE_BYTES
 from rl_core.trainer.memory_plan import PROCESS_BYTES, ModelOnRanks, Peak, peaks, require_room, serving
-from rl_core.trainer.planned_run import arranged_models
+from rl_core.trainer.planned_run import arranged_models, longest_sequence
 from tests.core.fake_plugins import install_backend
 
 BUCKETS = 2 * 1000
@@ -133,6 +133,14 @@ def test_a_reference_on_the_same_devices_waits_in_host_memory():
     assert found["score reference"].host_bytes == 2 * (10 + 40)
     apart = config_of(trainer__placement__colocate_policy_ref=False)
     assert by_phase(peaks(apart, [policy(), reference], None, context=10))["train policy"].host_bytes == 0
+
+
+def test_the_longest_sequence_counts_the_prompts_of_later_turns():
+    lengths = {"trainer__max_prompt_length": 500, "generator__sampling_params__max_generate_length": 100}
+    assert longest_sequence(config_of(**lengths)) == 600
+    later = lengths | {"generator__max_input_length": 900}
+    assert longest_sequence(config_of(**later)) == 600
+    assert longest_sequence(config_of(**later, generator__max_turns=3)) == 1000
 
 
 def test_a_background_save_copies_the_state_on_the_host():

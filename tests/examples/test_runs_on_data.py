@@ -13,7 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 import rl_rollout.local.plugin
-from rl_core.config import Config
+from rl_core.cli.planning import show_plan
+from rl_core.cli.runs import describe
+from rl_core.config import Config, Loaded
 from rl_core.errors import ConfigError, DataError
 from rl_core.trainer.run import run_evaluation, run_training
 from tests.examples.test_resume import KillInStepAfterCheckpoint, require_same_run, train_in_child
@@ -67,6 +69,17 @@ def test_supervised_fine_tuning_lowers_the_held_out_loss(small_run: BuildConfig,
     assert losses[-1] < 0.9 * losses[0]
     assert not any(name.startswith(("reward/", "rollout/staleness", "weight_sync/")) for row in rows for name in row)
     assert "Held-out loss" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_dry_run_and_the_plan_name_no_engine(
+    small_run: BuildConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = Loaded(config=small_run(tmp_path / "run", **SUPERVISED), given={})
+    assert describe(run) == 0
+    show_plan(run)
+    printed = capsys.readouterr().out
+    assert "engine     none\n" in printed
+    assert "engine: none (generator.type=dataset samples nothing)\n" in printed
 
 
 def test_a_killed_run_resumes_exactly(small_run: BuildConfig, tmp_path: Path):

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from rl_core import config as configuration
 from rl_core.config import Config
+from rl_core.config.value_checks import longest_prompt
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EnginePlan, RankPlan, Role
 from rl_core.layout.ranges import ranges
@@ -46,11 +47,11 @@ def show_plan(
         ConfigErrors: several values are invalid.
     """
     from rl_core.rank_kit.model_proof import require_proof
-    from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_engine
+    from rl_core.trainer.planned_run import arranged_models, planned_engine
 
     config = loaded.config
     configuration.check_values(config)
-    contexts = _contexts(longest_sequence(config), context)
+    contexts = _contexts(config, context)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     models, engine = arranged_models(config), planned_engine(config)
     limits = _Limits(device=_num_bytes(gpu_memory_gib), host=_num_bytes(host_memory_gib))
@@ -112,13 +113,16 @@ class _Plan:
         return cls(context=context, models=planned, peaks=found, served=served, problem=problem)
 
 
-def _contexts(longest: int, asked: int | None) -> list[int]:
+def _contexts(config: Config, asked: int | None) -> list[int]:
     """Returns the sequence lengths to plan: the configured one, doubled repeatedly up to the requested one."""
+    from rl_core.trainer.planned_run import longest_sequence
+
+    longest = longest_sequence(config)
     if asked is None:
         return [longest]
     if asked < longest:
         raise ConfigError(
-            f"--context: {asked} tokens, but a sequence may have {longest} (trainer.max_prompt_length + "
+            f"--context: {asked} tokens, but a sequence may have {longest} ({longest_prompt(config)[0]} + "
             "generator.sampling_params.max_generate_length); raise --context, or lower one of these"
         )
     lengths = [longest]
@@ -198,6 +202,8 @@ def _phases_table(found: Sequence[Peak]) -> Table:
 
 def _engine_line(config: Config, engine: EnginePlan | None, served: Serving | None) -> str:
     chosen = config.generator.inference_engine
+    if not configuration.needs_engine(config):
+        return f"engine: none (generator.type={config.generator.type} samples nothing)"
     if engine is None or served is None:
         return f"engine: {chosen.backend} does not support planning its memory"
     return (

@@ -53,7 +53,8 @@ def describe(loaded: configuration.Loaded) -> int:
     click.echo(
         f"model      {config.policy_model_path} ({trainer.strategy}, {'bfloat16' if trainer.bf16 else 'float32'})"
     )
-    click.echo(f"engine     {generator.inference_engine.backend} ({config.engine_dtype})")
+    engine = f"{generator.inference_engine.backend} ({config.engine_dtype})"
+    click.echo(f"engine     {engine if configuration.needs_engine(config) else 'none'}")
     click.echo(f"algorithm  {trainer.algorithm.advantage_estimator}, {trainer.algorithm.policy_loss_type} loss")
     click.echo(f"step       {trainer.train_batch_size} prompts × {generator.n_samples_per_prompt} samples")
     click.echo(f"scoring    {update_settings(config).scoring}")

@@ -326,7 +326,7 @@ def _pipeline(config: Config) -> Iterator[ConfigError]:
 
 
 def _token_budget(config: Config) -> Iterator[ConfigError]:
-    budget, (prompt_key, prompt) = config.trainer.max_tokens_per_microbatch, _longest_prompt(config)
+    budget, (prompt_key, prompt) = config.trainer.max_tokens_per_microbatch, longest_prompt(config)
     response = config.generator.sampling_params.max_generate_length
     if budget != -1 and budget < prompt + response:
         yield ConfigError(
@@ -336,7 +336,8 @@ def _token_budget(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def _longest_prompt(config: Config) -> tuple[str, int]:
+def longest_prompt(config: Config) -> tuple[str, int]:
+    """The key that limits the longest prompt, of the first turn or a later one, and its value."""
     first, later = config.trainer.max_prompt_length, config.generator.max_input_length
     if config.generator.max_turns > 1 and later is not None and later > first:
         return "generator.max_input_length", later

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import attrs
 
 from rl_core.config import Config, engine_spec, needs_engine
+from rl_core.config.value_checks import longest_prompt
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Backend, EnginePlan, EnginePlanner, Planner, Role, WorkerSpec
 from rl_core.layout.mesh import Mesh
@@ -72,8 +73,8 @@ def planned_engine(config: Config) -> EnginePlan | None:
 
 
 def longest_sequence(config: Config) -> int:
-    """Largest number of tokens that a prompt and its response may have together."""
-    return config.trainer.max_prompt_length + config.generator.sampling_params.max_generate_length
+    """Largest number of tokens that a prompt, of the first turn or a later one, and its response may have together."""
+    return longest_prompt(config)[1] + config.generator.sampling_params.max_generate_length
 
 
 def micro_batch_size(config: Config, role: Role, mesh: Mesh, longest: int | None = None) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.file_checks import gather_files, why_not_created
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import environment_options
-from rl_core.config.value_checks import gather_values
+from rl_core.config.value_checks import gather_values, longest_prompt
 from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, install
 from rl_core.interfaces import (
     Completion,
@@ -87,6 +87,7 @@ _STREAMING_READS = (
 _BUDGET_READS = (
     "trainer.max_tokens_per_microbatch",
     "trainer.max_prompt_length",
+    "generator.max_input_length",
     "generator.sampling_params.max_generate_length",
 )
 _TRAINING_DATA = ("data.train_data", "data.val_data")
@@ -538,7 +539,7 @@ def require_token_budget(config: Config, mesh: Mesh) -> None:
     if 0 < budget < padded:
         raise ConfigError(
             f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, {longest} tokens "
-            "(trainer.max_prompt_length + generator.sampling_params.max_generate_length) padded to "
+            f"({longest_prompt(config)[0]} + generator.sampling_params.max_generate_length) padded to "
             f"{padded}, a multiple of the {multiple} parts into which tensor and context ranks split it; set the key "
             f"to at least {padded}"
         )
