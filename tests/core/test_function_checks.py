@@ -76,13 +76,16 @@ def test_correction_weights_are_refused_for_losses_that_do_not_declare_their_use
 @pytest.mark.parametrize("loss", UNKNOWN)
 def test_stale_samples_of_an_undeclared_loss_need_an_explicit_off(functions: dict[str, Any], loss: str):
     stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
-    message = rf"tis_ratio_type: 'token' is the default with trainer\.max_staleness=2.*'{loss}'.*=off.*max_staleness=0"
+    message = rf"'token' is the default with trainer\.pipeline_depth=1.*'{loss}'.*=off.*pipeline_depth=0"
     for refuses in (check_plugins, update_settings):
         with pytest.raises(ConfigError, match=message):
             refuses(from_mapping(stale))
     uncorrected = from_mapping(stale | {f"{CORRECTION}.tis_ratio_type": "off"})
     check_plugins(uncorrected)
     assert correction_params(uncorrected) is None
+    in_turns = from_mapping(stale | {"trainer.pipeline_depth": 0})  # the other remedy that the message names
+    check_plugins(in_turns)
+    assert correction_params(in_turns) is None
 
 
 @pytest.mark.parametrize("loss", BY_COVARIANCE)

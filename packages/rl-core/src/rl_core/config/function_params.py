@@ -108,9 +108,9 @@ def _why_unknown(config: Config, objective: Objective, tis_ratio_type: str) -> s
     Masks work with such a loss: a masked token, like any untrained token, does not affect which other tokens the loss
     selects.
     """
-    loss, staleness = config.trainer.algorithm.policy_loss_type, config.trainer.max_staleness
+    loss = config.trainer.algorithm.policy_loss_type
     is_default = config.trainer.algorithm.off_policy_correction.tis_ratio_type is None
-    value = f"{tis_ratio_type!r} is the default with trainer.max_staleness={staleness}"
+    value = f"{tis_ratio_type!r} is the default with trainer.pipeline_depth={config.pipeline_depth}"
     problem = (
         f"the loss {loss!r} selects tokens by their advantages, which the weights would scale"
         if "advantages" in objective.prepare_columns
@@ -118,7 +118,7 @@ def _why_unknown(config: Config, objective: Objective, tis_ratio_type: str) -> s
     )
     remedy = (
         "Declare how the loss uses weights (rl_core.algorithms.takes_corrections), set tis_ratio_type=off (masks still "
-        f"work){', or trainer.max_staleness=0' * is_default}, or choose another loss, e.g. regular"
+        f"work){', or trainer.pipeline_depth=0' * is_default}, or choose another loss, e.g. regular"
     )
     return f"{value if is_default else f'got {tis_ratio_type!r}'}, and {problem}. {remedy}"
 
