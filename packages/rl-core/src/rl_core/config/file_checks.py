@@ -117,7 +117,7 @@ def _gather_models(config: Config, mistakes: Mistakes, makes: Container[str]) ->
 
 def _require_same_vocabulary(config: Config) -> None:
     """Raises ConfigError if policy and reference have different vocabularies, because the reference scores the policy's
-    token ids. Compares only models on this machine."""
+    token ids. Compares only models in local directories."""
     policy, reference = config.policy_model_path, config.trainer.ref.model.path
     if reference is None or reference == policy:
         return
@@ -135,7 +135,7 @@ def _require_same_vocabulary(config: Config) -> None:
 
 
 def _token_ids(model: Path) -> dict[str, int] | None:
-    """Token → id, from `tokenizer.json`; None if the model is not on this machine or has no such file."""
+    """Token → id, from `tokenizer.json`; None if the model is not a local directory or has no such file."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return None
@@ -166,7 +166,7 @@ def _gather_model(key: str, path: str, mistakes: Mistakes, makes: Container[str]
 
 
 def _require_model(key: str, path: str) -> None:
-    """Requires a complete model if the path is a local directory. The backend resolves names such as `org/model`."""
+    """Requires a configuration and a tokenizer if the path is local. The backend resolves names such as `org/model`."""
     directory = Path(path)
     if not directory.exists():
         if is_name(path):

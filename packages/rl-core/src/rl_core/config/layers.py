@@ -43,7 +43,7 @@ Layer = list[tuple[str, Given]]
 def file_layer(path: Path, mistakes: Mistakes) -> Layer:
     """The keys of a YAML file, nested or dotted, each with its line. Invalid keys are added to `mistakes`.
 
-    Raises ConfigError if the file cannot be read.
+    Raises ConfigError if the file cannot be read, or is not a YAML mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -2,9 +2,9 @@
 which names the key.
 
 Fields and type hints of the classes determine what is accepted: bool, int, float (also from an int), str, None,
-Literal, unions, lists and tuples (a single value becomes a list or tuple of one), mappings and nested classes. An int
-may be written with an exponent (`1e8`). A str on the command line needs no quotes (`007`). No other value is converted:
-`"3"` is not an int, and `1` is not a bool.
+Literal, unions, lists and tuples (unless the length is fixed, a single value becomes a list or tuple of one), mappings
+and nested classes. An int may be written with an exponent (`1e8`). A str on the command line needs no quotes (`007`).
+No other value is converted: `"3"` is not an int, and `1` is not a bool.
 
 A key with a mistake gets its default, and loading continues. Such a result is used only to find more mistakes.
 """

@@ -1,8 +1,8 @@
 """Keys that engine and generator plug-ins declare, written in a section of the core next to the core's own keys.
 
-Only the keys of the selected plug-in have an effect. Changed keys of other installed plug-ins cause a warning; they are
-checked, kept and written back, so that one file can be used with several engines. A key that no installed plug-in
-declares is an error.
+Only the keys of the selected plug-in have an effect. Changed keys of other installed plug-ins cause a warning if the
+user set them; they are checked, kept and written back, so that one file can be used with several engines. A key that
+no installed plug-in declares is an error.
 """
 
 from __future__ import annotations

@@ -32,16 +32,16 @@ This page includes the keys of all plug-ins that were installed when it was gene
 
 A run is described by a recipe (`rl train quickstart`), a YAML file (`rl train run.yaml`) or `package.module:recipe`,
 with `key.path=value` overrides on top. `rl config RECIPE` shows every value and where it comes from. Values are YAML
-1.2. Keys may be nested or dotted. Where a list is expected, a single value means a list of one. An unknown key, a wrong
-type or an impossible combination is an error before anything starts, and independent mistakes are listed together. A
-key that is set twice causes a warning; the last value is used.
+1.2. Keys may be nested or dotted. Where a list of any length is expected, a single value means a list of one. An
+unknown key, a wrong type or an impossible combination is an error before anything starts, and independent mistakes are
+listed together. A key that is set twice in one file or command line causes a warning; the last value is used.
 """
 _BACKENDS = """\
 ## Backend sections
 
 `trainer.policy.<backend>_config`, `trainer.ref.<backend>_config` and `trainer.critic.<backend>_config` contain the
-options of a training backend. Sections of installed backends are checked like all other keys. Sections of backends that
-are not installed are kept unchecked, with a warning.
+options of a training backend. Sections of installed backends are checked like all other keys. Sections of this
+project's backends that are not installed are kept unchecked, with a warning.
 """
 _OPTIONS = "Keys of {package}, read only with `{chooser}`. Otherwise, changing one has no effect and causes a warning."
 _DERIVED = """\

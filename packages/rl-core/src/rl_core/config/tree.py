@@ -131,8 +131,8 @@ class PlacementConfig:
     critic_num_gpus_per_node: int | None = None
     """GPUs (or ranks) per machine for the critic. None: as for the policy."""
     colocate_all: bool = True
-    """Engine and models (the critic too) take turns on the same devices. Those that can do so move to CPU memory while
-    they are idle."""
+    """Engine and models (the critic too) share devices and take turns on them: while idle, each frees its memory there
+    if it can. With `trainer.pipeline_depth` above 0, the engine never does, because it also samples during training."""
 
     @property
     def policy_shape(self) -> tuple[int, int]:
@@ -197,9 +197,9 @@ class OffPolicyCorrectionConfig:
     outlier_token_is_threshold_high: float | None = None
     """Mask sequences that have a token ratio above this value. None: no bound."""
     token_mask_is_threshold_low: float | None = None
-    """Mask tokens whose ratio is below this value. None: no bound."""
+    """Mask tokens whose ratio is below this value. Set this bound and the next one, or neither. None: off."""
     token_mask_is_threshold_high: float | None = None
-    """Mask tokens whose ratio is above this value. None: no bound."""
+    """Mask tokens whose ratio is above this value. None: off."""
 
 
 @attrs.frozen(kw_only=True)
@@ -265,11 +265,12 @@ class AlgorithmConfig:
     """Coefficient of the KL, in the loss or in the reward."""
     kl_estimator_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased"] = "k3"
     """Estimator of the KL (Schulman 2020, "Approximating KL divergence"). The suffix `+` selects the straight-through
-    form, whose gradient is unbiased. `k3_unbiased` weights k3 by the probability ratio to the policy that sampled. The
-    forms with `+` and `k3_unbiased` can be used only in the loss."""
+    form, whose gradient is unbiased. `k3_unbiased` weights k3 by the probability ratio to the policy at the start of
+    the update. The forms with `+` and `k3_unbiased` can be used only in the loss."""
     off_policy_sequence_mask: float | None = None
     """Mask the policy loss of sequences with negative advantage whose log-probs have dropped by more than this many
-    nats per token since they were sampled (DeepSeek-V3.2, arXiv 2512.02556). Try 0.5 first. None: off."""
+    nats per token since they were sampled (DeepSeek-V3.2, arXiv 2512.02556). Requires a loss that reads advantages. Try
+    0.5 first. None: off."""
     use_kl_in_reward: bool = False
     """Subtract the KL from the token rewards instead of adding it to the loss. `pass_at_k` and `maxrl` read success
     from the environment's reward and treat the KL as a separate reward."""
@@ -340,7 +341,8 @@ class TrainerConfig:
     seed: int = 42
     """Seed from which all random numbers of the run are derived."""
     num_threads: int | None = None
-    """CPU threads per rank. None: OMP_NUM_THREADS, else the machine's cores divided by its ranks."""
+    """CPU threads of each rank, and of the engine `local`. None: OMP_NUM_THREADS, else all cores, which the processes
+    of a machine's ranks share equally."""
     max_staleness: int = 0
     """How many weight versions old a group may be when it is trained on. 0: synchronous; 1: one step off-policy; more:
     asynchronous."""
@@ -418,7 +420,8 @@ class TrainerConfig:
     """Steps between computations of `policy/entropy`, which is also computed in step 1; 0: never. A loss that reads
     entropies computes them in every step."""
     generation_timeout_s: float = 1800.0
-    """Longest wait for the generation of a training batch (with `stream_groups`, of its next part) or an evaluation."""
+    """Longest wait for a training batch (with `stream_groups`, for its next part), an evaluation, all responses of
+    `rl generate`, or one request to an engine."""
     worker_timeout_s: float = 3600.0
     """Longest time that one call to the training ranks may take."""
     worker_start_timeout_s: float = 1800.0
@@ -505,7 +508,8 @@ class WeightVerificationConfig:
     """Steps between comparisons. The first sync of a process is compared too. 0: none, except those of
     `prove_at_start`."""
     num_tokens: int = 256
-    """Number of random tokens whose log-probs are compared; the seed of the run determines them."""
+    """Number of random tokens whose log-probs are compared, rounded up to whole sequences; the seed of the run
+    determines them."""
     limit: float | None = None
     """Stop the run if the mean absolute difference of the log-probs, in nats, is larger. None: 0.001 for float32, 0.02
     for float16, 0.06 for bfloat16; the coarser dtype of trainer and engine decides. The default is scaled up in
@@ -536,7 +540,7 @@ class InferenceEngineConfig:
     """With `weight_sync_delta`: every n-th sync sends all weights. The first sync and the first after a failure always
     do."""
     weight_bucket_bytes: int = 268435456
-    """Largest size of one bucket of weights, in bytes."""
+    """Largest size of one bucket of weights, in bytes. A larger tensor gets a bucket of its own."""
     weight_sync_pause_mode: Literal["keep", "abort", "wait"] = "keep"
     """What happens to running requests when weights change. `keep`: they pause and continue under the new weights.
     `abort`: they return what they have and continue later. `wait`: they finish first."""
