@@ -18,7 +18,7 @@ from rl_core.config import (
     from_mapping,
 )
 from rl_core.config.loading import known_paths
-from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS
+from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS, FINITE
 from rl_core.errors import ConfigError, ConfigErrors, PluginError
 from rl_rollout.transports.files import FilesTransport
 
@@ -60,6 +60,9 @@ def test_the_defaults_pass():
         ("trainer.max_training_steps=0", "trainer.max_training_steps: got 0"),
         ("trainer.algorithm.gamma=1.5", "expected between 0 and 1"),
         ("trainer.worker_timeout_s=0", "expected above 0"),
+        ("trainer.algorithm.kl_loss_coef=.inf", "kl_loss_coef: got inf; expected a finite number"),
+        ("trainer.algorithm.temperature=.inf", r"algorithm\.temperature: got inf; expected a finite number"),
+        ("generator.eval_sampling_params.temperature=.inf", "temperature: got inf; expected a finite number"),
         (
             "generator.sampling_params.stop=['</s>','']",
             r"^generator\.sampling_params\.stop: got an empty text, .* remove it$",
@@ -220,7 +223,7 @@ def test_a_scoring_temperature_other_than_the_sampling_one_warns():
 
 
 def test_every_bound_belongs_to_an_existing_key():
-    assert {*BOUNDS, *ABOVE_ZERO} <= set(known_paths(Config))
+    assert {*BOUNDS, *ABOVE_ZERO, *FINITE} <= set(known_paths(Config))
 
 
 @pytest.mark.parametrize(

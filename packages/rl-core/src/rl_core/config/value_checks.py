@@ -109,6 +109,14 @@ LARGEST: dict[str, float] = {
         10**9,
     ),
 }
+FINITE = (
+    "trainer.algorithm.kl_loss_coef",
+    "trainer.algorithm.entropy_loss_coef",
+    "trainer.algorithm.temperature",
+    "generator.sampling_params.temperature",
+    "generator.eval_sampling_params.temperature",
+)
+"""Keys whose infinite value would make losses NaN, or make every token equally likely."""
 _LARGEST_RATE = 10.0
 """AdamW moves each weight by about the learning rate in every step. With a higher learning rate than this, the weights
 are noise after one step and NaN after three."""
@@ -184,8 +192,9 @@ def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
     )
     mistakes.add(*_reward_functions(config))
     temperature = config.generator.sampling_params.temperature
-    if temperature < 0:
-        mistakes.add(ConfigError(f"generator.sampling_params.temperature: got {temperature}; expected at least 0"))
+    if not 0 <= temperature < math.inf:
+        message = f"got {temperature}; expected a finite number, at least 0"
+        mistakes.add(ConfigError(f"generator.sampling_params.temperature: {message}"))
     if not mistakes.about("generator.sampling_params", "generator.eval_sampling_params"):
         mistakes.add(*_sampling(config))
 
@@ -204,6 +213,9 @@ def gather_out_of_bounds(
         value = value_at(config, key) if is_read(key) else None
         if value is not None and value > largest:
             mistakes.add(ConfigError(f"{key}: got {value}; expected at most {largest}"))
+    for key in FINITE:
+        if is_read(key) and value_at(config, key) == math.inf:
+            mistakes.add(ConfigError(f"{key}: got inf; expected a finite number"))
     for key in ABOVE_ZERO:
         value = value_at(config, key) if is_read(key) else None
         if value is not None and not value > 0:
