@@ -75,6 +75,18 @@ def test_help_imports_nothing_heavy():
     assert all(command in done.stdout for command in ("train", "eval", "generate", "config", "plugins", "doctor"))
 
 
+def test_a_current_directory_that_was_removed_is_an_error_without_traceback(tmp_path: Path):
+    program = (
+        "import os\nfrom rl_core.cli import main\n"
+        f"os.chdir({str(tmp_path)!r})\nos.rmdir({str(tmp_path)!r})\nmain(['config', 'quickstart'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: the current directory cannot be used: No such file or directory; change to another directory\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -133,6 +133,17 @@ def test_a_models_name_is_shown_as_it_is_written(tmp_path: Path, monkeypatch: py
     assert "policy: model[v2] (fsdp, bfloat16)" in result.output, result.exception
 
 
+@pytest.mark.parametrize("command", ["plan", "rehearse"])
+@pytest.mark.parametrize("name", ["quickstart", "sft"])
+def test_a_model_that_the_recipe_has_not_created_yet_is_named(
+    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    message = r"trainer\.policy\.model\.path: runs/arithmetic/\w+_model_seed0 does not exist yet, .* rl train"
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(rl, [command, name], obj={"traceback": False}, catch_exceptions=False)
+
+
 def trained(name: str, *overrides: str) -> list[dict[str, float]]:
     summary = run_training(load(name, list(overrides), tiny=True))
     assert summary.steps == 2

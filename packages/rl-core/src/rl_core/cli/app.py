@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and ends the process."""
     # Make modules in the current directory importable (trainer.callbacks=my_module:Class). The directory comes last, so
     # that these modules hide no others.
-    sys.path.append(str(Path.cwd()))
+    sys.path.append(str(_current_directory()))
     # transformers reads this variable when it is imported. Its progress bars would mix with the output of a run.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     _escape_unwritable_characters()
@@ -54,6 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if (status == 130 and _has_busy_rank()) or _has_lost_ray():
         _end_without_finalising(status)
     sys.exit(status)
+
+
+def _current_directory() -> Path:
+    try:
+        return Path.cwd()
+    except OSError as error:
+        say(f"error: the current directory cannot be used: {error.strerror}; change to another directory")
+        sys.exit(2)
 
 
 def _escape_unwritable_characters() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
@@ -17,6 +18,7 @@ from rl_core.config.value_checks import longest_prompt
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EnginePlan, RankPlan, Role
 from rl_core.layout.ranges import ranges
+from rl_core.rank_kit.worker_specs import SECTIONS
 
 if TYPE_CHECKING:
     from rl_core.trainer.memory_plan import ModelOnRanks, Peak, Serving
@@ -42,8 +44,8 @@ def show_plan(
             the configured length.
 
     Raises:
-        ConfigError: a value is invalid, a model's ranks form no valid mesh, its backend does not support planning,
-            `context` is below the configured length, or the run does not fit.
+        ConfigError: a value is invalid, the recipe has not yet created a model, a model's ranks form no valid mesh, its
+            backend does not support planning, `context` is below the configured length, or the run does not fit.
         ConfigErrors: several values are invalid.
     """
     from rl_core.rank_kit.model_proof import require_proof
@@ -51,6 +53,7 @@ def show_plan(
 
     config = loaded.config
     configuration.check_values(config)
+    require_made_models(loaded)
     contexts = _contexts(config, context)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     models, engine = arranged_models(config), planned_engine(config)
@@ -69,6 +72,19 @@ def show_plan(
         console.print(_contexts_table(plans))
     if plans[-1].problem is not None:
         raise plans[-1].problem
+
+
+def require_made_models(loaded: configuration.Loaded) -> None:
+    """Raises ConfigError if a model does not exist yet, because the recipe will create it."""
+    from rl_core.trainer.settings import model_shapes
+
+    for role in model_shapes(loaded.config):
+        key, path = f"{SECTIONS[role]}.model.path", _model_name(loaded.config, role)
+        if path is not None and path in loaded.makes and not Path(path).exists():
+            raise ConfigError(
+                f"{key}: {path} does not exist yet, so its sizes are unknown; let the recipe create it with rl train, "
+                "or set another model"
+            )
 
 
 @attrs.frozen(kw_only=True)

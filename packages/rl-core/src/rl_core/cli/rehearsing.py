@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_core import config as configuration
+from rl_core.cli.planning import require_made_models
 
 if TYPE_CHECKING:
     from rl_core.trainer.memory_plan import ModelOnRanks
@@ -22,14 +23,15 @@ def show_rehearsal(loaded: configuration.Loaded) -> None:
     """Rehearses every model of the run, and prints the measured and the planned memory.
 
     Raises:
-        ConfigError: a value is invalid, a model's ranks form no valid mesh, or its backend cannot plan or rehearse this
-            configuration; ConfigErrors: several values are invalid.
+        ConfigError: a value is invalid, the recipe has not yet created a model, a model's ranks form no valid mesh, or
+            its backend cannot plan or rehearse this configuration; ConfigErrors: several values are invalid.
     """
     from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_model
     from rl_core.trainer.rehearsed_run import rehearsed_model
 
     config = loaded.config
     configuration.check_values(config)
+    require_made_models(loaded)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     for role, model in arranged_models(config).items():
         rehearsed = rehearsed_model(config, role, model)
