@@ -53,6 +53,13 @@ def test_every_make_command_in_the_documents_exists():
             assert target in targets, f"{name}: `make {target}` does not exist"
 
 
+def test_make_parity_runs_every_file_with_a_parity_test():
+    recipe = text_of("Makefile").partition("\nparity:")[2].partition("\n\n")[0]
+    marked = [name for name in git_files("tests/*.py") if re.search(r'mark\.parity|marks=\("parity"', text_of(name))]
+    assert len(marked) > 5
+    assert [name for name in marked if name not in recipe] == []
+
+
 def test_links_between_the_documents_lead_somewhere():
     for name in git_files("*.md"):
         for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text_of(name)):
