@@ -43,8 +43,8 @@ seed 0 begins between 0.177 and 0.251.
   greedy accuracy of the start model and of the last export. For `dpo`, they are the fraction of held-out pairs in which
   the policy favours the right sum over the wrong one more than the start model does: 0 before training, 0.5 after
   random changes.
-- `sft_grpo`, `distill`, `dapo`, `ppo`, `gspo` and `async_r3` are the recipes of these names on the quick start's
-  problems.
+- `sft_grpo`, `distill`, `dapo`, `ppo`, `gspo`, `async_r3` and `lora_two_servers…` are the recipes of these names on
+  the quick start's problems.
 
 Of the cases without a row, only `control`, the quick start's own control, was run; its result is in
 [bounds](bounds.md#what-learns). The others have not been run yet: `code_seed1`, and some combinations of depth and
