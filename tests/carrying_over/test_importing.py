@@ -124,6 +124,15 @@ def test_a_script_of_skyrl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch
     assert not output.with_suffix(".txt").exists()
 
 
+@pytest.mark.parametrize(("operator", "epochs"), [(":=", 4), ("=", None)])
+def test_a_default_replaces_an_empty_variable_as_in_bash(
+    operator: str, epochs: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("EPOCHS", "")
+    script = f': "${{EPOCHS{operator}4}}"\npython -m skyrl_train.main trainer.epochs=$EPOCHS trainer.seed=1\n'
+    assert read(write(tmp_path, "run.sh", script)).values == {"trainer.epochs": epochs, "trainer.seed": 1}
+
+
 def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/elsewhere/me")
     translation = translate(read(write(tmp_path, "run.sh", VERL)))

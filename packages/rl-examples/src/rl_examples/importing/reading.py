@@ -18,7 +18,7 @@ from rl_core.errors import ConfigError
 from rl_examples.importing.shell import DECLARING, expanded, set_in_branches, unexpanded, unquoted, words
 
 _ASSIGNMENT = re.compile(rf"^(?:(?:{DECLARING})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
-_DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+):?=(.*?)\}"?\s*(?:#.*)?$""", re.DOTALL)
+_DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+)(:?)=(.*?)\}"?\s*(?:#.*)?$""", re.DOTALL)
 _ARRAY = re.compile(r"^[ \t]*(?:[a-z]+\s+(?:-a\s+)?)?(\w+)(\+?)=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
 _WHOLE_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
 _USED = re.compile(r"\$\{?([A-Za-z_]\w*)")
@@ -71,7 +71,9 @@ def script(text: str, name: str) -> Read:
     for line in commands:
         for word in _assignments(line):
             if default := _DEFAULT.match(word):
-                variables.setdefault(default[1], unquoted(expanded(default[2], variables)))
+                name_set, replaces_empty, value = default.groups()
+                if name_set not in variables or (replaces_empty and not variables[name_set]):
+                    variables[name_set] = unquoted(expanded(value, variables))
             elif assignment := _ASSIGNMENT.match(word):
                 name_set, appends, value = assignment.groups()
                 before = variables.get(name_set, "") if appends else ""
