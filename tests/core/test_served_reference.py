@@ -85,6 +85,14 @@ def test_an_engine_that_does_not_answer_is_named_at_the_deadline():
     run_virtually(wait())
 
 
+async def test_the_error_of_a_deadline_of_the_engines_client_is_kept():
+    def answer(_: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        raise DeadlineError("waited 5 s for server 0")
+
+    with pytest.raises(DeadlineError, match=r"^waited 5 s for server 0$"):
+        await ServedReference(ScriptedEngine(answer), timeout_s=200.0).logprobs(batch_of([1, 2]))
+
+
 def tokenizer(directory: Path, vocabulary: object) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text("{}")

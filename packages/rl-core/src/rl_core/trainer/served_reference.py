@@ -49,6 +49,8 @@ class ServedReference:
         try:
             async with asyncio.timeout(self._timeout_s):
                 lists = [scores for part in _parts(batch) for scores in await self._scored(part)]
+        except DeadlineError:  # the client's own deadline, which its message names
+            raise
         except TimeoutError as error:
             raise DeadlineError(
                 f"waited {self._timeout_s:g} s (trainer.worker_timeout_s) for the reference's engine "
