@@ -349,6 +349,7 @@ async def _generate(config: Config, reads: str, output: Path, limit: int | None)
             writer.write([sample_of(one, step=0, purpose="eval", row=rows[one.group_id].row) for one in done])
             if samples is None and output.stat().st_size:
                 logger.warning("sampling ended early; %s has the %d finished samples", output, len(done))
+    assert samples is not None
     if output.stat().st_size == 0:  # the writer writes all rows or, on a full disk, none
         raise DiskFullError(f"disk full: the {len(samples)} samples of {output} are lost; make room, and sample again")
     if samples and all(sample.failure is not None for sample in samples):
