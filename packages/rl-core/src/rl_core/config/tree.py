@@ -505,8 +505,8 @@ class WeightVerificationConfig:
     """Before the first step, add noise to every trained parameter, enough to change the log-probs; sync and compare;
     restore the weights; sync and compare again. A tensor that does not reach an engine stops the run."""
     interval: int = 10
-    """Steps between comparisons. The first sync of a process is compared too. 0: none, except those of
-    `prove_at_start`."""
+    """Steps between comparisons. The first sync of a process and that of a restarted engine are compared too. 0: only
+    those of `prove_at_start` and of restarted engines."""
     num_tokens: int = 256
     """Number of random tokens whose log-probs are compared, rounded up to whole sequences; the seed of the run
     determines them."""

@@ -194,6 +194,8 @@ def run_generation(config: Config | Loaded, output: Path, *, limit: int | None =
         GenerationError: all samples failed; they are written.
         RLError, KeyboardInterrupt, RuntimeError: as in `run_training`.
     """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit: got {limit}; expected at least 1, or None for all rows")
     resolved = config_of(config)
     reads = _generation_data(resolved)
     prepare_playing(config, reads=reads, output=output)
