@@ -179,9 +179,9 @@ def test_every_split_that_exists_is_found():
 
 
 def test_the_error_for_an_impossible_split_says_what_would_fit():
-    with pytest.raises(ConfigError, match=r"27 layers .* over 2 stages.*Set num_first=13"):
+    with pytest.raises(ConfigError, match=r"27 layers .* over 2 stages.*A first stage of 13 layers fits"):
         pipeline_chunks(27, 2)
-    with pytest.raises(ConfigError, match="Set num_last=6"):
+    with pytest.raises(ConfigError, match="A last stage of 6 layers fits"):
         pipeline_chunks(28, 4, num_first=6)
     with pytest.raises(ConfigError, match="stage 0 has 4 layers; expected a multiple of its 3 chunks"):
         pipeline_chunks(8, 2, virtual_pipeline=3)
@@ -192,18 +192,33 @@ def test_the_error_for_an_impossible_split_says_what_would_fit():
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "pipeline", "ends"),
+    ("num_layers", "pipeline", "sizes"),
     [
         (27, 2, {}),
         (28, 4, {"num_first": 6}),
         (28, 4, {"num_last": 5}),
         (28, 4, {"num_first": 6, "num_last": 5}),
         (9, 2, {"num_first": 4, "num_last": 4}),
+        (10, 4, {"virtual_pipeline": 2}),
     ],
 )
-def test_the_split_that_the_error_suggests_is_possible(num_layers, pipeline, ends):
+def test_the_split_that_the_error_suggests_is_possible(num_layers, pipeline, sizes):
     with pytest.raises(ConfigError) as error:
-        pipeline_chunks(num_layers, pipeline, **ends)
-    ((name, suggested),) = re.findall(r"Set (num_first|num_last)=(\d+)", str(error.value))
-    chunks = pipeline_chunks(num_layers, pipeline, **{**ends, name: int(suggested)})
+        pipeline_chunks(num_layers, pipeline, **sizes)
+    ((end, suggested),) = re.findall(r"A (first|last) stage of (\d+) layers", str(error.value))
+    chunks = pipeline_chunks(num_layers, pipeline, **{**sizes, f"num_{end}": int(suggested)})
     assert sum(count for _, count in chunks) == num_layers
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pipeline", "sizes"),
+    [
+        (6, 4, {"count_embedding": True}),
+        (6, 4, {"count_loss": True}),
+        (5, 2, {"virtual_pipeline": 2}),
+        (9, 2, {"virtual_pipeline": 2, "num_first": 3, "num_last": 4}),
+    ],
+)
+def test_the_error_suggests_no_split_if_none_is_possible(num_layers, pipeline, sizes):
+    with pytest.raises(ConfigError, match=r"cannot be divided evenly over the other \d+$"):
+        pipeline_chunks(num_layers, pipeline, **sizes)

@@ -42,8 +42,8 @@ def pipeline_chunks(
         count_loss: whether output layer and loss together count as a layer of the last chunk.
 
     Raises:
-        ConfigError: the layers cannot be split this way. If another number for the first or last stage would work, the
-            message suggests it.
+        ConfigError: the layers cannot be split this way. If they cannot be divided evenly, the message suggests a
+            number for the first or last stage that works, if there is one.
     """
     if (num_first is not None or num_last is not None) and (count_embedding or count_loss):
         raise ConfigError(
@@ -59,7 +59,10 @@ def pipeline_chunks(
             "at least 2 stages"
         )
     slots = num_layers + count_embedding + count_loss
-    per_stage = _slots_of_stages(slots, pipeline, num_first, num_last)
+    suggestion = (
+        "" if count_embedding or count_loss else _fitting_end(slots, pipeline, virtual_pipeline, num_first, num_last)
+    )
+    per_stage = _slots_of_stages(slots, pipeline, num_first, num_last, suggestion)
     wrong = [stage for stage, count in enumerate(per_stage) if count % virtual_pipeline]
     if wrong:
         raise ConfigError(
@@ -75,7 +78,9 @@ def pipeline_chunks(
     return [LayerRange(start, count) for start, count in zip(starts, counts, strict=False)]
 
 
-def _slots_of_stages(slots: int, pipeline: int, num_first: int | None, num_last: int | None) -> list[int]:
+def _slots_of_stages(
+    slots: int, pipeline: int, num_first: int | None, num_last: int | None, suggestion: str
+) -> list[int]:
     ends = [count for count in (num_first, num_last) if count is not None]
     if any(count < 0 for count in ends):
         raise ConfigError(f"pipeline: got {min(ends)} layers for the first or last stage; expected at least 0")
@@ -84,8 +89,7 @@ def _slots_of_stages(slots: int, pipeline: int, num_first: int | None, num_last:
         raise ConfigError(
             f"pipeline: cannot divide {slots} layers (including embedding and loss if counted) over {pipeline} stages: "
             f"{len(ends)} stages with a set number of layers take {sum(ends)}, and the remaining {rest} cannot be "
-            f"divided evenly over the other {middle}. "
-            f"{_counts_that_fit(slots, pipeline, num_first, num_last)}"
+            f"divided evenly over the other {middle}{suggestion}"
         )
     counts = [rest // middle if middle else 0] * pipeline
     if num_first is not None:
@@ -95,16 +99,19 @@ def _slots_of_stages(slots: int, pipeline: int, num_first: int | None, num_last:
     return counts
 
 
-def _counts_that_fit(slots: int, pipeline: int, num_first: int | None, num_last: int | None) -> str:
+def _fitting_end(slots: int, pipeline: int, virtual_pipeline: int, num_first: int | None, num_last: int | None) -> str:
     """Suggests the number of layers that is nearest to an even split: for the last stage if only the first stage's
-    number is set, else for the first stage."""
-    name, other = ("num_last", num_first) if num_last is None and num_first is not None else ("num_first", num_last)
+    number is set, else for the first stage. Empty if no number works."""
+    name, other = ("last", num_first) if num_last is None and num_first is not None else ("first", num_last)
     rest, middle = slots - (other or 0), pipeline - 1 - (other is not None)
-    fitting = [n for n in range(rest + 1) if (rest - n == 0 if middle == 0 else (rest - n) % middle == 0)]
-    if not fitting:
-        return f"{slots} layers are too few for the other stages."
-    best = min(fitting, key=lambda n: abs(n - slots / pipeline))
-    return f"Set {name}={best}."
+    fitting = [
+        n
+        for n in range(virtual_pipeline, rest + 1, virtual_pipeline)
+        if (n == rest if middle == 0 else n < rest and (rest - n) % (middle * virtual_pipeline) == 0)
+        and (other or 0) % virtual_pipeline == 0
+    ]
+    best = min(fitting, key=lambda n: abs(n - slots / pipeline), default=None)
+    return "" if best is None else f". A {name} stage of {best} layers fits"
 
 
 def moe_layers(num_layers: int, *, num_dense_first: int = 0, frequency: int = 1) -> IntArray:
