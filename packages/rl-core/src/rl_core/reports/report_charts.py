@@ -36,8 +36,8 @@ class RunCharts:
     """All charts of a run, in the order of the page."""
 
     learning: Sequence[Chart]
-    """If the run logs a held-out loss: a chart of losses. Otherwise reward and held-out accuracy: in one chart if all
-    values are between 0 and 1, else in two."""
+    """If the run logs a held-out loss: a chart of losses. Otherwise rewards and held-out accuracy: in one chart if all
+    values are between 0 and 1, else in two. Without accuracy: a chart of rewards."""
     others: Sequence[Chart]
     time: Chart | None
     absent: Sequence[str]
@@ -78,12 +78,12 @@ _PLANS = (
     ),
     _Plan(
         title="Response length",
-        about="Sampled tokens per response.",
+        about="Sampled tokens per sample, over all its turns.",
         curves={"rollout/response_length": "training", "eval/response_length": "held out"},
     ),
     _Plan(
         title="Clip fraction",
-        about="Fraction of the tokens whose gradient the clip removes.",
+        about="Fraction of the tokens whose gradient the clip removes or, with cispo, limits.",
         curves={"policy/clip_fraction": "fraction"},
     ),
     _Plan(

@@ -210,7 +210,8 @@ def _stage(name: str, steps: Mapping[str, int], kept: Mapping[tuple[str, int], S
 
 
 def _first_prompts(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """One sample of each of the first prompts, in the file's order: the same prompts at every stage."""
+    """One sample of each of the first prompts, in the file's order: the same prompts at every stage, unless samples
+    failed."""
     firsts: dict[int, Sample] = {}
     for sample in samples:
         firsts.setdefault(sample.group, sample)

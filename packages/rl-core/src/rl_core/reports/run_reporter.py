@@ -101,7 +101,7 @@ class RunReporter:
         return sample_of(trajectory, step=step, purpose=purpose, row=row)
 
     def close(self) -> None:
-        """Closes the files; a second call does nothing."""
+        """Closes the samples file and the trackers; a second call does nothing."""
         with ExitStack() as closing:
             closing.callback(self._samples.close)
             closing.callback(self._close_trackers)
