@@ -32,7 +32,7 @@ def require_data_sets(path: str, *, key: str) -> None:
     """Raises ConfigError if the library `datasets` is not installed."""
     if find_spec("datasets") is None:
         raise ConfigError(
-            f"{key}: there is no file {path} (current directory: {Path.cwd()}). To read it as a Hugging Face data set, "
+            f"{key}: {path} is not a file (current directory: {Path.cwd()}). To read it as a Hugging Face data set, "
             f"install the library datasets: {install('rl-core[datasets]')}"
         )
 

@@ -100,7 +100,7 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
     """Imports a plug-in, checks it and, if it was written for an earlier version of the contract, adapts it.
 
     Args:
-        group: one of `GROUPS`.
+        group: one of `GROUPS`, except `rl_core.commands`.
         name: an entry point's name, or an import path with a colon.
         key: the configuration key that names the plug-in, for messages.
 

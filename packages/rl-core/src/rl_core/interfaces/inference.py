@@ -67,7 +67,8 @@ class Completion:
     tokens: tuple[int, ...]
     """The sampled tokens, including a stopping token."""
     logprobs: tuple[float, ...]
-    """One log-prob per token, under the distribution from which the token was sampled."""
+    """One log-prob per token, under the distribution from which the token was sampled; at temperature 0, under that of
+    temperature 1."""
     policy_versions: tuple[int, ...]
     """The weight version that sampled each token."""
     stop_reason: StopReason

@@ -142,7 +142,7 @@ class WorkerSpec:
     """Length of the learning-rate schedule; None if the schedule does not need it."""
     seed: int
     num_threads: int | None = None
-    """Torch threads of a rank. None: torch's default."""
+    """Torch threads of a rank. None: OMP_NUM_THREADS if it is set, else the cores divided by the ranks per node."""
     is_proved: bool = True
     """Read only by backends that are `ModelProving`. True: the controller has proved the model. False: the controller
     could not do this, so rank 0 proves the model before any rank loads it."""

@@ -96,7 +96,7 @@ class Rendezvous:
     the controller."""
 
     transport: str
-    """Entry-point name of the transport."""
+    """Entry-point name of the transport, or `package.module:object`."""
     receiver: str
     """`package.module:Class`, loaded in the engine's process."""
     data: Mapping[str, Any]

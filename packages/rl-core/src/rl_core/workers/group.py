@@ -105,14 +105,14 @@ class WorkerGroup:
                 `Offloadable` workers leave the devices while the other group computes. None: the group has its own
                 devices.
             timeout_s: longest wait for each later call.
-            start_timeout_s: longest wait for this start; None: `timeout_s`.
+            start_timeout_s: longest wait for each phase of this start; None: `timeout_s`.
             silence_s: a rank in another process counts as dead after this long without an answer and without work, even
                 before the deadline.
 
         Raises:
             ConfigError: the backend cannot train this model or form a mesh of these ranks, or computes the model
                 differently than transformers; or there are not enough devices.
-            WorkerError, DeadlineError: a rank failed to start.
+            WorkerError, DeadlineError: a rank failed to start, or the devices did not become free in time.
         """
         world_size = num_nodes * ranks_per_node
         backend.validate(spec, world_size)

@@ -237,9 +237,9 @@ def _require_room(role: str, num_nodes: int, bundle: Mapping[str, float]) -> Non
     if len(fitting) < num_nodes:
         have = "; ".join(_described(node) for node in nodes)
         raise ConfigError(
-            f"{role}: trainer.placement asks for {num_nodes} nodes with {_described(bundle)} each (a rank takes one "
-            f"GPU or, without GPUs, {CPUS:g} CPU); Ray has {len(nodes)} nodes: {have}. Ask for fewer ranks, or add "
-            "nodes with `ray start`"
+            f"{role}: trainer.placement asks for {num_nodes} nodes with {_described(bundle)} each (a rank takes "
+            f"{CPUS:g} CPU and, if Ray has GPUs, one GPU); Ray has {len(nodes)} nodes: {have}. Ask for fewer ranks, or "
+            "add nodes with `ray start`"
         )
 
 

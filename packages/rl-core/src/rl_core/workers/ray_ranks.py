@@ -330,7 +330,8 @@ class RayRanks:
             lines.append("Other ranks: " + "; ".join(others))
         if self._addresses and failure.died:
             lines.append(
-                f"Its output: /tmp/ray/session_latest/logs/worker-*-{self._addresses[rank].pid}.err on its node"
+                f"Its output: worker-*-{self._addresses[rank].pid}.err in the `logs` folder of Ray's session on its "
+                "node, by default /tmp/ray/session_latest/logs"
             )
         return WorkerError("\n".join(line for line in lines if line))
 
