@@ -104,7 +104,9 @@ hub.TIMEOUT_S = hub.LOOK_UP_S = 100.0
 
 def python(code: str, home: Path, address: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a new process, because the hub's library reads its settings only at import."""
-    settings = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    settings = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))
+    }
     settings |= {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     settings |= {"HF_HUB_ETAG_TIMEOUT": "200", "HF_HUB_DOWNLOAD_TIMEOUT": "200", **variables}
     code = BEGIN + code
@@ -133,6 +135,15 @@ def test_a_model_is_downloaded_once_with_a_line_of_progress(hub: ThreadingHTTPSe
     assert python(FETCH, tmp_path, "http://127.0.0.1:9").returncode == 0
 
 
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_the_user_can_disable_requests(variable: str, hub: ThreadingHTTPServer, tmp_path: Path):
+    absent = python(FETCH, tmp_path, address_of(hub), **{variable: "1"})
+    assert f"the model is not in the local cache, and {variable} disables requests to the hub" in absent.stderr
+    assert python(FETCH, tmp_path, address_of(hub)).returncode == 0
+    cached = python(FETCH, tmp_path, address_of(hub), **{variable: "1"})
+    assert cached.returncode == 0, cached.stderr
+
+
 def test_without_a_network_a_name_ends_in_one_clear_error(tmp_path: Path):
     result = python(FETCH, tmp_path, "http://127.0.0.1:9")
     assert "ConfigError: trainer.policy.model.path: org/model: there is no such directory" in result.stderr
@@ -143,6 +154,12 @@ def test_without_a_network_a_name_ends_in_one_clear_error(tmp_path: Path):
 def test_a_name_that_the_hub_does_not_allow_ends_in_the_same_error(tmp_path: Path):
     result = python("hub.fetch_model('my model', key='k')", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert "ConfigError: k: my model: there is no such directory" in result.stderr
+
+
+def test_a_name_that_the_hub_does_not_allow_is_not_tried_again(hub: ThreadingHTTPServer, tmp_path: Path):
+    result = python("hub.fetch_model('my model', key='k')", tmp_path, address_of(hub))
+    assert "ConfigError: k: my model: " in result.stderr
+    assert result.stderr.rstrip().endswith("Is the name spelled correctly?")
 
 
 def test_a_hub_that_never_answers_is_given_up(tmp_path: Path):

@@ -38,8 +38,9 @@ def endpoint() -> str:
 
 
 def is_offline() -> bool:
-    """Whether the user has disabled requests to the hub."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    """Whether the user has disabled requests to the hub, by a variable that huggingface_hub reads too."""
+    chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE", "")
+    return chosen.upper() in ("1", "TRUE", "YES", "ON")
 
 
 def is_name(path: str) -> bool:
@@ -56,7 +57,8 @@ def obstacle(kind: str, name: str) -> str | None:
         name: the model or data set about which the hub is asked.
     """
     if is_offline():
-        return "HF_HUB_OFFLINE disables requests to the hub"
+        variable = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
+        return f"{variable} disables requests to the hub"
     url = f"{endpoint()}/api/{kind}/{urllib.parse.quote(name)}"
     answered: list[Exception | None] = []
     asking = threading.Thread(target=lambda: answered.append(_failure(url)), name="rl-hub", daemon=True)
@@ -164,6 +166,7 @@ def _library() -> Any:
     try:
         import huggingface_hub
         import huggingface_hub.constants
+        import huggingface_hub.errors
     except ImportError as error:
         raise ConfigError(f"the hub needs the package huggingface-hub: {install('rl-core[hub]')}") from error
     return huggingface_hub
@@ -185,7 +188,9 @@ def _refusals(where: str, remedies: Mapping[int, str]) -> Iterator[None]:
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         remedy = remedies.get(status or 0, "Run the same command again; files that were transferred are kept")
-        first = next(iter(str(error).strip().splitlines()), "")
+        if isinstance(error, _library().errors.HFValidationError):
+            remedy = "Is the name spelled correctly?"
+        first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
         raise ConfigError(f"{where}: {endpoint()}: {type(error).__name__}: {first}. {remedy}") from error
 
 
