@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rl_core.config import (
 from rl_core.config.loading import known_paths
 from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS, FINITE
 from rl_core.errors import ConfigError, ConfigErrors, PluginError
+from rl_core.seams import SEAMS
 from rl_rollout.transports.files import FilesTransport
 
 CORRECTION = "trainer.algorithm.off_policy_correction"
@@ -348,6 +350,16 @@ def test_the_hint_for_a_missing_plug_in_is_to_upgrade_an_installed_package(
     monkeypatch.setitem(plugins._PACKAGES, ("rl_core.backends", "later"), "rl-no-such-package")
     with pytest.raises(PluginError, match="pip install rl-no-such-package"):
         plugins.load("rl_core.backends", "later")
+
+
+def test_the_package_of_each_plug_in_of_this_project_is_known():
+    found = {}
+    for path in (Path(__file__).parents[2] / "packages").glob("*/pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        for group, entries in project.get("entry-points", {}).items():
+            if group in SEAMS and group != "rl_core.model_configs" and project["name"] != "rl-core":
+                found |= {(group, name): project["name"] for name in entries}
+    assert found == plugins._PACKAGES
 
 
 def test_the_files_transport_needs_a_shared_folder_on_several_machines():

@@ -36,23 +36,30 @@ __all__ = [
     "load_receiver",
 ]
 GROUPS = {group: seam.plural for group, seam in SEAMS.items()} | {"rl_core.commands": "commands"}
-_PACKAGES = {
-    ("rl_core.backends", "fsdp"): "rl-fsdp",
-    ("rl_core.backends", "fsdp1"): "rl-fsdp",
-    ("rl_core.backends", "deepspeed"): "rl-deepspeed",
-    ("rl_core.backends", "megatron"): "rl-megatron",
-    ("rl_core.inference", "local"): "rl-rollout",
-    ("rl_core.inference", "vllm"): "rl-rollout",
-    ("rl_core.generators", "environment"): "rl-rollout",
-    ("rl_core.generators", "dataset"): "rl-rollout",
-    ("rl_core.weight_transports", "files"): "rl-rollout",
-    ("rl_core.weight_transports", "broadcast"): "rl-rollout",
-    ("rl_core.weight_transports", "shared_memory"): "rl-rollout",
-    ("rl_core.weight_transports", "cuda_ipc"): "rl-rollout",
-    ("rl_core.recipes", "quickstart"): "rl-examples",
-    ("rl_core.recipes", "gsm8k"): "rl-examples",
-    ("rl_core.recipes", "guess"): "rl-examples",
+_NAMES = {
+    ("rl-fsdp", "rl_core.backends"): "fsdp fsdp1",
+    ("rl-deepspeed", "rl_core.backends"): "deepspeed",
+    ("rl-megatron", "rl_core.backends"): "megatron",
+    ("rl-rollout", "rl_core.inference"): "local vllm",
+    ("rl-rollout", "rl_core.generators"): "environment dataset",
+    ("rl-rollout", "rl_core.weight_transports"): "files broadcast shared_memory cuda_ipc",
+    ("rl-rollout", "rl_core.environments"): "reward_functions",
+    ("rl-environments", "rl_core.environments"): (
+        "code mathematics calculator gsm8k_turns judge reasoning_gym search skyrl_gym"
+    ),
+    ("rl-examples", "rl_core.environments"): (
+        "arithmetic gsm8k capitals guess pocket_calculator broken_pocket_calculator look_up mixed_up_look_up "
+        "second_try smollm2_calculator shaped_arithmetic"
+    ),
+    ("rl-examples", "rl_core.recipes"): (
+        "quickstart sft sft_grpo dpo distill dapo gspo ppo async_r3 lora_two_servers smollm2_calculator gsm8k guess "
+        "calculator look_up second_try mathematics code reasoning_gym gsm8k_turns judge skyrl_gym smollm2 "
+        "qwen2_5_1_5b qwen2_5_3b qwen2_5_7b qwen3_30b_a3b qwen3_30b_a3b_one_node qwen3_30b_a3b_lora moonlight_16b_a3b "
+        "glm_4_7_flash qwen3_235b_a22b"
+    ),
 }
+_PACKAGES = {(group, name): package for (package, group), names in _NAMES.items() for name in names.split()}
+"""(group, name) → the package of this project that has the plug-in."""
 
 
 _FITTED: dict[tuple[str, str], tuple[Any, Any]] = {}
