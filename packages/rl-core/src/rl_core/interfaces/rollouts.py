@@ -112,9 +112,9 @@ class Placement(Protocol):
     def placement(self) -> PlacementKind:
         """`in_process`: all episodes share one event loop, so the environment must never block it. `thread`: each
         episode has its own thread and event loop, in which the environment is also created. The environment may block,
-        and must lock objects that it shares with other threads. `process`: each episode runs in a separate process, so
-        factory, row, options and results must be picklable. A generator raises ConfigError for a placement that it does
-        not support."""
+        and must lock objects that it shares with other threads. `process`: each episode has a process, which
+        later episodes use again; factory, row, options and results must be picklable. A generator raises ConfigError
+        for a placement that it does not support."""
         ...
 
 

@@ -157,7 +157,8 @@ class RayRanks:
         except (ObjectStoreFullError, OutOfDiskError) as error:
             raise WorkerError(
                 f"{self._role}: {batch.num_tokens} tokens do not fit into Ray's object store ({error}): give it "
-                "more memory (`ray start --object-store-memory`), or train on smaller batches"
+                "more memory (`ray start --head --object-store-memory=BYTES`, then RAY_ADDRESS=auto), or train on "
+                "smaller batches"
             ) from error
         except RayError as error:
             raise WorkerError(
