@@ -200,6 +200,21 @@ def test_a_failed_rollout_is_shown_as_failed_not_as_a_zero(tmp_path):
     assert "Failed samples 3 2 DeadlineError, 1 ValueError, not trained on" in page.text
 
 
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ({"stop_reason": "length"}, "cut at the length limit"),
+        ({"end": "context"}, "no room for another turn"),
+        ({}, None),
+    ],
+)
+def test_a_sample_says_which_limit_ended_it(tmp_path, end, expected):
+    write_lines(tmp_path / "metrics.jsonl", metric_rows(2))
+    write_lines(tmp_path / "samples.jsonl", [sample_row(1, **end)])
+    chips = re.findall('<span class="chip">(.*?)</span>', html_of(tmp_path))
+    assert chips == [*([expected] if expected else []), "reward 1"]
+
+
 def test_the_numbers_at_the_top_are_those_of_the_files(tmp_path):
     text = Page(html_of(run_directory(tmp_path / "run"))).text
     assert "Held-out accuracy 92.0 % from 20.0 %" in text

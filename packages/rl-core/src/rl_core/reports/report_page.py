@@ -239,7 +239,8 @@ def _card(sample: Sample, label: str) -> dict[str, Any]:
         "response": _shortened(sample.response),
         "reward": "not finite" if sample.reward is None else f"{sample.reward:.3g}",
         "failure": sample.failure,
-        "was_cut": sample.stop_reason == "length" or sample.end == "context",
+        "was_cut": sample.stop_reason == "length",
+        "had_no_room": sample.end == "context",
         "was_aborted": sample.stop_reason == "abort",
         "metrics": [
             (name.replace("_", " "), readable(value)) for name, value in sample.metrics.items() if value is not None
