@@ -219,6 +219,10 @@ def test_a_corpus_that_is_empty_or_has_a_broken_line_is_refused(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match="has no documents"):
         load_corpus(str(tmp_path / "empty.jsonl"))
+    (tmp_path / "wordless.jsonl").write_text('{"text": "the"}\n{"text": "?"}\n')
+    for use in (lambda path: load_corpus(str(path)), lambda path: write_index(path, tmp_path / "index")):
+        with pytest.raises(DataError, match=r"wordless\.jsonl: got 2 documents without a word to search for"):
+            use(tmp_path / "wordless.jsonl")
 
 
 class Slow:

@@ -185,6 +185,24 @@ def test_more_puzzles_than_a_task_has_are_refused():
         rows_of("acre", 2001)
 
 
+@pytest.mark.parametrize(
+    ("count", "output", "message"),
+    [
+        ("0", "rows.parquet", "got a count of 0 rows; expected at least 1"),
+        ("-5", "rows.parquet", "got a count of -5 rows; expected at least 1"),
+        ("1", "file/rows.parquet", "file"),
+    ],
+)
+def test_no_file_without_rows_is_written_and_an_unwritable_one_is_named(
+    count: str, output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["chain_sum", "--count", count, "--output", str(tmp_path / output)])
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("given", ["max_terms=three", "max_terms"])
 def test_a_setting_that_is_not_json_is_named(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):

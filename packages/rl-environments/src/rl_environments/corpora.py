@@ -43,7 +43,8 @@ class Corpus:
         """bm25s reads a document of an index folder by moving the one position of the file, which all threads share."""
 
     def search(self, query: str, count: int) -> list[Document]:
-        """Returns at most `count` documents that share a word with the query, the best first."""
+        """Returns at most `count` documents that share a word with the query, the best first. English stop words and
+        words of one character do not count."""
         words = self._bm25s.tokenize([query], show_progress=False, return_ids=False)
         if not words[0]:
             return []
@@ -60,8 +61,8 @@ def load_corpus(path: str) -> Corpus:
 
     Raises:
         ConfigError: the extra is missing.
-        DataError: the file does not exist, has an invalid line or holds no documents; or the folder holds no index, or
-            an index without its documents.
+        DataError: the file does not exist, has an invalid line or holds no documents or no word to search for; or the
+            folder holds no index, or an index without its documents.
     """
     with _one_at_a_time:
         return _load(str(Path(path).expanduser().resolve()))
@@ -84,7 +85,7 @@ def _load(path: str) -> Corpus:
     if not Path(path).exists():
         raise DataError(f"corpus: {path} does not exist; expected a .jsonl file or an index folder")
     documents = read_documents(Path(path))
-    return Corpus(_indexed(documents), documents)
+    return Corpus(_indexed(documents, Path(path)), documents)
 
 
 def read_documents(path: Path) -> list[dict[str, str]]:
@@ -128,7 +129,7 @@ def write_index(documents: Path, folder: Path) -> int:
     if folder.exists():
         raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     read = read_documents(documents)
-    retriever = _indexed(read)
+    retriever = _indexed(read, documents)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as unfinished:
@@ -140,11 +141,16 @@ def write_index(documents: Path, folder: Path) -> int:
     return len(read)
 
 
-def _indexed(documents: Sequence[dict[str, str]]) -> Any:
+def _indexed(documents: Sequence[dict[str, str]], path: Path) -> Any:
     bm25s = _bm25s()
-    texts = [f"{each['title']} {each['text']}" for each in documents]
+    words = bm25s.tokenize([f"{each['title']} {each['text']}" for each in documents], show_progress=False)
+    if not words.vocab:
+        raise DataError(
+            f"{path}: got {len(documents)} documents without a word to search for; expected words of two characters or "
+            "more that are not English stop words"
+        )
     retriever = bm25s.BM25()
-    retriever.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+    retriever.index(words, show_progress=False)
     return retriever
 
 

@@ -111,12 +111,14 @@ def rows_of(
 
     Raises:
         DataError: the task or a setting does not exist, the task is one of `FAULTY_TASKS`, or it has fewer puzzles than
-            `count`.
+            `count`, or `count` is below 1.
         ConfigError: the extra `reasoning-gym` is not installed.
     """
     settings = json.dumps(dict(difficulty or {}), sort_keys=True)
     dataset = _dataset(task, seed, settings)
     made = {"task": task, "seed": seed, "difficulty": settings, "env_class": "reasoning_gym"}
+    if count < 1:
+        raise DataError(f"got a count of {count} rows; expected at least 1")
     if count > len(dataset):
         raise DataError(
             f"reasoning-gym's task {task!r} has {len(dataset)} puzzles per seed, got a count of {count}; make the "
@@ -198,10 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         difficulty = dict(map(_setting, given.set))
         rows = rows_of(given.task, given.count, seed=given.seed, difficulty=difficulty)
-    except (ConfigError, DataError) as error:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), given.output)
+    except (ConfigError, DataError, OSError) as error:  # an OSError names the file that cannot be written
         parser.error(str(error))
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), given.output)
     print(f"{len(rows)} rows of {given.task}: {given.output}")
 
 
