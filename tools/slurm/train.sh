@@ -61,8 +61,9 @@ if ((nodes > 1)); then
 fi
 
 export RAY_ADDRESS="$address:$port"
-# Waits until all nodes have joined Ray, for RL_NODES_WAIT_S seconds at most.
-for ((waited = 0; waited < ${RL_NODES_WAIT_S:-300}; waited += 5)); do
+# Waits until all nodes have joined Ray. No query starts after RL_NODES_WAIT_S seconds.
+ends=$((SECONDS + ${RL_NODES_WAIT_S:-300}))
+while ((SECONDS < ends)); do
   alive="$(python -c 'import ray; ray.init(log_to_driver=False); print(sum(n["Alive"] for n in ray.nodes()))' \
     2>/dev/null | tail -n 1 || true)"
   if [[ "$alive" == "$nodes" ]]; then break; fi
@@ -73,8 +74,8 @@ if [[ "${alive:-0}" != "$nodes" ]]; then
   exit 1
 fi
 
-# Slurm sends a signal before the job ends or is requeued. It is passed on to the run, which saves and ends. The
-# requeued job resumes from there.
+# Slurm sends a signal before the job's time limit. It is passed on to the run, which saves and ends. The same job
+# submitted again resumes from there.
 run=""
 signalled_early=0
 pass_on() { if [[ -n "$run" ]]; then kill -TERM "$run" 2>/dev/null || true; else signalled_early=1; fi; }
