@@ -69,7 +69,8 @@ def computed(expression: str) -> str:
     """Returns the value of an arithmetic expression: all digits of an integer, else 12 significant digits.
 
     Raises:
-        ValueError: the text is not an arithmetic expression or is too long, or a power in it is too large.
+        ValueError: the text is not an arithmetic expression or is too long, or a number, power or the result is too
+            large.
         ZeroDivisionError: the expression divides by zero.
     """
     if len(expression) > _LONGEST_EXPRESSION:

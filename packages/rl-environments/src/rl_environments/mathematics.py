@@ -36,8 +36,7 @@ class MathematicsEnvironment:
 
     An answer that takes more than `cpu_s` to compare, or that crashes the comparing process, counts as wrong: the
     policy wrote it, and failing the sample would spare the policy the reward of zero. The sample fails if the process
-    was ended for another reason, if an overloaded machine delays the verdict beyond `wait_s`, or if the reference
-    cannot be parsed.
+    was ended for another reason, if there is no verdict within `wait_s`, or if the reference cannot be parsed.
 
     Metrics: `accuracy`, `has_answer` (an expression was found in the response, or the comparison failed), `given_up`
     (the comparison took too long or crashed its process).

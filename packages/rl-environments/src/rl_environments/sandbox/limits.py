@@ -24,7 +24,8 @@ class SandboxError(RLError, RuntimeError):
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """Limits of one test. The files and processes of a test are removed before the next test begins."""
+    """Limits of one test. The files and processes of a test are removed before the next test begins. `processes`,
+    `disk_bytes` and `files` have no effect with the mechanism `none`."""
 
     cpu_s: int = attrs.field(default=5, validator=at_least(1))
     """CPU time of each process in seconds."""

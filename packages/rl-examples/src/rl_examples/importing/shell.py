@@ -38,7 +38,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Replaces `$NAME`, `${NAME}`, `${NAME:-default}` and `$((2 * NAME))` with their values.
+    """Replaces `$NAME`, `${NAME}`, `${NAME:-default}` (also with `=` or `?`, or without the colon) and `$((2 * NAME))`
+    with their values.
 
     Leaves everything else as it is: variables without a value, other forms of `${…}`, and `$(command)`.
     """

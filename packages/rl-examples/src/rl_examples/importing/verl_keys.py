@@ -173,6 +173,7 @@ for _name, _section in (("actor", "policy"), ("ref", "ref")):
         KEYS[f"actor_rollout_ref.{_name}.megatron.{_size}"] = Here(f"trainer.{_section}.megatron_config.{_size}")
 
 _LEAVES = "with trainer.placement.colocate_all, idle models and engines move to CPU memory"
+_SAMPLES = "samples.jsonl has trainer.num_logged_samples of each step and each evaluation"
 NO_EFFECT: dict[str, str] = {
     f"{_ACTOR}use_dynamic_bsz": "trainer.max_tokens_per_microbatch above 0 packs by tokens",
     f"{_ROLLOUT}log_prob_use_dynamic_bsz": "trainer.max_tokens_per_microbatch above 0 packs by tokens",
@@ -207,9 +208,9 @@ NO_EFFECT: dict[str, str] = {
     "trainer.critic_warmup": "critic and policy are both trained from the first step",
     "trainer.balance_batch": "sequences are always balanced over ranks",
     "trainer.device": "the machine's hardware determines the device",
-    "trainer.log_val_generations": "samples.jsonl has the samples",
+    "trainer.log_val_generations": _SAMPLES,
     "trainer.default_hdfs_dir": "trainer.ckpt_path may be a remote address",
-    "trainer.validation_data_dir": "samples.jsonl has the samples",
-    "trainer.rollout_data_dir": "samples.jsonl has the samples",
+    "trainer.validation_data_dir": _SAMPLES,
+    "trainer.rollout_data_dir": _SAMPLES,
 }
 """Keys without effect here, each with the reason."""

@@ -29,7 +29,7 @@ def confine(box: dict[str, Any]) -> None:
     if box["mechanism"] == "landlock":
         change_user(box["uid"])
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A change of user clears this flag, and without it the supervisor cannot read this process's memory use.
+    # A change of user clears the dumpable flag, without which the supervisor cannot read this process's memory use.
     _prctl(_PR_SET_DUMPABLE, 1)
     # Lower priority, so that the supervisor can check clock and memory even if all processors are busy.
     os.nice(_NICENESS)
