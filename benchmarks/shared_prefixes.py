@@ -120,7 +120,8 @@ def _serve(connection: Connection, path: str, sizes: tuple[int, int, int], at_on
         seed=0,
     )
     worker, batch = FsdpWorker(spec, RankInfo()), group_of_samples(*sizes)
-    plan = [list(range(first, first + at_once)) for first in range(0, batch.num_sequences, at_once)]
+    order = range(batch.num_sequences)
+    plan = [list(order[first : first + at_once]) for first in range(0, batch.num_sequences, at_once)]
     loss = LossSpec(name="ppo_clip")
     before = _most_bytes()
     while True:

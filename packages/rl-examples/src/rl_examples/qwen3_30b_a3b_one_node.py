@@ -1,9 +1,9 @@
 """GRPO on GSM8K with Qwen3-30B-A3B on one machine of eight 80 GB GPUs, all weights trained: FSDP, colocated.
 
 Weights, gradients and Adam moments need 455 GiB in float32 (57 GiB per GPU), so they are in host memory, and each layer
-is copied to the GPUs when it computes. `rl plan` shows the remaining GPU and host memory.
-Deliberately omitted: Megatron, which on eight GPUs would shard the experts' states only over EP8 and need 66 GiB per
-GPU.
+is copied to the GPUs when it computes. `rl plan` shows the peak of GPU and host memory.
+Deliberately omitted: Megatron, which on eight GPUs would shard the experts' states only over EP8 and need at least 65
+GiB per GPU, besides activations.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_30b_a3b_one_node
 Plan:   rl plan qwen3_30b_a3b_one_node --gpu-memory 80

@@ -32,7 +32,7 @@ class Translation:
     values: Mapping[str, Any]
     """The values, under this project's keys."""
     changed: tuple[str, ...] = ()
-    """Keys that were renamed or have no effect here."""
+    """Keys that were renamed, have no effect here, or are still to be set."""
     added: tuple[str, ...] = ()
     """Defaults of the other trainer that differ here, which were added to the values."""
     left: tuple[str, ...] = ()
