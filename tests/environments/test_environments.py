@@ -313,8 +313,12 @@ def test_an_answer_of_only_articles_does_not_equal_an_empty_one():
             "environment.options.cpu_s: got 1000000000000.0; expected between 0 and 86400",
         ),
         ("mathematics", {"cpu_s": float("inf")}, "environment.options.cpu_s: got inf"),
+        ("mathematics", {"cpu_s": None}, "environment.options.cpu_s: got None; expected a number"),
+        ("code", {"wait_s": None}, "environment.options.wait_s: got None; expected a number"),
+        ("calculator", {"call_format": ["hermes"]}, r"environment.options.call_format: got \['hermes'\]; expected one"),
         ("reasoning_gym", {"x": 1}, "not an option of the environment 'reasoning_gym' .it has none."),
         ("skyrl_gym", {"env": "nowhere.riddles:Riddle"}, "environment.options.env: 'nowhere.riddles:Riddle'"),
+        ("skyrl_gym", {"env": "gsm8k", "config": ["a"]}, r"options.config: got \['a'\]; expected a mapping"),
         (
             "code",
             {"code": {}, "reward": "fraction"},

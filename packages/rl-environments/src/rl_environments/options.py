@@ -90,12 +90,12 @@ def one_of(*choices: str) -> Any:
 
 
 def is_number(kind: type[int] | type[float]) -> Any:
-    """Returns an attrs validator that accepts None and numbers of type `kind`, but no booleans; `float` also accepts
-    integers."""
+    """Returns an attrs validator that accepts numbers of type `kind`, but no booleans, and None if it is the default;
+    `float` also accepts integers."""
 
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-        if value is not None and not fits:
+        if not fits and (value is not None or field.default is not None):
             raise ConfigError(f"{field.name}: got {value!r}; expected {'an integer' if kind is int else 'a number'}")
 
     return require

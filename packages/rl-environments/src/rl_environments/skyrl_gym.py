@@ -38,7 +38,7 @@ class SkyrlGymEnvironment:
         extras: dict[str, Any] = {"extra_info": {}, **row}
         if "max_turns" in options:
             extras["max_turns"] = whole_number(options, "max_turns", 1)
-        self._environment = _maker(options)(env_config=_attributes(options.get("config") or {}), extras=extras)
+        self._environment = _maker(options)(env_config=_attributes(_config(options)), extras=extras)
         self._is_closed = False
 
     @staticmethod
@@ -46,6 +46,7 @@ class SkyrlGymEnvironment:
         """See `OptionsChecking`."""
         own = own_options(options, "skyrl_gym", _OPTIONS)
         whole_number(own, "max_turns", 1)
+        _config(own)
         _maker(own)
 
     @staticmethod
@@ -112,10 +113,17 @@ def _maker(options: Mapping[str, Any]) -> Callable[..., Any]:
     return partial(skyrl_gym.make, name)
 
 
+def _config(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = options.get("config")
+    if not isinstance(given, Mapping | None):
+        raise ConfigError(f"{key_of(options, 'config')}: got {given!r:.80}; expected a mapping")
+    return given or {}
+
+
 def _attributes(value: Any) -> Any:
     """Converts nested mappings to objects with attributes, because skyrl-gym's environments read attributes."""
     if isinstance(value, Mapping):
-        return SimpleNamespace(**{key: _attributes(each) for key, each in value.items()})
+        return SimpleNamespace(**{str(key): _attributes(each) for key, each in value.items()})
     return value
 
 

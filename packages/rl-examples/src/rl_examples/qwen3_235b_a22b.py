@@ -2,8 +2,8 @@
 
 The 128 GPUs are split into pipeline 8 × tensor 4 × data 4 outside of the experts, and pipeline 8 × expert 16 for the
 experts. Of the 94 layers, the first and the last stage have 11 each, besides embedding and output layer; the other
-stages have 12. During the weight sync, a GPU holds an eighth of an engine's weights in addition to its rank's weights and
-gradients: see `rl plan`.
+stages have 12. During the weight sync, a GPU holds an eighth of an engine's weights in addition to its rank's weights
+and gradients: see `rl plan`.
 Deliberately omitted: running on eight machines (63 GiB of weights, gradients and moments per GPU, besides an engine),
 and an optimizer in host memory, which the Megatron backend here does not support.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k

@@ -82,7 +82,7 @@ def format_of_example(example: str) -> CallFormat:
 def format_of_name(name: str, key: str = "environment.options.call_format") -> CallFormat:
     """Returns the format that is called `name`. Raises ConfigError, which names the key, for an unknown name."""
     known = {**_FORMATS, MARKED.name: MARKED}
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{key}: got {name!r}; expected one of {', '.join(known)}")
     return known[name]
 
