@@ -13,6 +13,7 @@ from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError
 from rl_examples.importing.command import import_config
 from rl_examples.importing.reading import read
+from rl_examples.importing.shell import expanded
 from rl_examples.importing.translation import SKYRL_DEFAULTS, Translation, translate
 from rl_examples.importing.verl_keys import KEYS, NO_EFFECT
 from tests.carrying_over.commands import SCRIPT
@@ -225,6 +226,9 @@ def test_engines_of_verl_share_its_gpus(tmp_path: Path):
     sizes = [f"actor_rollout_ref.rollout.{axis}_parallel_size=2" for axis in axes]
     translation = of_verl(tmp_path, *sizes, "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
     assert translation.values["generator.inference_engine.num_engines"] == 2
+    wrong = of_verl(tmp_path, sizes[0].replace("2", "0"), "trainer.n_gpus_per_node=8")
+    assert "generator.inference_engine.num_engines" not in wrong.values
+    assert any("tensor_parallel_size: got 0" in reason for reason in wrong.left)
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence"])
@@ -335,6 +339,11 @@ python -m skyrl.train.main \\
         "trainer.seed": 11,
         "trainer.run_name": "a b",
     }
+
+
+def test_quotients_are_exact_and_rounded_towards_zero():
+    assert expanded("$((-7/2)) $((-7%2)) $((9007199254740993/1))", {}) == "-3 -1 9007199254740993"
+    assert expanded(f"$(({10**400}/{10**399}))", {}) == "10"
 
 
 def test_text_that_a_script_appends_to_a_variable_is_read(tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -28,12 +27,20 @@ _TERMINATOR = re.compile(r"(?<!\\)(;+)$")
 _SET = re.compile(rf"(?:^|[;&|{{]\s*|\b(?:then|else|do)\s+)(?:(?:{DECLARING})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)\+?=")
 _OPENS = re.compile(r"^(?:if|case|for|while|until)\b")
 _CLOSES = re.compile(r"(?:^|[;\s])(?:fi|esac|done)\b")
+
+
+def _quotient(left: int, right: int) -> int:
+    """Divides as bash does, towards zero."""
+    quotient = abs(left) // abs(right)
+    return quotient if (left < 0) == (right < 0) else -quotient
+
+
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: lambda left, right: math.trunc(left / right),
-    ast.Mod: lambda left, right: left - right * math.trunc(left / right),
+    ast.Div: _quotient,
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
 }
 
 

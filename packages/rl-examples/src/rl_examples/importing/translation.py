@@ -146,7 +146,7 @@ def _set_engines(given: Mapping[str, Any], values: dict[str, Any]) -> None:
     gpus = given.get("trainer.n_gpus_per_node"), given.get("trainer.nnodes", 1)
     axes = ("tensor_model", "pipeline_model", "data")
     sizes = [given.get(f"actor_rollout_ref.rollout.{axis}_parallel_size", 1) for axis in axes]
-    if all(isinstance(number, int) for number in (*gpus, *sizes)):
+    if all(isinstance(number, int) and number > 0 for number in (*gpus, *sizes)):
         values["generator.inference_engine.num_engines"] = max(1, gpus[0] * gpus[1] // math.prod(sizes))
 
 
