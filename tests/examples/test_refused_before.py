@@ -57,6 +57,24 @@ def refused(check: Callable[[], object]) -> str:
             {"trainer__max_prompt_length": 1, "data__on_long_prompt": "drop"},
             "all .* rows have too long a prompt or response: trainer.max_prompt_length is 1",
         ),
+        (
+            {"trainer__algorithm__policy_loss_params": {"eps_clip_low": "abc"}},
+            "^trainer.algorithm.policy_loss_type: 'regular': eps_clip_low: 'abc' is not between 0 and 1$",
+        ),
+        (
+            {
+                "trainer__algorithm__advantage_estimator": "pass_at_k",
+                "trainer__algorithm__advantage_params": {"k": 0},
+            },
+            "^trainer.algorithm.advantage_estimator: 'pass_at_k': k: 0 is not a positive number of samples$",
+        ),
+        (
+            {
+                "trainer__algorithm__advantage_estimator": "pass_at_k",
+                "trainer__algorithm__advantage_params": {"k": "two"},
+            },
+            "^trainer.algorithm.advantage_estimator: 'pass_at_k' failed on made-up groups: TypeError",
+        ),
         ({"environment__env_class": "gsm8k"}, r"train\.parquet:1: a gsm8k row needs reward_spec.ground_truth"),
         ({"environment__env_class": "guess"}, r"train\.parquet:1: a guess row needs a number"),
         (

@@ -93,10 +93,10 @@ def require_row_per_sequence(sequence_T: Tensor, **tensors: Tensor) -> None:
 
 
 def require_between(low: float, high: float, **settings: float) -> None:
-    """Raises ConfigError unless every setting lies in [low, high]."""
+    """Raises ConfigError unless every setting is a number in [low, high]."""
     for name, value in settings.items():
-        if not low <= value <= high:
-            raise ConfigError(f"{name}: {value} is not between {low:g} and {high:g}")
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise ConfigError(f"{name}: {value!r} is not between {low:g} and {high:g}")
 
 
 def _require_tensor(name: str, values: object) -> None:

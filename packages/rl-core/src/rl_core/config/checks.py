@@ -21,6 +21,7 @@ from rl_core.config.function_params import (
     needs_critic,
     needs_greedy_answers,
     needs_reference,
+    objective_of,
     unread_params,
 )
 from rl_core.config.layers import ConfigWarning
@@ -30,8 +31,8 @@ from rl_core.config.served_models import require_servable_models
 from rl_core.config.specs import engine_spec, generator_spec, needs_engine, reference_engine_spec
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_playing_values, reference_apart, undivided_batch
-from rl_core.errors import ConfigError, Mistakes, PluginError
-from rl_core.interfaces import CheckingTransport, DeltaReceiving, LossSpec, NodeCheckingTransport, RouteFollowing
+from rl_core.errors import ConfigError, Mistakes
+from rl_core.interfaces import CheckingTransport, DeltaReceiving, NodeCheckingTransport, RouteFollowing
 
 if TYPE_CHECKING:
     from rl_core.algorithms.objective import Objective
@@ -269,16 +270,8 @@ def _check_delta(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    from rl_core.rank_kit.objectives import objective_from_spec  # imports torch
-
     key, name = _LOSS, config.trainer.algorithm.policy_loss_type
-    params = loss_params(config)
-    try:
-        objective = objective_from_spec(LossSpec(name=name, params=params), key=key)
-    except (PluginError, ConfigError) as error:
-        if str(error).startswith(key):
-            raise
-        raise type(error)(f"{key}: {name!r}: {error}") from error
+    objective = objective_of(config)
     if "predicted_values" in objective.reads and not getattr(objective.function, "is_pairwise", False):
         raise ConfigError(
             f"{key}: {name!r} trains a critic, and a run with trainer.algorithm.advantage_estimator=gae trains its "

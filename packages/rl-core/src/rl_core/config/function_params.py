@@ -11,7 +11,7 @@ import attrs
 
 from rl_core import plugins
 from rl_core.config.tree import AlgorithmConfig, Config
-from rl_core.errors import ConfigError, RLError
+from rl_core.errors import ConfigError, PluginError, RLError
 from rl_core.function_settings import keyword_parameters, positional_parameters
 
 if TYPE_CHECKING:
@@ -86,13 +86,19 @@ def correction_params(config: Config) -> dict[str, Any] | None:
 
 
 def objective_of(config: Config) -> Objective:
-    """The policy loss with its parameters, as an `Objective`. Raises ConfigError or PluginError if the loss or a
-    parameter cannot be used."""
+    """The policy loss with its parameters, as an `Objective`. Raises ConfigError or PluginError, which name the key, if
+    the loss or a parameter cannot be used."""
     from rl_core.interfaces import LossSpec
     from rl_core.rank_kit.objectives import objective_from_spec
 
-    spec = LossSpec(name=config.trainer.algorithm.policy_loss_type, params=loss_params(config))
-    return objective_from_spec(spec, key="trainer.algorithm.policy_loss_type")
+    key, name = "trainer.algorithm.policy_loss_type", config.trainer.algorithm.policy_loss_type
+    spec = LossSpec(name=name, params=loss_params(config))
+    try:
+        return objective_from_spec(spec, key=key)
+    except (PluginError, ConfigError) as error:
+        if str(error).startswith(key):
+            raise
+        raise type(error)(f"{key}: {name!r}: {error}") from error
 
 
 def _why_refused(objective: Objective) -> str:

@@ -23,7 +23,7 @@ from rl_core.config.file_checks import gather_files, why_not_created
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import environment_options
 from rl_core.config.value_checks import gather_values, longest_prompt
-from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, install
+from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, ShapeError, install
 from rl_core.interfaces import (
     Completion,
     Constraining,
@@ -38,6 +38,7 @@ from rl_core.rank_kit.model_proof import config_at_hand, require_proof, written_
 from rl_core.rank_kit.shipped_configs import shipped_config
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.stored_files import is_found
+from rl_core.trainer.batch_advantages import with_advantages
 from rl_core.trainer.checkpoint import load_state
 from rl_core.trainer.data import DataRow, is_at_hand, read_rows
 from rl_core.trainer.environment_checks import gather_unplayable
@@ -47,7 +48,8 @@ from rl_core.trainer.prompt_lengths import fitting_rows
 from rl_core.trainer.run_directory import checkpoint_to_resume, require_own_files
 from rl_core.trainer.run_lock import require_unused
 from rl_core.trainer.settings import model_shapes, num_steps, update_settings, worker_spec
-from rl_core.trainer.streaming import require_streamable
+from rl_core.trainer.streaming import made_up_batch, require_streamable
+from rl_core.trainer.update import UpdateSettings
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +98,10 @@ _DIRECTORIES = ("trainer.run_name", "trainer.run_dir", "trainer.ckpt_path", "tra
 
 _FEW = 32
 """Before a run, this many of the shortest and as many of the longest prompts (by characters) are encoded."""
+
+
+_MOST_SAMPLES = 256
+"""Largest number of made-up samples of a prompt, so that a trial takes well below a second."""
 
 
 class NoSampler:
@@ -434,6 +440,7 @@ def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes
     if not mistakes.about(*_UPDATE_READS):
         with mistakes.gathered():
             update = update_settings(config)
+            _try_estimator(config, update)
             if config.trainer.stream_groups and not mistakes.about(*_STREAMING_READS):
                 require_streamable(config, update)
     # Data that the recipe will create cannot be counted yet. For these checks, any schedule length will do.
@@ -448,6 +455,23 @@ def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes
         if not mistakes.about(SECTIONS[role]):
             mistakes.passes(_require_trainable, config, role, steps, mistakes)
     mistakes.passes(_require_ray, config, roles)
+
+
+def _try_estimator(config: Config, update: UpdateSettings) -> None:
+    """Runs the advantage estimator on made-up groups, so that a wrong setting fails before the run. Errors about the
+    groups themselves do not count: real groups may be different."""
+    if update.estimator is None:
+        return
+    where = f"trainer.algorithm.advantage_estimator: {config.trainer.algorithm.advantage_estimator!r}"
+    batch = made_up_batch(max(1, min(config.generator.n_samples_per_prompt, _MOST_SAMPLES)), seed=1)
+    try:
+        with_advantages(batch, update.estimator, update.estimator_params)
+    except (DataError, ShapeError):
+        return
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:
+        raise PluginError(f"{where} failed on made-up groups: {type(error).__name__}: {error}") from error
 
 
 def _planned_steps(config: Config, train_rows: Sequence[DataRow] | None) -> int:

@@ -137,7 +137,7 @@ def difference_alone(settings: UpdateSettings, *, num_samples: int) -> float:
     results, or 0 if it is not above `_TOLERANCE`."""
     largest = 0.0
     for seed in range(4):
-        batch = _made_up(num_samples, seed)
+        batch = made_up_batch(num_samples, seed)
         together, _ = prepared(batch, settings, kl_coef=0.1)
         for group in batch["group_id"].unique():
             rows = torch.nonzero(batch["group_id"] == group).squeeze(1)
@@ -153,7 +153,7 @@ def _difference(first: Tensor, second: Tensor) -> float:
     return float(torch.where(equal, 0.0, (first - second).abs()).nan_to_num(math.inf).max())
 
 
-def _made_up(num_samples: int, seed: int) -> Batch:
+def made_up_batch(num_samples: int, seed: int) -> Batch:
     """Samples of three prompts, the last sample of each with two steps, with all columns that exist before advantages
     are computed. Rewards are between 0 and 1; for every second seed they are 0 or 1."""
     dice = torch.Generator().manual_seed(seed)
