@@ -216,6 +216,10 @@ def test_a_corpus_that_is_empty_or_has_a_broken_line_is_refused(tmp_path: Path):
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"title": "y"}\n')
     with pytest.raises(DataError, match=r"broken.jsonl:2: got"):
         load_corpus(str(tmp_path / "broken.jsonl"))
+    for line in ('{"text": null}', '{"text": ["x"]}', '{"text": "x", "title": {"y": 1}}', "[" * 100_000):
+        (tmp_path / "broken.jsonl").write_text(line)
+        with pytest.raises(DataError, match=r"broken.jsonl:1: got"):
+            load_corpus(str(tmp_path / "broken.jsonl"))
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match="has no documents"):
         load_corpus(str(tmp_path / "empty.jsonl"))

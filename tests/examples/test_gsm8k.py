@@ -85,10 +85,20 @@ def test_only_a_line_feed_ends_a_public_row(tmp_path: Path):
     assert convert(tmp_path / "train.jsonl", tmp_path / "train.parquet", split="train") == 1
 
 
+@pytest.mark.parametrize(("text", "said"), [("\n", "has no rows"), ("[" * 100_000, "not readable as .jsonl")])
+def test_a_public_file_without_rows_or_nested_too_deeply_is_named(text: str, said: str, tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text(text)
+    with pytest.raises(DataError, match=rf"train\.jsonl.*{said}"):
+        convert(tmp_path / "train.jsonl", tmp_path / "train.parquet", split="train")
+    assert not (tmp_path / "train.parquet").exists()
+
+
 def test_a_public_file_with_a_bad_row_is_named():
     for row, message in (
         ([1], r"train\.jsonl:7: expected the columns 'question' and 'answer', got list"),
-        ({"question": "?", "answer": 42}, r"train\.jsonl:7: expected an answer that is text, got 42"),
+        ({"question": "?", "answer": 42}, r"train\.jsonl:7: got answer 42; expected text"),
+        ({"question": None, "answer": "#### 1"}, r"train\.jsonl:7: got question None; expected text"),
+        ({"question": "\ud800", "answer": "#### 1"}, r"train\.jsonl:7: got question '\\ud800'; expected text"),
     ):
         with pytest.raises(DataError, match=message):
             converted(row, place="train.jsonl:7", split="train", index=6)

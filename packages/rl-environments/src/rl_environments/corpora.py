@@ -98,7 +98,7 @@ def read_documents(path: Path) -> list[dict[str, str]]:
         try:
             row = json.loads(line.decode("utf-8-sig"))
             documents.append({"title": _storable(row.get("title") or ""), "text": _storable(row["text"])})
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DataError(
                 f"{path}:{number}: got {line.decode(errors='replace')!r:.80}; expected UTF-8 JSON like "
                 '{"title": "…", "text": "…"}'
@@ -109,7 +109,10 @@ def read_documents(path: Path) -> list[dict[str, str]]:
 
 
 def _storable(value: Any) -> str:
-    """The value as text without lone surrogates, which neither files nor tokenizers accept."""
+    """The value as text without lone surrogates, which neither files nor tokenizers accept. Raises TypeError unless the
+    value is text or a number."""
+    if not isinstance(value, str | int | float):
+        raise TypeError
     return str(value).encode("utf-8", "replace").decode()
 
 

@@ -24,12 +24,13 @@ HOW_TO_MAKE = (
 
 def converted(row: Any, *, place: str, split: str, index: int) -> dict[str, Any]:
     """Converts one row to the usual format: chat prompt, `env_class`, `reward_spec`, `extra_info`. Raises DataError if
-    the row is no mapping, or a column or the number after `####` is missing."""
+    the row is no mapping, a column is missing or not text, or there is no number after `####`."""
     if not isinstance(row, Mapping) or {"question", "answer"} - row.keys():
         got = (", ".join(map(str, row)) or "none") if isinstance(row, Mapping) else type(row).__name__
         raise DataError(f"{place}: expected the columns 'question' and 'answer', got {got}")
-    if not isinstance(row["answer"], str):
-        raise DataError(f"{place}: expected an answer that is text, got {row['answer']!r:.80}")
+    for column in ("question", "answer"):
+        if not _is_text(row[column]):
+            raise DataError(f"{place}: got {column} {row[column]!r:.80}; expected text that UTF-8 can encode")
     answer = number_behind_hashes(row["answer"])
     if answer is None:
         raise DataError(f"{place}: no number after #### in the answer {row['answer'][-60:]!r}")
@@ -43,13 +44,20 @@ def converted(row: Any, *, place: str, split: str, index: int) -> dict[str, Any]
 
 
 def convert(source: Path, target: Path, *, split: str) -> int:
-    """Converts one file and returns its number of rows. Raises DataError if the file or one of its rows is invalid."""
+    """Converts one file and returns its number of rows. Raises DataError if the file has no rows or is invalid."""
     rows = [
         converted(row, place=f"{source}:{index + 1}", split=split, index=index)
         for index, row in enumerate(_read(source))
     ]
+    if not rows:
+        raise DataError(f"{source} has no rows")
     write_rows(target, rows)
     return len(rows)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether the value is text that is not empty and that UTF-8, and so Parquet, can encode."""
+    return isinstance(value, str) and bool(value) and value.encode("utf-8", "replace").decode() == value
 
 
 def write_tiny_data(target: Path, *, split: str) -> None:
@@ -69,7 +77,7 @@ def _read(path: Path) -> Sequence[Any]:
             return pyarrow.parquet.read_table(path).to_pylist()
         with path.open("rb") as file:
             return [json.loads(line.decode("utf-8-sig")) for line in file if line.strip()]
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: not readable as {path.suffix or 'JSON lines'}: {error}") from error
 
 
