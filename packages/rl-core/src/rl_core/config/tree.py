@@ -425,7 +425,7 @@ class TrainerConfig:
     worker_timeout_s: float = 3600.0
     """Longest time that one call to the training ranks may take."""
     worker_start_timeout_s: float = 1800.0
-    """Longest time for a model's ranks to start and load the model."""
+    """Longest time for each phase of a start: reserving devices, starting a model's ranks, loading the model."""
     worker_silence_s: float = 300.0
     """A rank that runs in its own process is considered dead after this long without an answer and without CPU, file or
     network activity, even if the call has not reached `worker_timeout_s`. A long computation counts as activity."""
