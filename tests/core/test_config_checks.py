@@ -214,6 +214,12 @@ def test_a_run_name_that_is_not_a_directory_below_runs_is_refused(name: str):
         check_values(from_mapping({"trainer.run_name": name, "trainer.run_dir": "mine"}))
 
 
+@pytest.mark.parametrize("key", ["run_dir", "ckpt_path", "export_path"])
+def test_an_empty_path_does_not_mean_the_current_directory(key: str):
+    with pytest.raises(ConfigError, match=rf"trainer\.{key}: got an empty path; expected a directory"):
+        check_values(from_mapping({f"trainer.{key}": ""}))
+
+
 @pytest.mark.parametrize("name", ["run", "a.b", "a..b", "x.", "a b", "-", "läuft", "007"])
 def test_other_run_names_are_accepted(name: str):
     check_values(from_mapping({"trainer.run_name": name}))

@@ -98,7 +98,7 @@ SUCCESSORS = {
     "trainer.algorithm.tis_imp_ratio_cap": Successor(
         "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
         {-1: None},
-        "-1 means no cap",
+        "-1 sets no cap; that of off_policy_correction.token_tis_ratio_clip_high applies",
     ),
     "trainer.num_logger_train_samples": Successor(
         "trainer.num_logged_samples", {-1: None}, "the default of trainer.num_logged_samples applies"

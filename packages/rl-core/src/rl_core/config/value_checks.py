@@ -175,7 +175,7 @@ def check_values(config: Config) -> None:
 
 def gather_values(config: Config, mistakes: Mistakes) -> None:
     """Records the errors that `check_values` would raise."""
-    gather_run_name(config, mistakes)
+    gather_directories(config, mistakes)
     gather_out_of_bounds(config, mistakes)
     for check, keys in _VALUE_CHECKS.items():
         if not mistakes.about(*keys):
@@ -186,7 +186,7 @@ def gather_values(config: Config, mistakes: Mistakes) -> None:
 
 def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
     """Records those mistakes of `gather_values` that affect evaluation or generation without training."""
-    gather_run_name(config, mistakes)
+    gather_directories(config, mistakes)
     gather_out_of_bounds(
         config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and not key.startswith(_TRAINING)
     )
@@ -224,9 +224,12 @@ def gather_out_of_bounds(
             mistakes.add(ConfigError(f"{key}: got {value}; expected above 0{remedy * is_sampling}"))
 
 
-def gather_run_name(config: Config, mistakes: Mistakes) -> None:
+def gather_directories(config: Config, mistakes: Mistakes) -> None:
     """Records an error unless the run's name can be the name of a directory in `runs`. An empty name would mean `runs`
-    itself."""
+    itself, and an empty path the current directory."""
+    for key in ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path"):
+        if value_at(config, key) == "":
+            mistakes.add(ConfigError(f"{key}: got an empty path; expected a directory (. is the current one)"))
     name = config.trainer.run_name
     if not name.strip() or name.startswith(".") or "/" in name or "\0" in name:
         mistakes.add(
