@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
+import sys
 import threading
 from typing import ClassVar
 
@@ -466,3 +469,27 @@ def test_a_missing_model_and_one_with_linear_attention_are_config_errors(tmp_pat
     )
     with pytest.raises(ConfigError, match=r"linear_attention; set generator\.inference_engine\.backend=vllm"):
         load_model(str(tmp_path), dtype="float32", device="cpu", model_kwargs={})
+
+
+def test_engine_init_kwargs_may_change_fields_of_the_models_configuration(checkpoint):
+    model = load_model(str(checkpoint), dtype="float32", device="cpu", model_kwargs={"rms_norm_eps": 0.5})
+    assert model.config.rms_norm_eps == 0.5
+
+
+def test_a_models_own_code_runs_only_with_trust_remote_code(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path = shutil.copytree(checkpoint, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    (path / "config.json").write_text(json.dumps(config | own))
+    kind = config["architectures"][0].removesuffix("ForCausalLM")
+    (path / "own.py").write_text(
+        f"from transformers import {kind}Config, {kind}ForCausalLM\n"
+        f"class OwnConfig({kind}Config):\n    model_type = 'own'\n"
+        f"class OwnModel({kind}ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    with pytest.raises(ConfigError, match="contains custom code"):
+        load_model(str(path), dtype="float32", device="cpu", model_kwargs={})
+    model = load_model(str(path), dtype="float32", device="cpu", model_kwargs={"trust_remote_code": True})
+    assert type(model).__name__ == "OwnModel"

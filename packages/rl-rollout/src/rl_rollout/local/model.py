@@ -32,19 +32,18 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
         path: directory or Hugging Face name of the model.
         dtype: torch's name of the dtype, e.g. `float32`.
         device: torch's name of the device, e.g. `cpu`.
-        model_kwargs: further arguments of `from_pretrained`, e.g. `attn_implementation`.
+        model_kwargs: further arguments of `from_pretrained`, e.g. `attn_implementation`, and fields of the model's
+            configuration to change. Without `trust_remote_code`, a model's own code is refused.
 
     Raises:
-        ConfigError: the model does not exist or cannot be loaded, or it has layers other than full and sliding-window
-            attention, such as Mamba or linear attention.
+        ConfigError: the model does not exist or cannot be loaded, or its configuration lists layers (`layer_types`)
+            other than full and sliding-window attention, such as Mamba or linear attention.
     """
+    arguments = {"trust_remote_code": False, **model_kwargs}
     try:
-        config = AutoConfig.from_pretrained(path)
-        _require_servable(path, config)
+        _require_servable(path, AutoConfig.from_pretrained(path, **arguments))
         with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=getattr(torch, dtype), **model_kwargs
-            )
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **arguments)
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:

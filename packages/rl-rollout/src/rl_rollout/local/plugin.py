@@ -86,7 +86,7 @@ class LocalEnginePlugin:
     async def create(self, spec: EngineSpec) -> InferenceClient:
         """Starts the engine's thread, which loads the model on the first GPU, or on the CPU if there is none.
 
-        `spec.init_kwargs` are passed to `from_pretrained`, e.g. `attn_implementation`.
+        `spec.init_kwargs` are passed to the model's `from_pretrained`, e.g. `attn_implementation`.
         """
         from rl_rollout.local.engine import LocalEngine
 
