@@ -22,6 +22,7 @@ from rl_core.config.loading import known_paths
 from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS, FINITE
 from rl_core.errors import ConfigError, ConfigErrors, PluginError
 from rl_core.seams import SEAMS
+from rl_rollout.transports.cuda_ipc import cuda_ipc
 from rl_rollout.transports.files import FilesTransport
 
 CORRECTION = "trainer.algorithm.off_policy_correction"
@@ -368,7 +369,7 @@ def test_the_package_of_each_plug_in_of_this_project_is_known():
     assert found == plugins._PACKAGES
 
 
-def test_the_files_transport_needs_a_shared_folder_on_several_machines():
+def test_a_transport_of_one_machine_is_refused_if_the_policy_trains_on_several():
     nodes = {"trainer.placement.policy_num_nodes": 2, "trainer.policy.model.path": "model"}
     with pytest.raises(ConfigError, match=r"weight_sync_backend: files uses folders of this machine, .* broadcast"):
         check_plugins(from_mapping(nodes))
@@ -378,6 +379,9 @@ def test_the_files_transport_needs_a_shared_folder_on_several_machines():
     check_plugins(from_mapping({**nodes, key: "broadcast"}))
     check_plugins(from_mapping({**nodes, "trainer.placement.policy_num_nodes": 1}))
     FilesTransport(directory="/shared").validate_nodes(2)
+    with pytest.raises(ConfigError, match=r"cuda_ipc works only within one machine, .* on 2 .*: choose broadcast"):
+        cuda_ipc.validate_nodes(2)
+    cuda_ipc.validate_nodes(1)
 
 
 def test_weight_sync_delta_is_refused_for_adapters_and_engines_that_take_whole_weights_only(functions: dict[str, Any]):

@@ -53,14 +53,23 @@ class CudaIpcTransport:
             f"{missing}; use shared_memory"
         )
 
+    def validate_nodes(self, num_nodes: int) -> None:
+        """Raises ConfigError if the policy trains on several machines, because they cannot share GPU memory."""
+        if num_nodes > 1:
+            raise ConfigError(
+                "generator.inference_engine.weight_sync_backend: cuda_ipc works only within one machine, but the "
+                f"policy trains on {num_nodes} (trainer.placement.policy_num_nodes): choose broadcast"
+            )
+
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Starts the sync's store on loopback, because all participants are on one host. Raises ConfigError if CUDA is
-        unavailable."""
+        """Starts the sync's store in this process, the controller, which may be on another host than ranks and engines.
+        Raises ConfigError if CUDA is unavailable."""
+        from rl_rollout.transports.broadcast import controller_address
         from rl_rollout.transports.channel import open_store
 
         self.validate()
         data = open_store(
-            "127.0.0.1",
+            controller_address(),
             num_ranks=num_ranks,
             num_receivers=num_engines,
             timeout_s=self.timeout_s,
