@@ -2,7 +2,7 @@
 
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's bytes
 produces     (sender) the log and the bytes; (receiver) buckets; an error after a rank's last bucket if checksums differ
-waits for    receivers to join (`join_timeout_s` of the rendezvous), the other end of each broadcast (`timeout_s`)
+waits for    receivers to join (`join_timeout_s` of the rendezvous); the next message or broadcast (`timeout_s`)
 unblocked by the other side; by `close` of the transport; by a participant that fails and breaks off the sync, or that
              dies, which breaks its connections
 """

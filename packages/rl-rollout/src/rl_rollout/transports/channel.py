@@ -3,7 +3,7 @@
 Each sync has its own store (torch's TCPStore, in the controller), which holds the log. Before a rank sends something,
 it appends a message that describes it, and receivers act on each message. So no participant has to know in advance
 which ranks send, how much, or in which layout, and nothing is left over from one sync to the next. All messages are
-signed (`signed_store`). All waits on the store end when it is closed, or when a participant breaks off the sync.
+signed (`signed_store`). All waits of a `Channel` end when the store is closed, or a participant breaks off the sync.
 """
 
 from __future__ import annotations

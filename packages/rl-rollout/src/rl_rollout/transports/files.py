@@ -90,8 +90,7 @@ class FilesSender:
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Writes buckets as they arrive, so only one is in memory at a time. Raises WeightSyncError if a file cannot be
-        written."""
+        """Writes each bucket before it draws the next one. Raises WeightSyncError if a file cannot be written."""
         from rl_core.rank_kit.weight_buckets import draining
 
         tensors: dict[str, TensorRecord] = {}

@@ -1,8 +1,8 @@
 """Provides a torch store that accepts values only from participants that know the sync's secret.
 
 torch's TCPStore has no password: anyone who reaches its port can read, write and list all keys. So each value carries a
-signature of its key and content, and participants reject other values. The secret comes with the rendezvous, which
-servers accept only with the control token.
+signature of its key and content, and participants reject other values. Only NCCL's values are unsigned, because NCCL
+uses the plain store. The secret comes with the rendezvous, which servers accept only with the control token.
 """
 
 from __future__ import annotations
