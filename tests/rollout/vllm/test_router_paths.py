@@ -8,11 +8,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 import attrs
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from ray.util import get_node_ip_address
 
 from rl_rollout.vllm.connection import Connection, open_session
 from rl_rollout.vllm.pool import Member, Pool
@@ -145,6 +147,13 @@ async def test_paths_outside_the_api_are_not_found(server: RecordingServer, rout
     status, _ = await ask(router, target)
     assert status == 404
     assert server.asked == []
+
+
+async def test_the_url_of_a_router_on_all_interfaces_is_the_address_of_its_machine(pool: Pool):
+    router = Router(pool, token=TOKEN, timeout_s=60.0, on_failure=lambda member: None)
+    url = await router.start("0.0.0.0", 0)
+    await router.close()
+    assert urlsplit(url).hostname == get_node_ip_address()
 
 
 async def test_an_agent_without_the_token_is_refused(server: RecordingServer, router: tuple[str, int]):

@@ -37,6 +37,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rl_core.errors import DeadlineError
 from rl_rollout.vllm.connection import CONNECT_S, LostUnderRequest, ServerGone, gone, open_session
 from rl_rollout.vllm.pool import MAX_LOST, Member, Pool, while_up
+from rl_rollout.vllm.server import reachable
 from rl_rollout.vllm.tokens import is_bearer
 from rl_rollout.vllm.wire import MAX_BODY_BYTES
 
@@ -114,7 +115,7 @@ class Router:
             await self._session.close()
             raise
         address = self._runner.addresses[0]
-        self.url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}/v1"
+        self.url = f"http://{reachable(address[0])}:{address[1]}/v1"
         return self.url
 
     async def close(self) -> None:

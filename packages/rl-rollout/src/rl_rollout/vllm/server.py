@@ -178,7 +178,7 @@ class HTTPServer:
                 raise RuntimeError("the HTTP server ended while it was starting")
             await asyncio.sleep(0.02)
         host, port = self._listening.getsockname()[:2]
-        return ServerAddress(url=f"http://{_reachable(host)}:{port}", pid=os.getpid())
+        return ServerAddress(url=f"http://{reachable(host)}:{port}", pid=os.getpid())
 
     async def stop(self) -> None:
         """Ends the HTTP server and the engine; a second call does nothing."""
@@ -238,8 +238,9 @@ def _allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _reachable(host: str) -> str:
-    """Returns an address to which other machines can connect: the node's own address if `host` means all interfaces."""
+def reachable(host: str) -> str:
+    """Returns `host` as it is written in a URL; if it means all interfaces, the node's own address instead, to which
+    other machines can connect."""
     if host not in ("0.0.0.0", "::"):
         return f"[{host}]" if ":" in host else host
     import ray.util
