@@ -211,3 +211,10 @@ def test_a_server_without_its_tokens_does_not_start(given, host, remedy, tmp_pat
     (tmp_path / "run.yaml").write_text(dump_yaml(engine_config(tmp_path / "model", tmp_path)))
     assert serve.main([str(tmp_path / "run.yaml"), "--host", host]) == 2
     assert remedy in capsys.readouterr().err
+
+
+def test_an_engine_argument_that_vllm_does_not_have_is_refused(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(dump_yaml(engine_config(tmp_path / "model", tmp_path)))
+    unknown = "generator.inference_engine.engine_init_kwargs.max_model_length=3"
+    assert serve.main([str(tmp_path / "run.yaml"), unknown]) == 2
+    assert "no such engine argument. Did you mean 'max_model_len'" in capsys.readouterr().err

@@ -18,10 +18,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
+
 from rl_core.config import engine_spec, load
 from rl_core.errors import RLError
 from rl_rollout.vllm.engine_arguments import engine_arguments, ranks_per_engine
 from rl_rollout.vllm.launch import cpu_environment, receivers_of
+from rl_rollout.vllm.plugin import vllm
 from rl_rollout.vllm.server import HTTPServer, ServerSettings
 from rl_rollout.vllm.tokens import given_tokens
 
@@ -48,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 def _settings(source: str, overrides: Sequence[str], host: str, port: int) -> ServerSettings:
     others = [override for override in overrides if override.partition("=")[0].strip() != _ENGINE]
     _, spec = engine_spec(load(source, [*others, f"{_ENGINE}=vllm"]).config)
+    vllm.validate(attrs.evolve(spec, options=attrs.evolve(spec.options, external_server_urls=None)))
     tokens = given_tokens(makes_file=True)
     import torch
 
