@@ -441,6 +441,13 @@ async def test_a_process_that_hangs_or_dies_fails_its_sample_and_is_ended(
     await until(lambda: processes() == before)
 
 
+async def test_the_error_of_a_process_that_starts_too_slowly_names_its_own_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_pool, "_START_S", 0.001)
+    (trajectory,), _ = await play(InItsOwnProcess, does="nothing")
+    assert "waited 0.001 s for a process to start and import the environment; lower environment." in trajectory.failure
+    assert "environment.timeout_s" not in trajectory.failure
+
+
 async def test_a_daemon_that_an_environment_leaves_behind_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment_processes, "_END_S", 0.2)
     async with asyncio.timeout(120.0):  # the daemon runs for much longer

@@ -206,6 +206,11 @@ async def _in_place(factory: EnvironmentFactory, row: Row, options: Mapping[str,
 async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:
     try:
         await answered(lambda: process.ask("load", sys.path, factory), _START_S, "import")
+    except DeadlineError as error:
+        raise DeadlineError(
+            f"waited {_START_S:g} s for a process to start and import the environment; lower environment.num_workers, "
+            "or import less in the environment's module"
+        ) from error
     except EnvironmentFailure as error:
         raise ConfigError(
             f"environment.placement: the environment cannot be imported in its own process: {error}"
