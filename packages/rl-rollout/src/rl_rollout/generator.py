@@ -1,7 +1,7 @@
 """Implements the `environment` generator: an engine and an environment play episodes turn by turn.
 
 The engine receives and returns token ids, and the trajectory keeps the sampled ids unchanged. The environment receives
-them decoded to text; this text is never encoded again.
+them decoded to text. This text is encoded again only for the prompt of a new sequence (`RenderedHistory`).
 """
 
 from __future__ import annotations

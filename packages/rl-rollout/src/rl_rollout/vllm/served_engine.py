@@ -203,7 +203,7 @@ class ServedEngine:
 
         Tokens sampled so far keep the version that sampled them. Running requests continue with the new weights and a
         recomputed cache; the prefix cache is empty afterwards. If the engine returns routes (the experts that
-        processed each token), running requests are aborted instead, and the client continues them in new requests.
+        processed each token), running requests are aborted instead, and the generator continues them in new requests.
         Otherwise the routes of their prompts would be those under the old weights, because vLLM 0.30 reads them only
         once, at the first sampled token.
 
