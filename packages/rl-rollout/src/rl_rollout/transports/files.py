@@ -52,6 +52,15 @@ class FilesTransport:
         """Returns a copy of this transport that puts the run's name into the names of its folders."""
         return attrs.evolve(self, run=run)
 
+    def validate(self) -> None:
+        """Raises ConfigError if the configured directory does not exist or cannot be written."""
+        directory = self.directory
+        if directory is not None and not (Path(directory).is_dir() and os.access(directory, os.W_OK | os.X_OK)):
+            raise ConfigError(
+                f"generator.inference_engine.weight_sync_backend: the directory of files is {directory}, which "
+                "does not exist or cannot be written; create it, or name another in FilesTransport"
+            )
+
     def validate_nodes(self, num_nodes: int) -> None:
         """Raises ConfigError if there are several machines but no shared folder is configured."""
         if num_nodes > 1 and self.directory is None:
