@@ -284,7 +284,7 @@ def test_a_row_without_a_usable_prompt_is_a_data_error(tokenizer, row, message):
 
 def test_a_template_that_refuses_a_conversation_is_a_data_error(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="refuses the prompt: TemplateError: roles must alternate"):
+    with pytest.raises(DataError, match="refuses the messages: TemplateError: roles must alternate"):
         TokenCodec(tokenizer, chat_template_kwargs={}).encode([{"role": "user", "content": "2"}])
 
 

@@ -150,7 +150,7 @@ class TokenCodec:
             )
         except Exception as error:
             # The template is a program by the model's authors and may raise anything.
-            raise DataError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
+            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
 
 def _given(message: Message) -> dict[str, Any]:

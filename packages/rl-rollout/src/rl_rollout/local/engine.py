@@ -3,7 +3,7 @@ batching.
 
 It does not use transformers' continuous batching (5.19, `ContinuousBatchingManager`), which draws with
 `torch.multinomial` from torch's global generator, so a sample would depend on other running requests. That manager also
-has no per-request seed, no stop strings, and no way to change weights while requests run.
+has no per-request seed and no stop strings, and its `pause` for changing weights keeps the cache of the old weights.
 
 consumes     requests from the event loop; weight versions from a transport's receiver
 produces     completions, returned to the event loop in batches

@@ -202,7 +202,7 @@ class Group:
 
     @classmethod
     def connected(cls, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> Group:
-        """Connects this process with all other members.
+        """Connects this process with all other members; with NCCL, the first broadcast connects them.
 
         Args:
             channel: the channel of the sync.
