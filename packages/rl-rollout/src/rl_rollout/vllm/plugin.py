@@ -6,6 +6,7 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import attrs
 
@@ -94,7 +95,7 @@ class VLLMPlugin:
 
 def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:
     key = f"{_SECTION}.external_server_urls"
-    if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
+    if wrong := [url for url in urls if not _is_url(url)]:
         raise ConfigError(f"{key}: {wrong[0]!r} is not a URL; write e.g. http://10.0.0.7:8000")
     if not urls:
         raise ConfigError(f"{key}: got no URL; list the servers, or set it to null so that the run starts its own")
@@ -109,6 +110,15 @@ def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:
             f"{_SECTION}.num_engines: got {num_engines}, but {key} has {len(urls)}; set it to {len(urls)}, or list "
             f"{num_engines}"
         )
+
+
+def _is_url(text: str) -> bool:
+    """Whether the text is an HTTP URL with a host, and with a possible port if it has one."""
+    try:
+        url = urlsplit(text)
+        return text.startswith(("http://", "https://")) and bool(url.hostname) and url.port != 0
+    except ValueError:  # for example, the port is not a number
+        return False
 
 
 def _check_adapter(directory: Path, *, max_rank: int) -> None:
