@@ -218,3 +218,9 @@ def test_an_engine_argument_that_vllm_does_not_have_is_refused(tmp_path, capsys)
     unknown = "generator.inference_engine.engine_init_kwargs.max_model_length=3"
     assert serve.main([str(tmp_path / "run.yaml"), unknown]) == 2
     assert "no such engine argument. Did you mean 'max_model_len'" in capsys.readouterr().err
+
+
+def test_an_impossible_port_is_refused_before_anything_starts(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["quickstart", "--port", "65536"])
+    assert "--port: got 65536; expected 0 (a free port) to 65535" in capsys.readouterr().err

@@ -4,7 +4,7 @@
 
 The server is the same as one that a run starts. Model, dtype, weight transport and vLLM's keys come from the
 configuration, whichever engine that configuration chooses. FILE has the control token, which a run must send; the
-server creates FILE if it is missing. SIGINT or SIGTERM ends the server.
+server creates FILE if it is missing. SIGINT or SIGTERM ends the server, as soon as it has started.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_intermixed_args(arguments)
+    if not 0 <= given.port <= 65535:
+        parser.error(f"--port: got {given.port}; expected 0 (a free port) to 65535")
     try:
         settings = _settings(given.config, given.overrides, given.host, given.port)
         asyncio.run(_serve(settings))
