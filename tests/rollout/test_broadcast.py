@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.errors import ConfigError, DeadlineError, WeightSyncError
 from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.testing.transports import WeightTransportConformance
 from rl_rollout.transports import broadcast_ends
@@ -352,3 +352,11 @@ def test_closing_the_sync_ends_a_broadcast_under_way(threads, monkeypatch):
 def test_a_world_of_another_size_is_refused(sync):
     with pytest.raises(WeightSyncError, match="opened for 1 ranks, not 2"):
         sync[0].sender(sync[1], 0, 2)
+
+
+def test_a_host_that_is_not_an_address_of_this_machine_is_refused_before_a_run():
+    elsewhere = BroadcastTransport(host="192.0.2.1")  # reserved for documentation (RFC 5737)
+    with pytest.raises(ConfigError, match=r"weight_sync_backend: broadcast cannot listen at 192\.0\.2\.1: .*; set"):
+        elsewhere.validate()
+    BroadcastTransport(host="127.0.0.2").validate()
+    BroadcastTransport().validate()

@@ -11,11 +11,12 @@ sends nothing has no group.
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 import attrs
 
-from rl_core.errors import WeightSyncError
+from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import Rendezvous
 
 if TYPE_CHECKING:
@@ -38,6 +39,18 @@ class BroadcastTransport:
     name: str = "broadcast"
     is_staged: bool = False
     receiver: str = "rl_rollout.transports.broadcast_ends:BroadcastReceiver"
+
+    def validate(self) -> None:
+        """Raises ConfigError if `host` is not an address of this machine, the controller's."""
+        if self.host is None:
+            return
+        try:
+            socket.create_server((self.host, 0)).close()
+        except OSError as error:
+            raise ConfigError(
+                f"generator.inference_engine.weight_sync_backend: broadcast cannot listen at {self.host}: {error}; set "
+                "BroadcastTransport.host to an IPv4 address of this machine that ranks and engines can reach"
+            ) from error
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Starts the sync's store in this process, the controller."""
