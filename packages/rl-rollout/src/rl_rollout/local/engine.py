@@ -97,6 +97,7 @@ class LocalEngine:
 
         Raises:
             Exception: any error of `load`.
+            ConfigError: `return_routed_experts` is set, but the engine cannot read the model's routes.
             DeadlineError: loading took longer than `timeout_s`.
         """
         engine = cls(timeout_s=timeout_s)
