@@ -224,3 +224,11 @@ def test_an_impossible_port_is_refused_before_anything_starts(capsys):
     with pytest.raises(SystemExit, match="2"):
         serve.main(["quickstart", "--port", "65536"])
     assert "--port: got 65536; expected 0 (a free port) to 65535" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_exist_is_refused_before_vllm_is_imported(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(CONTROL_FILE_VARIABLE, raising=False)
+    monkeypatch.setenv(CONTROL_VARIABLE, "secret")
+    (tmp_path / "run.yaml").write_text(dump_yaml(engine_config(tmp_path / "model", tmp_path)))
+    assert serve.main([str(tmp_path / "run.yaml")]) == 2
+    assert f"trainer.policy.model.path: the directory {tmp_path / 'model'} does not exist" in capsys.readouterr().err

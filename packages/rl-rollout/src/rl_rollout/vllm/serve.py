@@ -21,7 +21,8 @@ from pathlib import Path
 import attrs
 
 from rl_core.config import engine_spec, load
-from rl_core.errors import RLError
+from rl_core.config.file_checks import gather_policy_model
+from rl_core.errors import Mistakes, RLError
 from rl_rollout.vllm.engine_arguments import engine_arguments, ranks_per_engine
 from rl_rollout.vllm.launch import cpu_environment, receivers_of
 from rl_rollout.vllm.plugin import vllm
@@ -52,9 +53,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _settings(source: str, overrides: Sequence[str], host: str, port: int) -> ServerSettings:
     others = [override for override in overrides if override.partition("=")[0].strip() != _ENGINE]
-    _, spec = engine_spec(load(source, [*others, f"{_ENGINE}=vllm"]).config)
+    config = load(source, [*others, f"{_ENGINE}=vllm"]).config
+    _, spec = engine_spec(config)
     vllm.validate(attrs.evolve(spec, options=attrs.evolve(spec.options, external_server_urls=None)))
-    tokens = given_tokens(makes_file=True)
+    tokens, mistakes = given_tokens(makes_file=True), Mistakes()
+    gather_policy_model(config, mistakes, makes=())
+    mistakes.raise_found()
     import torch
 
     has_gpus = torch.cuda.is_available()
