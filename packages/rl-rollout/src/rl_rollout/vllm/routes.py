@@ -316,8 +316,8 @@ def _closing(text: str, status: int) -> Response:
 
 
 class _RequireToken:
-    """Refuses requests without a token for their path, before anything else reads them: vLLM's own check protects only
-    /v1."""
+    """Refuses requests without a token for their path, before anything else reads them: vLLM's own check leaves paths
+    such as /metrics, /tokenize and /rl open."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
