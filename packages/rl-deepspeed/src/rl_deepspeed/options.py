@@ -37,7 +37,7 @@ class ZeroOptimization:
 
     stage: Literal[1, 2, 3] = 3
     """What the ranks partition: with 1 the optimizer's state, with 2 also the gradients, with 3 also the parameters.
-    With 1 and 2, an untrained model is whole on every rank."""
+    With `trainer.bf16`, 1 trains as 2. With 1 and 2, an untrained model is whole on every rank."""
     offload_param: OffloadParam = OffloadParam()
     """Where parameters are kept; stage 3 only."""
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
@@ -47,7 +47,7 @@ class ZeroOptimization:
     reduce_bucket_size: int = 500_000_000
     """Number of gradient elements that are summed over the ranks at a time."""
     allgather_bucket_size: int = 500_000_000
-    """Stages 1 and 2: number of elements that are gathered at a time after a step."""
+    """Stages 1 and 2: must be even. It has no effect: DeepSpeed 0.19.8 gathers all parameters at once after a step."""
     overlap_comm: bool | None = None
     """Overlap gradient sums with backward; None: on with stages 2 and 3 for a trained model. Stage 1 refuses true."""
     contiguous_gradients: bool = True

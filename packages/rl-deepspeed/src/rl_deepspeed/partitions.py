@@ -78,7 +78,7 @@ class WholeParameters:
 
 
 class FlatPartitions:
-    """Stages 1 and 2: all parameters concatenated and split into one equal partition per rank."""
+    """Stages 1 and 2: all trained parameters concatenated and split into one equal partition per rank."""
 
     def __init__(self, engine: Any):
         self._engine = engine

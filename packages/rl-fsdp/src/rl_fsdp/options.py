@@ -13,10 +13,11 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 
 @attrs.frozen(kw_only=True)
 class MixedPrecision:
-    """Dtypes of gathered parameters and of gradient sums if `trainer.bf16` is set. Without it, both are float32."""
+    """Dtypes of gathered parameters and of gradient sums if `trainer.bf16` is set. Without it, both are those of the
+    parameters."""
 
     param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Dtype in which parameters are gathered and used in computation."""
+    """Dtype in which parameters are gathered. Matrix products are computed in bfloat16 with either dtype."""
     reduce_dtype: Literal["bf16", "fp32"] = "fp32"
     """Dtype in which gradients are summed over the ranks."""
 

@@ -27,7 +27,7 @@
 
 All ranks of a model call the same functions in the same order, because some of them are collective. Nothing here
 depends on the controller. A module is loaded when one of its names is first used; `worker_specs`, `learning_rates`,
-`model_shapes`, `shipped_configs`, `shrunken_models` and `model_proof` import no torch.
+`optimizer_steps`, `model_shapes`, `shipped_configs`, `shrunken_models` and `model_proof` import no torch.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "RL_CACHE_DIR"
-"""Environment variable with the directory of cached proofs; default `~/.cache/rl`."""
+"""Environment variable with the directory whose folder `model_proofs` has the cached proofs; default `~/.cache/rl`."""
 ALONE = {
     "RANK": "0",
     "LOCAL_RANK": "0",

@@ -20,7 +20,7 @@ _CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "pre
 
 
 def objective_from_spec(spec: LossSpec, *, key: str | None = None) -> Objective:
-    """Loads a loss by entry point or `package.module:function`, checks its parameters, and runs it on four tokens.
+    """Loads a loss by entry point or `package.module:function`, checks its parameters, and tries it on a few tokens.
 
     Args:
         spec: the loss and its settings.

@@ -32,8 +32,8 @@ def own_device(rank: RankInfo) -> torch.device:
 
 
 def open_store() -> TCPStore:
-    """Opens the store at which the ranks of a group meet, on a free port (`port`). The store closes when the returned
-    object is deleted.
+    """Opens the store at which the ranks of a group meet, on a free port (its attribute `port`). The store closes when
+    the returned object is deleted.
 
     Ranks join the store as clients if their environment contains `JOINS_OPEN_STORE`, as with torchrun. Without that,
     rank 0 would open a store on a port that another process may have taken since the port was chosen.

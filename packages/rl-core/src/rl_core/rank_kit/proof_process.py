@@ -92,7 +92,7 @@ def compare(job: ProofJob) -> Differences:
     Raises:
         ConfigError: the configuration cannot be shrunk, transformers cannot build the model, or the backend's worker is
             not `Inspectable`.
-        Exception: whatever the backend raises.
+        Exception: whatever the backend or the model's code raises.
     """
     config = shrunken(job.config, job.where)
     with one_thread(), held_folder(job.backend.name, "proof") as folder:

@@ -32,7 +32,7 @@ class Shards(Protocol):
         ...
 
     def has_gradients(self) -> bool:
-        """Whether `backward` was called since the last step."""
+        """Whether `backward` was called since the gradients were last cleared."""
         ...
 
     def step(self, settings: StepSettings) -> float:
@@ -48,7 +48,8 @@ class Shards(Protocol):
         ...
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all whole weights under Hugging Face names in the compute dtype; only a few exist at a time."""
+        """Yields all whole weights under Hugging Face names, in the compute dtype (a critic's head in its own dtype).
+        Only a few exist at a time."""
         ...
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -77,7 +78,7 @@ class Shards(Protocol):
         ...
 
     def pieces(self) -> list[Piece]:
-        """This rank's piece of every trained parameter. The caller may change the pieces in place, and must then call
+        """This rank's pieces of every trained parameter. The caller may change them in place, and must then call
         `take_pieces`."""
         ...
 

@@ -156,13 +156,13 @@ class ScoringWorker:
         return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros for parameters
+        """Accumulated gradients of the trained parameters under Hugging Face names, on the CPU; zeros for parameters
         without a gradient."""
         return self.shards.gradients()
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yields the weights in the compute dtype, gathered one by one and packed lazily. Only rank 0 yields buckets;
-        other ranks take part in the gathering."""
+        """Yields the weights in the compute dtype, gathered and packed lazily. Only rank 0 yields buckets; other ranks
+        take part in the gathering."""
         return pack_on_first(self.shards.exported(), max_bucket_bytes, is_first=self._is_first)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
