@@ -10,9 +10,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaConfig
 
-from rl_core.errors import CheckpointError
-from rl_core.rank_kit.model_files import read_generation, write_config, write_weights
+from rl_core.errors import CheckpointError, DiskFullError
+from rl_core.rank_kit.model_files import (
+    read_generation,
+    write_config,
+    write_tokenizer,
+    write_weights,
+    writing_model,
+)
 from rl_core.rank_kit.state_files import require_complete_state, write_state_list
+from rl_core.testing.models import make_checkpoint
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
 
@@ -57,6 +64,16 @@ def test_a_generation_config_that_transformers_reads_but_would_not_save_is_writt
     write_config(LlamaConfig(), tmp_path / "saved", dtype=torch.bfloat16, generation=generation)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "bfloat16"
     assert GenerationConfig.from_pretrained(tmp_path / "saved").to_diff_dict() == generation.to_diff_dict()
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_disk_that_is_full_when_the_tokenizer_is_written_counts_as_full(file: str, tmp_path):
+    """The tokenizers library writes the first file and raises a plain Exception; transformers writes the second."""
+    model, directory = make_checkpoint(tmp_path / "model"), tmp_path / "saved"
+    directory.mkdir()
+    (directory / file).symlink_to("/dev/full")
+    with pytest.raises(DiskFullError, match="No space left on device"), writing_model(directory):
+        write_tokenizer(str(model), directory)
 
 
 def test_a_state_exists_only_if_all_its_files_exist(tmp_path):

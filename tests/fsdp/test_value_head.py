@@ -188,6 +188,13 @@ def test_a_head_of_another_size_is_refused(checkpoint: Path, tmp_path: Path):
         critic(path)
 
 
+def test_a_damaged_head_is_refused(tmp_path: Path):
+    path = make_checkpoint(tmp_path)
+    (path / "value_head.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"^trainer\.critic\.model\.path: .*value_head\.safetensors cannot be read"):
+        critic(path)
+
+
 def test_a_policy_loss_needs_what_a_critic_does_not_give(checkpoint: Path):
     with pytest.raises(ValueError, match="value of the current model 'logprobs'"):
         critic(checkpoint).forward_backward(critic_batch(), PLAN, LossSpec(name="ppo_clip"), temperature=1.0)

@@ -26,7 +26,7 @@ ADAPTER_FOLDER = "adapter"
 """Folder of a saved model that contains only the adapters, as `peft.PeftModel.from_pretrained` reads them."""
 HEAD_FILE = "value_head.safetensors"
 """File of a critic's head, next to the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1],
-float32."""
+float32 (float64 for a float64 model)."""
 MAX_FILE_BYTES = 2 << 30
 
 
@@ -118,13 +118,25 @@ def read_generation(model: str) -> Any:
 
 
 def write_tokenizer(model: str, directory: Path) -> None:
-    """Writes the tokenizer of `model` (a directory or name). Raises ConfigError if it has none."""
+    """Writes the tokenizer of `model` (a directory or name).
+
+    Raises:
+        ConfigError: the model has no tokenizer.
+        OSError: the tokenizer cannot be written.
+    """
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(model).save_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model}: has no tokenizer that could be saved with the model: {error}") from error
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # The tokenizers library raises a plain Exception if it cannot write.
+        raise OSError(str(error)) from error
 
 
 def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
@@ -141,13 +153,15 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
         where: section of the configuration, for messages.
 
     Raises:
-        ConfigError: names or shapes are not the expected ones.
-        SafetensorError: the file is damaged.
+        ConfigError: names or shapes are not the expected ones, or the file is damaged.
     """
     file = Path(directory) / HEAD_FILE
     if not file.is_file():
         return None
-    head = load_file(file)
+    try:
+        head = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{where}.model.path: {file} cannot be read ({error}); save the critic again") from error
     for name in sorted(expected.keys() | head.keys()):
         found, wanted = (list(weights[name].shape) if name in weights else "absent" for weights in (head, expected))
         if found != wanted:
