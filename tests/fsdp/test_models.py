@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.batch import Batch
@@ -84,6 +86,51 @@ def test_families_with_unusual_settings_are_scored_as_by_transformers(
     require_reference_scores(random_model(tmp_path, family, **config), use_sample_packing=packing)
 
 
+def test_a_model_whose_files_lack_a_weight_is_refused(tmp_path: Path):
+    """transformers would fill the output layer with random values."""
+    path = make_checkpoint(tmp_path, tie_word_embeddings=False)
+    weights = load_file(path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"has no weights for 1 parameters .* lm_head\.weight; expected a complete"):
+        fsdp.create_worker(spec_of(path), RankInfo())
+    fsdp.create_worker(spec_of(path, role="critic"), RankInfo())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "unknown"}, r"^trainer\.policy\.model\.path: transformers cannot read the configuration of "),
+        ({"hidden_size": "wide"}, r"^trainer\.policy\.model\.path: transformers cannot read the configuration of "),
+        ({"intermediate_size": 128}, r"^trainer\.policy\.model\.path: .* cannot be loaded as a causal language model"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(fields: dict[str, Any], message: str, tmp_path: Path):
+    path = make_checkpoint(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(ConfigError, match=message):
+        fsdp.create_worker(spec_of(path), RankInfo())
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_model_with_a_vision_part_is_trained_on_text(packing: bool, tmp_path: Path):
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("gemma3", text_config={**TINY, "sliding_window": 8}, vision_config=vision)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    worker = FsdpWorker(spec_of(tmp_path, use_sample_packing=packing), RankInfo())
+    sequences = [{"tokens": torch.arange(1, n), "loss_mask": torch.arange(1, n) > 1} for n in (13, 4)]
+    batch = Batch.from_sequences([{**row, "loss_weights": row["loss_mask"].float()} for row in sequences])
+    tokens_T = batch["tokens"][:12]
+    with torch.no_grad():
+        logits_TV = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(input_ids=tokens_T[None]).logits[0]
+    expected_T = logits_TV.log_softmax(-1)[:-1].gather(1, tokens_T[1:, None]).squeeze(1)
+    found_T = worker.forward(batch, [[0, 1]], temperature=1.0)["logprobs"][1:12]
+    torch.testing.assert_close(found_T, expected_T, rtol=0, atol=1e-5)
+    worker.forward_backward(batch, [[0, 1]], LossSpec(name="cross_entropy"), temperature=1.0)
+    assert not worker.optim_step().skipped
+
+
 def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
     path = random_model(tmp_path, "gemma2", final_logit_softcapping=5.0)
     with pytest.raises(ConfigError, match="final_logit_softcapping"):
@@ -112,7 +159,7 @@ def test_a_window_that_the_model_gives_only_to_masks_is_refused_packed(
 ):
     """The window is longer than the sequences with which a model is checked, so that scores do not show the fault."""
     path = random_model(tmp_path, kind, num_experts_per_tok=2, sliding_window=64, **options)
-    with pytest.raises(ConfigError, match=r"sliding_attention.*use_sample_packing=false"):
+    with pytest.raises(ConfigError, match=r"sliding_attention.*use_sample_packing=false and sequence_parallel_size=1"):
         fsdp.create_worker(spec_of(path), RankInfo())
     fsdp.create_worker(spec_of(path, use_sample_packing=False), RankInfo())
 
@@ -199,7 +246,7 @@ def test_a_checkpoint_of_another_model_is_refused(start_worker: StartWorker, tmp
         ({"role": "critic", "model": ModelConfig()}, "trainer.critic.model.path"),
         ({"model": ModelConfig(path="x", lora=LoraConfig(rank=8, dropout=0.1))}, "trainer.policy.model.lora.dropout"),
         ({"model": ModelConfig()}, "trainer.policy.model.path"),
-        ({"logprobs_chunk_size": 0}, "logprobs_chunk_size"),
+        ({"logprobs_chunk_size": 0}, r"^trainer\.logprobs_chunk_size"),
         ({"optimizer": OptimizerConfig(scheduler="cosine")}, "length of the run"),
         ({"optimizer": OptimizerConfig(num_warmup_steps=-1)}, "0 or more"),
     ],

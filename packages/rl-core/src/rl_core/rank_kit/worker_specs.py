@@ -30,7 +30,7 @@ def require_training_settings(spec: WorkerSpec) -> None:
     if spec.model.lora.rank > 0:
         _require_lora(spec.model.lora, f"{section}.model.lora")
     if spec.logprobs_chunk_size < 1:
-        raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
+        raise ConfigError(f"trainer.logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
     if spec.optimizer is not None:
         require_schedule(spec.optimizer, spec.total_optimizer_steps, f"{section}.optimizer_config")
 

@@ -66,7 +66,8 @@ def packed_attention(
     if packed_sequences is None or attention_mask is not None or unsupported:
         fault = f"uses {', '.join(unsupported)}" if unsupported else "does not pass on the bounds of the sequences"
         raise ConfigError(
-            f"{type(module).__name__} {fault}, so its sequences cannot be packed: set trainer.use_sample_packing=false"
+            f"{type(module).__name__} {fault}, so its sequences can be neither packed nor split over ranks: set "
+            "trainer.use_sample_packing=false and sequence_parallel_size=1"
         )
     ulysses, num_rows = packed_sequences.ulysses, query.shape[0]
     if ulysses is not None:
@@ -126,7 +127,7 @@ def _attention_per_sequence(
     window: int | None,
 ) -> Tensor:
     """Attention of sequences that share prefixes, for windows and for tensors that no kernel of `shared_attention`
-    supports. Only attention is computed for every sequence in full; all other layers compute a shared prefix once."""
+    supports. Only attention is computed for every sequence in full; everything else computes a shared prefix once."""
     query_THD, key_TKD, value_TKD = (t.index_select(0, shared.row_T) for t in (query_THD, key_TKD, value_TKD))
     output_THD = _attention(query_THD, key_TKD, value_TKD, shared.sequences, scaling, window)
     return gather_rows(output_THD, shared.token_C)
@@ -148,7 +149,7 @@ def _rectangle_attention(
     outputs = []
     for (rows, width), *parts in zip(packed.rectangles, *(tensor.split(sizes) for tensor in cells), strict=True):
         query, key, value = (part.unflatten(0, (rows, width)).transpose(1, 2) for part in parts)
-        # The CPU's flash attention supports grouped query heads. With a mask, SDPA computes the full score matrix.
+        # The CPU's flash attention supports grouped query heads, with and without a mask.
         output = scaled_dot_product_attention(
             query,
             key,

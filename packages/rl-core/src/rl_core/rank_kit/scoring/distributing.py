@@ -79,6 +79,6 @@ def _require_separate_units(scorer: nn.Module) -> None:
             layer = layer_of.get(module, -1)
             if owner.setdefault(parameter, layer) != layer:
                 raise ConfigError(
-                    f"{name} of a {type(module).__name__} is shared between layers; this backend cannot shard it: "
-                    "train on one rank"
+                    f"{name} of a {type(module).__name__} is shared between layers, so it cannot be sharded: train on "
+                    "one rank with trainer.strategy=fsdp"
                 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -119,8 +119,12 @@ def load_scorer(
                 model = auto_class.from_config(config, dtype=dtype)
         else:
             with no_progress_bars():
-                model = auto_class.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, SafetensorError) as error:
+                loaded: Any = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            model, found = loaded
+            _require_all_weights(found["missing_keys"], f"{where}.model.path: {path}")
+    except ConfigError:
+        raise
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"{where}.model.path: {broken_weights_file(path) or path} cannot be loaded as a causal language model: "
             f"{error}"
@@ -158,13 +162,20 @@ def load_scorer(
 def _load_config(path: str, where: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = (
-            "it has no config.json"
-            if Path(path).is_dir()
-            else "neither a local directory nor a model that can be downloaded"
+    except Exception as error:  # transformers' field checks may raise anything
+        raise ConfigError(
+            f"{where}.model.path: transformers cannot read the configuration of {path!r}; expected a model directory "
+            f"or the name of a model that can be downloaded: {error}"
+        ) from error
+
+
+def _require_all_weights(missing: Collection[str], what: str) -> None:
+    """Requires that the files have every weight: transformers fills in random values for those that are missing."""
+    if missing:
+        raise ConfigError(
+            f"{what} has no weights for {len(missing)} parameters of a causal language model, for example "
+            f"{min(missing)}; expected a complete model"
         )
-        raise ConfigError(f"{where}.model.path: {path!r} is not a Hugging Face model ({reason}): {error}") from error
 
 
 def _hidden_scale(config: PretrainedConfig) -> float:
@@ -187,7 +198,7 @@ def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> N
     """Requires that the scorer's log-probs agree with those from the model's own logits, one sequence at a time.
 
     Besides the faults that `_require_agreement` names, this check detects output layers that compute more than a matrix
-    product.
+    product, a bias and a constant factor.
     """
     _require_agreement(
         scorer.model,
@@ -262,8 +273,8 @@ def require_close(found: Tensor, expected: Tensor, compute_dtype: torch.dtype, m
 
 def _two_token_sequences(model: PreTrainedModel, spec: WorkerSpec) -> list[Tensor]:
     """Two sequences of 7 and 5 tokens; if prefixes are shared, after a common prefix of 20 tokens."""
-    generator = torch.Generator().manual_seed(0)
-    start_T, *ends = (torch.randint(model.config.vocab_size, (n,), generator=generator) for n in (20, 7, 5))
+    generator, vocab_size = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
+    start_T, *ends = (torch.randint(vocab_size, (n,), generator=generator) for n in (20, 7, 5))
     return [torch.cat([start_T, end_T]) if spec.share_prefixes else end_T for end_T in ends]
 
 
