@@ -263,14 +263,22 @@ def test_settings_that_cannot_be_trained_exactly_are_refused(lora: LoraConfig, m
         fsdp.validate(spec_of("x", model=ModelConfig(path="x", lora=lora)), 1)
 
 
+def test_experts_in_stacked_tensors_are_refused_by_name(tmp_path: Path):
+    path = make_checkpoint(tmp_path, family="qwen3_moe")
+    with pytest.raises(ConfigError, match=r"experts is a Qwen3MoeExperts; only linear layers .* those of attention"):
+        adapted(path, LoraConfig(rank=2))
+    adapted(path, LoraConfig(rank=2, target_modules=("q_proj", "o_proj")))
+
+
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
         (("w_proj",), r"target_modules: \('w_proj',\)"),
+        ("*_proj", r"target_modules: '\*_proj': nothing to repeat"),
         (("q_proj", "lm_head"), "output layer cannot have adapters"),
         (("q_proj", "embed_tokens"), "embed_tokens is a Embedding; only linear layers"),
     ],
 )
-def test_layers_that_cannot_be_adapted_are_refused_by_name(checkpoint: Path, targets: tuple[str, ...], message: str):
+def test_layers_that_cannot_be_adapted_are_refused_by_name(checkpoint: Path, targets: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         adapted(checkpoint, LoraConfig(rank=2, target_modules=targets))

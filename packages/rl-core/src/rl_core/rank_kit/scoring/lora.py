@@ -7,6 +7,7 @@ model, `<layer>.lora_A.default.weight` [r, in] and `<layer>.lora_B.default.weigh
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from rl_core.interfaces import LoraConfig
 from rl_core.rank_kit.scoring.rank_mesh import whole
 
 Making = Callable[[Sequence[nn.Parameter], Callable[[], Tensor]], Tensor]
-"""`making(parameters, make)` calls `make` while `parameters` are whole on every rank, and returns the result of `make`.
+"""`making(parameters, make)` calls `make` while torch can compute with `parameters`, and returns the result of `make`.
 Collective."""
 _NAME = "default"
 
@@ -35,7 +36,8 @@ def as_they_are(parameters: Sequence[nn.Parameter], make: Callable[[], Tensor]) 
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: int, where: str) -> None:
-    """Freezes `model` and puts float32 adapters into its layers. B starts at zero, so the outputs do not change yet.
+    """Freezes `model` and puts adapters into its layers, in float32 (float64 in a float64 model). B starts at zero, so
+    the outputs do not change yet.
 
     Args:
         model: on the CPU or on `meta`; all its parameters become frozen.
@@ -45,7 +47,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
         where: the configuration section, for messages.
 
     Raises:
-        ConfigError: no layer has a configured name, or a named layer cannot have adapters.
+        ConfigError: no layer has a configured name, a named layer cannot have adapters, or a regular expression is
+            invalid.
     """
     import peft
 
@@ -62,12 +65,12 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
     model.requires_grad_(False)
     output = model.get_output_embeddings()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # Adapters of tied embeddings are refused below, with a remedy.
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        # Adapters of tied embeddings and of stacked experts are refused below, with a remedy.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings|.*_pattern keys did not match")
         torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
-        except ValueError as error:
+        except (ValueError, re.error) as error:
             raise ConfigError(f"{where}.model.lora.target_modules: {lora.target_modules!r}: {error}") from error
     _require_linear_layers(model, where)
     if output is not model.get_output_embeddings():
@@ -138,10 +141,11 @@ def _names(names: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _require_linear_layers(model: PreTrainedModel, where: str) -> None:
-    for name, module in model.named_modules():
-        base = getattr(module, "base_layer", None)
-        if base is not None and not isinstance(base, nn.Linear | Conv1D):
+    adapted: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "base_layer")}
+    for name, module in adapted.items():
+        base = module.get_base_layer()
+        if not isinstance(base, nn.Linear | Conv1D):
             raise ConfigError(
                 f"{where}.model.lora.target_modules: {name} is a {type(base).__name__}; only linear layers can have "
-                "adapters here"
+                "adapters here: name other layers, such as those of attention"
             )
