@@ -1,13 +1,15 @@
-"""`rl plan` for sharded models predicts exactly how many parameters real ranks hold."""
+"""`rl plan` for sharded models predicts exactly how many parameters real ranks hold; what they free after scoring."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import attrs
 import pytest
 
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, RankInfo, Worker, WorkerSpec
 from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import Variant, open_case
+from rl_core.testing.cases import LIMITS, TEMPERATURE, Variant, open_case
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.rank_process import SuiteHost
 from rl_fsdp import FsdpOptions, fsdp
@@ -44,9 +46,15 @@ class CountingFlatBackend(FsdpBackend):
         from rl_fsdp.worker import FsdpWorker
 
         class CountingWorker(FsdpWorker):
-            def num_parameters(self) -> int:
+            def handles(self) -> list[Any]:
                 units = [unit for unit in self.shards.module.modules() if isinstance(unit, FSDP)]
-                return sum(unit._handle.flat_param.numel() for unit in units if unit._handle is not None)
+                return [unit._handle for unit in units if unit._handle is not None]
+
+            def num_parameters(self) -> int:
+                return sum(handle.flat_param.numel() for handle in self.handles())
+
+            def num_gathered_units(self) -> int:
+                return sum(not handle.needs_unshard() for handle in self.handles())
 
         return CountingWorker(spec, rank, "fsdp1")
 
@@ -82,6 +90,15 @@ def test_flat_parameters_are_planned_with_their_padding(world_size, family, tmp_
     with open_case(counting_flat, FsdpOptions(), variant, tmp_path) as case:
         plans = counting_flat.plan(case.spec, world_size, micro_batch_tokens=64, num_micro_batches=1)
         assert case.start().call(SuiteHost.ask, "num_parameters") == [plan.num_parameters for plan in plans]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_fsdp1_keeps_nothing_gathered_after_scoring(reshard_after_forward, tmp_path):
+    options = FsdpOptions(reshard_after_forward=reshard_after_forward)
+    with open_case(counting_flat, FsdpOptions(), Variant(world_size=2, options=options), tmp_path) as case:
+        group = case.start()
+        group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
+        assert group.call(SuiteHost.ask, "num_gathered_units") == [0, 0]
 
 
 def planned(tmp_path, world_size=4, *, options=None, **spec):

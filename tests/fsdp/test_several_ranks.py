@@ -108,7 +108,8 @@ def test_heads_that_the_ranks_cannot_share_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("backend", "world_size", "options", "fields", "message"),
     [
-        (fsdp, 4, {"fsdp_size": 3}, {}, "fsdp_size: 3 does not divide 4 ranks; choose -1 or one of 1, 2, 4"),
+        (fsdp, 4, {"fsdp_size": 3}, {}, "fsdp_size: 3 does not divide 4 ranks; choose one of -1, 1, 2, 4$"),
+        (fsdp1, 4, {"fsdp_size": 3}, {}, "fsdp_size: 3 does not divide 4 ranks; choose one of -1, 2, 4$"),
         (fsdp, 4, {"sequence_parallel_size": 3}, {}, "sequence 3"),
         (fsdp1, 2, {"cpu_offload": True}, {}, "gradients of several micro-batches"),
         (fsdp1, 2, {"fsdp_size": 1}, {}, "unsharded copies"),

@@ -36,10 +36,10 @@ class FsdpBackend:
 
         size = options.fsdp_size
         if size != -1 and (size < 1 or world_size % size):
-            fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            least = 2 if self.is_fsdp1 else 1
+            fitting = ", ".join(str(n) for n in (-1, *range(least, world_size + 1)) if world_size % n == 0)
             raise ConfigError(
-                f"{self.config_section}.fsdp_size: {size} does not divide {world_size} ranks; choose -1 or one of "
-                f"{fitting}"
+                f"{self.config_section}.fsdp_size: {size} does not divide {world_size} ranks; choose one of {fitting}"
             )
         return Mesh(world_size=world_size, sequence=options.sequence_parallel_size)
 

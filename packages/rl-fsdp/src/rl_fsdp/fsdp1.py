@@ -102,8 +102,9 @@ class Fsdp1Shards:
         (loss * self._num_ranks).backward()
 
     def let_go(self) -> None:
-        """Does nothing: the next forward uses the units that `reshard_after_forward=false` keeps gathered, and all
-        other code gathers a unit before reading it."""
+        """See `Shards`. FSDP1 keeps the parameters outside the layers gathered after every forward, and the layers too
+        if `reshard_after_forward` is false."""
+        self._reshard()
 
     def has_gradients(self) -> bool:
         """See `Shards`."""
