@@ -41,7 +41,9 @@ def zero(**settings: Any) -> DeepSpeedOptions:
         ),
         (zero(stage=1, overlap_comm=True), 2, r"overlap_comm: .* set stage=2"),
         (DeepSpeedOptions(extra={"zero_optimization": None}), 1, r"extra\.zero_optimization: got None; expected keys"),
-        (zero(reduce_bucket_size=0), 2, r"reduce_bucket_size: got 0; expected at least 1 element"),
+        (zero(reduce_bucket_size=0), 2, r"reduce_bucket_size: got 0; expected at least 1"),
+        (zero(stage3_max_live_parameters=-1), 2, r"stage3_max_live_parameters: got -1; expected at least 0"),
+        (zero(stage=2, allgather_bucket_size=3), 2, r"allgather_bucket_size: got 3; expected an even number"),
         (DeepSpeedOptions(sequence_parallel_size=2), 3, r"mesh: sequence 2 does not divide the 3 ranks"),
         (
             DeepSpeedOptions(extra={"gradient_clipping": 1.0}),

@@ -83,7 +83,7 @@ def _require_zero(spec: WorkerSpec, section: str) -> None:
         )
     if zero.overlap_comm and zero.stage == 1:
         raise ConfigError(
-            f"{where}.overlap_comm: with stage 1 gradients are summed once, in the step, so nothing overlaps: set "
+            f"{where}.overlap_comm: got true, but with stage 1 gradient sums do not overlap with backward: set "
             "stage=2, or leave this key out"
         )
     if spec.gradient_checkpointing == "selective" and zero.stage == 3 and spec.optimizer is not None:
@@ -92,9 +92,12 @@ def _require_zero(spec: WorkerSpec, section: str) -> None:
             f"tell these gathers from the operations that it recomputes: set {where}.stage=2, or "
             "trainer.gradient_checkpointing=true"
         )
-    for name in ("sub_group_size", "reduce_bucket_size"):
-        if getattr(zero, name) < 1:
-            raise ConfigError(f"{where}.{name}: got {getattr(zero, name)}; expected at least 1 element")
+    for field in attrs.fields(type(zero)):
+        least, value = int(field.name in ("sub_group_size", "reduce_bucket_size")), getattr(zero, field.name)
+        if isinstance(value, int) and value < least:
+            raise ConfigError(f"{where}.{field.name}: got {value}; expected at least {least}")
+    if zero.stage < 3 and zero.allgather_bucket_size % 2:
+        raise ConfigError(f"{where}.allgather_bucket_size: got {zero.allgather_bucket_size}; expected an even number")
     require_free_keys(spec.options.extra, f"{section}.extra")
 
 

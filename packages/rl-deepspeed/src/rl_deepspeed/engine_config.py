@@ -12,7 +12,7 @@ from rl_core.interfaces import WorkerSpec
 
 _DECIDED = {
     "train_batch_size": "set by trainer.train_batch_size and the mini-batch sizes",
-    "train_micro_batch_size_per_gpu": "set by trainer.max_tokens_per_microbatch",
+    "train_micro_batch_size_per_gpu": "set by trainer.max_tokens_per_microbatch or micro_train_batch_size_per_gpu",
     "gradient_accumulation_steps": "the number of micro-batches in a mini-batch depends on the data",
     "managed_gradient_accumulation": "the number of micro-batches in a mini-batch depends on the data",
     "gradient_clipping": "set by optimizer_config.max_grad_norm",
@@ -21,7 +21,7 @@ _DECIDED = {
     "bf16": "set by trainer.bf16",
     "fp16": "set by trainer.bf16; training in float16 is not supported",
     "torch_autocast": "set by trainer.bf16",
-    "data_types": "gradients are always summed in float32",
+    "data_types": "gradients are always summed over micro-batches in float32",
     "activation_checkpointing": "set by trainer.gradient_checkpointing",
     "sequence_parallel_size": "set by deepspeed_config.sequence_parallel_size",
 }

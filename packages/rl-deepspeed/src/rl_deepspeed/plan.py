@@ -141,7 +141,7 @@ class _Zero:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of gathered parameters, of a layer's gradients before they are summed, and of the buckets for both."""
+        """Bytes of gathered parameters, and of gradients before and while they are summed over the ranks."""
         settings, size = self.settings, self.compute_size
         num_elements = sum(p.numel() for p in self.scorer.parameters())
         total = 0
@@ -157,8 +157,6 @@ class _Zero:
             # The gradients of a bucket are converted to float32 for their sum, and stage 3 also concatenates them.
             num_copies = 2 if self.stage == 3 else 1
             total += num_copies * min(num_elements, settings["reduce_bucket_size"]) * 4
-        if self.stage < 3:
-            total += min(num_elements, settings["allgather_bucket_size"]) * size
         return total + max(_numel(p for p in unit if p.requires_grad) for unit in units_of(self.scorer)) * size
 
     def _part_of_each(self, parameters: list[nn.Parameter]) -> int:

@@ -38,14 +38,14 @@ def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
     outside the layers), apart from the model that rank 0 loaded.
 
     Raises:
-        ConfigError: the model is stored in float64, rank 0 loaded another structure than the configuration describes,
-            or layers share parameters.
+        ConfigError: the model is stored in float64 and `spec.bf16` is False, rank 0 loaded another structure than the
+            configuration describes, or layers share parameters.
     """
     where = SECTIONS[spec.role]
     if scorer.compute_dtype == torch.float64:
         raise ConfigError(
             f"{where}.model.path: the model is stored in float64, but DeepSpeed keeps weights in float32: train it "
-            "with trainer.strategy=fsdp, or store it in float32"
+            "with trainer.strategy=fsdp or trainer.bf16=true, or store it in float32"
         )
     require_same_structure(scorer)
     keep_plain_gloo()
