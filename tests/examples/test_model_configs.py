@@ -80,6 +80,15 @@ def test_transformers_builds_as_many_parameters_as_are_counted(name: str):
     assert sum(parameter.numel() for parameter in model.parameters()) == shape_of(name).num_parameters()
 
 
+def test_shared_experts_and_biases_of_qwen2_moe_are_counted():
+    config = AutoConfig.for_model("qwen2_moe", num_hidden_layers=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = model_shape(config.to_dict(), "qwen2_moe").num_parameters()
+    num_gates = 2 * config.hidden_size  # of the shared experts
+    assert sum(parameter.numel() for parameter in model.parameters()) == counted + num_gates
+
+
 def test_a_local_directory_is_never_taken_for_a_shipped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert shipped_config("Qwen/Qwen3-1.7B") == directory / "Qwen/Qwen3-1.7B"

@@ -1,4 +1,4 @@
-"""The sizes of a model that meshes and memory plans need, read from `config.json` without other libraries.
+"""The sizes of a model that meshes and memory plans need, read from `config.json` without transformers.
 
 Activation memory is estimated from the shapes of the tensors that matrix products, norms, rotary embedding, gating and
 attention keep for the backward pass. Attention scores are not kept.
@@ -177,7 +177,7 @@ def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
             is_tied=config.get("tie_word_embeddings", False),
-            has_qkv_bias=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
+            has_qkv_bias=config["model_type"] in ("qwen2", "qwen2_moe") or bool(config.get("attention_bias")),
             has_qk_norm=config["model_type"] in ("qwen3", "qwen3_moe"),
             latent=_latent(config),
             **_experts(config),
@@ -207,13 +207,13 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     if not layers:
         return {}
     expert_size = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shared = config.get("n_shared_experts") or 0
+    shared_size = config.get("shared_expert_intermediate_size") or expert_size * (config.get("n_shared_experts") or 0)
     return {
         "moe_layers": layers,
         "num_experts": num_experts,
         "experts_per_token": config["num_experts_per_tok"],
         "expert_ffn_hidden_size": expert_size,
-        "shared_ffn_hidden_size": expert_size * shared,
+        "shared_ffn_hidden_size": shared_size,
         "has_expert_bias": config["model_type"] == "deepseek_v3",
     }
 
