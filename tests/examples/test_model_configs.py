@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_core.errors import PluginError
+from rl_core.errors import ConfigError, PluginError
 from rl_core.plugins import fitted
 from rl_core.rank_kit.model_shapes import ModelShape, model_shape
 from rl_core.rank_kit.shipped_configs import known_config, shipped_config
@@ -87,6 +87,18 @@ def test_shared_experts_and_biases_of_qwen2_moe_are_counted():
     counted = model_shape(config.to_dict(), "qwen2_moe").num_parameters()
     num_gates = 2 * config.hidden_size  # of the shared experts
     assert sum(parameter.numel() for parameter in model.parameters()) == counted + num_gates
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("gemma3n_text", r"^model: its config\.json has intermediate_size=\[.*; expected one number for all layers"),
+        ("bloom", r"^model: its config\.json has no 'num_attention_heads'; expected the sizes of a transformer"),
+    ],
+)
+def test_sizes_that_are_missing_or_differ_between_layers_are_refused(kind: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        model_shape(AutoConfig.for_model(kind).to_dict(), "model")
 
 
 def test_a_local_directory_is_never_taken_for_a_shipped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ from rl_core.errors import ConfigError
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Fields of `config.json` with the number of experts per layer. In a dense model, none is above 0."""
+_SIZES = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
 
 
 @attrs.frozen(kw_only=True)
@@ -163,9 +164,14 @@ def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:
         where: key path of the model, for messages.
 
     Raises:
-        ConfigError: a size or `model_type` is missing.
+        ConfigError: a size or `model_type` is missing, or a size differs between layers.
     """
     try:
+        for name in _SIZES:
+            if not isinstance(config[name], int):
+                raise ConfigError(
+                    f"{where}: its config.json has {name}={config[name]!r:.80}; expected one number for all layers"
+                )
         heads = config["num_attention_heads"]
         return ModelShape(
             model_type=config["model_type"],
@@ -184,7 +190,7 @@ def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:
         )
     except KeyError as error:
         raise ConfigError(
-            f"{where}: its config.json has no {error}; expected a causal language model in Hugging Face format"
+            f"{where}: its config.json has no {error}; expected the sizes of a transformer, named as in Llama's"
         ) from error
 
 

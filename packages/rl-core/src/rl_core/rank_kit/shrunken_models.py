@@ -66,7 +66,7 @@ def shrunken(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         n for n in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not config.get(n)
     ]
     if missing:
-        raise ConfigError(f"{where}: its configuration has no {missing[0]}; expected a causal language model")
+        raise ConfigError(f"{where}: its configuration has no {missing[0]}; expected sizes, named as in Llama's")
     small = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
     small |= {name: min(most, size) for name, most in _SIZES.items() if isinstance(size := config.get(name), int)}
     small |= {name: min(most, size) for name, most in _WINDOWS.items() if isinstance(size := config.get(name), int)}
