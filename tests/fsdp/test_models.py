@@ -159,9 +159,32 @@ def test_a_window_that_the_model_gives_only_to_masks_is_refused_packed(
 ):
     """The window is longer than the sequences with which a model is checked, so that scores do not show the fault."""
     path = random_model(tmp_path, kind, num_experts_per_tok=2, sliding_window=64, **options)
-    with pytest.raises(ConfigError, match=r"sliding_attention.*use_sample_packing=false and sequence_parallel_size=1"):
+    with pytest.raises(ConfigError, match=r"uses sliding_attention by a mask, .*=false and sequence_parallel_size=1$"):
         fsdp.create_worker(spec_of(path), RankInfo())
     fsdp.create_worker(spec_of(path, use_sample_packing=False), RankInfo())
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "options"),
+    [
+        ("lfm2", "conv", {"layer_types": ["conv", "full_attention"]}),
+        ("jamba", "linear_attention", {"num_experts": 2, "num_experts_per_tok": 1}),
+    ],
+)
+def test_layers_that_mix_packed_sequences_a_little_are_refused(
+    kind: str, layers: str, options: dict[str, Any], tmp_path: Path
+):
+    """The effect of these weights is within the limit of bfloat16."""
+    path = random_model(tmp_path, kind, initializer_range=0.02, **options)
+    with pytest.raises(ConfigError, match=rf"layers of the kind {layers}, .*use_sample_packing=false"):
+        fsdp.create_worker(spec_of(path, bf16=True), RankInfo())
+    fsdp.create_worker(spec_of(path, bf16=True, use_sample_packing=False), RankInfo())
+
+
+def test_a_model_whose_base_model_is_not_found_is_refused(tmp_path: Path):
+    path = random_model(tmp_path, "llama4_text", num_local_experts=2, num_experts_per_tok=1)
+    with pytest.raises(ConfigError, match=r"cannot run with the inputs of training .* this backend cannot train it"):
+        fsdp.create_worker(spec_of(path, use_sample_packing=False), RankInfo())
 
 
 def test_sequences_that_would_change_the_frequencies_of_others_are_refused(tmp_path: Path):
