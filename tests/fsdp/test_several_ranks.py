@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import Backend, LoraConfig, LossSpec, ModelConfig, OptimizerConfig, Worker, WorkerSpec
@@ -103,6 +104,17 @@ def test_heads_that_the_ranks_cannot_share_are_refused(tmp_path: Path):
         pytest.raises(ConfigError, match=message),
     ):
         case.start()
+
+
+def test_convolutions_over_tokens_of_several_ranks_are_refused(case: Case, tmp_path: Path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    config = AutoConfig.for_model("lfm2", vocab_size=47, pad_token_id=0, **sizes, **layers)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "lfm2")
+    options, model = FsdpOptions(sequence_parallel_size=2), ModelConfig(path=str(tmp_path / "lfm2"))
+    spec = attrs.evolve(case.spec, bf16=True, use_sample_packing=False, options=options, model=model)
+    with pytest.raises(ConfigError, match=r"layers of the kind conv, .*\.fsdp_config\.sequence_parallel_size=1"):
+        case.start(spec)
 
 
 @pytest.mark.parametrize(

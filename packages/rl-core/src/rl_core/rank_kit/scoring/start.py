@@ -12,7 +12,13 @@ from rl_core.rank_kit.process_group import agree, from_first
 from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION
 from rl_core.rank_kit.scoring.rank_mesh import RankMesh
 from rl_core.rank_kit.scoring.shards import Shards
-from rl_core.rank_kit.scoring.token_scorer import Scorer, load_scorer, require_close, two_sequences
+from rl_core.rank_kit.scoring.token_scorer import (
+    Scorer,
+    load_scorer,
+    require_close,
+    require_separable_layers,
+    two_sequences,
+)
 from rl_core.rank_kit.scoring.ulysses import require_heads
 from rl_core.rank_kit.worker_specs import SECTIONS
 
@@ -47,6 +53,7 @@ def start_shards(
     if ranks.ulysses is not None:
         num_heads, group = scorer.model.config.get_text_config().num_attention_heads, ranks.ulysses
         agree(lambda: require_heads(num_heads, group, f"{where}.{section}"))
+        agree(lambda: require_separable_layers(scorer.model, where, f"set {where}.{section}.sequence_parallel_size=1"))
     inputs = partial(two_sequences, scorer.model, spec)
     with torch.no_grad():
         expected_S = from_first(lambda: inputs(torch.device("cpu")).scored_by(scorer, temperature=1.0)[0])

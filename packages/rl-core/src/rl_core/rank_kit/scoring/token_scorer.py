@@ -246,7 +246,7 @@ def _require_agreement(
     inputs = two_sequences(model, spec, model.device)
     remedy = "this backend cannot train it"
     if spec.use_sample_packing:
-        _require_separable_layers(model, where)
+        require_separable_layers(model, where, "set trainer.use_sample_packing=false")
         remedy = "set trainer.use_sample_packing=false" + (
             ", or trainer.share_prefixes=false if only shared prompts cause the difference"
             if spec.share_prefixes
@@ -268,12 +268,13 @@ def _require_agreement(
     require_close(found, expected, compute_dtype, message, remedy)
 
 
-def _require_separable_layers(model: PreTrainedModel, where: str) -> None:
+def require_separable_layers(model: PreTrainedModel, where: str, remedy: str) -> None:
+    """Raises ConfigError if layers would mix packed sequences, or need the tokens of other Ulysses ranks."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _SEPARABLE
     if kinds:
         raise ConfigError(
-            f"{where}.model.path: {type(model).__name__} has layers of the kind {', '.join(sorted(kinds))}, which mix "
-            "packed sequences; set trainer.use_sample_packing=false"
+            f"{where}.model.path: {type(model).__name__} has layers of the kind {', '.join(sorted(kinds))}, whose "
+            f"sequences cannot be packed or split over ranks; {remedy}"
         )
 
 
