@@ -53,6 +53,18 @@ async def test_a_function_is_called_with_json_and_answers_json(sandbox):
     assert "set is not JSON serializable" in unfit.stderr
 
 
+async def test_only_the_result_counts_as_a_functions_output(sandbox):
+    limits = attrs.evolve(LIMITS, output_bytes=1000)
+    program = "def f(count): return 'x' * count"
+    tests = [Test(function="f", arguments=[count]) for count in (998, 3000)]  # quotes are two bytes
+    fits, exceeds = await sandbox.run(program, tests, limits=limits)
+    assert (fits.end, fits.value) == ("exited", "x" * 998)
+    assert (exceeds.end, exceeds.is_complete) == ("output_limit", False)
+    silent = attrs.evolve(LIMITS, output_bytes=0)
+    (checked,) = await sandbox.run("", [Test(check="pass")], limits=silent)
+    assert checked.is_complete
+
+
 async def test_a_check_runs_after_the_program_in_its_namespace(sandbox):
     outcomes = await sandbox.run(
         "def f(x): return x + 1\nif __name__ == '__main__': raise SystemExit(7)",
@@ -274,7 +286,9 @@ def test_a_process_that_ends_while_memory_is_counted_uses_none():
 
 
 def test_limits_out_of_bounds_are_named():
-    for name, value in (("cpu_s", 0), ("wall_s", 0), ("processes", 0), ("memory_bytes", 5), ("output_bytes", -1)):
+    below = (("cpu_s", 0), ("wall_s", 0), ("processes", 0), ("memory_bytes", 5), ("output_bytes", -1))
+    names = ("cpu_s", "address_space_bytes", "file_bytes", "disk_bytes", "files", "open_files")
+    for name, value in (*below, *((name, 10**30) for name in names)):
         with pytest.raises(ConfigError, match=f"{name}: got {value}; expected"):
             attrs.evolve(Limits(), **{name: value})
 

@@ -56,8 +56,8 @@ def convert(source: Path, target: Path, *, split: str) -> int:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether the value is text that is not empty and that UTF-8, and so Parquet, can encode."""
-    return isinstance(value, str) and bool(value) and value.encode("utf-8", "replace").decode() == value
+    """Whether the value is text that UTF-8, and so Parquet, can encode."""
+    return isinstance(value, str) and value.encode("utf-8", "replace").decode() == value
 
 
 def write_tiny_data(target: Path, *, split: str) -> None:

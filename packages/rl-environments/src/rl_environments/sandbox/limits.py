@@ -8,9 +8,11 @@ from typing import Any, Literal
 import attrs
 
 from rl_core.errors import RLError
-from rl_core.interfaces import above, at_least
+from rl_core.interfaces import above, at_least, between
 
 MEBIBYTE = 1 << 20
+_MOST = 1 << 50
+"""The kernel refuses or truncates limits that are much higher."""
 End = Literal[
     "exited", "signalled", "syntax_error", "cpu_limit", "wall_limit", "memory_limit", "output_limit", "disk_limit"
 ]
@@ -27,25 +29,25 @@ class Limits:
     """Limits of one test. The files and processes of a test are removed before the next test begins. `processes`,
     `disk_bytes` and `files` have no effect with the mechanism `none`."""
 
-    cpu_s: int = attrs.field(default=5, validator=at_least(1))
+    cpu_s: int = attrs.field(default=5, validator=between(1, 10**9))
     """CPU time of each process in seconds."""
     wall_s: float = attrs.field(default=20.0, validator=above(0))
     """Wall-clock time of the test in seconds. Keep it well above `cpu_s`, so that a test that only computes does not
     fail on a busy machine."""
-    address_space_bytes: int = attrs.field(default=512 * MEBIBYTE, validator=at_least(64 * MEBIBYTE))
+    address_space_bytes: int = attrs.field(default=512 * MEBIBYTE, validator=between(64 * MEBIBYTE, _MOST))
     """Address space of each process; exceeding it raises a MemoryError."""
     memory_bytes: int = attrs.field(default=768 * MEBIBYTE, validator=at_least(32 * MEBIBYTE))
     """Memory of all processes together, shared pages counted once; exceeding it ends the test. Checked every 20 ms or
     less often, so a fast allocation may exceed it for a moment."""
-    processes: int = attrs.field(default=16, validator=at_least(1))
+    processes: int = attrs.field(default=16, validator=between(1, _MOST))
     """Maximum number of processes and threads at a time."""
-    file_bytes: int = attrs.field(default=16 * MEBIBYTE, validator=at_least(0))
+    file_bytes: int = attrs.field(default=16 * MEBIBYTE, validator=between(0, _MOST))
     """Maximum size of one file; exceeding it raises an OSError (EFBIG)."""
-    disk_bytes: int = attrs.field(default=64 * MEBIBYTE, validator=at_least(4096))
+    disk_bytes: int = attrs.field(default=64 * MEBIBYTE, validator=between(4096, _MOST))
     """Maximum total size of the files, which are kept in memory; exceeding it raises an OSError (ENOSPC)."""
-    files: int = attrs.field(default=1000, validator=at_least(1))
+    files: int = attrs.field(default=1000, validator=between(1, _MOST))
     """Maximum number of files and directories; exceeding it ends the test or raises an OSError (ENOSPC)."""
-    open_files: int = attrs.field(default=64, validator=at_least(16))
+    open_files: int = attrs.field(default=64, validator=between(16, _MOST))
     """Maximum number of open files of each process."""
     output_bytes: int = attrs.field(default=256 * 1024, validator=at_least(0))
     """Maximum size of stdout, of stderr and of a function's result as JSON, separately; exceeding it ends the test, and
