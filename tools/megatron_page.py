@@ -100,7 +100,7 @@ _REFUSED = """\
 ## What is refused
 
 Settings are refused before any rank loads a model, and wrong routes when a batch arrives. The message names the key and
-the numbers. If parallel sizes do not fit, it also names the nearest mesh that works:
+the numbers and, if parallel sizes do not fit, the nearest mesh that works. Refused are:
 
 - parallel sizes whose product does not divide the number of ranks, or that do not divide the layers, attention heads,
   key/value heads, feed-forward units, experts or their units; empty chunks; a token budget smaller than the longest
@@ -108,8 +108,10 @@ the numbers. If parallel sizes do not fit, it also names the nearest mesh that w
 - `expert_tensor_parallel_size` other than `tensor_model_parallel_size` without expert parallelism: Megatron-Core 0.16.1
   sums the experts' gradients over the wrong ranks
 - `sequence_parallel=false` with tensor parallelism: gradients of some norms are summed twice
-- two pipeline stages combined with virtual stages and batched sends, or with layer counts for both the first and the
-  last stage
+- two pipeline stages with virtual stages, if sends are batched or do not overlap, or if both stages have layer counts
+- the dispatcher `allgather` with pipeline stages; options whose kernels (Transformer Engine, Apex, DeepEP) are not
+  installed
+- adapters on latent attention's query, key and value projections, and on experts that are split or in grouped products
 - `seq_aux_loss` with tensor parallelism (its gradients differ from a single rank's) or with packed sequences (it treats
   a micro-batch as one sequence)
 - router replay with a fused router, with a capacity factor, or on a model without experts; routes that arrive without
