@@ -123,3 +123,8 @@ def test_the_excerpt_of_a_long_log_begins_with_the_last_starts_errors(tmp_path: 
     log.write_text("one line")
     assert log_excerpt(log) == "one line"
     assert "cannot be read" in log_excerpt(tmp_path / "none")
+
+
+def test_the_error_of_engines_that_find_no_room_on_cpus_does_not_advise_to_share_gpus(ray_for_servers: None):
+    with pytest.raises(DeadlineError, match=r"engine 0: waited 1 s for 6250 CPU, 0 GPU; .*num_engines$"):
+        asyncio.run(reserve_places(1, 100_000, shares_devices=False, timeout_s=1))

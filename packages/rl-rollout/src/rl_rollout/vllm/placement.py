@@ -139,10 +139,12 @@ async def _reserve(index: int, num_ranks: int, *, shares_devices: bool, timeout_
     bundles = _bundles(num_ranks, num_gpus, max(gpus_of_nodes.values()), shared)
     group = await reserved(bundles, "PACK", timeout_s)
     if group is None:
+        can_share = num_gpus and not shares_devices
+        sharing = ", or set trainer.placement.colocate_all=true to share GPUs" if can_share else ""
         raise DeadlineError(
             f"engine {index}: waited {timeout_s:g} s for {_described(bundles)}; free in Ray's cluster: "
             f"{_described([ray.available_resources()])}. Training or other jobs hold the rest; lower "
-            "generator.inference_engine.num_engines, or set trainer.placement.colocate_all=true to share GPUs"
+            f"generator.inference_engine.num_engines{sharing}"
         )
     return EnginePlace(group=group, num_gpus=num_gpus, shared=shared)
 
