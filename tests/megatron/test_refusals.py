@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import attrs
 import pytest
@@ -162,6 +163,19 @@ def test_the_suggested_mesh_is_accepted(spec_of):
     assert tried > 20
 
 
+def test_a_mesh_of_hundreds_of_ranks_is_suggested_without_trying_every_combination_of_divisors(spec_of):
+    sizes = dict.fromkeys((TP, PP, CP, EP, ETP), 7)
+    start_s = time.process_time()
+    assert "Nearest that works on 480 ranks" in refusal(spec_of(None, sizes), 480)
+    assert time.process_time() - start_s < 20, "trying all combinations takes over a minute"
+
+
+def test_an_uneven_split_of_layers_names_the_key_that_would_make_it_fit(spec_of):
+    message = refusal(spec_of(DENSE, {PP: 3}), 3)
+    assert re.search(f"Set {FIRST}=\\d", message)
+    assert "num_first" not in message
+
+
 @pytest.mark.parametrize(
     ("model", "world_size", "options", "passed", "complaint"),
     [
@@ -212,6 +226,7 @@ def test_the_suggested_mesh_is_accepted(spec_of):
         (MOE, 1, {}, {"moe_permute_fusion": True}, "needs Transformer Engine"),
         (MOE, 1, {}, {"num_layers": 2}, "the model's configuration sets it"),
         (MOE, 1, {}, {"bf16": True}, "set trainer.bf16"),
+        (MOE, 1, {}, {"variable_seq_lengths": True}, "the numbers of stages and chunks determine it; leave it out"),
         ({**MOE, "norm_topk_prob": False}, 1, {}, {"moe_router_pre_softmax": False}, "normalise scores before"),
         (MOE, 1, {}, {"moe_router_pre_softmax": True}, "got true, but the model's routers normalise scores after"),
     ],

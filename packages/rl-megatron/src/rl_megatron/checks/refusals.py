@@ -7,7 +7,6 @@ passes all of these checks. Imports no torch.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -87,6 +86,11 @@ class Setup:
         )
 
 
+_PRODUCTS = (
+    ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size"),
+)
+"""Sizes whose product must divide the number of ranks: of dense layers and of expert layers."""
 _END_COUNTS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 Check = Callable[[Setup], "str | None"]
 """Returns `key: what is wrong`, or None."""
@@ -160,17 +164,26 @@ def nearest_mesh(setup: Setup) -> str:
 
 
 def _meshes(setup: Setup, names: list[str]) -> Iterator[Setup]:
-    """Yields a setup for every combination of sizes that divide the number of ranks, on the axes in use, with and
-    without virtual stages and layer counts."""
+    """Yields a setup for every combination of sizes whose products divide the number of ranks, on the axes in use, with
+    and without virtual stages and layer counts."""
     divisors = [n for n in range(1, setup.world_size + 1) if setup.world_size % n == 0]
     virtual = "virtual_pipeline_model_parallel_size"
-    choices = [(setup.size(name), 1) if name == virtual else divisors for name in names]
+    fitting: list[dict[str, int]] = [{}]
+    for name in names:
+        choices = (setup.size(name), 1) if name == virtual else divisors
+        larger = ({**sizes, name: size} for sizes in fitting for size in choices)
+        # All combinations of the divisors would be millions on hundreds of ranks.
+        fitting = [sizes for sizes in larger if _products_divide(sizes, setup.world_size)]
     even = dict.fromkeys(_END_COUNTS)
-    for sizes in itertools.product(*choices):
-        chosen = {**setup.fields, **dict(zip(names, sizes, strict=True))}
+    for sizes in fitting:
+        chosen = {**setup.fields, **sizes}
         yield attrs.evolve(setup, fields=chosen)
         if any(setup.fields.get(name) is not None for name in _END_COUNTS):
             yield attrs.evolve(setup, fields={**chosen, **even})
+
+
+def _products_divide(sizes: Mapping[str, int], world_size: int) -> bool:
+    return all(world_size % math.prod(sizes.get(name, 1) for name in names) == 0 for names in _PRODUCTS)
 
 
 def _distance(setup: Setup, candidate: Setup, names: list[str]) -> tuple[float, bool, int]:
@@ -195,9 +208,7 @@ def _sizes_are_positive(setup: Setup) -> str | None:
 
 
 def _ranks_divide(setup: Setup) -> str | None:
-    dense = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
-    for names in (dense, experts):
+    for names in _PRODUCTS:
         sizes = {name: setup.size(name) for name in names if setup.size(name) > 1}
         if setup.world_size % math.prod(sizes.values()):
             product = " × ".join(f"{name} {size}" for name, size in sizes.items())
@@ -220,7 +231,8 @@ def _layers_split(setup: Setup) -> str | None:
     try:
         chunks = setup.chunks(num_layers)
     except ConfigError as error:
-        return f"{setup.key('pipeline_model_parallel_size')}: the model's {num_layers} layers: {error}".rstrip(".")
+        said = str(error).replace("num_first", _END_COUNTS[0]).replace("num_last", _END_COUNTS[1]).rstrip(".")
+        return f"{setup.key('pipeline_model_parallel_size')}: the model's {num_layers} layers: {said}"
     counts_ends = any(setup.fields.get(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
     for index, chunk in enumerate(chunks):
         if chunk.num_layers == 0 and not (counts_ends and index in (0, len(chunks) - 1)):
@@ -373,7 +385,6 @@ _OF_THE_TRAINER = {
     "params_dtype": "trainer.bf16",
     "pipeline_dtype": "trainer.bf16",
     "autocast_dtype": "trainer.bf16",
-    "variable_seq_lengths": "trainer.use_sample_packing",
 }
 _TRANSFORMER_ENGINE_FIELDS = (
     "apply_rope_fusion",
@@ -428,6 +439,8 @@ def _fields_set_elsewhere(setup: Setup) -> str | None:
             return f"{setup.key(name)}: the model's configuration sets it; leave it out, or choose another model"
         if name in _OF_THE_TRAINER:
             return f"{setup.key(name)}: leave it out and set {_OF_THE_TRAINER[name]}"
+        if name == "variable_seq_lengths":
+            return f"{setup.key(name)}: the numbers of stages and chunks determine it; leave it out"
     return None
 
 
