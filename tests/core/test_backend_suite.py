@@ -21,6 +21,7 @@ from rl_core.testing.backend import BackendConformance, Variant, checks, expecte
 from rl_core.testing.bfloat16 import Bfloat16Worker
 from rl_core.testing.cases import LIMITS, KeptRanks
 from rl_core.testing.parity import DIRECTORY_VARIABLE
+from rl_core.testing.tensors import multiple_of
 from tests import forked_proofs
 from tests.core import plain_backend as plain
 from tests.core.plain_backend import NoOptions, OffloadableWorker, PlainBackend, PlainWorker, RoutedWorker
@@ -484,6 +485,11 @@ def test_gradients_that_are_divided_are_called_a_multiple_of_the_expected_ones(t
     with pytest.raises(AssertionError, match=r"gradient of .* differs") as raised:
         run_check(LooksIntoTheNextSequence, ONE, check, tmp_path / "wrong")
     assert "times the expected" not in str(raised.value)
+
+
+def test_one_wrong_gradient_among_many_is_not_called_a_multiple():
+    expected = {"large": torch.ones(100), "small": torch.tensor([0.1])}
+    assert not multiple_of(expected, {**expected, "small": torch.tensor([0.101])})
 
 
 def test_a_step_whose_gradient_is_not_scaled_is_reported_with_both_norms(tmp_path: Path):
