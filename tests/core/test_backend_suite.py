@@ -499,6 +499,15 @@ def test_a_step_whose_gradient_is_not_scaled_is_reported_with_both_norms(tmp_pat
         run_check(with_update(gradient_scale=1.0), ONE, OTHERWISE, tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"text"])
+def test_a_damaged_state_of_the_reference_worker_is_a_checkpoint_error(content: bytes, tmp_path: Path):
+    suite = suite_of(PlainWorker)
+    with open_case(suite.backend, suite.options, ONE, tmp_path) as case:
+        (tmp_path / "state.pt").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"state\.pt: missing or damaged"):
+            case.reference.load_state(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["backend", "environments", "generators", "inference", "transports"])
 def test_a_failed_assertion_of_a_suite_shows_its_values(name: str):
     assert isinstance(import_module(f"rl_core.testing.{name}").__loader__, AssertionRewritingHook)

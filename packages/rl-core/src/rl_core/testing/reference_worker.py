@@ -162,8 +162,8 @@ class ReferenceWorker:
         """Restores the state that `save_state` wrote. Raises CheckpointError if the file cannot be read."""
         try:
             state = torch.load(directory / "state.pt", weights_only=True)
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{directory / 'state.pt'}: missing or incomplete ({error})") from error
+        except Exception as error:  # torch's reader of a damaged file may raise anything
+            raise CheckpointError(f"{directory / 'state.pt'}: missing or damaged ({error})") from error
         self.model.load_state_dict(state["model"])
         self.steps_done = state["steps_done"]
         if self.optimizer is not None:
