@@ -194,7 +194,7 @@ def test_an_uneven_split_of_layers_names_the_key_that_would_make_it_fit(spec_of)
         (DENSE, 1, {}, {"gradient_accumulation_fusion": True}, "needs Apex's kernel fused_weight_gradient_mlp_cuda"),
         (MOE, 1, {}, {"moe_router_force_load_balancing": True}, "routes randomly"),
         (DENSE, 2, {TP: 2}, {"perform_initialization": False}, "leaves out all tensor ranks but the first"),
-        (DENSE, 1, {}, {"enable_autocast": True}, "compute in float16 whatever trainer.bf16 says"),
+        (DENSE, 1, {}, {"enable_autocast": True}, "it would replace chosen dtypes, such as moe_router_dtype"),
         (DENSE, 1, {}, {"attention_backend": "local"}, "got 'local'; expected one of auto, flash, fused, unfused"),
         (DENSE, 1, {}, {"attention_backend": "flash"}, "kernels of Transformer Engine"),
         (
@@ -223,7 +223,7 @@ def test_an_uneven_split_of_layers_names_the_key_that_would_make_it_fit(spec_of)
         ),
         (MOE, 2, {PP: 2, "moe_token_dispatcher_type": "allgather"}, {}, "use alltoall"),
         (MOE, 1, {"moe_token_dispatcher_type": "flex"}, {}, "needs DeepEP"),
-        (MOE, 1, {}, {"moe_permute_fusion": True}, "needs Transformer Engine"),
+        (MOE, 1, {}, {"moe_permute_fusion": True}, "only with Transformer Engine"),
         (MOE, 1, {}, {"num_layers": 2}, "the model's configuration sets it"),
         (MOE, 1, {}, {"bf16": True}, "set trainer.bf16"),
         (MOE, 1, {}, {"variable_seq_lengths": True}, "the numbers of stages and chunks determine it; leave it out"),
@@ -242,9 +242,9 @@ def test_settings_that_cannot_work_are_refused_whichever_section_set_them(
     [
         ("optimizer_cpu_offload", True, "expected False: .* use trainer.strategy=fsdp with fsdp_config.cpu_offload"),
         ("use_precision_aware_optimizer", True, "expected False: .* split the optimizer's state over more"),
-        ("optimizer_offload_fraction", 1.0, "got 1.0, but nothing here reads it; leave it out"),
-        ("decoupled_lr", 1e-3, "nothing here reads it; leave it out"),
-        ("exp_avg_dtype", "bf16", "nothing here reads it; leave it out"),
+        ("optimizer_offload_fraction", 1.0, "got 1.0, but this field cannot be set here; leave it out"),
+        ("decoupled_lr", 1e-3, "cannot be set here; leave it out"),
+        ("exp_avg_dtype", "bf16", "cannot be set here; leave it out"),
         ("lr", 1e-3, "set trainer.policy.optimizer_config.lr instead"),
     ],
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class MegatronBackend:
-    """Trains the causal language models that Megatron-Bridge converts, and critics built from them."""
+    """Trains causal language models that Megatron-Bridge converts, and critics built from them."""
 
     name: str = "megatron"
     contract_version: int = 3
@@ -101,8 +101,8 @@ class MegatronBackend:
         return None
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """See `ModelProving`. If Transformer Engine is installed, sequences are not packed, because its attention
-        cannot pack float32."""
+        """See `ModelProving`. If Transformer Engine is installed, sequences are not packed, so that its attention is
+        checked: it cannot pack float32."""
         from rl_megatron.rank.worker import MegatronWorker
 
         is_packed = find_spec("transformer_engine") is None
@@ -111,8 +111,8 @@ class MegatronBackend:
 
 
 def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
-    """Checks that Megatron computes the model as transformers does. Only rank 0 runs this check, because the other
-    ranks' machines may lack the model. Raises ConfigError if the check fails or cannot run."""
+    """Checks that Megatron computes the model as transformers does. Raises ConfigError if the check fails or cannot
+    run."""
     if (reason := require_proof(backend, spec)) is not None:
         raise ConfigError(
             f"{SECTIONS[spec.role]}.model.path: it is not proved that Megatron computes this model correctly: {reason}"

@@ -70,7 +70,7 @@ class MegatronOptions:
     moe_router_enable_expert_bias: bool | None = None
     """Add a bias per expert when experts are chosen; None: as in the model's architecture."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
-    """Dtype in which routing probabilities are computed; None: the model's dtype."""
+    """Dtype of the router's logits and probabilities; None: the model's dtype (DeepSeek: `fp32`)."""
     moe_enable_routing_replay: bool = False
     """Mixture-of-Experts policy: route tokens to recorded experts in training and recomputation, and in scoring unless
     scoring records them."""
@@ -88,7 +88,7 @@ class MegatronOptions:
     transformer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Further fields of Megatron's `TransformerConfig` (or `MLATransformerConfig`)."""
     optimizer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
-    """Fields of Megatron's `OptimizerConfig`."""
+    """Fields of Megatron's `OptimizerConfig`; only values that training uses anyway are accepted."""
     empty_cuda_cache: bool = True
     """Release cached memory to the driver when the model is offloaded."""
 
@@ -160,7 +160,7 @@ _WITHOUT_EFFECT_ON_LOGPROBS = frozenset(
     }
 )
 """Further fields of `TransformerConfig` that do not change the log-probs of a batch without recorded routes: they
-determine where or when something is computed, add to the loss, or replay routes."""
+determine where, when or with which kernel something is computed, add to the loss, or replay routes."""
 
 
 def one_rank_options(options: MegatronOptions) -> MegatronOptions:

@@ -19,15 +19,15 @@ _BYTES_OF_LOGITS = 3 * 4
 def plan_ranks(
     spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
 ) -> tuple[RankPlan, ...]:
-    """Returns one entry per rank, as `rl_core.interfaces.Planner` requires. Raises ConfigError if the model is not a
-    local directory, has adapters, or is refused."""
+    """Returns one entry per rank, as `rl_core.interfaces.Planner` requires. Raises ConfigError if the model's
+    configuration is not on this machine, or if the model has adapters or is refused."""
     setup = setup_of(spec, world_size)
     refuse_setup(setup)
     section = SECTIONS[spec.role]
     if setup.shape is None:
         raise ConfigError(
-            f"{section}.model.path: {spec.model.path} is not a local model directory, so its sizes are unknown; set a "
-            "directory, or let the recipe create the model first"
+            f"{section}.model.path: {spec.model.path} is not on this machine, so its sizes are unknown; set a "
+            "directory, download the model, or let the recipe create it first"
         )
     if spec.model.lora.rank > 0:
         raise ConfigError(f"{section}.model.lora.rank: the plan does not cover adapters; set it to 0 to plan the model")

@@ -44,7 +44,8 @@ __all__ = [
 ]
 
 if "pytest" in sys.modules:
-    # pytest shows the values in a failed assertion only of registered modules. Ranks run without pytest.
+    # pytest shows the values in a failed assertion only of registered modules. Other processes may import this package
+    # without pytest.
     sys.modules["pytest"].register_assert_rewrite(*_MODULES.values())
 
 

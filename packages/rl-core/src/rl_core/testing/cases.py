@@ -172,7 +172,7 @@ def open_case(
     timeout_s: float = 240.0,
     kept: KeptRanks | None = None,
 ) -> Iterator[Case]:
-    """Creates batch and reference of a variant. When the context exits, the case's ranks end.
+    """Creates batch and reference of a variant. When the context exits, the case's ranks end, unless `kept` has them.
 
     Args:
         backend: the backend under test.

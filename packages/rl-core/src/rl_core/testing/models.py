@@ -69,7 +69,7 @@ def make_checkpoint(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Writes a model of two layers with random weights, and its tokenizer. Returns `directory`.
+    """Writes a tiny model with random weights, and its tokenizer. Returns `directory`.
 
     Args:
         directory: the checkpoint's directory; created if missing.

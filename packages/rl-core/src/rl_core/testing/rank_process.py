@@ -64,7 +64,7 @@ class Setting:
     timeout_s: float
     """Longest wait for the answer to one call."""
     hides_gpus: bool
-    """Whether all ranks run on the CPU, because the machine has fewer GPUs than the group has ranks."""
+    """Whether GPUs are hidden, so that all ranks run on the CPU, because there are fewer GPUs than ranks."""
 
     def stack_file(self, rank: int) -> Path:
         """The file to which a hanging rank writes its stack."""

@@ -1,8 +1,9 @@
-"""Refuses, before any process starts, what Megatron-Core 0.16.1 cannot run or computes wrongly.
+"""Refuses what Megatron-Core 0.16.1 or this package cannot run or computes wrongly, if possible before any process
+starts.
 
 Every check is a function of the resolved values, whichever section set them, and returns an error message or None.
 Checks in `_MESH_CHECKS` find parallel sizes that do not fit together; their messages end with the nearest mesh that
-passes all of these checks. Imports no torch.
+passes all of these checks, if there is one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ Check = Callable[[Setup], "str | None"]
 
 
 def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
-    """Returns the setup that `spec` describes. Raises ConfigError for an unknown field or layer, a refused model, or
-    `gradient_checkpointing="selective"`.
+    """Returns the setup that `spec` describes. Raises ConfigError for an unknown field or layer, an unreadable or
+    refused model, or `gradient_checkpointing="selective"`.
 
     Args:
         spec: which model to load and how to train it.
@@ -345,7 +346,7 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "fp8": (None, "log-probs would depend on the micro-batches"),
     "fp4": (None, "log-probs would depend on the micro-batches"),
     "test_mode": (False, "it changes what is computed"),
-    "enable_autocast": (False, "it would compute in float16 whatever trainer.bf16 says"),
+    "enable_autocast": (False, "it would replace chosen dtypes, such as moe_router_dtype"),
     "perform_initialization": (True, "without it the gradient norm leaves out all tensor ranks but the first"),
     "softmax_type": (
         "vanilla",
@@ -395,7 +396,7 @@ _TRANSFORMER_ENGINE_FIELDS = (
     "use_te_activation_func",
     "use_te_rng_tracker",
 )
-"""Fields that switch on kernels of Transformer Engine, or features that need a CUDA device."""
+"""Fields that can be used only with Transformer Engine."""
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused")
 """Values of `attention_backend` that can be used: names of Megatron's `AttnBackend`."""
 GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
@@ -448,8 +449,8 @@ def _transformer_engine(setup: Setup) -> str | None:
     for name in _TRANSFORMER_ENGINE_FIELDS:
         if setup.fields.get(name) and find_spec("transformer_engine") is None:
             return (
-                f"{setup.key(name)}: needs Transformer Engine, which is not installed here (docs/install_gpu.md); "
-                "leave it out"
+                f"{setup.key(name)}: can be used only with Transformer Engine, which is not installed here "
+                "(docs/install_gpu.md); leave it out"
             )
     return None
 

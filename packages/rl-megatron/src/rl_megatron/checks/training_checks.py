@@ -60,7 +60,7 @@ def _require_sums(options: MegatronOptions, where: str) -> None:
 
 
 def _require_optimizer_fields(options: MegatronOptions, where: str, section: str) -> None:
-    """Refuses fields that have no effect, or whose value differs from the one that training uses."""
+    """Refuses every field, except those in `_FIXED` with the value that training uses."""
     for name, value in optimizer_fields(options, where).items():
         key = f"{where}.optimizer_config_kwargs.{name}"
         if name in _CHOSEN_ELSEWHERE:
@@ -68,4 +68,4 @@ def _require_optimizer_fields(options: MegatronOptions, where: str, section: str
         if name in _FIXED and value != _FIXED[name][0]:
             raise ConfigError(f"{key}: got {value!r}, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}")
         if name not in _FIXED:
-            raise ConfigError(f"{key}: got {value!r}, but nothing here reads it; leave it out")
+            raise ConfigError(f"{key}: got {value!r}, but this field cannot be set here; leave it out")

@@ -85,7 +85,7 @@ class Segments(PackedSeqParams):
     boundaries: np.ndarray | None = None
     """int64 [segments + 1], boundaries of the whole micro-batch, before context ranks split it."""
     plan: AttentionPlan | None = None
-    """Created by the first attention layer of a forward pass."""
+    """Created when an attention layer first needs it."""
 
     @classmethod
     def of(cls, boundaries: np.ndarray, device: torch.device) -> Segments:

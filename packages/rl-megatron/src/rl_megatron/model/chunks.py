@@ -109,8 +109,8 @@ def _fill(bridge: Any, spec: WorkerSpec, models: list[Any]) -> list[Any]:
 
 
 def _exclude_padding_token(chunks: list[Any], pad_token_id: int | None) -> None:
-    """Keeps the padding token's input embedding untrained, as in transformers (`padding_idx`). The embedding is zero,
-    so the norm after it would multiply its gradient by a thousand."""
+    """Keeps the padding token's input embedding untrained, as in transformers (`padding_idx`). If the embedding is
+    zero, the norm after it would multiply its gradient by a thousand."""
     for model in unwrap_model(chunks):
         if pad_token_id is not None and model.pre_process:
             embedding = model.embedding.word_embeddings
@@ -196,7 +196,8 @@ def _pipeline_fields(place: Place) -> dict[str, Any]:
 
 
 def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool) -> None:
-    """Reads this rank's shards from the checkpoint. Raises ConfigError for a weight that the checkpoint lacks."""
+    """Reads this rank's shards from the checkpoint. Raises ConfigError for a weight that the checkpoint lacks, or a
+    vocabulary of another size than in config.json."""
     converter, source = bridge._model_bridge, bridge.hf_pretrained
     tasks = converter.build_conversion_tasks(source, chunks)
     for task in tasks:

@@ -52,7 +52,7 @@ class WeightExport:
         """Yields the adapters' whole tensors under peft's names, one at a time, on every rank. All ranks must drain the
         iterator together.
 
-        The adapter of a fused matrix is exported as one adapter per part; all parts have the same A.
+        The adapter of a fused matrix (`lora_type=lora`) is exported as one adapter per part; all parts have the same A.
         """
         self._make_plan()
         for name, tensor in self._converter.stream_adapter_weights_megatron_to_hf(

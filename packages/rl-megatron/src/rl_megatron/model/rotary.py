@@ -1,4 +1,4 @@
-"""Takes rotary frequencies from transformers, for every kind of scaling.
+"""Takes rotary frequencies from transformers, for every kind of scaling that does not depend on the sequence length.
 
 Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute different frequencies for yarn, support llama3 only with Llama
 3's own numbers, and ignore all other scalings. Here transformers computes the frequencies from the model's

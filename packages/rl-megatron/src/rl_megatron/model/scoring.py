@@ -84,5 +84,5 @@ def _return_hidden_states(model: Any) -> None:
 
 
 def zero_of(hidden_BSH: Tensor) -> Tensor:
-    """Returns the loss of a micro-batch without sequences: 0, with a gradient of zeros."""
+    """Returns a loss of 0 with a gradient of zeros, for a micro-batch without sequences or without a loss."""
     return torch.zeros_like(hidden_BSH).mul(hidden_BSH).sum()

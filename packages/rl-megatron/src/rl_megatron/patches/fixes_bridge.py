@@ -1,4 +1,4 @@
-"""Fixes for bugs of Megatron-Bridge 0.3.1 that occur if Transformer Engine is not installed.
+"""Fixes for bugs of Megatron-Bridge 0.3.1 that occur with gloo, or with experts that are not grouped (local experts).
 tests/megatron/test_needed.py leaves out each fix except `fix_expert_mappings`, and expects the fault. Remove a fix when
 its bug is gone."""
 

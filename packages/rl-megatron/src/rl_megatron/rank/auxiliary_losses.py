@@ -4,7 +4,7 @@ and reports them.
 An auxiliary loss is a statistic of a micro-batch, so it depends on how a mini-batch is split into micro-batches.
 Megatron multiplies the loss of each micro-batch by its number of tokens and expects a later division by the number of
 all tokens. There is no later division here, so `weighted` divides at once: the gradient is that of Σ (tokens · loss)
-over the micro-batches, divided by the number of tokens of the mini-batch.
+over the micro-batches, divided by the number of tokens of the call of `forward_backward`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AuxiliaryLosses:
         """Within the context, gradients of these losses are divided by the number of tokens on all data-parallel ranks.
 
         Args:
-            num_tokens: number of tokens in this rank's part of the mini-batch.
+            num_tokens: number of tokens in this rank's part of the call's batch.
         """
         if not self._is_on:
             yield

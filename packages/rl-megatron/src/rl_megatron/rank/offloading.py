@@ -1,5 +1,4 @@
-"""Offloads Megatron's buffers and optimizer state: frees their storage on the accelerator and keeps the tensor
-objects."""
+"""Offloads tensors to CPU memory: frees their storage on the accelerator and keeps the tensor objects."""
 
 from __future__ import annotations
 

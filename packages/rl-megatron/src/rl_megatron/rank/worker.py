@@ -137,8 +137,8 @@ class MegatronWorker:
     ) -> dict[str, Any]:
         """Adds the gradient of `loss` to the accumulated gradients; returns metrics and the scores named in `returns`.
 
-        Only tokens in the loss mask are scored, because no loss reads the others; their scores are 0. All pipeline
-        stages but the last return an empty dict.
+        Only tokens in the loss mask are scored, because no loss reads the others; their scores are 0. Ranks
+        without sequences, and pipeline stages other than the last, return an empty dict.
         """
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         self.routing.require(batch)
@@ -180,8 +180,8 @@ class MegatronWorker:
         """Returns the accumulated gradients, summed over all ranks, in float32 on the CPU, under Hugging Face names;
         zeros for parameters that are not trained.
 
-        If the model has adapters, returns only their gradients, under peft's names, and those of a critic's head. Parts
-        of a fused matrix share A, and each part is given its whole gradient.
+        If the model has adapters, returns only their gradients, under peft's names, and those of a critic's head. With
+        `lora_type=lora`, parts of a fused matrix share A, and each part is given its whole gradient.
         """
         optimizer = require_optimizer(self.optimizer, self.spec, "gradients")
         of_gradients = WeightExport(self.bridge, self.chunks)  # `self.export` caches the weights' dtype
