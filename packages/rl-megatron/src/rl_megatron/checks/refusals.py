@@ -345,7 +345,7 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "fp16": (False, "there is no loss scaling here; use trainer.bf16"),
     "fp8": (None, "log-probs would depend on the micro-batches"),
     "fp4": (None, "log-probs would depend on the micro-batches"),
-    "test_mode": (False, "it changes what is computed"),
+    "test_mode": (False, "its check of query and key norms fails for RMS norms, which have no bias"),
     "enable_autocast": (False, "it would replace chosen dtypes, such as moe_router_dtype"),
     "perform_initialization": (True, "without it the gradient norm leaves out all tensor ranks but the first"),
     "softmax_type": (
