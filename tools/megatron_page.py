@@ -84,7 +84,7 @@ _COMPARED = {
 }
 _MODEL_RULES = """\
 
-This package corrects what Megatron or Bridge computes wrongly for them: rotary frequencies of every scaling (from
+This package corrects what Megatron or Bridge computes wrongly for them: rotary frequencies of scalings (from
 transformers' own functions), the score of a group of experts, the eps of latent norms, when Qwen3-MoE's routers
 normalise. Not supported, and detected by the check: frequencies that depend on the length of the sequence (`dynamic`,
 `longrope`), partial rotary embeddings, sliding windows, biases that a type does not have by default, models whose
