@@ -123,6 +123,8 @@ def test_a_script_of_skyrl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch
     unread = CliRunner().invoke(import_config, [str(file), "--output", str(output.with_suffix(".txt"))])
     assert "expected a name that ends in .yaml" in str(unread.exception)
     assert not output.with_suffix(".txt").exists()
+    unwritable = CliRunner().invoke(import_config, [str(file), "--output", str(file / "run.yaml")])
+    assert "run.yaml cannot be written: File exists. Choose another file" in str(unwritable.exception)
 
 
 @pytest.mark.parametrize(("operator", "epochs"), [(":=", 4), ("=", None)])

@@ -81,5 +81,5 @@ if __name__ == "__main__":
         raise SystemExit("usage: python -m rl_examples.smollm2_model DIRECTORY")
     try:
         write_smollm2(Path(sys.argv[1]))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:  # an OSError names the file that cannot be written
         raise SystemExit(f"error: {error}") from error

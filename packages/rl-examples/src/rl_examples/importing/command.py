@@ -32,8 +32,11 @@ def import_config(file: Path, output: Path | None) -> int:
     if output is None:
         click.echo(translation.as_yaml(), nl=False)
     else:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(translation.as_yaml(), encoding="utf-8")
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(translation.as_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"--output: {output} cannot be written: {error.strerror}. Choose another file") from error
     for remark in translation.changed:
         click.echo(f"changed          {remark}", err=True)
     for default in translation.added:
