@@ -273,7 +273,9 @@ def test_experts_in_stacked_tensors_are_refused_by_name(tmp_path: Path):
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("w_proj",), r"target_modules: \('w_proj',\)"),
+        (("w_proj",), r"target_modules: no layer of Qwen3ForCausalLM is called w_proj; its linear layers are "),
+        (("q_proj", "qkv_proj"), r"no layer of Qwen3ForCausalLM is called qkv_proj; .* q_proj, up_proj, v_proj$"),
+        ("w_.*", r"target_modules: 'w_\.\*': .*"),
         ("*_proj", r"target_modules: '\*_proj': nothing to repeat"),
         (("q_proj", "lm_head"), "output layer cannot have adapters"),
         (("q_proj", "embed_tokens"), "embed_tokens is a Embedding; only linear layers"),

@@ -47,11 +47,12 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
         where: the configuration section, for messages.
 
     Raises:
-        ConfigError: no layer has a configured name, a named layer cannot have adapters, or a regular expression is
-            invalid.
+        ConfigError: no layer has one of the configured names, a named layer cannot have adapters, or a regular
+            expression is invalid.
     """
     import peft
 
+    _require_known_names(model, lora.target_modules, where)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -138,6 +139,19 @@ def _merged(layer: Any, weight: nn.Parameter) -> Tensor:
 def _names(names: str | tuple[str, ...]) -> str | list[str]:
     """The names in peft's form. A single string is `all-linear` or a regular expression, as in peft."""
     return names if isinstance(names, str) else list(names)
+
+
+def _require_known_names(model: PreTrainedModel, names: str | tuple[str, ...], where: str) -> None:
+    """Requires that a layer has each name of a list. peft ignores a name that no layer has if another one has a layer,
+    so that `q_proj` of a model with a single `qkv_proj` would have no adapter without a message."""
+    layers = dict(model.named_modules())
+    unknown = [] if isinstance(names, str) else [n for n in names if not any(f".{k}".endswith(f".{n}") for k in layers)]
+    if unknown:
+        linear = sorted({k.rpartition(".")[2] for k, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D)})
+        raise ConfigError(
+            f"{where}.model.lora.target_modules: no layer of {type(model).__name__} is called {', '.join(unknown)}; "
+            f"its linear layers are {', '.join(linear)}"
+        )
 
 
 def _require_linear_layers(model: PreTrainedModel, where: str) -> None:
