@@ -9,8 +9,8 @@ update, and A_t the advantage. Conventions of all losses in this package:
 - Positional parameters are columns of the batch, bound by name (see `objective`). Keyword-only parameters are settings.
   If `trainer.algorithm` has a key for a setting, the key has the same name.
 - Only scores of the current model carry gradient. Log-ratios of 16-bit log-probs are computed in float32.
-- A loss raises ShapeError if lengths or dtypes do not fit or if another column carries gradient, and ConfigError if a
-  setting is out of range.
+- A loss raises ShapeError if lengths differ, if the mask is not bool, or if a column other than the current model's
+  scores carries gradient. It raises ConfigError if a setting is out of range.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def cispo_loss(
         cispo_anchor: 'old' or 'rollout', the log-probs in the ratio's denominator.
 
     Returns:
-        Loss [T]; metrics as `ppo_clip_loss`.
+        Loss [T]; metrics ratio (ρ), clip_fraction (of the tokens whose ratio the clip changes) and approx_kl (the k3
+        estimate of KL(anchor ‖ current)).
     """
     require_between(0.0, 1.0, cispo_eps_clip_low=cispo_eps_clip_low)
     require_between(0.0, math.inf, cispo_eps_clip_high=cispo_eps_clip_high)
@@ -157,11 +158,12 @@ def sapo_loss(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> TokenLoss:
-    """The surrogate of PPO with a smooth gate in place of the hard clip. The gradient decreases as the ratio moves away
-    from 1 in either direction.
+    """The surrogate of PPO with a smooth gate in place of the hard clip. The gradient with respect to the ratio is
+    largest at 1 and decreases in both directions.
 
     loss_t = −A_t · σ(τ (r_t − 1)) · 4 / τ, with τ = tau_pos where A_t > 0, else tau_neg. At r_t = 1 the gradient is
-    the same as PPO's.
+    the same as PPO's. The gradient with respect to log-probs has the further factor r_t, so it is largest at a ratio
+    above 1 (2.1 for τ = 1).
     Source: Gao et al. 2025 (SAPO), arXiv 2511.20347, eq. 5 and 6.
 
     Args:
