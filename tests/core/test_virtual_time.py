@@ -1,4 +1,4 @@
-"""The clock of the loop's tests: timers fire in order, at their times, without real waiting."""
+"""Virtual time, the clock of the training loop's tests: timers fire in order, at their times, without real waiting."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Gets one call per turn with the time until the next timer: 0 if something is ready, None if no timer is set."""
+    """Advances the clock by `timeout` instead of waiting. The loop calls `select` once per turn; `timeout` is the time
+    until the next timer (a day at most), 0 if something is ready, None if nothing is ready and no timer is set."""
 
     def __init__(self, advance: Callable[[float], None], on_turn: Callable[[int], None]) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ computed nothing. Two ranks then start in 0.15 s; new interpreters would take 7 
 has changed. Ray is not needed (the extra `testing` does not contain it); that ranks work as Ray actors does not depend
 on the backend, so other tests check it.
 
-`WorkerGroup` makes the plan and the parts and adds up the metrics, as in a training run.
+As in a training run, `WorkerGroup` divides each batch among the ranks and into micro-batches, and adds up the metrics.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ ONE_MICRO_BATCH = MicroBatchLimits()
 _START_S = 240.0
 """Shortest deadline of a start, in which a rank imports modules and loads its model."""
 _SETTLE_S, _LONGEST_SETTLE_S = 3.0, 30.0
-"""Seconds without work after which another rank counts as silent once one has failed, and the longest wait for a rank
-that works. The others may fail as a consequence or find the same mistake."""
+"""After a rank has failed, others may still fail as a consequence or report the same mistake. So a call waits until
+none of them has worked for `_SETTLE_S` seconds, but at most `_LONGEST_SETTLE_S`. Ranks without an answer then count as
+silent."""
 _LOOK_S, _WORK_SHARE = 0.1, 0.1
-"""Seconds between two looks at whether a rank works, and the share of this time that some thread of a rank that works
-uses at least. A rank has dozens of gloo's threads, each of which polls a connection for a hundredth of the time."""
+"""Seconds between two checks whether a rank works. It does if one of its threads is busy for more than `_WORK_SHARE` of
+this time. A rank that only waits has dozens of gloo's threads, each of which is busy for about a hundredth of the time,
+because it polls a connection."""
 _END_S = 60.0
 """Longest wait for the exit code of a process that has closed its connection."""
 _STACK_S = 30.0
@@ -176,7 +178,7 @@ class ProcessRanks:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the ranks were closed, or a failed call left them out of step."""
+        """Whether the ranks were closed, or killed after a failed call (see `_error_of`)."""
         return self._ended is not None
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
