@@ -1,5 +1,5 @@
-"""Tables of verl's keys: those with a counterpart in this project, and those without effect here. The translation
-reports keys that are in neither table."""
+"""Tables of verl's keys: those with a counterpart in this project, and those without effect here. A key that is in
+neither table is listed as not translated; only `clip_ratio`, which sets two keys, is handled in `translation`."""
 
 from __future__ import annotations
 
@@ -172,8 +172,9 @@ for _name, _section in (("actor", "policy"), ("ref", "ref")):
     ):
         KEYS[f"actor_rollout_ref.{_name}.megatron.{_size}"] = Here(f"trainer.{_section}.megatron_config.{_size}")
 
-_LEAVES = "with trainer.placement.colocate_all, idle models and engines move to CPU memory"
-_SAMPLES = "samples.jsonl has trainer.num_logged_samples of each step and each evaluation"
+_LEAVES = "with trainer.placement.colocate_all, idle models move to CPU memory"
+_SAMPLES = "samples.jsonl has some samples of each step and each evaluation; trainer.num_logged_samples is their number"
+_REMOTE_CODE = f"only engines have this setting, as {_ENGINE}engine_init_kwargs.trust_remote_code"
 NO_EFFECT: dict[str, str] = {
     f"{_ACTOR}use_dynamic_bsz": "trainer.max_tokens_per_microbatch above 0 packs by tokens",
     f"{_ROLLOUT}log_prob_use_dynamic_bsz": "trainer.max_tokens_per_microbatch above 0 packs by tokens",
@@ -188,20 +189,20 @@ NO_EFFECT: dict[str, str] = {
     f"{_ACTOR}megatron.grad_offload": _LEAVES,
     f"{_ACTOR}fsdp_config.forward_prefetch": "torch's fully_shard prefetches by itself",
     f"{_ROLLOUT}calculate_log_probs": "log-probs of sampled tokens are always returned",
-    f"{_ROLLOUT}free_cache_engine": "an engine that shares its devices frees them while training runs",
+    f"{_ROLLOUT}free_cache_engine": "with trainer.placement.colocate_all, vLLM frees its GPUs while training runs",
     f"{_ROLLOUT}load_format": "engines load the model, and get the trainer's weights before they sample",
     f"{_ROLLOUT}mode": "requests are always asynchronous",
     f"{_ROLLOUT}layered_summon": "weights are gathered bucket by bucket",
     f"{_ROLLOUT}disable_log_stats": "every server has vLLM's metrics at /metrics",
     f"{_ROLLOUT}val_kwargs.do_sample": "a temperature above 0 samples",
     "actor_rollout_ref.hybrid_engine": "trainer.placement.colocate_all says whether devices are shared",
-    "actor_rollout_ref.model.trust_remote_code": "only model code of installed libraries is run",
-    "actor_rollout_ref.model.use_shm": "a model is read once",
+    "actor_rollout_ref.model.trust_remote_code": _REMOTE_CODE,
+    "actor_rollout_ref.model.use_shm": "model files are not copied to shared memory",
     "data.truncation": "prompts are never cut; data.on_long_prompt decides what happens to long ones",
     "data.trust_remote_code": "no code of a data set is run",
     "data.val_batch_size": "trainer.eval_batch_size limits the prompts that are evaluated at a time",
-    "data.reward_fn_key": "a row's env_class names its environment",
-    "data.return_raw_chat": "prompts are always kept as messages",
+    "data.reward_fn_key": "environment.env_class or a row's env_class names the environment",
+    "data.return_raw_chat": "prompts are always kept as they are in the row, as messages or text",
     "data.filter_overlong_prompts_workers": "prompt lengths are computed in one process",
     "reward_model.enable": "environments give rewards, and may ask a model",
     "reward_model.reward_manager": "an environment gives each episode's reward",
