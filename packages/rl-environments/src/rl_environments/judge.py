@@ -12,8 +12,9 @@ Options:   `url` (the API's address, `http://host:port/v1`, or `inference_engine
 Metrics:   `accuracy` (the reward), `judge_tries`
 
 If the judge does not answer, refuses, or gives no score, the sample fails and has no reward at all
-(docs/environments.md#failures): a reward of zero would penalise the policy for the judge's failure. The policy's text
-is shown to the judge as data, between random marks that the policy cannot reproduce.
+(docs/environments.md#failures): a reward of zero would penalise the policy for the judge's failure. The judge is shown
+the policy's text without its thinking. `INSTRUCTIONS` presents it as data, between random marks that the policy cannot
+reproduce.
 """
 
 from __future__ import annotations
@@ -225,8 +226,8 @@ def _said(message: Mapping[str, Any]) -> Any:
 
 
 def score_of(reply: str, highest: int) -> float:
-    """Returns the number after the last `Score:` in the reply; if the word is never followed by a colon, the number
-    after the last `score`. Raises GenerationError if there is none, or if it is not from 0 to `highest`."""
+    """Returns the number after the last `Score:` in the reply; if no `Score:` is followed by a number, the number after
+    the last `score`. Raises GenerationError if there is none, or if it is not from 0 to `highest`."""
     found = _WITH_COLON.findall(reply) or _WITHOUT_COLON.findall(reply)
     if not found or not 0 <= float(found[-1]) <= highest:
         raise GenerationError(f"the judge said {reply[-200:]!r}; expected `Score: n` with n from 0 to {highest}")
