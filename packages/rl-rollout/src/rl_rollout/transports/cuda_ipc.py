@@ -5,8 +5,8 @@ copied to host memory only to compute their checksums. A sync is not staged: eng
 most two buckets of a rank wait for engines at a time.
 
 vLLM's own IPC transfer uses the same handles, but it needs all names and shapes before the first tensor, needs a client
-of vLLM's server in the training rank, and does not report what arrived. So this transport sends the handles and the
-checksums in the sync's log, and uses vLLM only to load the weights.
+of vLLM's server in the training rank, and does not report what arrived. So this transport sends handles and checksums
+as messages through the sync's store (`transports.channel`), and uses vLLM only to load the weights.
 """
 
 from __future__ import annotations
