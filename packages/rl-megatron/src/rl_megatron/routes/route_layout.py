@@ -10,7 +10,7 @@ from rl_core.layout.slices import even_slice
 
 
 def router_order(index_BS: IntArray, rank: int, size: int) -> IntArray:
-    """Returns the tokens of a context rank that the routers of one tensor rank see, in the routers' order.
+    """Returns which of a context rank's tokens the routers of one tensor rank see, in the routers' order.
 
     Megatron interleaves rows (the first tokens of all rows, then all second tokens, …), and tensor ranks take
     contiguous parts of the result (sequence parallelism).
@@ -36,9 +36,10 @@ def deal_padding(
 
     Args:
         num_padding: P, number of padding tokens that one rank's routers see.
-        first: index at which the round-robin starts; different on each rank.
+        first: the round-robin starts as if this many padding tokens came before; different on each rank of a pipeline
+            stage, so that not all ranks start with the same experts.
         num_experts: number of experts of a layer.
-        expert_ranks: number of ranks that split the experts; each has consecutive experts.
+        expert_ranks: number of ranks that split the experts, a divisor of `num_experts`; each has consecutive experts.
         experts_per_token: K, number of experts that compute each token.
 
     Returns:
