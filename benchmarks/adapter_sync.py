@@ -1,9 +1,9 @@
 """Cost and precision of syncing a LoRA policy to a vLLM server, as merged weights or as the adapter alone.
 
-Both kinds of sync run on the same random model in bfloat16. Printed for each: the bytes of a sync, the seconds until
-the server serves the new weights (the fastest of several syncs), and the mean absolute difference between the server's
-log-probs and the trainer's. Adapters of several scales are measured; for each scale, the output shows how much the
-adapter changes the trainer's log-probs (mean absolute change).
+Both kinds of sync run on the same random model in bfloat16, each with adapters of several scales. Printed for each kind
+and scale: the bytes of a sync, the seconds until the server serves the new weights (the fastest of several syncs), how
+much the adapter changes the trainer's log-probs (mean absolute change from the zero adapter), and the mean absolute
+difference between the trainer's log-probs and the server's.
 
     python benchmarks/adapter_sync.py [--rank 16] [--hidden 512] [--layers 8] [--rounds 3]
 """
@@ -34,7 +34,7 @@ from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
 
 SCALES = (0.0, 0.01, 0.2)
-"""Scales of the random B matrices."""
+"""Scales of the random B matrices (see `set_adapter`). The first is 0, with which the others are compared."""
 
 
 def make_config(directory: Path, options: argparse.Namespace, *, merge: bool) -> Config:
@@ -69,7 +69,8 @@ async def servers_logprobs(client: RemoteInferenceClient, tokens: list[list[int]
 
 
 def set_adapter(policy: Any, scale: float) -> None:
-    """Fills the B matrices with random numbers of this scale; at 0 the adapter changes nothing."""
+    """Fills the B matrices with normal random numbers of standard deviation scale / √rank; at 0 the adapter changes
+    nothing."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in policy._ranks._host._worker.scorer.named_weights():
