@@ -45,9 +45,12 @@ def refused(check: Callable[[], object]) -> str:
             {"generator__eval_sampling_params__max_generate_length": 100},
             "generator.eval_sampling_params.max_generate_length: got 100, but .* set it to at most 63",
         ),
-        (
+        pytest.param(
             {"generator__inference_engine__weight_sync_backend": "cuda_ipc"},
             "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, but .*",
+            marks=pytest.mark.skipif(
+                os.environ.get("CUDA_VISIBLE_DEVICES", "") != "", reason="with GPUs, cuda_ipc is not refused"
+            ),
         ),
         (
             {"trainer__max_prompt_length": 1},
@@ -113,11 +116,9 @@ def refused(check: Callable[[], object]) -> str:
     ],
     ids=lambda value: next(iter(value)).removeprefix("trainer__") if isinstance(value, dict) else "",
 )
-@pytest.mark.skipif(os.environ.get("CUDA_VISIBLE_DEVICES", "") != "", reason="with GPUs, cuda_ipc is not refused")
 def test_the_dry_run_refuses_what_a_run_would_fail_on(
     overrides: dict[str, Any], message: str, small_run: BuildConfig, tmp_path: Path
 ):
-
     assert re.search(message, refused(lambda: preflight(small_run(tmp_path / "run", **overrides))))
     assert not (tmp_path / "run").exists()
 
