@@ -1,4 +1,6 @@
-"""Trackers and the files behind them: complete after a kill at any byte, and no duplicate step after a resume."""
+"""Trackers and the files that they write. A kill at any byte loses no complete row, and a resumed run records no step
+twice.
+"""
 
 from __future__ import annotations
 
@@ -198,8 +200,9 @@ def test_a_row_that_is_no_sample_is_named(tmp_path):
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    # TensorBoard reads files in the order of their names. Those of one second end in this process's count of files, and
-    # `10` would be read before `9`. A resumed run starts in a later second.
+    # TensorBoard reads event files in the order of their names, which contain the second of their creation and end in a
+    # counter of this process. Both files of this test may be from one second. `10` would then be read before `9`, so
+    # the counter starts at 0. A real resumed run starts in a later second.
     event_file_writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for first_step, steps, value in ((0, range(6), 0.1), (4, range(4, 8), 0.2)):
@@ -222,7 +225,7 @@ def test_dates_of_chat_messages_are_written_as_text(tmp_path):
 
 
 @pytest.mark.parametrize(("tracker", "package"), [(TensorBoardTracker, "tensorboard"), (WandbTracker, "wandb")])
-def test_a_tracker_whose_package_is_missing_names_the_extra(tmp_path, monkeypatch, tracker, package):
+def test_a_tracker_whose_package_is_missing_says_how_to_install_it(tmp_path, monkeypatch, tracker, package):
     for name in [
         name for name in sys.modules if name.split(".")[0] == package or name.startswith("torch.utils.tensorboard")
     ]:

@@ -23,7 +23,7 @@ STEP = torch.tensor([0, 2, 1, 1, 0])
 IS_LAST = torch.tensor([False, True, True, False, False])
 
 
-def test_a_trajectorys_score_is_its_last_steps():
+def test_a_trajectory_has_the_score_of_its_last_step():
     scores_N = torch.tensor([9.0, 1.0, 0.5, 9.0, 9.0])
     assert trajectory_scores(scores_N, TRAJECTORY, IS_LAST).tolist() == [0.5, 1.0]
 
@@ -68,7 +68,7 @@ def test_no_or_two_last_steps_are_refused_with_the_row_named(is_last: list[bool]
     ],
     ids=["gap", "last-not-largest", "repeated"],
 )
-def test_step_indices_that_do_not_add_up_are_refused_with_the_row_named(steps: list[int], message: str):
+def test_inconsistent_step_indices_are_refused_with_the_row_named(steps: list[int], message: str):
     with pytest.raises(ShapeError, match=message):
         require_complete_trajectories(TRAJECTORY, IS_LAST, torch.tensor(steps))
 

@@ -1,5 +1,5 @@
-"""The dry run and `rl config` refuse what a run would fail on later; commands that only play check only what playing
-needs.
+"""The dry run and `rl config` refuse what a run would fail on later. Commands that play prompts without training
+(`rl eval`, `rl generate`) ignore mistakes in keys that only training reads.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def makes_held_out_rows(config: Config) -> None:
     rows_of(Path("made.jsonl"), reward_spec={"ground_truth": "3"}, env_class="arithmetic")
 
 
-def test_the_warning_of_ignored_environments_comes_once_for_rows_that_were_there_before_the_recipe_ran(
+def test_after_the_recipe_ran_only_the_rows_it_created_cause_a_warning_of_ignored_environments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.chdir(tmp_path)
@@ -308,7 +308,9 @@ def test_an_unreachable_hub_is_asked_at_most_once(
     assert said.endswith("Is the name spelled correctly?")
 
 
-def test_environments_named_by_rows_are_refused_if_they_force_responses(small_run: BuildConfig, tmp_path: Path):
+def test_environments_named_by_rows_may_force_responses_only_if_the_engine_accepts_grammars(
+    small_run: BuildConfig, tmp_path: Path
+):
     forcing = "tests.rollout.forcing_environments:Forces"
     rows = rows_of(tmp_path / "rows.jsonl", prompt="1+2=", env_class=forcing)
     changes = {"environment__env_class": None, "data__train_data": [rows]}

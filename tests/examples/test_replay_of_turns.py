@@ -164,10 +164,11 @@ def test_training_replays_the_newest_routes(place: str, model: Path, tmp_path: P
             batch, reference = trainable(played.batch, case.reference), case.new_reference()
             expected = ForcedNumbers.of(reference, trainable(newest, case.reference))
             scores = require_replayed(group, batch, expected)
-            if "routed_experts" in scores:  # only Megatron's ranks report the routes that they took
+            if "routed_experts" in scores:  # only ranks of `probed` report the routes that they took
                 routed_T = newest["routed"]
                 assert torch.equal(scores["routed_experts"][routed_T], newest["routed_experts"][routed_T].short())
-            # Negative control: each token keeps the first route that it got.
+            # Negative control: each token keeps the routes of the first answer that contains it. In merged steps, the
+            # last token of an answer then has none.
             with pytest.raises(AssertionError, match="log-probs differ"):
                 require_replayed(group, trainable(broken_batch, case.reference), expected)
             group.close()

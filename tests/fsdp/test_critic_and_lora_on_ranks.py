@@ -1,4 +1,6 @@
-"""A sharded critic and sharded adapters: two ranks against one. The suite covers only policies trained in full."""
+"""Critics and LoRA adapters on two ranks, compared with one rank. FSDP's conformance tests (`BackendConformance`) train
+only policies without adapters.
+"""
 
 from __future__ import annotations
 

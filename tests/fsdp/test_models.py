@@ -138,7 +138,7 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
 
 
 def test_a_model_that_looks_across_packed_sequences_is_refused_and_runs_unpacked(tmp_path: Path):
-    path = random_model(tmp_path, "bloom", n_layer=2, n_head=4)  # BLOOM's position bias needs a mask
+    path = random_model(tmp_path, "bloom", n_layer=2, n_head=4)  # BLOOM's attention code ignores the sequences' bounds
     with pytest.raises(ConfigError, match="use_sample_packing=false"):
         fsdp.create_worker(spec_of(path), RankInfo())
     require_reference_scores(path, use_sample_packing=False)
@@ -154,7 +154,7 @@ def test_a_model_that_looks_across_packed_sequences_is_refused_and_runs_unpacked
         ("phimoe", {"num_local_experts": 4}),
     ],
 )
-def test_a_window_that_the_model_gives_only_to_masks_is_refused_packed(
+def test_packing_is_refused_if_a_sliding_window_exists_only_in_the_mask(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ):
     """The window is longer than the sequences with which a model is checked, so that scores do not show the fault."""
@@ -174,7 +174,7 @@ def test_a_window_that_the_model_gives_only_to_masks_is_refused_packed(
 def test_layers_that_mix_packed_sequences_a_little_are_refused(
     kind: str, layers: str, options: dict[str, Any], tmp_path: Path
 ):
-    """The effect of these weights is within the limit of bfloat16."""
+    """With weights this small, the mixing changes scores by less than the check of scores allows in bfloat16."""
     path = random_model(tmp_path, kind, initializer_range=0.02, **options)
     with pytest.raises(ConfigError, match=rf"layers of the kind {layers}, .*use_sample_packing=false"):
         fsdp.create_worker(spec_of(path, bf16=True), RankInfo())
@@ -216,7 +216,7 @@ def test_bfloat16_keeps_trained_weights_in_float32_and_sends_bfloat16(start_work
     assert {p.dtype for p in worker.scorer.parameters()} == {torch.float32}
     assert {w.dtype for w in weights(worker).values()} == {torch.bfloat16}
     scores, expected = (w.forward(batch, PLAN, temperature=1.0)["logprobs"] for w in (worker, exact))
-    # bfloat16 has a mantissa of 8 bits. Over two layers the measured error is 2e-2; with a wrong token order it is 1.
+    # bfloat16 has 8 significant bits. Over two layers the measured error is 2e-2; with a wrong token order it is 1.
     assert 1e-5 < (scores - expected).abs().max() < 0.1
     frozen = start_worker(bf16=True, role="reference", optimizer=None)
     assert {p.dtype for p in frozen.scorer.parameters()} == {torch.bfloat16}

@@ -17,7 +17,7 @@ When = Literal["import", "call", "typing"]
 
 @attrs.frozen(kw_only=True)
 class Import:
-    """One imported module."""
+    """One name in an import statement."""
 
     importer: str
     """Dotted name of the module that imports."""
