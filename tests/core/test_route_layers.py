@@ -55,7 +55,7 @@ def test_routes_of_neighbouring_layers_are_not_copied():
         assert routes_of(part, [3, 4]).data_ptr() == batch["routed_experts"][0, 3].data_ptr()
 
 
-def test_a_batch_is_passed_unchanged_if_no_layer_would_be_removed():
+def test_a_batch_is_returned_unchanged_if_all_layers_are_wanted_or_it_has_no_routes_or_has_route_layers():
     batch, without = batch_of([2, 1]), batch_of([2, 1]).without_columns("routed_experts", "routed")
     part = with_routes_of(batch, [1, 2])
     assert with_routes_of(batch, None) is batch
@@ -64,7 +64,7 @@ def test_a_batch_is_passed_unchanged_if_no_layer_would_be_removed():
 
 
 @pytest.mark.parametrize("sent", [[], [1, 2], [1, 3, 4], [0, 1, 2, 4, 5]])
-def test_a_layer_that_a_rank_replays_without_its_routes_is_refused(sent):
+def test_a_batch_without_the_routes_of_a_replayed_layer_is_refused(sent):
     part = with_routes_of(batch_of([2, 1]), sent)
     missing = min({1, 2, 3} - set(sent))
     message = f"no routes of layer {missing}, which this rank replays; route_layers names {sent}"
@@ -72,7 +72,7 @@ def test_a_layer_that_a_rank_replays_without_its_routes_is_refused(sent):
         require_routes(part, shape_of([1, 2, 3]), key="replay")
 
 
-def test_routes_of_a_model_with_other_layers_are_refused_whichever_were_selected():
+def test_routes_of_a_model_with_another_number_of_layers_are_refused_whichever_were_selected():
     for layers in ([0, 1], [4, 5], [5, 6, 7]):
         part = with_routes_of(batch_of([2, 1]), layers)
         with pytest.raises(ShapeError, match="6 layers with 2 experts per token; the model has 8 layers"):
@@ -87,7 +87,7 @@ def test_a_wrong_expert_is_reported_with_its_layer_in_the_whole_model():
     require_routes(with_routes_of(batch, [1, 5]), shape_of([1, 5]), key="replay")
 
 
-def test_routes_and_their_layers_must_be_equally_many():
+def test_route_layers_must_name_as_many_layers_as_routed_experts_has():
     part = with_routes_of(batch_of([2, 1]), [1, 4])
     wrong = part.with_columns(routed_experts=part["routed_experts"][:, :1])
     with pytest.raises(ShapeError, match=r"routed_experts: 1 layers, but route_layers names 2: \[1, 4\]"):

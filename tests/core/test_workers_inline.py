@@ -1,4 +1,4 @@
-"""One rank on a thread of the controller's process, and what a worker group does before it calls a rank."""
+"""One rank on a thread of the controller's process, and what a worker group does before and after it calls a rank."""
 
 from __future__ import annotations
 

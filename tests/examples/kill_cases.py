@@ -1,5 +1,6 @@
-"""The cases of `test_kill_soak.py`: which process of a run is killed or stopped, and when. To play a case, the run is
-attempted once per strike and once without a strike, each time in a new process.
+"""The cases of `test_kill_soak.py`: which process of a run is killed or stopped (a strike), and when. A case attempts
+its run once per strike and once without a strike, each time in a new process. If Ray does not start, the attempt is
+repeated.
 
 The seed of a case determines its settings and its strikes.
 """
@@ -48,7 +49,7 @@ VISITS = {
     "last_export": 1,
 }
 """How often an uninterrupted run begins each phase. The number for `checkpoint` holds if the run saves every second
-step."""
+step. The number for `export` leaves out the export of the finished run, which also begins a phase of this name."""
 STOPPED, ENDED_WITH_ERROR = 130, 3
 MOST_LOGGED = 30 << 20
 RAY_STARTS = 3
@@ -98,7 +99,7 @@ def case_of(seed: int) -> Case:
             "trainer__ckpt_interval": ckpt_interval,
             "trainer__async_save": dice.random() < 0.4,
             "generator__inference_engine__weight_sync_backend": dice.choice(("files", "shared_memory")),
-            # None: the environment's own placement, which is in process. Environment processes take seconds to start.
+            # None: the environment's own placement, `in_process`. `process` is rare: starting it takes seconds.
             "environment__placement": dice.choices((None, "thread", "process"), (0.7, 0.2, 0.1))[0],
         },
         strikes=tuple(strikes),
@@ -145,6 +146,7 @@ class Place:
 
     @property
     def ledger(self) -> Path:
+        """The file in which the run's generator lists the groups that it has played."""
         return self.root / "ledger.jsonl"
 
     @property
@@ -305,7 +307,8 @@ def play_out(
 
 
 def living_children(before: set[int]) -> list[str]:
-    """The living children of this process that are not in `before`. Reaps those that have ended."""
+    """The living descendants of this process that are not in `before`, each as id and command. Reaps children that have
+    ended."""
     found = []
     for child in psutil.Process().children(recursive=True):
         if child.pid in before:

@@ -3,8 +3,9 @@ which names the key.
 
 Fields and type hints of the classes determine what is accepted: bool, int, float (also from an int), str, None,
 Literal, unions, lists and tuples (unless the length is fixed, a single value becomes a list or tuple of one), mappings
-and nested classes. An int may be written with an exponent (`1e8`). A str on the command line needs no quotes (`007`).
-No other value is converted: `"3"` is not an int, and `1` is not a bool.
+and nested classes. An int may be written with an exponent (`1e8`; below a million only on the command line). A str that
+YAML reads as a number or a bool needs no quotes on the command line (`007`). For a section or a mapping, null is the
+same as an empty one. No other value is converted: `"3"` is not an int, and `1` is not a bool.
 
 A key with a mistake gets its default, and loading continues. Such a result is used only to find more mistakes.
 """
@@ -148,8 +149,8 @@ def _leaf(hint: Any, given: Given, path: str, mistakes: Mistakes) -> Any:
 
 
 def _has_exponent(given: Given) -> bool:
-    """Whether a whole number was written with an exponent, as in 1e8. The notation of a value from a file is not known;
-    numbers of at least 1e6 are assumed to have one."""
+    """Whether a whole number was written with an exponent, as in 1e8. The notation is known only for values from the
+    command line; other floats of at least 1e6 are assumed to have an exponent."""
     if not isinstance(given.value, float) or not given.value.is_integer():
         return False
     return given.value >= 1e6 if given.text is None else "e" in given.text.lower()
@@ -234,7 +235,8 @@ def unknown_key(
     """The error for an unknown key.
 
     Args:
-        siblings: keys of the section → a remark that names the key's plug-in; empty for keys that this run reads.
+        siblings: the section's known keys. The value is empty if this run reads the key; otherwise, it is a remark that
+            names the plug-in that declares the key.
         paths: keys of plug-ins, which are suggested in addition to the core's keys.
         chosen: the plug-in that is selected in the section, e.g. `backend=local`.
     """

@@ -19,8 +19,8 @@ _LEAST_SAVED = 16
 """A prefix is shared only if sharing it saves the computation of at least this many tokens over all its sequences. For
 fewer tokens, the additional call of the attention kernel costs more time than sharing saves."""
 _REPEATED = 0.01
-"""A sequence starts a new family if it shares with earlier sequences at most this fraction of the tokens of the current
-family."""
+"""A sequence starts a new family if the number of tokens that it shares with earlier sequences is at most this fraction
+of the number of tokens computed so far for the current family."""
 _PARTS_OF_A_SHARE = (2.0, 1.5, 1.0, 0.5, 0.25)
 """Limits of a family's size to try, as multiples of a rank's equal share of the tokens. If a family is cut, each part
 computes the shared tokens again, so the best limit is often above 1."""
@@ -82,12 +82,12 @@ def prefix_forest(
     start_N, length_N = offsets[order_N], np.diff(offsets)[order_N]
     common = _common_lengths(columns, start_N[:-1], start_N[1:], np.minimum(length_N[:-1], length_N[1:]))
     shared = _shared_nodes(common.tolist(), least_saved)
-    # A node's sequences are neighbours. Of the nodes that contain a sequence, the last one is the innermost.
+    # A node's sequences are neighbours. Of the nodes on a sequence's path, the last one is the deepest.
     inner_N = np.full(len(order_N), -1)
     np.maximum.at(
         inner_N, index_runs(shared.first_M, shared.count_M), np.repeat(np.arange(len(shared)), shared.count_M)
     )
-    depth_N = np.append(shared.end_M, 0)[inner_N]  # −1, for a sequence in no node, reads the appended 0
+    depth_N = np.append(shared.end_M, 0)[inner_N]  # index −1 (no node on the path) selects the appended 0
     own = np.flatnonzero(length_N > depth_N)
     nodes = shared.with_one(own, depth_N[own], length_N[own], inner_N[own])
     length_M = nodes.end_M - nodes.start_M
@@ -109,7 +109,7 @@ def families(
     num_data_ranks: int = 1,
 ) -> tuple[list[IntArray], IntArray]:
     """Groups the sequences into families, which share enough tokens to be computed in the same micro-batch. Each family
-    fits into the limits of a micro-batch.
+    fits into the limits of a micro-batch, except that a sequence longer than `max_tokens` is a family of its own.
 
     With several ranks, large families are cut if this improves the balance of tokens over ranks. Shared tokens are then
     computed once per part of a family.
@@ -152,13 +152,13 @@ def _largest_load(tokens: list[int], num_ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InputCells:
-    """The model's input for predicting the tokens of a stream: each sequence without its last token, which predicts
-    nothing. Nodes have the same meaning as in `PrefixForest`."""
+    """The model's input for predicting the tokens of a stream: the cells of a `PrefixForest` without those that predict
+    nothing, which are the last cells of nodes without children. Nodes have the same meaning as in `PrefixForest`."""
 
     index_C: IntArray
     """[C] stream index of one of the tokens in each cell; −1 for padding."""
     position_C: IntArray
-    """[C] position of this token in its sequence, from 0."""
+    """[C] position of this token in its sequence, from 0. Padding has positions from 0, too."""
     cell_T: IntArray
     """[T] cell of each token; −1 if the token is not part of the input."""
     given_N: IntArray
@@ -249,7 +249,8 @@ def _sorted_sequences(offsets: IntArray, columns: tuple[npt.NDArray[np.generic],
 def _common_lengths(
     columns: tuple[npt.NDArray[np.generic], ...], one_P: IntArray, other_P: IntArray, most_P: IntArray
 ) -> IntArray:
-    """Counts, for each pair of stream positions, the equal tokens from these positions on, at most `most_P`.
+    """Counts, for each pair of stream positions, the tokens from these positions to the first difference, at most
+    `most_P`.
 
     Compares a few tokens of each pair first, then twice as many for pairs without a difference so far, and so on.
     """
@@ -309,7 +310,7 @@ class _Nodes:
 def _cells(nodes: _Nodes, start_N: IntArray, length_M: IntArray) -> IntArray:
     """[T] cell of each token of the stream, in which the sorted sequences start at `start_N`."""
     first_cell_M = np.cumsum(length_M) - length_M
-    # Each pair of a node and a sequence that contains the node is a run of tokens of the stream.
+    # Each pair of a sequence and a node on its path is a run of tokens of the stream.
     token = start_N[index_runs(nodes.first_M, nodes.count_M)] + np.repeat(nodes.start_M, nodes.count_M)
     cell, length = (np.repeat(values_M, nodes.count_M) for values_M in (first_cell_M, length_M))
     order = np.argsort(token)

@@ -22,7 +22,8 @@ async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     finally:
         task.cancel()
         try:
-            await asyncio.wait({task})  # `await task` would pass a cancellation of this task on to `work`
+            # `await task` would raise CancelledError even if only `work` was cancelled and not this task.
+            await asyncio.wait({task})
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait({task})

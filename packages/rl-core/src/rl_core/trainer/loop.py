@@ -4,10 +4,10 @@ A generating task and a training task exchange groups through a bounded buffer. 
 with a larger depth, generation runs ahead of training. When streaming, a step trains while its last groups are still
 being played (module `step_training`).
 
-| task             | consumes        | produces                | waits for                       | unblocked by        |
-|------------------|-----------------|-------------------------|---------------------------------|---------------------|
-| Rollouts.run     | prompts         | finished groups         | permission to start a group     | take, published, …  |
-| TrainingLoop.run | finished groups | weight versions, rows   | a step's groups, then the ranks | finish, the ranks   |
+| task             | consumes        | produces                 | waits for                       | unblocked by       |
+|------------------|-----------------|--------------------------|---------------------------------|--------------------|
+| Rollouts.run     | prompts         | finished groups          | permission to start a group     | take, published, … |
+| TrainingLoop.run | finished groups | weight versions, metrics | a step's groups, then the ranks | finish, the ranks  |
 
 A third task publishes the current version again when a restarted engine lacks it.
 
@@ -221,8 +221,9 @@ class TrainingLoop:
         return answers
 
     async def _save_after(self, error: Exception) -> None:
-        """Saves the last finished step before the run ends with an error. Samples that failed after that step are
-        written under the number of the next step. Each part is tried even if another one fails."""
+        """Saves the last finished step before the run ends with an error, if the weights are still those of that step.
+        Samples that failed after that step are written under the number of the next step. Each part is tried even if
+        another one fails."""
         step = self.steps_done
         with _warned(error, f"the samples that failed after step {step} could not be written"):
             self._reporter.failed_samples(step + 1, self._rollouts.failed())
@@ -269,8 +270,8 @@ class TrainingLoop:
 
     async def _finish_step(self) -> None:
         """Evaluates if due, calls the callbacks, writes the row, then saves and exports if due. If a stop interrupts
-        the evaluation, writes the row without it, and leaves the evaluation and everything after it to the resumed
-        run."""
+        the evaluation, writes the row without it and returns; `run` then saves a checkpoint. The resumed run evaluates
+        again and does the rest."""
         step, settings = self.steps_done, self._settings
         assert self._row is not None
         is_last = step == settings.last_step
@@ -362,8 +363,8 @@ class TrainingLoop:
 
     @asynccontextmanager
     async def _devices_for_models(self) -> AsyncIterator[None]:
-        """Context in which the models may compute between two steps. If they share devices with the engines, a
-        restarted engine waits for its weights, because it would need the devices."""
+        """Context in which the models may compute between two steps. If they share devices with the engines, puts the
+        engines to sleep, and a restarted engine waits for its weights, because it would need the devices."""
         if not self._engines.are_shared:
             yield
             return

@@ -166,7 +166,8 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
         state: Any = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True), str(directory))
     except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(
-            f"{directory}: cannot be read into this model ({error}); resume from an earlier checkpoint"
+            f"{directory}: cannot be read into this model ({error}); resume from an earlier checkpoint, or with the "
+            "model that wrote this one"
         ) from error
     for name, model in _named(chunks).items():
         _take(model, state[name])
@@ -178,8 +179,8 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
 
 
 def _take(model: Any, state: Mapping[str, Any]) -> None:
-    """Loads a chunk's parameters. A saved state has the parameter names of the model without adapters, but
-    `load_state_dict` expects the names of the model with adapters."""
+    """Loads a chunk's parameters. In a saved state, the base weights of layers with adapters have the names that they
+    have without adapters, but `load_state_dict` expects the names of the wrapped layers, which contain `.to_wrap.`."""
     own = {name.replace(".to_wrap.", "."): name for name, _ in model.named_parameters()}
     has_adapters = any(name != known for known, name in own.items())
     model.load_state_dict({own.get(name, name): value for name, value in state.items()}, strict=not has_adapters)
