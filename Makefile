@@ -27,9 +27,9 @@ VENV := .venv
 READY := $(VENV)/ready
 QUICKSTART_READY := $(VENV)/quickstart-ready
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/
-# Most tests run side by side, one more than there are cores, because some wait for other processes. Those around Ray or a
-# server start many processes of their own and run in two lanes (`tests/conftest.py`).
-SIDE_BY_SIDE = -n $(shell $(VENV)/bin/python -c "import os; print(min(8, os.cpu_count() + 1))") --dist=worksteal
+# Most tests run side by side, as many as there are cores. Those around Ray or a server start many processes of their own
+# and run in two lanes (`tests/conftest.py`).
+SIDE_BY_SIDE := -n logical --maxprocesses=8 --dist=worksteal
 IN_TWO_LANES := -n 2 --dist=loadscope
 # The first one forks, which it can only before Ray is in its process; the second must publish while episodes are played.
 AROUND_SERVERS := tests/examples/test_killed_ranks.py tests/rollout/test_many_episodes.py tests/ray tests/rollout/vllm tests/third_party_backend
