@@ -28,7 +28,7 @@ from tests.rollout.vllm.trainers import Trainer, policy_of
 ALONE = {"rank": 4, "merge_lora": False, "max_loras": 2}
 QUESTION = [{"role": "user", "content": "?"}]
 """The judge sees only this, so its reply does not depend on the policy's answer."""
-GRADE = "score=7"
+GRADE = "score=7 "  # the limit of tokens cuts it after the space, not in the number
 REPLY_TOKENS = len(GRADE)
 """The tokenizer has one token per character."""
 
@@ -238,10 +238,8 @@ def test_a_judge_on_the_runs_servers_is_the_base_or_an_adapter_and_never_the_pol
         return answer["choices"][0]["message"]["content"]
 
     assert with_new_policy(adapter_server, policys_reply) not in (base, GRADE)
-    said = re.escape(
-        f"all 3 samples failed; the first: {tmp_path}/rows.jsonl:1: GenerationError: the judge said {base!r}"
-    )
-    with pytest.raises(GenerationError, match=said):
+    error = f"the first: {tmp_path}/rows.jsonl:1: GenerationError: the judge .*{re.escape(repr(base))}"
+    with pytest.raises(GenerationError, match=f"^all 3 samples failed; {error}"):
         played(adapter_server, "base", tmp_path)
     write_judge(adapter_server.model_path, tmp_path / "adapter")
     by_adapter = played(adapter_server, str(tmp_path / "adapter"), tmp_path)
