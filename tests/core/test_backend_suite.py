@@ -46,6 +46,7 @@ class TestReferenceWorkerThatFollowsRoutes(BackendConformance):
     )
 
 
+@pytest.mark.slow
 class TestReferenceWorkerThatCanLeaveItsDevice(BackendConformance):
     backend = PlainBackend(worker_class=OffloadableWorker, name="plain_offloadable")
     options = NoOptions()

@@ -19,6 +19,7 @@ from rl_core.testing.reference_transport import MemoryReceiver, MemoryTransport
 from tests.core.test_suites import REJECTED
 
 
+@pytest.mark.slow
 class TestReferenceEngine(InferenceClientConformance):
     transport = MemoryTransport()
 
