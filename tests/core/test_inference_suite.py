@@ -236,6 +236,7 @@ def checkpoint(tmp_path_factory):
     return str(make_checkpoint(tmp_path_factory.mktemp("suites") / "model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "check"), WRONG_ENGINES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_wrong_engine_is_rejected(engine, check, checkpoint, monkeypatch):
     monkeypatch.setattr(inference, "_PROMPTLY_S", 1.0)  # only an engine that ignores pause("abort") takes this long
