@@ -27,9 +27,9 @@ VENV := .venv
 READY := $(VENV)/ready
 QUICKSTART_READY := $(VENV)/quickstart-ready
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/
-# Most tests run side by side, as many as there are cores. Those around Ray or a server start many processes of their own
-# and run in two lanes (`tests/conftest.py`).
-SIDE_BY_SIDE := -n logical --maxprocesses=8 --dist=worksteal
+# Most tests run side by side, one more than there are cores, because some wait for other processes. Those around Ray or a
+# server start many processes of their own and run in two lanes (`tests/conftest.py`).
+SIDE_BY_SIDE = -n $(shell $(VENV)/bin/python -c "import os; print(min(8, os.cpu_count() + 1))") --dist=worksteal
 IN_TWO_LANES := -n 2 --dist=loadscope
 # The first one forks, which it can only before Ray is in its process; the second must publish while episodes are played.
 AROUND_SERVERS := tests/examples/test_killed_ranks.py tests/rollout/test_many_episodes.py tests/ray tests/rollout/vllm tests/third_party_backend
@@ -80,12 +80,12 @@ check: $(READY)  ## lint, format, types, fast tests: about three minutes
 	$(VENV)/bin/ruff format --check
 	@$(MAKE) --no-print-directory --jobs=2 types fast-tests
 
-# Side by side, because the tests do not keep both cores busy.
+# Side by side, because the tests do not keep all cores busy.
 types: $(READY)
 	$(VENV)/bin/pyright
 
 fast-tests: $(READY)
-	$(RUN)python -m pytest $(SIDE_BY_SIDE) tests/core tests/workspace -m "not slow and not learn and not soak and not gpu" $(ARGS)
+	$(RUN)python -m pytest -n logical --maxprocesses=8 --dist=worksteal tests/core tests/workspace -m "not slow and not learn and not soak and not gpu" $(ARGS)
 
 learn: $(READY)  ## train until the curves of docs/ are reached, hours (CASE=name runs one)
 	$(RUN)python -m pytest -m learn --timeout=0 $(if $(CASE),-k $(CASE)) $(ARGS)
