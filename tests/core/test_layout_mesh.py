@@ -179,9 +179,9 @@ def test_every_split_that_exists_is_found():
 
 
 def test_the_error_for_an_impossible_split_says_what_would_fit():
-    with pytest.raises(ConfigError, match=r"27 layers .* over 2 stages.*A first stage of 13 layers fits"):
+    with pytest.raises(ConfigError, match=r"27 layers .* over 2 stages.*Set num_first=13$"):
         pipeline_chunks(27, 2)
-    with pytest.raises(ConfigError, match="A last stage of 6 layers fits"):
+    with pytest.raises(ConfigError, match=r"Set num_last=6$"):
         pipeline_chunks(28, 4, num_first=6)
     with pytest.raises(ConfigError, match="stage 0 has 4 layers; expected a multiple of its 3 chunks"):
         pipeline_chunks(8, 2, virtual_pipeline=3)
@@ -205,8 +205,8 @@ def test_the_error_for_an_impossible_split_says_what_would_fit():
 def test_the_split_that_the_error_suggests_is_possible(num_layers, pipeline, sizes):
     with pytest.raises(ConfigError) as error:
         pipeline_chunks(num_layers, pipeline, **sizes)
-    ((end, suggested),) = re.findall(r"A (first|last) stage of (\d+) layers", str(error.value))
-    chunks = pipeline_chunks(num_layers, pipeline, **{**sizes, f"num_{end}": int(suggested)})
+    ((name, suggested),) = re.findall(r"Set (num_first|num_last)=(\d+)$", str(error.value))
+    chunks = pipeline_chunks(num_layers, pipeline, **{**sizes, name: int(suggested)})
     assert sum(count for _, count in chunks) == num_layers
 
 

@@ -102,7 +102,7 @@ def _slots_of_stages(
 def _fitting_end(slots: int, pipeline: int, virtual_pipeline: int, num_first: int | None, num_last: int | None) -> str:
     """Suggests the number of layers that is nearest to an even split: for the last stage if only the first stage's
     number is set, else for the first stage. Empty if no number works."""
-    name, other = ("last", num_first) if num_last is None and num_first is not None else ("first", num_last)
+    name, other = ("num_last", num_first) if num_last is None and num_first is not None else ("num_first", num_last)
     rest, middle = slots - (other or 0), pipeline - 1 - (other is not None)
     fitting = [
         n
@@ -111,7 +111,7 @@ def _fitting_end(slots: int, pipeline: int, virtual_pipeline: int, num_first: in
         and (other or 0) % virtual_pipeline == 0
     ]
     best = min(fitting, key=lambda n: abs(n - slots / pipeline), default=None)
-    return "" if best is None else f". A {name} stage of {best} layers fits"
+    return "" if best is None else f". Set {name}={best}"
 
 
 def moe_layers(num_layers: int, *, num_dense_first: int = 0, frequency: int = 1) -> IntArray:

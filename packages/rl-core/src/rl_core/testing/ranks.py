@@ -313,7 +313,8 @@ class _Activity:
 
     def has_worked(self) -> bool:
         """Whether a thread of the process computed, or waited for a processor, for more than `_WORK_SHARE` of the time
-        since the last call, or waits for a disk now. A new thread counts from its start. Always False outside Linux."""
+        since the last call, or waits for a disk now. A new thread counts from its start. Always False if the system
+        does not count this time, as outside Linux."""
         now_s, active_ns, states = time.monotonic(), {}, set()
         try:
             for task in Path(f"/proc/{self._pid}/task").iterdir():
@@ -321,7 +322,7 @@ class _Activity:
                 states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
         except OSError:  # the process, or one of its threads, has just ended
             return False
-        most_ns = max(ns - self._last_active_ns.get(name, 0) for name, ns in active_ns.items())
+        most_ns = max((ns - self._last_active_ns.get(name, 0) for name, ns in active_ns.items()), default=0)
         limit_ns = _WORK_SHARE * 1e9 * (now_s - self._last_s)
         self._last_s, self._last_active_ns = now_s, active_ns
         return "D" in states or most_ns > limit_ns

@@ -9,7 +9,6 @@ passes all of these checks, if there is one. Imports no torch.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -234,8 +233,6 @@ def _layers_split(setup: Setup) -> str | None:
         chunks = setup.chunks(num_layers)
     except ConfigError as error:
         said = str(error).replace("num_first", _END_COUNTS[0]).replace("num_last", _END_COUNTS[1]).rstrip(".")
-        for end, key in zip(("first", "last"), _END_COUNTS, strict=True):
-            said = re.sub(rf"A {end} stage of (\d+) layers fits", rf"Set {key}=\1", said)
         return f"{setup.key('pipeline_model_parallel_size')}: the model's {num_layers} layers: {said}"
     counts_ends = any(setup.fields.get(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
     for index, chunk in enumerate(chunks):
