@@ -13,6 +13,7 @@ from typing import ClassVar
 import attrs
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import engine_spec, from_mapping
@@ -469,6 +470,16 @@ def test_a_missing_model_and_one_with_linear_attention_are_config_errors(tmp_pat
     )
     with pytest.raises(ConfigError, match=r"linear_attention; set generator\.inference_engine\.backend=vllm"):
         load_model(str(tmp_path), dtype="float32", device="cpu", model_kwargs={})
+
+
+def test_a_model_whose_files_lack_a_weight_is_refused(tmp_path):
+    """transformers would fill the output layer with random values, with which `rl eval` would be wrong."""
+    path = make_checkpoint(tmp_path, tie_word_embeddings=False)
+    weights = load_file(path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"has no weights for 1 parameters .* lm_head\.weight; expected a complete"):
+        load_model(str(path), dtype="float32", device="cpu", model_kwargs={})
 
 
 def test_engine_init_kwargs_may_change_fields_of_the_models_configuration(checkpoint):

@@ -7,7 +7,7 @@ transformers is imported inside functions, because rl_core does not depend on it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,23 @@ def read_generation(model: str) -> Any:
         return GenerationConfig.from_pretrained(model)
     except OSError:  # there is no such file
         return None
+
+
+def require_all_weights(missing: Collection[str], what: str) -> None:
+    """Requires that a model's files have every weight: transformers fills in random values for those that are missing.
+
+    Args:
+        missing: `missing_keys` of `from_pretrained(…, output_loading_info=True)`.
+        what: key and path of the model, for the message.
+
+    Raises:
+        ConfigError: a weight is missing.
+    """
+    if missing:
+        raise ConfigError(
+            f"{what} has no weights for {len(missing)} parameters of a causal language model, for example "
+            f"{min(missing)}; expected a complete model"
+        )
 
 
 def write_tokenizer(model: str, directory: Path) -> None:

@@ -16,6 +16,7 @@ from rl_core import plugins
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord
 from rl_core.rank_kit.expert_choices import no_progress_bars
+from rl_core.rank_kit.model_files import require_all_weights
 from rl_core.rank_kit.weight_buckets import broken_weights_file, bucket_records, unpack_bucket
 from rl_core.rank_kit.weight_deltas import HeldWeights, received
 
@@ -36,14 +37,18 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
             configuration to change. Without `trust_remote_code`, a model's own code is refused.
 
     Raises:
-        ConfigError: the model does not exist or cannot be loaded, or its configuration lists layers (`layer_types`)
-            other than full and sliding-window attention, such as Mamba or linear attention.
+        ConfigError: the model does not exist, is incomplete or cannot be loaded, or its configuration lists layers
+            (`layer_types`) other than full and sliding-window attention, such as Mamba or linear attention.
     """
     arguments = {"trust_remote_code": False, **model_kwargs}
     try:
         _require_servable(path, AutoConfig.from_pretrained(path, **arguments))
         with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **arguments)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), output_loading_info=True, **arguments
+            )
+        model, found = loaded
+        require_all_weights(found["missing_keys"], f"trainer.policy.model.path: {path}")
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
+from rl_core.rank_kit.model_files import require_all_weights
 from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION
 from rl_core.rank_kit.scoring.lora import Making, add_adapters, as_they_are
 from rl_core.rank_kit.scoring.micro_batch import ModelInput, autocast, model_input, predicted_tokens, predicting_states
@@ -124,7 +125,7 @@ def load_scorer(
             with no_progress_bars():
                 loaded: Any = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True)
             model, found = loaded
-            _require_all_weights(found["missing_keys"], f"{where}.model.path: {path}")
+            require_all_weights(found["missing_keys"], f"{where}.model.path: {path}")
     except ConfigError:
         raise
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
@@ -170,15 +171,6 @@ def _load_config(path: str, where: str) -> PretrainedConfig:
             f"{where}.model.path: transformers cannot read the configuration of {path!r}; expected a model directory "
             f"or the name of a model that can be downloaded: {error}"
         ) from error
-
-
-def _require_all_weights(missing: Collection[str], what: str) -> None:
-    """Requires that the files have every weight: transformers fills in random values for those that are missing."""
-    if missing:
-        raise ConfigError(
-            f"{what} has no weights for {len(missing)} parameters of a causal language model, for example "
-            f"{min(missing)}; expected a complete model"
-        )
 
 
 def _hidden_scale(config: PretrainedConfig) -> float:
