@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from rl_core.errors import DataError, RLError
+from rl_core.trainer.data import has_lone_surrogate
 from rl_environments.answers import number_behind_hashes
 from rl_examples.data_files import write_rows
 
@@ -29,7 +30,7 @@ def converted(row: Any, *, place: str, split: str, index: int) -> dict[str, Any]
         got = (", ".join(map(str, row)) or "none") if isinstance(row, Mapping) else type(row).__name__
         raise DataError(f"{place}: expected the columns 'question' and 'answer', got {got}")
     for column in ("question", "answer"):
-        if not _is_text(row[column]):
+        if not isinstance(row[column], str) or has_lone_surrogate(row[column]):
             raise DataError(f"{place}: got {column} {row[column]!r:.80}; expected text that UTF-8 can encode")
     answer = number_behind_hashes(row["answer"])
     if answer is None:
@@ -53,11 +54,6 @@ def convert(source: Path, target: Path, *, split: str) -> int:
         raise DataError(f"{source} has no rows")
     write_rows(target, rows)
     return len(rows)
-
-
-def _is_text(value: Any) -> bool:
-    """Whether the value is text that UTF-8, and so Parquet, can encode."""
-    return isinstance(value, str) and value.encode("utf-8", "replace").decode() == value
 
 
 def write_tiny_data(target: Path, *, split: str) -> None:

@@ -179,7 +179,7 @@ def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
             f"{place}: {prompt_key!r} must be text or a list of messages with 'role' and 'content', got {shown}"
         )
     texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    if any(isinstance(text, str) and _has_lone_surrogate(text) for text in texts):
+    if any(isinstance(text, str) and has_lone_surrogate(text) for text in texts):
         shown = ascii(prompt)[:80]
         raise DataError(
             f"{place}: {prompt_key!r} has half of a surrogate pair, which no tokenizer can encode, got {shown}; remove "
@@ -192,7 +192,7 @@ def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
     return DataRow(row, place)
 
 
-def _has_lone_surrogate(text: str) -> bool:
+def has_lone_surrogate(text: str) -> bool:
     """Whether text has a code point that UTF-8 cannot represent. In JSON, a cut emoji leaves one, such as `\\ud83d`."""
     try:
         text.encode()
