@@ -103,6 +103,36 @@ def test_a_mistake_that_all_ranks_find_leaves_them_running(case: Case, fault: st
     group.gradients()
 
 
+def test_a_process_works_if_one_thread_is_busy_but_not_if_dozens_of_threads_poll(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock_s, run_ms, state = 0.0, dict.fromkeys(map(str, range(60)), 0.0), "S"
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: clock_s)
+    activity = ranks._Activity(tmp_path)
+
+    def has_worked(**busy_ms: float) -> bool:
+        """Looks again after 0.1 s. Each thread was busy for 1 ms, and those that are named for longer."""
+        nonlocal clock_s
+        clock_s += 0.1
+        for name in run_ms:
+            run_ms[name] += busy_ms.get(f"thread_{name}", 1.0)
+            (tmp_path / name).mkdir(exist_ok=True)
+            waited_ms = run_ms[name] / 4
+            (tmp_path / name / "schedstat").write_text(
+                f"{int((run_ms[name] - waited_ms) * 1e6)} {int(waited_ms * 1e6)} 7\n"
+            )
+            (tmp_path / name / "stat").write_text(f"{name} (gloo (1)) {state} 1 1\n")
+        return activity.has_worked()
+
+    assert has_worked(), "the first look cannot tell"
+    assert not has_worked()
+    assert has_worked(thread_7=11.0)
+    assert not has_worked(thread_7=9.0)
+    state = "D"
+    assert has_worked(), "a thread waits for a disk"
+    assert not ranks._Activity(tmp_path / "of a process that has ended").has_worked()
+
+
 def test_a_rank_that_does_not_start_is_named(tmp_path: Path):
     backend = PlainBackend(worker_class=RefusesToStart)
     with (

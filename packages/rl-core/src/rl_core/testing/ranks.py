@@ -235,7 +235,7 @@ class ProcessRanks:
         """Adds answers until all have arrived, until the deadline, or until the other ranks are silent after a
         failure."""
         deadline, has_failed, num_idle_looks = time.monotonic() + timeout_s, False, 0
-        activities = [_Activity(process.pid) for process in self._processes]
+        activities = [_Activity(Path(f"/proc/{process.pid}/task")) for process in self._processes]
         while len(answers) < len(self._connections):
             if not has_failed and any(isinstance(answer, Failure) for answer in answers.values()):
                 has_failed, deadline = True, min(deadline, time.monotonic() + _LONGEST_SETTLE_S)
@@ -306,8 +306,9 @@ class ProcessRanks:
 class _Activity:
     """Tells whether a process works, from one call to the next."""
 
-    def __init__(self, pid: int | None) -> None:
-        self._pid = pid
+    def __init__(self, tasks: Path) -> None:
+        """`tasks`: the folder in `/proc` with the process's threads."""
+        self._tasks = tasks
         self._last_s = math.inf  # with it, the first call returns True
         self._last_active_ns: dict[str, int] = {}
 
@@ -317,7 +318,7 @@ class _Activity:
         does not count this time, as outside Linux."""
         now_s, active_ns, states = time.monotonic(), {}, set()
         try:
-            for task in Path(f"/proc/{self._pid}/task").iterdir():
+            for task in self._tasks.iterdir():
                 active_ns[task.name] = sum(map(int, (task / "schedstat").read_text().split()[:2]))
                 states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
         except OSError:  # the process, or one of its threads, has just ended
