@@ -23,7 +23,8 @@ from rl_core.layout import Mesh
 from rl_core.trainer.preflight import require_token_budget
 from rl_megatron import megatron
 from rl_megatron.checks.lora_targets import bridge_layers
-from rl_megatron.checks.refusals import refuse, refuse_setup, setup_of
+from rl_megatron.checks.model_setup import setup_of
+from rl_megatron.checks.refusals import refuse, refuse_setup
 from rl_megatron.options import DdpOptions, MegatronOptions
 from rl_megatron.rank.optimizer import ddp_config
 

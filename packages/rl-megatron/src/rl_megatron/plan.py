@@ -10,7 +10,8 @@ from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange
 from rl_core.rank_kit.model_shapes import ModelShape
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.checks.refusals import Setup, refuse_setup, setup_of
+from rl_megatron.checks.model_setup import Setup, setup_of
+from rl_megatron.checks.refusals import refuse_setup
 
 _BYTES_OF_LOGITS = 3 * 4
 """Bytes per token and vocabulary entry in a chunk: logit, softmax and gradient, each in float32."""

@@ -2,134 +2,19 @@
 starts.
 
 Every check is a function of the resolved values, whichever section set them, and returns an error message or None.
-Checks in `_MESH_CHECKS` find parallel sizes that do not fit together; their messages end with the nearest mesh that
-passes all of these checks, if there is one. Imports no torch.
+Those of the parallel sizes are in `mesh_checks`. Imports no torch.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-import attrs
-
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
-from rl_core.layout.mesh import Mesh
-from rl_core.layout.stages import LayerRange, pipeline_chunks
-from rl_core.rank_kit.model_shapes import ModelShape, model_shape
-from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.checks.lora_targets import FEED_FORWARD, QUERY_KEY_VALUE, adapted_layers
-from rl_megatron.checks.refused_models import require_not_refused, taken_config
-from rl_megatron.options import field_key, transformer_fields
-
-SIZES = {
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "pipeline",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
-    "context_parallel_size": "context",
-    "expert_model_parallel_size": "expert",
-    "expert_tensor_parallel_size": "expert_tensor",
-}
-"""Megatron's name of a parallel size → the name in `Mesh`."""
-
-
-@attrs.frozen(kw_only=True)
-class Setup:
-    """The settings of one model and its ranks that the checks read."""
-
-    fields: Mapping[str, Any]
-    """Fields of Megatron's `TransformerConfig` that are set, whichever section set them."""
-    shape: ModelShape | None
-    """None if the model is not available yet; checks that need the shape run once it is."""
-    model: Any
-    """transformers' configuration; None if `shape` is None."""
-    world_size: int
-    is_packed: bool
-    """Whether the sequences of a micro-batch are packed into one stream."""
-    where: str
-    """Key path of the section `megatron_config`."""
-    passed: frozenset[str] = frozenset()
-    """Names of the fields that `transformer_config_kwargs` sets."""
-    adapted: frozenset[str] = frozenset()
-    """Hugging Face's names of the layers that have adapters."""
-    recomputes: bool = False
-    """Whether `trainer.gradient_checkpointing` is on, which recomputes whole layers."""
-
-    def size(self, name: str) -> int:
-        """Returns a parallel size. An unset size is 1, except `expert_tensor_parallel_size`, which then equals the
-        tensor-parallel size."""
-        default = self.size("tensor_model_parallel_size") if name == "expert_tensor_parallel_size" else 1
-        value = self.fields.get(name)
-        return default if value is None else value
-
-    def key(self, name: str) -> str:
-        """Returns the key path at which the user sets a field."""
-        return field_key(name, self.passed, self.where)
-
-    def mesh(self) -> Mesh:
-        """Returns the mesh of the ranks. Raises ConfigError if the sizes do not fit the number of ranks."""
-        sizes = {ours: self.size(name) for name, ours in SIZES.items()}
-        return Mesh(world_size=self.world_size, **sizes)
-
-    def chunks(self, num_layers: int) -> list[LayerRange]:
-        """Returns the layers of each model chunk. Raises ConfigError if the fields do not fit the number of layers."""
-        return pipeline_chunks(
-            num_layers,
-            self.size("pipeline_model_parallel_size"),
-            virtual_pipeline=self.size("virtual_pipeline_model_parallel_size"),
-            num_first=self.fields.get("num_layers_in_first_pipeline_stage"),
-            num_last=self.fields.get("num_layers_in_last_pipeline_stage"),
-            count_embedding=bool(self.fields.get("account_for_embedding_in_pipeline_split")),
-            count_loss=bool(self.fields.get("account_for_loss_in_pipeline_split")),
-        )
-
-
-_PRODUCTS = (
-    ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size"),
-)
-"""Sizes whose product must divide the number of ranks: of dense layers and of expert layers."""
-_END_COUNTS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-Check = Callable[[Setup], "str | None"]
-"""Returns `key: what is wrong`, or None."""
-
-
-def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
-    """Returns the setup that `spec` describes. Raises ConfigError for an unknown field or layer, an unreadable or
-    refused model, or `gradient_checkpointing="selective"`.
-
-    Args:
-        spec: which model to load and how to train it.
-        world_size: number of the model's ranks.
-        model: transformers' configuration of the model; None: read it from the model's path if it is there.
-    """
-    section = SECTIONS[spec.role]
-    where = f"{section}.megatron_config"
-    if spec.gradient_checkpointing == "selective":
-        raise ConfigError(
-            f"trainer.gradient_checkpointing=selective: Megatron has its own keys for what is recomputed; set "
-            f"{where}.transformer_config_kwargs.recompute_granularity=selective and recompute_modules, with "
-            "trainer.gradient_checkpointing=false"
-        )
-    if model is None:
-        model = taken_config(spec.model.path, f"{section}.model.path")
-    else:
-        require_not_refused(model, spec.model.path, f"{section}.model.path")
-    lora = spec.model.lora
-    return Setup(
-        fields=transformer_fields(spec.options, where),
-        shape=None if model is None else model_shape(model.to_dict(), f"{section}.model.path"),
-        model=model,
-        world_size=world_size,
-        is_packed=spec.use_sample_packing,
-        where=where,
-        passed=frozenset(spec.options.transformer_config_kwargs),
-        adapted=frozenset(adapted_layers(lora, section) if lora.rank > 0 else ()),
-        recomputes=spec.gradient_checkpointing is True,
-    )
+from rl_megatron.checks.lora_targets import FEED_FORWARD, QUERY_KEY_VALUE
+from rl_megatron.checks.mesh_checks import refuse_mesh
+from rl_megatron.checks.model_setup import Check, Setup, first_complaint, setup_of
 
 
 def refuse(spec: WorkerSpec, world_size: int, model: Any = None) -> None:
@@ -139,195 +24,10 @@ def refuse(spec: WorkerSpec, world_size: int, model: Any = None) -> None:
 
 def refuse_setup(setup: Setup) -> None:
     """Like `refuse`, for a setup that was already built."""
-    if (complaint := _sizes_are_positive(setup)) is not None:
-        raise ConfigError(complaint)
-    if (complaint := _first(_MESH_CHECKS, setup)) is not None:
-        raise ConfigError(f"{complaint}. {nearest_mesh(setup)}")
-    if (complaint := _first(_CHECKS, setup)) is not None:
+    refuse_mesh(setup)
+    if (complaint := first_complaint(_CHECKS, setup)) is not None:
         raise ConfigError(complaint)
 
-
-def nearest_mesh(setup: Setup) -> str:
-    """A sentence that names the sizes that pass all mesh checks and are nearest to those of `setup`, or says that no
-    sizes pass."""
-    names = [name for name in SIZES if (setup.fields.get(name) or 1) > 1]
-    best = min(
-        (candidate for candidate in _meshes(setup, names) if _first(_MESH_CHECKS, candidate) is None),
-        key=lambda candidate: _distance(setup, candidate, names),
-        default=None,
-    )
-    if best is None:
-        return f"No mesh of {setup.world_size} ranks fits this model"
-    changed = ", ".join(f"{name}={best.size(name)}" for name in names)
-    data = best.mesh().data
-    counts = "" if all(best.fields.get(n) == setup.fields.get(n) for n in _END_COUNTS) else ", without layer counts"
-    return f"Nearest that works on {setup.world_size} ranks: {changed or 'all sizes 1'}{counts} (data parallel {data})"
-
-
-def _meshes(setup: Setup, names: list[str]) -> Iterator[Setup]:
-    """Yields a setup for every combination of sizes whose products divide the number of ranks, on the axes in use, with
-    and without virtual stages and layer counts."""
-    divisors = [n for n in range(1, setup.world_size + 1) if setup.world_size % n == 0]
-    virtual = "virtual_pipeline_model_parallel_size"
-    fitting: list[dict[str, int]] = [{}]
-    for name in names:
-        choices = (setup.size(name), 1) if name == virtual else divisors
-        larger = ({**sizes, name: size} for sizes in fitting for size in choices)
-        # All combinations of the divisors would be millions on hundreds of ranks.
-        fitting = [sizes for sizes in larger if _products_divide(sizes, setup.world_size)]
-    even = dict.fromkeys(_END_COUNTS)
-    for sizes in fitting:
-        chosen = {**setup.fields, **sizes}
-        yield attrs.evolve(setup, fields=chosen)
-        if any(setup.fields.get(name) is not None for name in _END_COUNTS):
-            yield attrs.evolve(setup, fields={**chosen, **even})
-
-
-def _products_divide(sizes: Mapping[str, int], world_size: int) -> bool:
-    return all(world_size % math.prod(sizes.get(name, 1) for name in names) == 0 for names in _PRODUCTS)
-
-
-def _distance(setup: Setup, candidate: Setup, names: list[str]) -> tuple[float, bool, int]:
-    steps = sum(abs(math.log2(candidate.size(name) / setup.size(name))) for name in names)
-    gives_counts_up = any(candidate.fields.get(name) != setup.fields.get(name) for name in _END_COUNTS)
-    return steps, gives_counts_up, candidate.mesh().data
-
-
-def _first(checks: tuple[Check, ...], setup: Setup) -> str | None:
-    return next((complaint for check in checks if (complaint := check(setup)) is not None), None)
-
-
-# --- the mesh -------------------------------------------------------------------------------------------------------
-
-
-def _sizes_are_positive(setup: Setup) -> str | None:
-    for name in SIZES:
-        value = setup.fields.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            return f"{setup.key(name)}: got {value!r}; expected a whole number of at least 1"
-    return None
-
-
-def _ranks_divide(setup: Setup) -> str | None:
-    for names in _PRODUCTS:
-        sizes = {name: setup.size(name) for name in names if setup.size(name) > 1}
-        if setup.world_size % math.prod(sizes.values()):
-            product = " × ".join(f"{name} {size}" for name, size in sizes.items())
-            total = f" = {math.prod(sizes.values())}" if len(sizes) > 1 else ""
-            return f"{setup.where}: {product}{total} does not divide the {setup.world_size} ranks"
-    return None
-
-
-def _virtual_stages_have_stages(setup: Setup) -> str | None:
-    virtual, stages = "virtual_pipeline_model_parallel_size", setup.size("pipeline_model_parallel_size")
-    if setup.size(virtual) > 1 and stages == 1:
-        return f"{setup.key(virtual)}: {setup.size(virtual)} model chunks per stage need more than one pipeline stage"
-    return None
-
-
-def _layers_split(setup: Setup) -> str | None:
-    if setup.shape is None:
-        return None
-    num_layers, stages = setup.shape.num_layers, setup.size("pipeline_model_parallel_size")
-    try:
-        chunks = setup.chunks(num_layers)
-    except ConfigError as error:
-        said = str(error).replace("num_first", _END_COUNTS[0]).replace("num_last", _END_COUNTS[1]).rstrip(".")
-        return f"{setup.key('pipeline_model_parallel_size')}: the model's {num_layers} layers: {said}"
-    counts_ends = any(setup.fields.get(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
-    for index, chunk in enumerate(chunks):
-        if chunk.num_layers == 0 and not (counts_ends and index in (0, len(chunks) - 1)):
-            return (
-                f"{setup.key('pipeline_model_parallel_size')}: {num_layers} layers on {stages} stages × "
-                f"{setup.size('virtual_pipeline_model_parallel_size')} chunks leave chunk {index} without a layer"
-            )
-    return None
-
-
-def _tensor_ranks_divide(setup: Setup) -> str | None:
-    if setup.shape is None:
-        return None
-    shape, tensor = setup.shape, setup.size("tensor_model_parallel_size")
-    groups = shape.num_heads if shape.latent else shape.num_kv_heads
-    sizes = {
-        "attention heads": shape.num_heads,
-        "key/value heads (each rank needs at least one)": groups,
-        "feed-forward units": shape.ffn_hidden_size,
-        "units of the shared experts": shape.shared_ffn_hidden_size,
-    }
-    return _indivisible(setup, "tensor_model_parallel_size", tensor, sizes)
-
-
-def _expert_ranks_divide(setup: Setup) -> str | None:
-    if setup.shape is None or not setup.shape.is_moe:
-        return None
-    shape, tensor = setup.shape, setup.size("expert_tensor_parallel_size")
-    units = {"units of each expert": shape.expert_ffn_hidden_size}
-    experts = {"experts": shape.num_experts}
-    return _indivisible(setup, "expert_tensor_parallel_size", tensor, units) or _indivisible(
-        setup, "expert_model_parallel_size", setup.size("expert_model_parallel_size"), experts
-    )
-
-
-def _indivisible(setup: Setup, name: str, size: int, sizes: Mapping[str, int]) -> str | None:
-    for what, count in sizes.items():
-        if count % size:
-            return f"{setup.key(name)}: {size} does not divide the model's {count} {what}"
-    return None
-
-
-def _experts_are_there(setup: Setup) -> str | None:
-    name = "expert_model_parallel_size"
-    if setup.shape is not None and not setup.shape.is_moe and setup.size(name) > 1:
-        return f"{setup.key(name)}: got {setup.size(name)}, but the model has no experts"
-    return None
-
-
-def _expert_gradients_are_summed(setup: Setup) -> str | None:
-    """megatron-core 0.16.1, tensor_parallel/layers.py:829: with `expert_model_parallel_size=1`, experts' gradients are
-    summed over the ranks that sum the gradients of dense layers. These are the wrong ranks if experts and dense layers
-    are split differently; the error is as large as the gradient."""
-    expert_tensor, tensor = setup.size("expert_tensor_parallel_size"), setup.size("tensor_model_parallel_size")
-    has_experts = setup.shape is None or setup.shape.is_moe
-    if has_experts and setup.size("expert_model_parallel_size") == 1 and expert_tensor != tensor:
-        return (
-            f"{setup.key('expert_tensor_parallel_size')}: {expert_tensor} with tensor_model_parallel_size={tensor} and "
-            "expert_model_parallel_size=1: Megatron-Core 0.16.1 then sums the experts' gradients over the wrong ranks. "
-            "Leave it out, or split the experts (expert_model_parallel_size of 2 or more)"
-        )
-    return None
-
-
-def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
-    """megatron-core 0.16.1, `get_transformer_layer_offset`: with virtual stages, Megatron divides by the number of
-    stages without a count. This number is 0 if there are two stages and both have a count."""
-    has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
-    if has_both and setup.size("pipeline_model_parallel_size") == 2 and _is_interleaved(setup):
-        return (
-            f"{setup.key(_END_COUNTS[0])}: Megatron-Core 0.16.1 splits the layers wrongly with two stages, counts for "
-            "both of them and virtual stages: set only one of the counts, or leave "
-            "virtual_pipeline_model_parallel_size out"
-        )
-    return None
-
-
-_MESH_CHECKS: tuple[Check, ...] = (
-    _ranks_divide,
-    _virtual_stages_have_stages,
-    _experts_are_there,
-    _tensor_ranks_divide,
-    _expert_ranks_divide,
-    _expert_gradients_are_summed,
-    _layers_split,
-    _two_stages_have_no_counts_with_chunks,
-)
-
-
-def _is_interleaved(setup: Setup) -> bool:
-    return setup.size("virtual_pipeline_model_parallel_size") > 1
-
-
-# --- numbers --------------------------------------------------------------------------------------------------------
 
 _NO_CUDA_GRAPHS = "a graph is captured for one shape, and micro-batches have different lengths"
 FIXED_FIELDS: dict[str, tuple[Any, str]] = {
@@ -481,7 +181,7 @@ def _sequence_parallelism(setup: Setup) -> str | None:
 def _interleaved_sends(setup: Setup) -> str | None:
     """With two stages, the previous and the next stage are the same rank, and batched sends to that rank may arrive in
     the wrong order."""
-    if not _is_interleaved(setup) or setup.size("pipeline_model_parallel_size") != 2:
+    if not setup.is_interleaved or setup.size("pipeline_model_parallel_size") != 2:
         return None
     for name, right in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):
         if setup.fields.get(name, right) is not right:
