@@ -31,6 +31,8 @@ MESHES = {
     "Megatron, TP 3": (megatron, 3, MegatronOptions(tensor_model_parallel_size=3)),
     "Megatron, PP 2": (megatron, 2, MegatronOptions(pipeline_model_parallel_size=2)),
 }
+QUICK_MESHES = ("FSDP, 2 ranks", "Megatron, TP 3", "Megatron, PP 2")
+"""Run by `make test`; `make parity` runs all meshes."""
 LIMITS = MicroBatchLimits(max_tokens=600)
 """Two sequences at a time."""
 
@@ -52,7 +54,9 @@ def spec_of(model: Path, options: FsdpOptions | MegatronOptions, *, bf16: bool) 
     )
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK_MESHES else pytest.mark.parity) for name in MESHES]
+)
 def test_real_text_scores_as_in_transformers_and_the_export_is_what_was_loaded(
     name: str, reference: Reference, tmp_path: Path
 ):
