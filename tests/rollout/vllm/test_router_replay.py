@@ -129,6 +129,7 @@ def plain_error(server: RunningServer, batch: Batch) -> float:
     return float((exact_T - rounded_T)[batch["sampled"]].abs().mean())
 
 
+@pytest.mark.parity
 def test_replay_brings_the_trainer_closer_to_a_bf16_engine(bf16_server: RunningServer, tmp_path: Path):
     batch = asyncio.run(sampled_batch(bf16_server))
     found = differences(bf16_server, tmp_path, bf16=True, batch=batch)
