@@ -1,4 +1,4 @@
-"""The broadcast transport passes its suite, and whatever breaks off a sync ends both sides with a clear error."""
+"""The broadcast transport passes its suite, and the participants of a failed sync get an error instead of hanging."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Spoiled(broadcast_ends.BroadcastSender):
         return super()._send(channel, buckets, version)
 
 
-def without_a_tensor(message):
+def with_a_tensor_that_is_not_sent(message):
     if message["kind"] == "end":
         message["checksums"] = {**message["checksums"], "never.sent": 1}
     return message
@@ -92,15 +92,15 @@ def with_swapped_names():
     return spoil
 
 
-@pytest.mark.parametrize("spoil", [without_a_tensor, with_swapped_names()], ids=["left out", "reordered"])
-def test_tensors_that_differ_from_their_checksums_are_refused(sync, threads, spoil):
+@pytest.mark.parametrize("spoil", [with_a_tensor_that_is_not_sent, with_swapped_names()], ids=["missing", "swapped"])
+def test_a_missing_tensor_and_swapped_names_are_refused(sync, threads, spoil):
     receiving = threads.submit(receive, sync[1])
     Spoiled(sync[1], spoil).send(pack_buckets(WEIGHTS.items(), ONE_TENSOR_BYTES), 0)
     with pytest.raises(WeightSyncError, match="tensors differ from what was sent"):
         receiving.result(60)
 
 
-def test_a_receiver_that_never_joins_ends_all_sides_in_seconds_though_a_sync_may_take_minutes(threads):
+def test_a_receiver_that_never_joins_ends_all_sides_long_before_the_deadline_of_a_message(threads):
     assert BroadcastTransport().join_timeout_s <= 30.0
     transport = BroadcastTransport(timeout_s=250.0, join_timeout_s=1.0)
     rendezvous = transport.open(num_ranks=1, num_engines=2)
@@ -109,11 +109,11 @@ def test_a_receiver_that_never_joins_ends_all_sides_in_seconds_though_a_sync_may
     Channel(rendezvous.data).store.wait(["receiver/0"], timedelta(seconds=60))
     with pytest.raises(DeadlineError, match=rf"waited 1 s for 2 receivers to join the sync; 1 have .*{os.getpid()}"):
         send(transport, rendezvous)
-    # The receiver reads the rank's own message or, at the same time, that the sync is broken off.
+    # The receiver reads either the rank's message or the reason why the sync was broken off.
     reason = r"rank 0 could not send (weight version 0|its weights): DeadlineError: waited 1 s"
     with pytest.raises(WeightSyncError, match=reason):
         receiving.result(60)
-    assert time.monotonic() - began < 125.0, "the sync itself may take 250 s"
+    assert time.monotonic() - began < 125.0, "the deadline of a message is 250 s"
     transport.close(rendezvous)
 
 
@@ -160,13 +160,15 @@ def test_a_strangers_message_is_never_accepted_as_a_participants(sync, threads, 
     transport, rendezvous = sync
     stranger(rendezvous).set(key, json.dumps({"kind": "failed", "rank": 0, "error": "nothing failed"}))
     receiving = threads.submit(receive, rendezvous)
+    error = f"'{key}' in the sync's store is not signed"
     if key == "group/0/0/0":  # the key under which the rank publishes the address it listens at
         joined = Channel(rendezvous.data)
-        with pytest.raises(WeightSyncError, match=r"'group/0/0/0' in the sync's store is not signed"):
+        with pytest.raises(WeightSyncError, match=error):
             PrefixStore("group/0", joined.store).get("0/0")
         joined.store.wait(["receiver/0"], timedelta(seconds=60))  # a receiver that registers later would find no store
         transport.close(rendezvous)
-    with pytest.raises(WeightSyncError, match=r"is not signed|closed"):
+        error = "the sync was closed"
+    with pytest.raises(WeightSyncError, match=error):
         receiving.result(60)
 
 
@@ -180,7 +182,7 @@ def test_a_signature_also_covers_the_key(sync):
         participant.read(1)
 
 
-def test_a_closed_sync_is_refused_at_once(sync):
+def test_a_closed_sync_is_refused(sync):
     transport, rendezvous = sync
     transport.close(rendezvous)
     with pytest.raises(WeightSyncError, match="is closed"):
@@ -236,7 +238,7 @@ def fails_after_a_bucket(rendezvous, failed):
         raise ValueError("this engine cannot load it")
 
 
-def test_a_receiver_that_fails_ends_the_others_at_once_though_its_error_is_kept(threads):
+def test_a_receiver_that_fails_ends_the_others_long_before_their_deadline_though_its_error_is_kept(threads):
     transport = BroadcastTransport(timeout_s=250.0, join_timeout_s=120.0)
     rendezvous = transport.open(num_ranks=1, num_engines=2)
     failed, kept = threading.Event(), []
@@ -328,7 +330,7 @@ def test_closing_the_sync_ends_a_broadcast_under_way(threads, monkeypatch):
     monkeypatch.setattr(Group, "start_broadcast", started)
 
     class WaitsBeforeSending(broadcast_ends.BroadcastSender):
-        """Announces a bucket and opens its group, but sends nothing until the test allows it."""
+        """Opens its group and announces a bucket, but sends nothing until the test allows it."""
 
         def _open_group(self, channel, data, version):
             group = super()._open_group(channel, data, version)

@@ -63,10 +63,10 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         before = await scores_of(changed)
         for version in (1, 2, 3):
             await train(policy, version)
-            assert 0 < (await by_changes.publish(version))[SHARE] < 0.08, "about 5 % of the weights change"
+            assert 0 < (await by_changes.publish(version))[SHARE] < 0.05, "at most 5 % of the bytes may be sent"
             assert SHARE not in await by_whole.publish(version)
             assert await scores_of(changed) == await scores_of(whole)
-        assert await scores_of(changed) != before, "a step of 1e-6 must change bfloat16 log-probs"
+        assert await scores_of(changed) != before, "three steps of 1e-6 must change bfloat16 log-probs"
     await changed.close()
     await whole.close()
 
@@ -84,7 +84,7 @@ async def test_every_third_sync_is_whole(model_path):
     await engine.close()
 
 
-async def test_an_engine_that_lost_its_base_is_healed_by_whole_weights(model_path, caplog):
+async def test_an_engine_that_lost_its_base_gets_whole_weights(model_path, caplog):
     engine = await local_engine(model_path)
     async with policy_of(model_path, bf16=True) as policy:
         engines = serving(policy, engine)
@@ -95,11 +95,11 @@ async def test_an_engine_that_lost_its_base_is_healed_by_whole_weights(model_pat
         assert "publishing again with whole weights because the sync of changes failed" in caplog.text
         assert "but this engine holds none" in caplog.text
         assert (await engine.health()).version == 1
-        assert (await engines.publish(2))[SHARE] < 0.08
+        assert (await engines.publish(2))[SHARE] < 0.05
     await engine.close()
 
 
-async def test_wrong_weights_in_the_base_are_noticed_and_healed(model_path, caplog):
+async def test_wrong_weights_in_the_base_are_noticed_and_replaced(model_path, caplog):
     engine, other = await local_engine(model_path), await local_engine(model_path)
     async with policy_of(model_path, bf16=True) as policy:
         engines, beside = serving(policy, engine), serving(policy, other, interval=None)
@@ -130,5 +130,5 @@ async def test_after_a_sync_that_failed_the_next_is_whole(model_path, monkeypatc
             await engines.publish(1)
         monkeypatch.undo()
         assert (await engines.publish(2))[SHARE] == 1.0
-        assert (await engines.publish(3))[SHARE] < 0.08
+        assert (await engines.publish(3))[SHARE] < 0.05
     await engine.close()

@@ -1,5 +1,5 @@
-"""The environment generator: trajectories contain exactly what the engine sampled, and failures are recorded, not
-raised.
+"""The environment generator: trajectories contain exactly what the engine sampled, and a sample's failure is recorded,
+not raised.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from rl_core.config import from_mapping, generator_spec
 from rl_core.errors import ConfigError, DataError, GenerationError
@@ -157,11 +158,6 @@ class Raises(Sums):
         raise KeyError("no such answer")
 
 
-class WantsAnotherTurn(Sums):
-    async def step(self, action):
-        return StepResult(reward=0.0, done=False, observation="again")
-
-
 class NoNumber(Sums):
     async def step(self, action):
         return StepResult(reward=float("nan"), done=True)
@@ -176,7 +172,6 @@ class NoResult(Sums):
     ("environment", "message"),
     [
         (Raises, "train.parquet:12: KeyError: 'no such answer'"),
-        (WantsAnotherTurn, "train.parquet:12: DataError: the environment wants another turn"),
         (NoNumber, "train.parquet:12: DataError: the environment's reward is nan"),
         (NoResult, "train.parquet:12: DataError: the environment's step returned float"),
     ],
@@ -262,9 +257,11 @@ async def test_chat_messages_go_through_the_template_with_its_settings(tokenizer
 
 
 def test_text_prompts_are_encoded_without_special_tokens(tokenizer):
-    tokenizer.add_special_tokens({"bos_token": "<eos>"})
-    codec = TokenCodec(tokenizer, chat_template_kwargs={})
-    assert list(codec.encode("1+")) == tokenizer("1+", add_special_tokens=False)["input_ids"]
+    start = ("<eos>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[start])
+    with_special = tokenizer("1+")["input_ids"]
+    assert with_special[0] == tokenizer.eos_token_id
+    assert list(TokenCodec(tokenizer, chat_template_kwargs={}).encode("1+")) == with_special[1:]
 
 
 @pytest.mark.parametrize(
