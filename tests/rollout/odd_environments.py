@@ -86,8 +86,18 @@ RAISED = {
 }
 
 
+class HasASynchronousMethod(Blocks):
+    """Its method `row["synchronous"]`, `reset` or `step`, returns its result instead of an awaitable."""
+
+    def reset(self) -> Any:
+        return self._row["prompt"] if self._row["synchronous"] == "reset" else super().reset()
+
+    def step(self, action: Any) -> Any:
+        return StepResult(reward=1.0, done=True) if self._row["synchronous"] == "step" else super().step(action)
+
+
 class EndsItsLoop(Blocks):
-    """Starts a task that exits, unless `row["exits"]` is False."""
+    """Its step starts a task that calls `sys.exit`, unless `row["exits"]` is False."""
 
     async def step(self, action: Any) -> StepResult:
         if not self._row.get("exits", True):
@@ -102,8 +112,8 @@ class EndsItsLoop(Blocks):
 
 
 class InItsOwnProcess:
-    """Each step fails as `row["does"]` says, or returns the id of its process as the reward. Before it
-    blocks, it creates a file in the directory `row["blocks"]`."""
+    """Each step fails as `row["does"]` says, or returns the id of its process as the reward. Before a step blocks, it
+    creates a file in the directory `row["blocks"]`."""
 
     placement = "process"
 
@@ -112,7 +122,7 @@ class InItsOwnProcess:
         self._turns = 0
 
     async def reset(self) -> Any:
-        print("a print reaches no answer")
+        print("printed text must not reach the answers")
         return self._row["prompt"]
 
     async def step(self, action: Any) -> StepResult:
