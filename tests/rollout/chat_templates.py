@@ -1,7 +1,7 @@
 """Chat templates in the formats of known model families, each with a tokenizer that knows its special tokens.
 
 The tokenizers are byte-level BPE (or, for the SentencePiece families, BPE with a leading-space mark) with merges that
-are learned here from a few sentences. Token sequences that no text encodes to are as common as in real tokenizers.
+are learned here from a few sentences. As in real tokenizers, many token sequences are the encoding of no text.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ REASONING = """\
 
 @attrs.frozen(kw_only=True)
 class Family:
-    """A chat template, and the tokens and options that it needs."""
+    """A chat template, its tokens and its properties."""
 
     template: str
     end_of_turn: str

@@ -34,7 +34,7 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 
 NUM_GROUPS, GROUP_SIZE = 40, 5
 TOLERANCE = 1e-4
-"""Nats, float32: batched decoding with a cache and one forward pass differ only by rounding."""
+"""In nats. In float32, batched decoding with a cache and one forward pass differ only by rounding."""
 
 
 class Chatter:

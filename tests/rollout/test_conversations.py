@@ -323,14 +323,16 @@ async def test_later_prompts_lack_dropped_thinking_and_unchanged_turns_merge():
         ("reasoning", {}, "renders earlier turns differently once later turns follow"),
     ],
 )
-async def test_a_template_that_changes_turns_is_refused_without_steps(name: str, settings: Any, reason: str):
+async def test_a_template_that_changes_turns_is_refused_unless_trajectories_are_step_wise(
+    name: str, settings: Any, reason: str
+):
     rng = random.Random(0)
     row = random_row(name, rng, 2) | {"observations": [[{"role": "user", "content": "again"}]]}
     with pytest.raises(ConfigError, match=f"rows:1: the model's chat template {reason}.*step_wise_trajectories=true"):
         await play(name, row, random_script(tokenizer_of(name), rng), template_kwargs=settings)
 
 
-async def test_tool_turns_of_a_thinking_template_need_no_steps():
+async def test_tool_turns_of_a_thinking_template_need_no_step_wise_trajectories():
     rng = random.Random(0)
     row = random_row("thinking_chatml", rng, 3) | {"observations": [[{"role": "tool", "content": "42"}]] * 2}
     played = await play("thinking_chatml", row, random_script(tokenizer_of("thinking_chatml"), rng))

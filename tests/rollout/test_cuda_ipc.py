@@ -28,7 +28,7 @@ def rendezvous():
 
 
 @without_gpu
-def test_without_cuda_the_error_names_the_transports_to_use():
+def test_without_cuda_the_error_names_a_transport_to_use():
     with pytest.raises(
         ConfigError, match=r"weight_sync_backend: cuda_ipc .* was built without CUDA; use shared_memory"
     ):
@@ -36,7 +36,7 @@ def test_without_cuda_the_error_names_the_transports_to_use():
 
 
 @without_gpu
-def test_weights_on_the_cpu_end_both_sides_and_are_drained(rendezvous):
+def test_weights_on_the_cpu_are_refused_and_drained_and_receivers_are_told(rendezvous):
     channel = Channel(rendezvous.data)
     channel.register_receiver({"version": 0})
     buckets = pack_buckets(sample_tensors().items(), 64)

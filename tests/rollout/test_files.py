@@ -70,7 +70,7 @@ def test_a_changed_byte_names_the_tensor(sync):
         list(FilesReceiver(sync[1]).receive(0))
 
 
-def test_swapped_tensors_are_noticed(sync):
+def test_swapped_shapes_are_noticed(sync):
     send(*sync)
     manifest = Path(sync[1].data["directories"][0]) / "rank0.json"
     content = json.loads(manifest.read_text())

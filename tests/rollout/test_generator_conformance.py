@@ -100,7 +100,7 @@ def shifted_logprobs(step: TrajectoryStep) -> list[float]:
 
 
 TAMPERS = {
-    "encoded anew": (
+    "two tokens are swapped": (
         on_step(tokens=lambda step: [*step.tokens[:-2], step.tokens[-1], step.tokens[-2]]),
         "the step does not begin with the tokens of the request and its answer",
     ),

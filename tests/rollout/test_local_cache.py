@@ -25,7 +25,7 @@ COLUMN_BYTES = 2 * HEADS * HEAD_DIM * 4
 
 @attrs.define(eq=False, slots=False)
 class PlainCache:
-    """A plain reference cache: exactly as large as its contents, and reallocated at every change."""
+    """A plain reference cache: exactly as large as its contents, and reallocated at every change of size."""
 
     pad_B: np.ndarray = attrs.field(factory=lambda: np.empty(0, np.int64))
     layers: list = attrs.field(factory=list)

@@ -134,7 +134,7 @@ def test_greedy_responses_are_those_of_transformers_generate(model, checkpoint):
         assert completion.tokens == tuple(expected[0, len(sample.prompt_tokens) :].tolist())
 
 
-def test_samples_that_start_together_share_one_prefill_and_no_more_rows_run_than_allowed(model):
+def test_samples_of_one_prompt_that_start_together_share_a_prefill_and_no_more_rows_run_than_allowed(model):
     shapes = []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -416,7 +416,7 @@ async def test_an_error_in_loading_the_model_reaches_the_caller():
 
 
 async def test_an_engine_that_loads_too_slowly_ends_when_it_has_loaded(model):
-    """Its caller has no engine to close, so the model would stay in memory."""
+    """Its caller has no engine to close, so otherwise the model would stay in memory."""
     may_load, before = threading.Event(), set(threading.enumerate())
 
     def load():

@@ -17,7 +17,7 @@ from tests.rollout.many_episodes import play_disturbed, require_exact_accounting
 
 
 @pytest.mark.slow
-def test_every_one_of_two_hundred_episodes_is_accounted_for_despite_engine_faults(tmp_path: Path):
+def test_every_one_of_two_hundred_episodes_is_accounted_for_despite_pauses_and_aborts(tmp_path: Path):
     path = str(make_checkpoint(tmp_path / "model"))
 
     def load() -> Any:

@@ -60,7 +60,7 @@ async def test_an_engine_pauses_while_an_unstaged_version_arrives(model_path):
     assert await versions_sampled_meanwhile(model_path, "broadcast", within_s=2.0) == ()
 
 
-async def test_a_failed_staged_version_does_not_pause_the_engine(model_path):
+async def test_after_a_staged_version_failed_the_engine_serves_the_old_one(model_path):
     engine = await local_engine(model_path)
     async with policy_of(model_path) as policy:
         trainer = Trainer(policy, engine, "files")

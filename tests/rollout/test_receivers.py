@@ -1,4 +1,4 @@
-"""Only installed transports provide receivers; a server imports nothing from its working directory."""
+"""`installed_receivers` finds only installed transports; a server imports nothing from its working directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_in(directory: Path, *arguments: str, path: tuple[Path, ...] = ()) -> sub
     )
 
 
-def test_a_transport_in_the_working_directory_is_not_installed_wherever_python_looks(tmp_path: Path):
+def test_a_transport_in_the_working_directory_does_not_count_as_installed(tmp_path: Path):
     here, site = tmp_path / "here", tmp_path / "site"
     write_transport(here, "lying_about")
     write_transport(site, "properly_installed")

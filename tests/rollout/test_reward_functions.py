@@ -43,7 +43,7 @@ def wordy(completions: list[Any]) -> list[str]:
     return ["good"]
 
 
-def endless(completions: list[Any]) -> list[float]:
+def not_a_number(completions: list[Any]) -> list[float]:
     return [float("nan")]
 
 
@@ -64,14 +64,14 @@ def by_position(completions: list[Any], /) -> list[float]:
 
 
 class Scaled:
-    """A reward that is an object with a call."""
+    """A reward function that is an object with `__call__`."""
 
     def __call__(self, completions: list[Any], *, scale: list[float]) -> list[float]:
         return scale
 
 
 def logged(function: Any) -> Any:
-    """Passes on whatever it gets."""
+    """A decorator that passes on all arguments."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def logged(function: Any) -> Any:
 
 
 def for_texts(function: Any) -> Any:
-    """Calls a function of texts with the completions."""
+    """A decorator that calls a function of texts with the completions."""
 
     @functools.wraps(function)
     def call(completions: list[Any], **_: Any) -> Any:
@@ -140,7 +140,7 @@ async def test_functions_of_the_same_name_are_numbered(monkeypatch: pytest.Monke
     assert result.reward == sum(values.values())
 
 
-async def test_partial_decorated_and_called_objects_are_functions_too():
+async def test_partials_decorated_functions_and_callable_objects_are_accepted():
     result = await played({"prompt": "x", "scale": 5}, "scaled")
     assert result.metrics == {"reward_scaled": 5.0}, "a column replaces the value of the same name"
     assert (await played({"prompt": "x"}, "scaled")).metrics == {"reward_scaled": 3.0}
@@ -153,7 +153,7 @@ async def test_a_chat_prompt_has_completions_of_messages():
     assert (await played(chat, "length")).reward == 2.0
 
 
-async def test_a_function_that_returns_none_is_ignored():
+async def test_a_function_that_returns_a_list_of_none_gives_no_reward():
     result = await played({"prompt": "x"}, "silent", "length")
     assert (result.reward, result.metrics) == (2.0, {"reward_length": 2.0})
 
@@ -164,7 +164,7 @@ async def test_a_function_that_returns_none_is_ignored():
         ("wrong", r"returned 1\.0; expected a list of one number"),
         ("wordy", r"the reward function wordy returned \['good'\]; expected a list of one number"),
         ("lettered", r"the reward function lettered returned \['1\.0'\]; expected a list of one number"),
-        ("endless", "returned nan; expected a finite number"),
+        ("not_a_number", "returned nan; expected a finite number"),
         ("formatted", "the reward function formatted returned '42'; expected a list of one number"),
         ("stateful", r"needs 'trainer_state'; only TRL passes it, so give it a default, such as trainer_state=None$"),
         ("needy", r"needs 'anser'; the row has prompt, answer\. Did you mean 'answer'\?"),

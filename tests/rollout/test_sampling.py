@@ -1,4 +1,4 @@
-"""The sampler agrees with slow reference definitions, and its random numbers are uniform and independent."""
+"""The sampler agrees with slow reference definitions, and its random numbers are uniform and uncorrelated."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ async def test_the_model_is_shown_the_tools_calls_and_results():
     )
 
 
-async def test_tools_that_move_with_the_conversation_need_steps():
+async def test_tools_that_move_with_the_conversation_need_step_wise_trajectories():
     rng = random.Random(0)
     row = random_row("tools_last", rng, 3) | {"observations": [[{"role": "user", "content": "again"}]] * 2}
     with pytest.raises(ConfigError, match=r"renders earlier turns differently.*step_wise_trajectories=true"):
@@ -265,7 +265,7 @@ async def test_a_synchronous_tools_method_fails_but_a_tools_attribute_is_ignored
         ([CLOCK, CALCULATOR, CLOCK], "two of the environment's tools have the name 'time'"),
     ],
 )
-def test_values_other_than_a_list_of_tools_are_refused(tools: Any, message: str):
+def test_invalid_tools_are_refused(tools: Any, message: str):
     with pytest.raises(DataError, match=message):
         require_tools(tools)
 
@@ -281,7 +281,7 @@ def test_values_other_than_a_list_of_tools_are_refused(tools: Any, message: str)
         ({"role": "tool", "content": "3", "tool_call_id": 7}, "whose 'tool_call_id' is not text"),
     ],
 )
-def test_malformed_messages_with_tool_calls_are_refused(message: Any, problem: str):
+def test_malformed_messages_are_refused(message: Any, problem: str):
     with pytest.raises(DataError, match=f"a prompt .*{problem}"):
         require_messages([message], "a prompt")
 

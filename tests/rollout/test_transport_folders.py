@@ -73,7 +73,7 @@ def test_folders_of_a_killed_run_carry_its_name_and_the_next_sync_removes_them(
     assert not [*temporary.iterdir(), *memory.iterdir()]
 
 
-def test_shared_memory_of_a_killed_run_is_removed_by_any_transports_sync(temporary: Path, memory: Path):
+def test_files_that_a_killed_run_left_in_memory_are_removed_by_another_transports_sync(temporary: Path, memory: Path):
     pid = in_killed_process(lambda: files.of_run("run").open(num_ranks=1, num_engines=1))
     assert list(memory.glob(f"rl-weights-run-{pid}-*"))
     shared_memory.close(shared_memory.open(num_ranks=1, num_engines=1))

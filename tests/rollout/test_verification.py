@@ -139,11 +139,11 @@ async def test_a_resumed_run_probes_after_its_first_sync_and_then_as_if_uninterr
 
 @pytest.mark.parametrize("targets", ["all-linear", ["v_proj"]], ids=str)
 async def test_noise_fits_small_adapters(model_path, targets, caplog):
-    """Noise scaled for whole weights would fail here: adapters of rank 1 change such a model too little."""
+    """With noise scaled for whole weights, the adapter of `v_proj` alone would change the model too little."""
     engine = await local_engine(model_path)
     async with policy_of(model_path, LoraConfig(rank=1, alpha=1, target_modules=targets)) as policy:
         trainer = Trainer(policy, engine, "files")
-        # The limits for bfloat16, at least ten times those for this model's float32.
+        # The limit for bfloat16 is 60 times that for float32, in which this model computes.
         trainer.verification._settings = attrs.evolve(
             trainer.verification._settings, limit=verification.LIMITS["bfloat16"]
         )
