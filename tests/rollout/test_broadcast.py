@@ -312,7 +312,7 @@ def test_closing_the_sync_ends_a_rank_that_waits_for_a_lost_receiver(threads):
     sending = threads.submit(send, transport, rendezvous)
     joined.read(0)  # the rank now waits for connections, and nobody connects
     transport.close(rendezvous)
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match=r"could not connect|the sync was closed"):
         sending.result(60)
 
 

@@ -146,7 +146,7 @@ def test_segments_that_a_sync_did_not_need_are_freed():
     shared_memory.close(rendezvous)
 
 
-def test_only_the_owner_may_read(sync):
+def test_only_the_owner_may_read_the_announcements(sync):
     assert Path(sync[1].data["directory"]).stat().st_mode & 0o077 == 0
 
 
