@@ -518,8 +518,12 @@ def _data_outside_garbage_collection() -> Iterator[None]:
     """Context in which the garbage collector ignores all objects that exist at its start: rows, models and modules.
 
     These objects live as long as the run, and are most of the process's objects. In the quick start, scanning them took
-    95 ms of a 730 ms step.
+    95 ms of a 730 ms step. If the caller has frozen objects itself, nothing is changed, because `gc.unfreeze` would
+    release the caller's objects too.
     """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:
