@@ -117,7 +117,10 @@ def test_value_and_gradient_are_those_of_whole_pairs(num_parts: int, settings: d
 
 
 def test_a_reward_model_reads_the_last_trained_token():
-    batch = weighted(random_pairs(9))
+    batch = random_pairs(9)
+    mask_T = batch["loss_mask"].clone()
+    mask_T[batch.offsets[10:] - 1] = False  # the last tokens of the responses that are not preferred
+    batch = weighted(batch.with_columns(loss_mask=mask_T))
     objective = Objective(reward_model_loss)
     batch = batch.with_columns(**objective.prepare(batch.columns, batch.sequence_index, seed=0))
     values_T = batch["values"].clone().requires_grad_()

@@ -80,7 +80,7 @@ def test_the_response_and_its_end_are_trained_on(row: dict[str, Any], expected: 
     assert shown(codec, encode.response(row)) == expected
 
 
-def test_the_last_turn_alone_where_a_template_drops_earlier_thoughts():
+def test_if_the_template_drops_earlier_thoughts_only_the_last_turn_can_be_trained_on():
     row = {"messages": say("a", "think!b", "c", "hm!d")}
     with pytest.raises(DataError, match=r"generator\.trained_turns=last"):
         encoder(DROPS_THOUGHTS)[1].response(row)
@@ -126,7 +126,7 @@ def test_token_ids_are_used_unchanged(columns: dict[str, Any], trained: list[int
     assert list(sequence.trained) == [bool(value) for value in trained]
 
 
-def test_a_score_is_read_behind_the_whole_response():
+def test_a_score_is_read_at_a_token_after_the_whole_response():
     codec, encode = encoder(scored_at_end=True)
     assert shown(codec, encode.response({"prompt": "a", "completion": "b"})) == "ab<eos>{<eos>}"
 
@@ -168,7 +168,7 @@ def test_rows_that_cannot_be_trained_on_are_refused(row: dict[str, Any], message
         encoder()[1].response(row)
 
 
-def test_a_pair_needs_both_responses():
+def test_a_pair_needs_both_responses_and_a_prompt():
     with pytest.raises(DataError, match="the row has no 'rejected'"):
         encoder()[1].pair({"prompt": "a", "chosen": "b"})
     with pytest.raises(DataError, match="the row has no 'prompt' before its 'chosen'; it has chosen, rejected"):
@@ -212,7 +212,7 @@ def test_a_pair_is_two_trajectories_the_preferred_one_with_the_reward(tmp_path: 
 
 
 @pytest.mark.parametrize("of_pairs", [False, True])
-def test_lengths_of_prompt_and_response_encode_a_row_once(of_pairs: bool, monkeypatch: pytest.MonkeyPatch):
+def test_lengths_of_prompt_and_response_encode_each_response_once(of_pairs: bool, monkeypatch: pytest.MonkeyPatch):
     codec, encode = encoder()
     encoded: list[object] = []
     joined = RowEncoder._joined

@@ -19,8 +19,8 @@ from rl_core.testing.models import make_checkpoint
 from tests.supervised.trained import PAIRS, config_of, gradient
 
 TOLERANCE = 1e-5
-"""Relative, for the loss and for the L2 norm of the gradient over all weights. Rounding in float32, because sums are
-added in another order; measured: 6e-7."""
+"""Relative, for the loss and for the L2 norm of the gradients' difference over all weights. It allows for float32
+rounding, because sums are added in another order; measured: 6e-7."""
 
 
 def sums(count: int, seed: int = 0) -> list[dict[str, str]]:
@@ -122,7 +122,7 @@ def loaded(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
-def test_supervised_fine_tuning(model: Path, tmp_path: Path):
+def test_supervised_fine_tuning_and_one_extra_token_is_detected(model: Path, tmp_path: Path):
     rows = [{name: row[name] for name in ("prompt", "completion")} for row in sums(7)]
     trainer = SFTTrainer(
         loaded(model),
@@ -130,8 +130,12 @@ def test_supervised_fine_tuning(model: Path, tmp_path: Path):
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(model),
     )
-    found = gradient(config_of(tmp_path, model, rows), tmp_path)
-    require_equal(found, gradient_of_trl(trainer))
+    expected = gradient_of_trl(trainer)
+    require_equal(gradient(config_of(tmp_path, model, rows), tmp_path), expected)
+    rows[3]["completion"] += "0"
+    wrong = gradient(config_of(tmp_path / "wrong", model, rows), tmp_path / "wrong")
+    with pytest.raises(AssertionError):
+        require_equal(wrong, expected)
 
 
 def of_chat(chat_model: Path, directory: Path, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
@@ -155,15 +159,6 @@ def test_the_comparison_detects_schemas_that_the_model_does_not_see(chat_model: 
     without = [{"messages": row["messages"]} for row in rows]
     with pytest.raises(AssertionError):
         of_chat(chat_model, tmp_path, without, rows)
-
-
-def test_the_comparison_detects_one_extra_token(model: Path, tmp_path: Path):
-    rows = [{name: row[name] for name in ("prompt", "completion")} for row in sums(7)]
-    right = gradient(config_of(tmp_path / "right", model, rows), tmp_path / "right")
-    rows[3]["completion"] += "0"
-    wrong = gradient(config_of(tmp_path / "wrong", model, rows), tmp_path / "wrong")
-    with pytest.raises(AssertionError):
-        require_equal(wrong, right)
 
 
 def of_pairs(
