@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(texts: tuple[str, ...], folder: Path, model: str) -> list[str]:
-    """The command's words as a shell would split them. Adds a limit of two steps, because eight rows fill no batch."""
+    """The command's words as a shell would split them. Adds a limit of two steps: the rows are too few for a batch."""
     text = " ".join(texts).replace("$DATA", shlex.quote(str(folder)))
     return [*shlex.split(text.replace("$MODEL", str(folder / model))), "trainer.max_training_steps=2"]
 
@@ -146,7 +146,7 @@ def test_a_command_prints_its_plan_or_is_refused_with_the_reason(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_script_is_a_recipe_that_resolves_and_prints_its_plan(
+def test_the_recipe_of_each_script_prints_its_plan(
     script: Script, folder: Path, said: list[str], capsys: pytest.CaptureFixture[str]
 ):
     rows = (f"data.train_data=[$DATA/{script.rows}]", f"data.val_data=[$DATA/{script.rows}]")
@@ -163,8 +163,8 @@ def test_the_page_names_the_recipe_of_each_script():
     assert [row for row in rows if row not in table.splitlines()] == []
 
 
-def test_every_fragment_explains_the_keys_it_drops():
-    """A key without a meaning here must be in a test that checks its warning; it must not vanish silently."""
+def test_the_warnings_of_three_keys_without_effect_are_checked():
+    """Each of these keys must be in a fragment, and its warning in a fragment's `says`."""
     dropped = {"generator.batched=true", "generator.async_engine=true", "trainer.flash_attn=false"}
     given = {key for fragment in FRAGMENTS for key in (*fragment.base, *fragment.keys)}
     assert dropped <= given

@@ -95,7 +95,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def written(translation: Translation) -> dict[str, Any]:
-    """The values of the script itself, without the defaults of SkyRL."""
+    """The translated values, without the keys of SKYRL_DEFAULTS."""
     return {key: value for key, value in translation.values.items() if key not in SKYRL_DEFAULTS}
 
 
@@ -128,7 +128,7 @@ def test_a_script_of_skyrl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("operator", "epochs"), [(":=", 4), ("=", None)])
-def test_a_default_replaces_an_empty_variable_as_in_bash(
+def test_only_a_default_with_a_colon_replaces_an_empty_variable(
     operator: str, epochs: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("EPOCHS", "")

@@ -20,14 +20,8 @@ def rows() -> dict[str, str]:
     return {found[1]: found[0] for found in re.finditer(r"^\| `([\w.]+)` \| .*$", table, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_each_row_matches_what_loading_the_key_does(key: str):
-    assert rows()[key] == row(key, KEYS[key]), "the table is out of date: run python -m tools.key_table"
-
-
 def test_the_page_is_up_to_date_and_has_no_unknown_key():
-    table = page(PAGE.read_text())
-    assert table == PAGE.read_text()
+    assert page(PAGE.read_text()) == PAGE.read_text(), "the table is out of date: run python -m tools.key_table"
     assert len(KEYS) == 296
     verdicts = [line.rsplit(" | ", 1)[1] for line in rows().values()]
     assert all(re.match(r"the same|→|no effect|refused", verdict) for verdict in verdicts)
