@@ -73,7 +73,7 @@ def test_a_faulty_folder_is_found(dist: Path, tmp_path: Path):
     assert "twine check: " in found
 
 
-def test_missing_files_are_not_counted_as_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_missing_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(tmp_path) == 1
     printed = capsys.readouterr()
     assert printed.out == f"{len(projects())} packages checked: {len(problems(tmp_path))} problems\n"

@@ -67,7 +67,7 @@ def test_links_between_the_documents_lead_somewhere():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_package_says_what_it_is_and_shows_its_use(package):
+def test_every_readme_of_a_package_has_its_name_and_a_code_block(package):
     readme = text_of(f"packages/{package.replace('_', '-')}/README.md")
     assert readme.startswith(f"# {package.replace('_', '-')}\n")
     assert "```" in readme
