@@ -1,4 +1,4 @@
-"""Episodes with a scripted engine, which answers with the responses that the test gives it."""
+"""Episodes of one turn: judged directly, or played through the generator with a scripted engine."""
 
 from __future__ import annotations
 

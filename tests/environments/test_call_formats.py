@@ -119,7 +119,7 @@ def test_llama_calls_are_read(text: str, found: list[Call]):
     assert LLAMA.read(text) == found
 
 
-def test_formats_are_recognised_by_their_marks():
+def test_the_format_marked_reads_calls_of_every_format():
     for text in (
         '<tool_call>{"name": "f", "arguments": {"a": "1"}}</tool_call>',
         "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",

@@ -1,4 +1,4 @@
-"""The environments pass their conformance suites and refuse rows and options that they cannot use."""
+"""`calculator`, `gsm8k_turns` and `search` pass the suite of environments; rows, options, and corpora to search."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_search_passes_the_suite_of_environments(corpus: Path, check: str):
         ("2 ** -1", "0.5"),
     ],
 )
-def test_the_calculator_computes_exactly(expression: str, value: str):
+def test_the_calculator_shows_exact_integers_and_twelve_digits_of_fractions(expression: str, value: str):
     assert computed(expression) == value
 
 
@@ -148,7 +148,7 @@ def test_division_by_zero_is_reported_to_the_policy():
     assert "Error: ZeroDivisionError" in shown(play(CalculatorEnvironment({"prompt": ASKED, "answer": 1}, {}), call)[0])
 
 
-def test_gsm8k_tells_the_policy_what_is_missing():
+def test_gsm8k_turns_tells_the_policy_what_is_wrong():
     environment = Gsm8kTurnsEnvironment({"prompt": ASKED, "answer": 5}, {})
     assert [shown(result) for result in play(environment, "5", "#### 4")] == [NO_NUMBER, WRONG]
 
@@ -279,7 +279,7 @@ def test_an_index_that_cannot_be_written_leaves_no_folder(tmp_path: Path, corpus
     assert list((tmp_path / "indexes").iterdir()) == []
 
 
-def test_a_document_with_half_a_character_is_indexed(tmp_path: Path):
+def test_a_document_with_a_lone_surrogate_is_indexed(tmp_path: Path):
     (tmp_path / "documents.jsonl").write_text('{"text": "whale \\ud83d"}\n{"text": "shark"}\n')
     write_index(tmp_path / "documents.jsonl", tmp_path / "index")
     assert [each.text for each in load_corpus(str(tmp_path / "index")).search("whale", 1)] == ["whale ?"]
@@ -345,5 +345,5 @@ def test_options_are_checked_before_the_run(name: str, options: dict[str, Any], 
         ("code", {"limits": {"cpu_s": 2.0, "memory_bytes": 1e9}}),
     ],
 )
-def test_options_of_other_environments_need_no_section_of_this_one(name: str, options: dict[str, Any]):
+def test_valid_options_and_those_of_other_environments_are_accepted_before_the_run(name: str, options: dict[str, Any]):
     plugins.load("rl_core.environments", name).require_options(options)

@@ -99,6 +99,7 @@ def test_the_judges_last_score_is_the_reward(judge: Judge):
 @pytest.mark.parametrize(
     ("reply", "reward"),
     [
+        # A number after a colon counts more than one in a remark.
         ("Score: 4\n\nA perfect score (10) would need units.", 0.4),
         ("Score 10 is not deserved. **Score**: 3", 0.3),
         ("score 6", 0.6),
@@ -106,7 +107,7 @@ def test_the_judges_last_score_is_the_reward(judge: Judge):
         ("Score: 8/10", 0.8),
     ],
 )
-def test_a_number_after_a_colon_counts_more_than_a_remark(judge: Judge, reply: str, reward: float):
+def test_a_grade_is_read_from_replies_of_several_forms(judge: Judge, reply: str, reward: float):
     judge.replies = [said(reply)]
     assert step(judge).reward == pytest.approx(reward)
 
@@ -174,7 +175,7 @@ def test_a_reply_aborted_by_a_weight_sync_is_not_a_grade(judge: Judge):
 
 
 @pytest.mark.parametrize("begun", ["Score: 1", "Score: 7."])
-def test_a_number_that_reached_the_limit_of_tokens_is_not_a_grade(judge: Judge, begun: str):
+def test_a_number_at_the_end_of_a_truncated_reply_is_not_a_grade(judge: Judge, begun: str):
     cut = {"message": {"content": begun}, "finish_reason": "length"}
     judge.replies = [lambda: (200, json.dumps({"choices": [cut]}))]
     with pytest.raises(GenerationError, match=r"reached max_tokens \(512\) .*; raise environment.options.*max_tokens"):

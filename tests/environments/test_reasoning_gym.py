@@ -153,7 +153,7 @@ def require_playable(task: str) -> None:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails on a connection or a name lookup. Sockets can still be made: an event loop needs a pair of them."""
+    """Makes connections and name lookups fail. Sockets can still be made: an event loop needs a pair of them."""
 
     def refused(*_: Any) -> Any:
         raise AssertionError("a task of reasoning-gym uses the network")
@@ -190,7 +190,7 @@ def test_more_puzzles_than_a_task_has_are_refused():
     [
         ("0", "rows.parquet", "got a count of 0 rows; expected at least 1"),
         ("-5", "rows.parquet", "got a count of -5 rows; expected at least 1"),
-        ("1", "file/rows.parquet", "file"),
+        ("1", "file/rows.parquet", "/file'"),
     ],
 )
 def test_no_file_without_rows_is_written_and_an_unwritable_one_is_named(
@@ -221,7 +221,7 @@ def test_an_episode_without_answer_is_scored_zero_and_reported():
 
 
 @pytest.mark.parametrize("difficulty", [{"max_terms": 3}, "[3]", "{", 3])
-def test_settings_that_are_no_json_object_are_refused_before_the_run(difficulty: object):
+def test_a_difficulty_that_is_not_a_json_object_as_text_is_refused_before_the_run(difficulty: object):
     row = {"prompt": "?", "task": "chain_sum", "seed": 0, "index": 0, "difficulty": difficulty}
     with pytest.raises(DataError, match=r"difficulty: got .*; expected the task's settings as JSON text"):
         ReasoningGymEnvironment.require_row(row)

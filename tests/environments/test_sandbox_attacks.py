@@ -1,8 +1,8 @@
 """Programs that try to escape from the sandbox, to take more than their share, or to outlive their test. Every
 mechanism must stop each of them.
 
-Attacks that do the machine no harm also run without a sandbox, where they must succeed: an attack that fails everywhere
-proves nothing.
+Attacks on files, processes and sockets also run without a sandbox, where those that do no harm must succeed: an attack
+that fails everywhere proves nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def sleeper(marker):
     os.close(write)
     os.read(read, 1)
 """
-"""Defines `sleeper`, which leaves an orphan in a session of its own, and waits until it has replaced its command line,
-which closes its end of the pipe."""
+"""Defines `sleeper`, which leaves an orphan in a session of its own. It returns when the orphan's
+`execv` has closed the orphan's end of the pipe."""
 
 
 WITHOUT_MOUNTS = "landlock without mounts"
@@ -128,7 +128,7 @@ def attack():
     assert 1 <= await answer_of(sandbox, program, limits=attrs.evolve(LIMITS, processes=5)) <= 4
 
 
-async def test_ten_gigabytes_are_a_memory_error(sandbox):
+async def test_ten_gigabytes_of_memory_are_refused(sandbox):
     program = """
 import mmap
 def attack():

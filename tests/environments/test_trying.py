@@ -31,7 +31,7 @@ RL = str(Path(sys.executable).with_name("rl"))
 
 
 class Odd:
-    """Raises, hangs, blocks, or returns a wrong result, as the row's `raises` says."""
+    """Raises, hangs, blocks, or returns a wrong result, as the row's `raises` or `answers` says."""
 
     def __init__(self, row: Any, options: Any) -> None:
         self._row = row
@@ -94,6 +94,15 @@ ODD = f"{HERE_MODULE}:Odd"
 TWO_TURNS = f"{HERE_MODULE}:TwoTurns"
 
 
+def printed_by(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, said: str = ""
+) -> str:
+    """What `rl try` prints in this process."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    assert try_environment.main(list(arguments), standalone_mode=False) == 0
+    return capsys.readouterr().out
+
+
 def rl(*arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
     command = [RL, "try", *arguments]
     return subprocess.run(command, input=said, capture_output=True, text=True, timeout=240, cwd=HERE, check=False)
@@ -137,39 +146,44 @@ def test_a_game_is_played_to_its_end():
     assert played.stdout.endswith("done after 2 turns: reward 1\n")
 
 
-def test_tools_are_listed_and_a_response_may_have_several_lines():
+def test_tools_are_listed_and_a_response_may_have_several_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     row = json.dumps({"prompt": [{"role": "user", "content": "2*3?"}], "answer": 6})
     call = '<tool_call>\\\n{"name": "calculate", "arguments": {"expression": "2*3"}}\\\n</tool_call>\n'
-    played = rl("calculator", "--row", row, said=f"{call}It is 6\n")
-    assert "tool         calculate(expression): The value of an arithmetic expression." in played.stdout
-    assert "tool         6\n" in played.stdout
-    assert played.stdout.endswith("done after 2 turns: reward 1\n")
+    printed = printed_by(monkeypatch, capsys, "calculator", "--row", row, said=f"{call}It is 6\n")
+    assert "tool         calculate(expression): The value of an arithmetic expression." in printed
+    assert "tool         6\n" in printed
+    assert printed.endswith("done after 2 turns: reward 1\n")
 
 
 def test_observations_of_a_text_episode_are_labelled_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "2*3"}}</tool_call>'
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{call}\nIt is 6\n"))
-    assert try_environment.main(["calculator", "--row", '{"prompt": "2*3?", "answer": 6}'], standalone_mode=False) == 0
-    printed = capsys.readouterr().out
+    row = '{"prompt": "2*3?", "answer": 6}'
+    printed = printed_by(monkeypatch, capsys, "calculator", "--row", row, said=f"{call}\nIt is 6\n")
     assert printed.startswith(f"prompt       2*3?\nyou          {call}\nenvironment  \n             6\n")
 
 
-def test_the_page_shows_what_a_played_tool_call_prints():
+def test_the_page_shows_what_a_played_tool_call_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     row = json.dumps({"prompt": [{"role": "user", "content": "2*3?"}], "answer": 6})
     page = (HERE / "docs/environments.md").read_text()
     shown = page.partition(f"$ rl try calculator --row '{row}'\n")[2].partition("```")[0]
     responses = "".join(re.findall(r"^you +(.*\n)", shown, re.MULTILINE))
-    assert rl("calculator", "--row", row, said=responses).stdout == shown
+    assert printed_by(monkeypatch, capsys, "calculator", "--row", row, said=responses) == shown
 
 
-def test_the_end_of_the_input_ends_the_game_and_closes_the_environment(tmp_path: Path):
+def test_the_end_of_the_input_ends_the_game_and_closes_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "rows.jsonl").write_text(f"{ROW}\n{ROW}\n")
-    played = rl("guess", "--data", str(tmp_path / "rows.jsonl"), "--number", "2", said="5\n")
-    assert played.returncode == 0
-    assert "ended by you after 1 turn: reward 0 so far" in played.stdout
-    assert "closed" in rl(ODD, "--row", ROW).stdout
+    row = ("--data", str(tmp_path / "rows.jsonl"), "--number", "2")
+    printed = printed_by(monkeypatch, capsys, "guess", *row, said="5\n")
+    assert "ended by you after 1 turn: reward 0 so far" in printed
+    assert "closed" in printed_by(monkeypatch, capsys, ODD, "--row", ROW)
 
 
 def test_ctrl_c_ends_the_game_without_a_traceback():
