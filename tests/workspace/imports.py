@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +38,7 @@ def source_root(package: str) -> Path:
     return ROOT / "packages" / package.replace("_", "-") / "src"
 
 
+@cache
 def imports_of(source: Path) -> list[Import]:
     """Every import below a source root, including those inside functions."""
     return [found for path in sorted(source.rglob("*.py")) for found in _imports_of_file(path, source)]

@@ -347,19 +347,15 @@ def test_the_blocker_blocks():
     assert "ModuleNotFoundError: torch is not here" in result.stderr
 
 
-def test_modules_that_the_command_line_imports_first_import_no_torch():
-    lines = [f"import {name}\nassert 'torch' not in sys.modules, '{name} imports torch'" for name in WITHOUT_TORCH]
-    result = run_python("\n".join(["import sys", *lines]))
-    assert result.returncode == 0, result.stderr
-
-
-def test_the_check_for_torch_sees_torch():
-    assert run_python("import sys, rl_core.batch\nassert 'torch' not in sys.modules\n").returncode != 0
-
-
-def test_the_controller_does_not_import_distributed_checkpoints():
-    """Their import takes more than a second, which every command would wait for."""
-    result = run_python("import sys, rl_core.trainer.run\nassert 'torch.distributed.checkpoint' not in sys.modules\n")
+def test_early_imports_load_no_torch_and_the_controller_loads_no_distributed_checkpoints():
+    """Every command would wait for these imports; that of distributed checkpoints takes more than a second."""
+    early = [f"import {name}\nassert 'torch' not in sys.modules, '{name} imports torch'" for name in WITHOUT_TORCH]
+    late = """
+import rl_core.trainer.run
+assert 'torch' in sys.modules, 'the check of early imports cannot see torch'
+assert 'torch.distributed.checkpoint' not in sys.modules, 'rl_core.trainer.run imports distributed checkpoints'
+"""
+    result = run_python("\n".join(["import sys", *early, late]))
     assert result.returncode == 0, result.stderr
 
 
