@@ -20,7 +20,7 @@ from tests.gpu.test_first_run import SAYS, activation
 
 
 def require_real(words: list[str]) -> None:
-    """Fails unless the script and options, packages, target, or recipe and keys that the command names exist."""
+    """Fails unless the command exists, and what it names: script and options, packages, recipe and keys, or target."""
     command, *arguments = Path(words[0]).name, *words[1:]
     if command == "python":
         script, *options = arguments
