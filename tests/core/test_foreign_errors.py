@@ -1,5 +1,4 @@
-"""BaseExceptions raised by a plug-in, a callback or a loss: the run ends with an error that names the source, and
-saves a checkpoint."""
+"""SystemExit, CancelledError or GeneratorExit raised by code that the run calls is an error that names its source."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Incompatible losses, estimators and corrections are refused before anything starts, with a message that says what to
-do."""
+"""Which losses, estimators and corrections are refused together at start-up, and which parameters they get."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict
 CHOOSES, DOES_NOT_SCALE = "selects tokens by their advantages", "is not proportional to its advantages"
 UNKNOWN = {"own_functions:loss_of_best_tokens": CHOOSES, "own_functions:loss_with_a_penalty": DOES_NOT_SCALE}
 """Losses that do not declare how they take correction weights → why the check cannot infer it."""
-BY_COVARIANCE = (
+DECLARED = (
     "clip_cov",
     "kl_cov",
     "rl_core.algorithms:clip_cov_loss",
@@ -58,7 +57,7 @@ BY_COVARIANCE = (
 
 @pytest.mark.parametrize("loss", UNKNOWN)
 @pytest.mark.parametrize("tis_ratio_type", ["token", "sequence"])
-def test_correction_weights_are_refused_for_losses_that_do_not_declare_their_use(
+def test_correction_weights_are_refused_for_losses_of_unknown_weight_use(
     functions: dict[str, Any], loss: str, tis_ratio_type: str
 ):
     chosen = functions | {"trainer.algorithm.policy_loss_type": loss}
@@ -74,7 +73,7 @@ def test_correction_weights_are_refused_for_losses_that_do_not_declare_their_use
 
 
 @pytest.mark.parametrize("loss", UNKNOWN)
-def test_stale_samples_of_an_undeclared_loss_need_an_explicit_off(functions: dict[str, Any], loss: str):
+def test_stale_samples_of_a_loss_of_unknown_weight_use_need_off_or_depth_0(functions: dict[str, Any], loss: str):
     stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
     message = rf"'token' is the default with trainer\.pipeline_depth=1.*'{loss}'.*=off.*pipeline_depth=0"
     for refuses in (check_plugins, update_settings):
@@ -88,7 +87,7 @@ def test_stale_samples_of_an_undeclared_loss_need_an_explicit_off(functions: dic
     assert correction_params(in_turns) is None
 
 
-@pytest.mark.parametrize("loss", BY_COVARIANCE)
+@pytest.mark.parametrize("loss", DECLARED)
 def test_losses_that_declare_their_use_of_weights_are_corrected_by_default(functions: dict[str, Any], loss: str):
     stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
     check_plugins(from_mapping(stale))
@@ -103,7 +102,7 @@ def test_losses_that_declare_their_use_of_weights_are_corrected_by_default(funct
         {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 5.0},
     ],
 )
-def test_correction_masks_work_with_undeclared_losses(functions: dict[str, Any], mask: dict[str, Any]):
+def test_correction_masks_work_with_a_loss_of_unknown_weight_use(functions: dict[str, Any], mask: dict[str, Any]):
     masked = {f"{CORRECTION}.{name}": value for name, value in mask.items()}
     loss = {"trainer.algorithm.policy_loss_type": "own_functions:loss_of_best_tokens"}
     assert mask.items() <= dict(correction_params(from_mapping(functions | loss | masked)) or {}).items()
@@ -111,7 +110,7 @@ def test_correction_masks_work_with_undeclared_losses(functions: dict[str, Any],
         correction_params(from_mapping(functions | loss | masked | {"trainer.max_staleness": 1}))
 
 
-def test_a_loss_that_chooses_tokens_by_something_else_is_corrected_by_default(functions: dict[str, Any]):
+def test_a_loss_that_chooses_tokens_without_advantages_is_corrected_by_default(functions: dict[str, Any]):
     for loss in ("top_entropy", "own_functions:loss_of_sure_tokens"):
         stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
         assert (correction_params(from_mapping(stale)) or {})["tis_ratio_type"] == "token"
@@ -159,7 +158,7 @@ def test_kl_in_the_reward_works_with_estimators_that_compare_scores(functions: d
         ({"trainer.max_staleness": 2, "trainer.algorithm.policy_loss_type": "own_functions:loss_of_tokens"}, None),
     ],
 )
-def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
+def test_stale_samples_are_corrected_by_default_if_the_loss_allows_it(
     functions: dict[str, Any], change: dict[str, Any], tis_ratio_type: str | None
 ):
     config = from_mapping(functions | change)
@@ -179,7 +178,7 @@ def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
 def test_a_losss_own_default_wins_over_the_default_of_a_general_key(
     functions: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
 ):
-    """A value that is set applies even if it equals 0.2, the default of other losses. Writing the configuration to a
+    """A value that is set applies even if it equals 0.2, the default of the general key. Writing the configuration to a
     file and loading it does not change this."""
     keys = {f"trainer.algorithm.{name}": value for name, value in given.items()}
     config = from_mapping(functions | {"trainer.algorithm.policy_loss_type": "gspo"} | keys)

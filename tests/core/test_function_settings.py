@@ -1,4 +1,4 @@
-"""A function's settings are checked in one place, for all callers."""
+"""Which parameters of a function are settings, and how given settings are checked."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def test_settings_that_do_not_fit_are_named(settings, message):
         require_settings(tilted, settings, "'tilted'", where="key: ", remedy="; add {setting}=2")
 
 
-def test_a_function_without_settings_says_so():
+def test_the_error_for_a_function_without_settings_says_so():
     with pytest.raises(ConfigError, match=r"len has no keyword-only parameter 'x'; it has none\."):
         require_settings(len, {"x": 1}, "len")

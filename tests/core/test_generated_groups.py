@@ -1,4 +1,4 @@
-"""A generator's trajectories are checked before anything is trained on them."""
+"""A generator's trajectories are checked, collated and merged before training."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ async def test_answers_that_do_not_fit_the_request_are_refused(answer: tuple[Tra
 
 def test_without_token_rewards_a_steps_reward_is_on_its_last_sampled_token():
     several = step([1, 2, 3, 4], 1, reward=3.0, token_rewards=[0.0, 1.0, 0.0, 2.0])
-    batch = collate([trajectory(0, several), trajectory(1, step([1, 2, 3], 1))])
-    assert batch["rewards"].tolist() == [0, 1, 0, 2, 0, 0, 1]
+    ends_unsampled = step([1, 2, 3], 1, sampled=[False, True, False])
+    batch = collate([trajectory(0, several), trajectory(1, ends_unsampled)])
+    assert batch["rewards"].tolist() == [0, 1, 0, 2, 0, 1, 0]
     with pytest.raises(GenerationError, match="fields differ in length"):
         collate([trajectory(0, attrs.evolve(several, token_rewards=[1.0]))])
 

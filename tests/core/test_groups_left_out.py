@@ -166,7 +166,7 @@ def test_failures_that_a_run_accepted_do_not_stop_the_run_that_resumes_it(tmp_pa
     assert resumed.reports.rows[2]["rollout/failed"] == 3.0
 
 
-def test_too_many_failures_in_an_evaluation_stop_the_run_before_its_row(tmp_path: Path):
+def test_too_many_failures_in_an_evaluation_stop_the_run_with_a_checkpoint(tmp_path: Path):
     script = Script(
         play=lambda group: Play(rewards=(0.0, 1.0, 0.0)),
         eval_rows=2,
@@ -211,7 +211,7 @@ REJECTING = {"replace": {"min_replace_ratio": 0.6}, "filter": {"drop_zero_varian
 @pytest.mark.parametrize("rule", REJECTING)
 @pytest.mark.parametrize("useless", [(4, 5), (4, 5, 6, 7), (2, 3, 5)])
 @STALENESS
-def test_a_discarded_last_batch_is_replaced_too(
+def test_useless_groups_of_the_last_step_are_replaced_too(
     tmp_path: Path, max_staleness: int, useless: tuple[int, ...], rule: str
 ):
     def play(group: int) -> Play:
@@ -224,7 +224,7 @@ def test_a_discarded_last_batch_is_replaced_too(
 
 @pytest.mark.parametrize("rule", REJECTING)
 @STALENESS
-def test_a_stop_at_any_moment_loses_no_group_if_batches_are_discarded(
+def test_a_stop_at_any_moment_loses_no_group_if_groups_or_batches_are_discarded(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int, rule: str
 ):
     """Each group is trained on once, rejected with its batch, dropped, or still outstanding at the end."""

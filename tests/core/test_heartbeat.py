@@ -59,7 +59,7 @@ def test_a_rank_that_neither_answers_nor_works_is_frozen_while_others_work(froze
     heartbeats = watched(9, [computes, frozen], answers=[True, False])
     assert not heartbeats.dead(9.5)
     assert list(watched(11, [computes, frozen], answers=[True, False]).dead(11.0)) == [1], (
-        "the first pulse came at second 1, so ten seconds end at 11"
+        "ten seconds after its last sign of work, at second 1 or earlier"
     )
 
 
@@ -122,7 +122,7 @@ def test_the_pulse_of_a_real_process_tells_computing_from_waiting_and_from_being
     os.kill(child.pid, signal.SIGCONT)
 
 
-def test_on_other_platforms_only_the_own_process_can_be_read(monkeypatch, child):
+def test_outside_linux_a_process_can_read_only_its_own_pulse(monkeypatch, child):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert pulse_of(os.getpid()).cpu_s > 0
     with pytest.raises(OSError, match=f"process {child.pid} cannot be read on darwin"):

@@ -144,19 +144,20 @@ def test_the_user_can_disable_requests(variable: str, hub: ThreadingHTTPServer, 
     assert cached.returncode == 0, cached.stderr
 
 
-def test_without_a_network_a_name_ends_in_one_clear_error(tmp_path: Path):
+def test_without_a_network_the_error_says_how_to_get_the_model(tmp_path: Path):
     result = python(FETCH, tmp_path, "http://127.0.0.1:9")
     assert "ConfigError: trainer.policy.model.path: org/model: there is no such directory" in result.stderr
     assert "http://127.0.0.1:9 cannot be reached" in result.stderr
     assert "hf download org/model --local-dir DIRECTORY" in result.stderr
 
 
-def test_a_name_that_the_hub_does_not_allow_ends_in_the_same_error(tmp_path: Path):
+def test_a_name_that_the_hub_does_not_allow_counts_as_not_cached(tmp_path: Path):
     result = python("hub.fetch_model('my model', key='k')", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert "ConfigError: k: my model: there is no such directory" in result.stderr
+    assert "the model is not in the local cache, and HF_HUB_OFFLINE disables requests" in result.stderr
 
 
-def test_a_name_that_the_hub_does_not_allow_is_not_tried_again(hub: ThreadingHTTPServer, tmp_path: Path):
+def test_for_a_name_that_the_hub_does_not_allow_the_error_asks_about_spelling(hub: ThreadingHTTPServer, tmp_path: Path):
     result = python("hub.fetch_model('my model', key='k')", tmp_path, address_of(hub))
     assert "ConfigError: k: my model: " in result.stderr
     assert result.stderr.rstrip().endswith("Is the name spelled correctly?")
@@ -248,4 +249,5 @@ def test_a_push_to_a_repository_of_others_says_which_name_and_token_to_use(hub: 
     assert result.returncode == 2
     assert "error: rl push: theirs/mine: " in result.stderr
     assert "Use a token that may write to this repository" in result.stderr
+    assert "and a name under your own account or an organisation of yours" in result.stderr
     assert "Request access" not in result.stderr

@@ -19,7 +19,7 @@ EXPERT = ("expert_tensor", "expert", "expert_data", "pipeline")
 
 @st.composite
 def meshes(draw) -> Mesh:
-    """Any mesh of at most 64 ranks."""
+    """Any mesh of at most 64 ranks without virtual stages."""
     world_size = draw(st.integers(1, 64))
 
     def divisor_of(n: int) -> int:
@@ -87,7 +87,7 @@ def test_one_last_stage_rank_per_part_of_the_batch_returns_results(mesh):
     assert all(mesh.coordinates(rank).pipeline == mesh.pipeline - 1 for rank in returning)
 
 
-def test_the_error_for_an_impossible_mesh_names_the_nearest_possible_ones():
+def test_the_error_for_an_impossible_mesh_names_the_sizes_at_fault():
     with pytest.raises(ConfigError) as error:
         Mesh(world_size=16, tensor=2, pipeline=3, context=2)
     assert "tensor 2 × context 2 × pipeline 3 = 12 does not divide the 16 ranks" in str(error.value)
@@ -133,7 +133,7 @@ def test_virtual_stages_alternate():
     assert chunks[1::2] == [(2, 2), (6, 2)]
 
 
-def test_dense_layers_before_moe_layers_are_left_out_of_router_replay():
+def test_moe_layers_of_a_stage_exclude_its_dense_layers():
     layers = moe_layers(8, num_dense_first=3)
     first, second = pipeline_chunks(8, 2)
     assert layers_in(first, layers).tolist() == [3]
@@ -168,7 +168,7 @@ def test_chunks_hold_every_layer_once_in_order_or_the_split_is_refused(
     assert len(set(middle)) <= 1
 
 
-def test_every_split_that_exists_is_found():
+def test_layers_are_split_evenly_exactly_if_the_chunks_divide_them():
     for num_layers, pipeline, virtual_pipeline in itertools.product(range(1, 25), range(2, 6), range(1, 4)):
         exists = num_layers % (pipeline * virtual_pipeline) == 0
         if exists:

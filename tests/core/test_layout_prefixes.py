@@ -42,7 +42,7 @@ def prefixes_of(sequences: Sequences) -> list[tuple[int, ...]]:
 
 @settings(max_examples=300)
 @given(sequences=SEQUENCES, least_saved=st.sampled_from([1, 3, 16]))
-def test_tokens_share_a_cell_only_with_the_same_tokens_before_them(sequences: Sequences, least_saved: int):
+def test_tokens_share_a_cell_only_if_their_prefixes_are_equal(sequences: Sequences, least_saved: int):
     forest = forest_of(sequences, least_saved)
     prefixes_of_cell: dict[int, set[tuple[int, ...]]] = {}
     for cell, prefix in zip(forest.cell_T.tolist(), prefixes_of(sequences), strict=True):

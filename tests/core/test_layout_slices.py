@@ -193,7 +193,7 @@ def test_contiguous_shards_in_place_of_mirrored_ones_do_unequal_work():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_unaligned_segments_are_named():
+def test_positions_that_cannot_be_split_and_unknown_ranks_are_refused():
     with pytest.raises(ShapeError, match="segment 1 has 6 tokens, not a multiple of 2 · 2"):
         context_positions(np.array([0, 4, 10]), 0, 2)
     with pytest.raises(ShapeError, match="10 positions cannot be split evenly over 4"):

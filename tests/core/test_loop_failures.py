@@ -99,7 +99,7 @@ def test_an_error_is_raised_even_if_nothing_can_be_saved_after_it(tmp_path: Path
     assert "step 2 could not be saved after WorkerError: the ranks have ended" in caplog.text
 
 
-def test_an_evaluation_in_which_everything_fails_ends_the_run_before_the_row(tmp_path: Path):
+def test_an_evaluation_in_which_everything_fails_ends_the_run_and_is_repeated_after_it(tmp_path: Path):
     script = Script(
         eval_rows=2, eval_play=Play(rewards=(None, None)), settings={"eval_interval": 1, "ckpt_interval": 1}
     )
@@ -257,7 +257,7 @@ def test_the_end_of_the_run_waits_for_the_sync_of_a_restarted_engine(
     run.log.when("save 2", run.engine.restart, after_s=2.0)
     run.go()
     syncs = [event.split()[0] for event in run.events if event.startswith(("pause", "send", "serve"))]
-    assert syncs == ["pause", "send", "serve"] * (len(syncs) // 3)
+    assert syncs == ["pause", "send", "serve"] * 4, "versions 0 to 2, and version 2 again"
 
 
 def test_a_group_that_never_ends_is_a_deadline_error_that_says_what_is_missing(tmp_path: Path):
@@ -322,7 +322,7 @@ def test_a_weight_sync_that_never_finds_room_ends_the_run_with_a_checkpoint(tmp_
     assert run.events[-2:] == ["save 2", "checkpoint 2"]
 
 
-def test_a_model_export_without_disk_space_is_repeated_by_the_next_step(
+def test_after_a_model_export_without_disk_space_the_next_step_exports_its_own_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     script = Script(steps=6, settings={"hf_save_interval": 2}, errors=Once({"export 2": FULL, "export 3": FULL}))
@@ -334,7 +334,7 @@ def test_a_model_export_without_disk_space_is_repeated_by_the_next_step(
 
 @pytest.mark.parametrize("event", ["end 3", "export model"])
 @STALENESS
-def test_trained_weights_are_saved_where_the_last_export_fails(tmp_path: Path, max_staleness: int, event: str):
+def test_trained_weights_are_saved_if_the_end_of_the_run_fails(tmp_path: Path, max_staleness: int, event: str):
     """The run saves no other checkpoint."""
     settings = {"ckpt_interval": -1, "model_path": tmp_path / "model"}
     script = Script(max_staleness=max_staleness, settings=settings, errors={event: OSError("the disk is gone")})

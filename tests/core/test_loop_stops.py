@@ -175,7 +175,7 @@ def test_a_stop_at_any_moment_loses_no_group(
 def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int
 ):
-    """Includes groups that were finished but not trained on, and groups that the resumed run plays again."""
+    """Some groups are finished but not trained on before the stop, and the resumed run plays others again."""
 
     def play(group: int) -> Play:
         rewards = (None, None) if group == 5 else (None, 1.0) if group % 2 else (0.0, 1.0)
@@ -191,7 +191,7 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
 
 
 def test_runs_that_end_without_an_error_save_nothing_extra(tmp_path: Path):
-    """Negative control: a run that ends well saves no checkpoint, and a stopped one saves one and no model."""
+    """A run that ends well saves no checkpoint. A stopped one saves one, and no model."""
     script = Script(settings={"model_path": tmp_path / "model"})
     assert ScriptedRun(tmp_path, script).go().events_of("save", "end", "export") == ["end 3", "export model"]
     stopped = ScriptedRun(tmp_path, script)

@@ -1,4 +1,4 @@
-"""Which models are on which device in each phase, compared with numbers worked by hand."""
+"""Device and host memory of each phase, compared with numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_on_separate_devices_nothing_is_offloaded():
     assert (generate.devices, generate.device_bytes) == ("engine", 200 + 50 + 4 * 10 * 2)
 
 
-def test_an_engine_that_cannot_sleep_counts_during_training():
+def test_the_engine_of_an_asynchronous_run_counts_during_training():
     asynchronous = config_of(trainer__max_staleness=1)
     found = by_phase(peaks(asynchronous, [policy()], ENGINE, context=10, device_bytes=10_000))
     assert found["train policy"].device_bytes == 10 + 20 + 40 + 81 + 3 + 5_000 + 2 * PROCESS_BYTES

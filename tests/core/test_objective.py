@@ -228,7 +228,7 @@ def test_metrics_of_a_loss_may_be_yes_or_no_or_counts(dtype):
     assert total_metrics([metrics])["likely"] == (int(likely_T.sum()), len(likely_T))
 
 
-def test_metrics_of_micro_batches_without_any_are_an_empty_dict():
+def test_no_micro_batches_have_no_metrics():
     assert sum_metrics([]) == {}
 
 
@@ -296,7 +296,7 @@ def test_settings_are_checked_before_training(params, message):
 def test_a_missing_setting_is_named():
     def needs_scale(logprobs_T, *, scale): ...
 
-    with pytest.raises(ConfigError, match="scale"):
+    with pytest.raises(ConfigError, match="needs the parameter 'scale'"):
         Objective(needs_scale)
 
 
