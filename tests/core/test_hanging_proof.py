@@ -57,14 +57,15 @@ def test_a_killed_proof_leaves_no_process_and_the_next_start_removes_its_folders
     )
     try:
         wait_until(lambda: file.is_file() and file.read_text())
-        proof = psutil.Process(int(file.read_text()))
+        processes = psutil.Process(program.pid).children(recursive=True)
+        assert int(file.read_text()) in [process.pid for process in processes]
         assert len(list(temporary.glob("rl-proof-hanging-*"))) == 2, (
             "one folder for the job and one for the small model"
         )
     finally:
         program.kill()
         program.wait()
-    wait_until(lambda: has_ended(proof))
+    wait_until(lambda: all(map(has_ended, processes)))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     remove_folder(make_folder(tmp_path, "next"))
     assert not list(temporary.glob("rl-*"))

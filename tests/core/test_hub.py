@@ -135,13 +135,15 @@ def test_a_model_is_downloaded_once_with_a_line_of_progress(hub: ThreadingHTTPSe
     assert python(FETCH, tmp_path, "http://127.0.0.1:9").returncode == 0
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_the_user_can_disable_requests(variable: str, hub: ThreadingHTTPServer, tmp_path: Path):
-    absent = python(FETCH, tmp_path, address_of(hub), **{variable: "1"})
-    assert f"the model is not in the local cache, and {variable} disables requests to the hub" in absent.stderr
+def test_the_user_can_disable_requests(hub: ThreadingHTTPServer, tmp_path: Path):
+    variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    for variable in variables:
+        absent = python(FETCH, tmp_path, address_of(hub), **{variable: "1"})
+        assert f"the model is not in the local cache, and {variable} disables requests to the hub" in absent.stderr
     assert python(FETCH, tmp_path, address_of(hub)).returncode == 0
-    cached = python(FETCH, tmp_path, address_of(hub), **{variable: "1"})
-    assert cached.returncode == 0, cached.stderr
+    for variable in variables:
+        cached = python(FETCH, tmp_path, address_of(hub), **{variable: "1"})
+        assert cached.returncode == 0, (variable, cached.stderr)
 
 
 def test_without_a_network_the_error_says_how_to_get_the_model(tmp_path: Path):

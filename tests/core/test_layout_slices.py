@@ -72,14 +72,11 @@ def layouts_of_ranks(lengths, mesh: Mesh, max_tokens: int):
     plan = plan_micro_batches(
         lengths, num_data_ranks=mesh.data, max_tokens=max_tokens, sequence_multiple=mesh.sequence_multiple
     )
+    offsets = offsets_of(lengths)
+    multiples = {"sequence_multiple": mesh.sequence_multiple, "total_multiple": mesh.micro_batch_tokens_multiple()}
+    layouts = [[packed_layout(offsets, sequences, **multiples) for sequences in part] for part in plan]
     for rank in range(mesh.world_size):
-        for sequences in plan[mesh.data_rank(rank)]:
-            layout = packed_layout(
-                offsets_of(lengths),
-                sequences,
-                sequence_multiple=mesh.sequence_multiple,
-                total_multiple=mesh.micro_batch_tokens_multiple(),
-            )
+        for layout in layouts[mesh.data_rank(rank)]:
             yield rank, layout, rank_positions(layout.boundaries, mesh, rank)
 
 

@@ -215,7 +215,8 @@ def test_a_resumed_run_writes_a_model_whose_export_was_killed(tmp_path: Path, ma
 def test_a_run_cancelled_at_any_moment_leaves_complete_checkpoints_and_no_task(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int
 ):
-    """Cancels the run, as a second signal does. `ScriptedRun.work` fails if a task is left."""
+    """Cancels a separate run every two virtual seconds, as a second signal does. `ScriptedRun.work` fails if a task
+    is left."""
     script = attrs.evolve(EVERYTHING, max_staleness=max_staleness, settings={"ckpt_interval": 1, "eval_interval": 2})
     resumed_after = set()
     for second in range(0, 72, 2):

@@ -54,7 +54,7 @@ def mini_batch(lengths, seed=0):
 
 
 def in_pairs(lengths):
-    """Group ids that give every prompt two sequences."""
+    """Group ids that give every prompt two sequences; with an odd number, the last has one."""
     return {"group_id": torch.arange(len(lengths)) // 2}
 
 
