@@ -226,7 +226,7 @@ def test_filters_of_equal_rewards_are_refused_with_a_greedy_baseline(functions: 
         check_plugins(from_mapping(remax | {f"trainer.algorithm.{key}": value}))
 
 
-def test_parameters_come_from_params_then_from_their_key_then_from_the_function(functions: dict[str, Any]):
+def test_parameters_come_from_params_and_else_from_their_key(functions: dict[str, Any]):
     config = from_mapping(functions | {"trainer.algorithm.eps_clip_low": 0.1, "trainer.algorithm.gamma": 0.9})
     assert loss_params(config) == {"eps_clip_low": 0.1}
     assert advantage_params(config) == {"gamma": 0.9, "grpo_norm_by_std": True}

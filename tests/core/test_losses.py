@@ -160,6 +160,7 @@ def test_rollout_is_drops_tokens_outside_the_open_interval():
         "mask_T": [1] * 3,
     }
     assert by_hand(algorithms.rollout_is_loss, **arguments) == pytest.approx([-2.0, 0.0, -2.0 * math.exp(0.1)])
+    assert by_hand(algorithms.rollout_is_loss, eps_clip_high=0.0, **arguments) == [0.0] * 3  # the first is on the bound
 
 
 def test_dppo_drops_only_updates_that_increase_a_divergence_above_its_bound():
