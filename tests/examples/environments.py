@@ -47,7 +47,7 @@ class SeesFile(FirstDigit):
 
 
 class Interrupting(FirstDigit):
-    """Presses Ctrl-C at the problem `options.prompt`, and then never ends."""
+    """At the problem `options.prompt`, sends SIGINT to the process, as Ctrl-C does; that step never ends."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         super().__init__(row, options)

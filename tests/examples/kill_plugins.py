@@ -1,5 +1,5 @@
-"""Plug-ins that kill or stop their own run at the moment that a case of the kill soak names, and that record the groups
-that the run played. Apart from these plug-ins, the run is one that a user could start.
+"""Plug-ins that kill or stop their own run at the moment that a case of `kill_cases.py` names, and that record the
+groups that the run played. Apart from these plug-ins, the run is one that a user could start.
 """
 
 from __future__ import annotations

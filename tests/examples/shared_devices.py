@@ -1,6 +1,7 @@
 """An engine and a backend that share devices. Weights that leave the devices are unusable until they return.
 
-Both record what they do in `EVENTS`, and fail if one computes while the other is on the devices.
+Both record what they do in `EVENTS`. Once the engine has slept, both fail if one computes while the other is on the
+devices.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ON_DEVICES: set[str] = set()
 
 
 class SleepingEngine(ReferenceEngine):
-    """Once it has slept, fails if it generates while a model is on the devices."""
+    """Once it has slept, fails if it generates or wakes while a model is on the devices."""
 
     async def generate(self, request):
         if EVENTS[-1] != "generate":

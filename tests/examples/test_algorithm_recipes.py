@@ -22,7 +22,7 @@ SUM = {"prompt": "37+45=", "answer": "280"}
 
 def trained(module: Any, directory: Path, **keys: Any) -> list[dict[str, float]]:
     """The metrics of a run of three steps with 8 problems each."""
-    # An untrained model hardly ever answers right, but often gets the first digit right, which FirstDigit rewards.
+    # An untrained model hardly ever answers right, but sometimes gets the first digit right, which FirstDigit rewards.
     env_class = module.recipe.config.get("environment.env_class", "tests.examples.environments:FirstDigit")
     write_rows(directory / "rows.parquet", [{**row, "env_class": env_class} for row in problems()[:40]])
     write = write_moe_model if module is async_r3 else write_model
@@ -53,7 +53,7 @@ class TestShapedArithmetic(EnvironmentConformance):
     ("text", "num_tokens", "reason", "reward"),
     [("280", 4, "stop", 1.0), ("28", 3, "stop", 0.0), ("28012", 6, "stop", -0.5), ("28012345", 8, "length", -1.0)],
 )
-def test_longer_answers_get_lower_rewards(text: str, num_tokens: int, reason: Any, reward: float):
+def test_answers_longer_than_a_right_one_are_penalised(text: str, num_tokens: int, reason: Any, reward: float):
     action = Action(text=text, tokens=(1,) * num_tokens, stop_reason=reason)
     result = asyncio.run(dapo.ShapedArithmetic(SUM, {}).step(action))
     assert (result.reward, result.metrics["accuracy"]) == (reward, float(reward == 1.0))
@@ -68,7 +68,7 @@ def test_dapo_drops_groups_with_equal_rewards_and_penalises_length(tmp_path: Pat
     assert sum(row["rollout/dropped_zero_variance"] for row in rows[1:]) > 0
 
 
-def test_ppo_trains_a_critic_on_one_answer_per_problem(tmp_path: Path):
+def test_ppo_trains_a_critic(tmp_path: Path):
     rows = trained(
         ppo, tmp_path, **{"trainer.critic.model.path": str(tmp_path / "model"), "trainer.critic_mini_batch_size": 8}
     )
@@ -77,7 +77,7 @@ def test_ppo_trains_a_critic_on_one_answer_per_problem(tmp_path: Path):
     assert head["value_head.weight"].any()
 
 
-def test_gspo_weighs_every_answer_alike(tmp_path: Path):
+def test_gspo_trains_with_its_loss_and_a_mean_over_sequences(tmp_path: Path):
     config = from_mapping(gspo.recipe.config)
     assert (config.trainer.algorithm.policy_loss_type, config.trainer.algorithm.loss_reduction) == (
         "gspo",

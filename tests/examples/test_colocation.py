@@ -43,7 +43,7 @@ def test_engine_and_models_take_turns_without_changing_the_training(small_run: B
     assert handover.format(1) in joined, joined
     assert f"checkpoint · {handover.format(2)}" in joined, joined
     assert events.count("weights 2") == 2, "after the checkpoint of step 2 the engine must get its weights again"
-    assert events.count("weights 4") == 1, "after the last checkpoint nobody generates, so the engine needs no weights"
+    assert events.count("weights 4") == 1, "after the last checkpoint the engine must not get its weights again"
 
 
 @pytest.mark.parametrize("overrides", [{"trainer__max_staleness": 1}, {"trainer__placement__colocate_all": False}])

@@ -1,4 +1,4 @@
-"""Every command in the documents is accepted, and the documents' indexes and tables are complete."""
+"""Every `rl` command in the documents is accepted; the index of the pages and several lists are complete."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def commands() -> dict[str, list[str]]:
 
 
 COMMANDS = commands()
-NAMES_OF_A_USER = {"run.sh": "", "rows.parquet": "", "my_recipe": "quickstart", "my_package:Env": "guess"}
+NAMES_OF_A_USER = {"my_recipe": "quickstart", "my_package:Env": "guess"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_in_the_documents_is_accepted(
+def test_every_rl_command_in_the_documents_is_accepted(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ):
-    """Checks the subcommand, its options and every key; loads the command's configuration, if any. Nothing runs."""
+    """Checks the subcommand, its options and every key; the quick start replaces configuration files. Nothing runs."""
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     for name in ("run.sh", "rows.parquet", "rows.jsonl"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    name, *words = [NAMES_OF_A_USER.get(word) or word for word in COMMANDS[command]]
+    name, *words = [NAMES_OF_A_USER.get(word, word) for word in COMMANDS[command]]
     with click.Context(rl) as root:
         subcommand = rl.get_command(root, name)
         assert subcommand is not None, f"rl {name} does not exist"
@@ -58,7 +58,7 @@ def test_every_command_in_the_documents_is_accepted(
         load(source, options["overrides"])
 
 
-def test_a_wrong_command_would_be_found():
+def test_a_wrong_key_of_a_command_would_be_found():
     with pytest.raises(ConfigError, match="unknown key"):
         load("quickstart", ["trainer.no_such_key=1"])
 
@@ -68,7 +68,7 @@ def test_every_page_is_in_the_index():
     assert [page.name for page in DOCS.glob("*.md") if f"({page.name}" not in index and page.name != "README.md"] == []
 
 
-def test_every_test_benchmark_and_case_of_the_bounds_exists():
+def test_every_test_file_benchmark_and_learning_case_of_the_bounds_exists():
     page = (DOCS / "bounds.md").read_text()
     paths = set(re.findall(r"(?:tests|benchmarks)/[a-z_0-9/]+(?:\.py)?", page))
     assert len(paths) > 40

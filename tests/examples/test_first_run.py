@@ -1,4 +1,4 @@
-"""The files and commands of docs/first_run.md, in the order in which the page shows them."""
+"""The files, the trial of the reward and the dry run of docs/first_run.md, in the order of the page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def succeeds(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_files_and_commands_of_the_page_work(
+def test_the_page_works_up_to_its_dry_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)

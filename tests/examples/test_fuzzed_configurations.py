@@ -95,7 +95,7 @@ PLUGIN_KEYS = [
 
 
 def drawn(rng: random.Random, key: str, hint: Any) -> Any:
-    """A value that fits the key's type; in one case of eight, a value that may not."""
+    """A random value, which mostly fits the key's type."""
     if rng.random() < 0.125:
         return rng.choice([None, "x", -3, 2.5, True, [], ["a"], {"a": 1}])
     if key in NAMES:
@@ -222,7 +222,7 @@ def test_a_thousand_random_configurations_are_refused_or_run(tmp_path: Path, sta
 def test_a_configuration_that_fails_after_the_dry_run_is_noticed(
     tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Negative control: without the checks of the dry run, the run fails, and `outcome` must return the error."""
+    """Negative control: if the dry run accepts a configuration that the run refuses, `outcome` returns the error."""
     monkeypatch.setattr(f"{__name__}.preflight", lambda config: None)
     (start / "two.jsonl").write_text('{"prompt": "1+1="}\n')
     found = outcome(tmp_path / "one", start, {"trainer.max_prompt_length": 1})

@@ -40,7 +40,7 @@ def test_the_answer_is_the_last_number_after_a_mark(text: str, answer: str | Non
     assert number_behind_hashes(text) == (None if answer is None else Decimal(answer))
 
 
-async def test_the_right_number_in_any_notation_earns_reward_one():
+async def test_the_right_number_in_another_notation_earns_reward_one():
     row = {"prompt": [{"role": "user", "content": "?"}], "reward_spec": {"method": "rule", "ground_truth": "1250"}}
     environment = Gsm8kEnvironment(row, {})
     assert await environment.reset() == row["prompt"]

@@ -159,7 +159,8 @@ async def test_the_masks_of_a_response_that_was_cut_are_as_documented(start: Pat
     batch, shown = await two_guesses(start, max_tokens=1), table("| token |", 1)
     expected = [int(cell) for cell in shown["`sampled`, `loss_mask`"]]
     # In the test the second response is cut too, so the end of sequence in the table's last column is missing.
-    assert batch["sampled"].int().tolist() == expected[:-1]
+    for column in ("sampled", "loss_mask"):
+        assert batch[column].int().tolist() == expected[:-1]
 
 
 def test_the_environment_in_the_documentation_passes_its_suite():

@@ -1,5 +1,5 @@
-"""Runs that are killed or stopped at a random moment of a named phase, and resumed until they finish: they train on
-every group once and leave nothing behind.
+"""Runs that are killed or stopped at a random moment of a named phase, and resumed until they finish: they lose no
+group, train on none twice, and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_a_run_killed_at_a_random_moment_loses_nothing(
     assert played.strikes, "no strike took place"
     require_nothing_left(place, before)
     require_nothing_lost(small_run, case, place, played, uninterrupted)
-    # `--junitxml` writes these for the table in docs/multi_node.md.
+    # `--junitxml` writes these.
     record_property("ahead", case.runs_ahead)
     record_property("strikes", len(played.strikes))
     record_property("kills", sum("SIGKILL" in strike for strike in played.strikes))

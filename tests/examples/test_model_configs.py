@@ -43,7 +43,7 @@ WITHOUT_EMBEDDINGS: dict[str, tuple[str, str | None]] = {
 }
 """Published billions without the embedding and the output layer. Sources: the cards of Qwen; for Moonlight, table 3 of
 its report (arXiv 2502.16982). The card of GLM-4.7-Flash says 30B-A3B; 29 is 30 less the 0.6 billion of these two
-layers, cut off."""
+layers, rounded down."""
 
 
 def shape_of(name: str) -> ModelShape:
@@ -53,7 +53,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 def require_published(count: int, published: str | None, name: str) -> None:
-    """Cards round or cut off, so the count may differ by one unit of their last digit."""
+    """Cards round to the nearest number or down, so the count may differ by one unit of their last digit."""
     if published is not None:
         unit = 10.0 ** -len(published.partition(".")[2])
         assert abs(count / BILLION - float(published)) <= unit, f"{name}: {count:,} counted, {published}B published"

@@ -43,11 +43,11 @@ def warm_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return written
 
 
-def test_the_recipe_makes_its_data_and_its_model_once(warm_started: list[Path]):
+def test_the_recipe_makes_missing_data_and_a_missing_model(warm_started: list[Path]):
     prepare(config())
     assert [len(read_rows([path], key="data")) for path in (TRAIN, HELD_OUT)] == [9000, 1000]
     assert warm_started == [Path(MODEL)]
-    Path(MODEL).mkdir()
+    Path(MODEL).mkdir()  # an empty directory counts as one of the user
     prepare(config())
     assert len(warm_started) == 1
     assert load("quickstart", ["trainer.seed=3"]).makes == {TRAIN, HELD_OUT, MODEL, MOE_MODEL}

@@ -30,7 +30,7 @@ def rows_of(run_dir: Path) -> list[dict[str, float]]:
     return list(read_rows(run_dir / "metrics.jsonl"))
 
 
-def test_a_run_writes_every_documented_file(small_run: BuildConfig, tmp_path: Path):
+def test_a_run_writes_its_files(small_run: BuildConfig, tmp_path: Path):
     config = small_run(tmp_path / "run", trainer__log_sample_logprobs=True, trainer__logger=["console", "tensorboard"])
     summary = run_training(config)
     run_dir = tmp_path / "run"
@@ -132,7 +132,7 @@ def test_run_training_refuses_invalid_settings_before_creating_anything(
     assert not list(tmp_path.iterdir())
 
 
-def test_remax_compares_every_answer_with_the_models_greedy_one(small_run: BuildConfig, tmp_path: Path):
+def test_remax_scores_the_models_greedy_answer_to_every_prompt(small_run: BuildConfig, tmp_path: Path):
     """One sample per prompt. The greedy rewards equal those of transformers' own greedy search."""
     changes = {
         "trainer__algorithm__advantage_estimator": "remax",
@@ -187,7 +187,7 @@ def test_dynamic_sampling_trains_on_full_batches_of_groups_with_a_signal(small_r
     ("environment", "failure"),
     [("Failing", "ConnectionError: the judge is gone"), ("Exits", "SystemExit: 0"), ("Cancels", "CancelledError: ")],
 )
-def test_a_failing_environment_is_counted_and_its_samples_are_left_out(
+def test_failures_of_an_environment_are_counted_and_recorded_with_their_reasons(
     small_run: BuildConfig, tmp_path: Path, environment: str, failure: str
 ):
     changes = {
@@ -274,7 +274,7 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reason(
         ("name", "metric 'reward' has a name that the trainer uses"),
     ],
 )
-def test_numbers_that_cannot_be_trained_on_are_failures_of_their_rollouts(
+def test_rewards_and_metrics_that_cannot_be_used_are_failures_of_their_rollouts(
     small_run: BuildConfig, tmp_path: Path, odd: str, message: str
 ):
     changes = {
@@ -312,9 +312,7 @@ def test_a_row_of_an_unknown_environment_is_refused_before_anything_is_made(
 def test_a_row_of_an_unknown_environment_ends_the_run_with_a_plugin_error(
     small_run: BuildConfig, tmp_path: Path, unknown_environment: dict[str, Any], evaluates: bool
 ):
-    """A generator named by its import path cannot be checked before the run, which does not know that the generator
-    plays environments.
-    """
+    """Before a run, rows' environments are checked only if `generator.type` is `environment`, not an import path."""
     changes = {
         **unknown_environment,
         "generator__type": "rl_rollout.generator_plugin:environment",
@@ -324,8 +322,8 @@ def test_a_row_of_an_unknown_environment_ends_the_run_with_a_plugin_error(
         run_training(small_run(tmp_path / "run", **changes))
 
 
-def test_a_prompt_that_the_tokenizer_refuses_is_named(small_run: BuildConfig, tmp_path: Path):
-    """`gsm8k` returns the row's prompt unchanged, so the tokenizer is the first to check it."""
+def test_a_prompt_whose_message_has_no_content_is_named(small_run: BuildConfig, tmp_path: Path):
+    """Reading the rows does not check the content of messages, and `gsm8k` returns them unchanged."""
     data = tmp_path / "train.jsonl"
     answer = {"ground_truth": "46"}
     rows = [
@@ -418,6 +416,7 @@ def test_the_learning_rate_reaches_zero_after_the_last_step_if_long_prompts_are_
     rates = [row["policy/learning_rate"] for row in rows_of(tmp_path / "run")[1:]]
     optimizer = config.trainer.policy.optimizer_config
     assert rates == pytest.approx([learning_rate(step, optimizer, 4) for step in range(4)])
+    assert learning_rate(4, optimizer, 4) == pytest.approx(0.0)
 
 
 def test_evaluation_and_generation_play_the_configured_rows(small_run: BuildConfig, tmp_path: Path):

@@ -61,7 +61,7 @@ def reward(environment: Any, row: dict[str, Any], text: str, **options: Any) -> 
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_model_can_read_every_prompt_and_sample_every_demonstration(name: str, problems: Problems, tmp_path: Path):
+def test_the_model_can_read_prompts_and_sample_demonstrations(name: str, problems: Problems, tmp_path: Path):
     from transformers import AutoConfig, AutoTokenizer
 
     module, rows = RECIPES[name], problems[name]

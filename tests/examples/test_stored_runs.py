@@ -189,7 +189,7 @@ def test_a_length_limit_that_selects_other_prompts_is_refused(stopped: Path, sma
         )
 
 
-def test_any_run_starts_by_removing_folders_of_killed_runs(
+def test_a_run_starts_by_removing_folders_of_killed_runs(
     small_run: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     left = tmp_path / "temporary" / "rl-weights-x-1-old"

@@ -1,4 +1,4 @@
-"""A second Ctrl-C ends the process, whatever its rank is doing."""
+"""A second Ctrl-C ends the process, even if its rank is in a long call."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.gpu.page import ROOT, published_rows, sent_back, steps
 
 pytestmark = [
     pytest.mark.gpu,
-    # Step 6 downloads the CUDA builds. The largest row that one GPU can run trains 7 billion parameters.
+    # Step 6 downloads the CUDA builds. The largest row that is not skipped on one GPU trains 7 billion parameters.
     pytest.mark.timeout(3600),
 ]
 STEPS = steps()
@@ -30,7 +30,8 @@ SAYS = {
 
 
 def output_of(commands: list[str]) -> str:
-    """Runs the commands in the repository without the environment variables set for tests. Returns their output."""
+    """Runs the commands in the repository, without variables of the tests and of make that change what they do. Returns
+    their output."""
     of_tests = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "RL_CACHE_DIR", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     ran = subprocess.run(

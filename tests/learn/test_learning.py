@@ -30,7 +30,7 @@ pytestmark = pytest.mark.learn
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A run and the results that it must reach on two CPU cores."""
+    """A run on two CPU cores, and the limits for its results."""
 
     name: str
     says: str

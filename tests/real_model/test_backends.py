@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct in FSDP and Megatron: log-probs of real text agree with transformers, and the exported
 weights equal the loaded ones.
 
-Each mesh is started once, for both checks; each measurement is a row of docs/parity.md.
+Each mesh is started once, for both checks; each measurement is a cell of docs/parity.md.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_real_text_scores_as_in_transformers_and_the_export_is_what_was_loaded(
 
 
 def require_within(backend: str, name: str, quantity: str, difference: float, limit: float) -> None:
-    """Records a row of the parity table. Raises AssertionError if the difference exceeds `limit`, which for log-probs
+    """Records a cell of docs/parity.md. Raises AssertionError if the difference exceeds `limit`, which for log-probs
     allows for float32 rounding in 30 layers."""
     mesh = f"SmolLM2-135M-Instruct, {name.split(', ')[1]}"
     measurement = Measurement(backend=backend, mesh=mesh, quantity=quantity, difference=difference, limit=limit)

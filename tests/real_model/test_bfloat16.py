@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct in bfloat16: rows of the second table of docs/parity.md."""
+"""SmolLM2-135M-Instruct in bfloat16: rows of the table `bfloat16` of docs/parity.md."""
 
 from __future__ import annotations
 
