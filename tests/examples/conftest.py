@@ -10,6 +10,7 @@ import pytest
 from rl_core.config import Config, from_mapping
 from rl_examples.arithmetic import problems, write_model, write_rows
 from rl_examples.quickstart import recipe
+from tests.examples.test_resume import train_in_child
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +51,11 @@ def small_run(start: Path) -> Callable[..., Config]:
         return from_mapping(values)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def finished(small_run: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished `small_run`. Tests change only copies of it."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    assert train_in_child(small_run(run_dir)) == 0
+    return run_dir

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.run import run_training
 from tests.examples.child_output import exit_code_of
 from tests.examples.test_resume import BuildConfig, require_same_run, train_in_child, without_times
+from tests.local_ray import start_ray
 from tests.ray.faulty_fsdp import METHODS
 
 TWO_RANKS = {"trainer__placement__policy_num_gpus_per_node": 2, "trainer__worker_timeout_s": 120}
@@ -28,8 +29,13 @@ def checkpoints(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def train_and_expect(config: Config, methods: str) -> None:
-    """Trains until the run ends with the error of the rank that died."""
+def train_and_expect(complete: Sequence[Config], config: Config, methods: str) -> None:
+    """Trains the runs of `complete`, then one that must end with the error of the rank that died, with one Ray for all
+    of them.
+    """
+    start_ray()
+    for each in complete:
+        run_training(each)
     with pytest.raises(WorkerError, match=rf"^policy rank 1 of 2 \(node .*\) died in ({methods}): "):
         run_training(config)
 
@@ -58,8 +64,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_whose_rank_is_killed_while_saving_continues_from_the_previous_checkpoint(
     phase: str, small_run: BuildConfig, uninterrupted: Path, tmp_path: Path
 ):
-    if not uninterrupted.exists():
-        assert in_child(run_training, small_run(uninterrupted, **TWO_RANKS)) == 0
+    complete = [] if uninterrupted.exists() else [small_run(uninterrupted, **TWO_RANKS)]
     fault = {
         "trainer__strategy": "tests.ray.faulty_fsdp:faulty_fsdp",
         "trainer__policy__fsdp_config__fault_phase": phase,
@@ -71,7 +76,7 @@ def test_a_run_whose_rank_is_killed_while_saving_continues_from_the_previous_che
     anything = {method for methods in METHODS.values() for method in methods} | {"publish"}
     methods = "save_state" if phase == "save_state" else "|".join(anything)
     run_dir = tmp_path / "run"
-    assert in_child(train_and_expect, small_run(run_dir, **TWO_RANKS, **fault), methods) == 0
+    assert in_child(train_and_expect, complete, small_run(run_dir, **TWO_RANKS, **fault), methods) == 0
     assert checkpoints(run_dir) == ["step_000002", "step_000004.partial"]
     assert len(without_times(run_dir)) < 7
     resumed = small_run(run_dir, **TWO_RANKS, trainer__async_save=phase == "start_saving")
@@ -102,11 +107,10 @@ class SlowStorage(Callback):
 
 
 def test_a_run_killed_while_it_saves_in_the_background_resumes_exactly(
-    small_run: BuildConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    small_run: BuildConfig, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    assert train_in_child(small_run(tmp_path / "expected")) == 0
     assert train_in_child(small_run(tmp_path / "whole", trainer__async_save=True)) == 0
-    require_same_run(tmp_path / "whole", tmp_path / "expected")
+    require_same_run(tmp_path / "whole", finished)
     assert checkpoints(tmp_path / "whole") == ["step_000002", "step_000004", "step_000006"]
     run_dir, callback = tmp_path / "run", f"{__name__}:SlowStorage"
     assert train_in_child(small_run(run_dir, trainer__async_save=True, trainer__callbacks=[callback])) == -9
@@ -115,4 +119,4 @@ def test_a_run_killed_while_it_saves_in_the_background_resumes_exactly(
         run_training(small_run(run_dir, trainer__async_save=True))
     assert "step_000004.partial was left by a run that ended while saving" in caplog.text
     assert "is removed; continuing from step_000002" in caplog.text
-    require_same_run(run_dir, tmp_path / "expected")
+    require_same_run(run_dir, finished)

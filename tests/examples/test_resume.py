@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import random
+import re
+import shutil
 import signal
 import sys
 import time
@@ -13,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rl_core.config import Config
 from rl_core.interfaces import Trajectory
@@ -153,25 +155,13 @@ def require_same_run(run_dir: Path, expected: Path, *, engine_tolerance: float =
         assert all(weights[name].equal(expected_weights[name]) for name in weights)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("uninterrupted") / "run"
-
-
-@pytest.fixture
-def expected(uninterrupted: Path, small_run: BuildConfig) -> Path:
-    if not uninterrupted.exists():
-        assert train_in_child(small_run(uninterrupted)) == 0
-    return uninterrupted
-
-
 @pytest.mark.parametrize("callback", [KillAtGroups, KillAfterCheckpoint, KillInStepAfterCheckpoint])
-def test_a_killed_run_resumes_exactly(callback: type[Callback], small_run: BuildConfig, expected: Path, tmp_path: Path):
+def test_a_killed_run_resumes_exactly(callback: type[Callback], small_run: BuildConfig, finished: Path, tmp_path: Path):
     path = f"{__name__}:{callback.__name__}"
     assert train_in_child(small_run(tmp_path / "run", trainer__callbacks=[path])) == -signal.SIGKILL
     assert len(without_times(tmp_path / "run")) < 7
     assert train_in_child(small_run(tmp_path / "run")) == 0
-    require_same_run(tmp_path / "run", expected)
+    require_same_run(tmp_path / "run", finished)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +190,18 @@ def test_a_killed_run_with_critic_or_adapters_resumes_exactly(
     require_same_run(tmp_path / "run", tmp_path / "expected")
 
 
-def test_a_stopped_run_leaves_a_checkpoint_and_resumes_exactly(small_run: BuildConfig, expected: Path, tmp_path: Path):
+def test_a_stopped_run_leaves_a_checkpoint_and_resumes_exactly(small_run: BuildConfig, finished: Path, tmp_path: Path):
     path = f"{__name__}:StopAtStep3"
     assert train_in_child(small_run(tmp_path / "run", trainer__callbacks=[path])) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
     assert (tmp_path / "run" / "checkpoints" / "step_000003" / "complete.json").exists()
     assert train_in_child(small_run(tmp_path / "run")) == 0
-    require_same_run(tmp_path / "run", expected)
+    require_same_run(tmp_path / "run", finished)
 
 
 @pytest.mark.parametrize("callback", [PressAtStep3, TerminateAtStep3, PressTwiceAtStep3])
 def test_an_interrupted_run_ends_cleanly_and_resumes_exactly(
-    callback: type[Callback], small_run: BuildConfig, expected: Path, tmp_path: Path
+    callback: type[Callback], small_run: BuildConfig, finished: Path, tmp_path: Path
 ):
     path = f"{__name__}:{callback.__name__}"
     printed = interrupted_in_child(small_run(tmp_path / "run", trainer__callbacks=[path]), tmp_path / "stderr")
@@ -220,7 +210,7 @@ def test_an_interrupted_run_ends_cleanly_and_resumes_exactly(
     assert (tmp_path / "run" / "checkpoints" / "step_000003").exists() is not at_once
     assert not any(word in printed for word in ("Traceback", "never", "destroyed")), printed
     assert train_in_child(small_run(tmp_path / "run")) == 0
-    require_same_run(tmp_path / "run", expected)
+    require_same_run(tmp_path / "run", finished)
 
 
 def test_an_interruption_during_set_up_ends_at_once_and_cleanly(small_run: BuildConfig, tmp_path: Path):
@@ -231,10 +221,10 @@ def test_an_interruption_during_set_up_ends_at_once_and_cleanly(small_run: Build
 
 
 def test_a_run_resumed_from_an_older_checkpoint_can_be_resumed_with_latest(
-    small_run: BuildConfig, expected: Path, tmp_path: Path
+    small_run: BuildConfig, finished: Path, tmp_path: Path
 ):
     run_dir = tmp_path / "run"
-    assert train_in_child(small_run(run_dir)) == 0
+    shutil.copytree(finished, run_dir)
     path = str(run_dir / "checkpoints" / "step_000002")
     back = {"trainer__resume_mode": "from_path", "trainer__resume_path": path, "trainer__ckpt_interval": -1}
     stops = {"trainer__callbacks": [f"{__name__}:KillAtStep4"]}
@@ -243,21 +233,31 @@ def test_a_run_resumed_from_an_older_checkpoint_can_be_resumed_with_latest(
     assert [row["step"] for row in without_times(run_dir / "replaced_1")] == [3, 4, 5, 6]
     assert (run_dir / "replaced_1" / "model" / "config.json").exists()
     assert train_in_child(small_run(run_dir)) == 0
-    require_same_run(run_dir, expected)
+    require_same_run(run_dir, finished)
     assert [row["step"] for row in without_times(run_dir / "replaced_2")] == [3]
 
 
-def test_the_comparison_notices_another_seed(small_run: BuildConfig, expected: Path, tmp_path: Path):
-    """Negative control: a run with another seed must differ."""
-    assert train_in_child(small_run(tmp_path / "run", trainer__seed=1)) == 0
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "model/model.safetensors"])
+def test_the_comparison_notices_a_changed_reward_or_weight(name: str, finished: Path, tmp_path: Path):
+    """Negative control."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    require_same_run(run_dir, finished)
+    if name.endswith(".jsonl"):
+        text = (run_dir / name).read_text()
+        (run_dir / name).write_text(re.sub(r'"reward(/mean)?": ?', r"\g<0>1", text, count=1))
+    else:
+        weights = load_file(run_dir / name)
+        next(iter(weights.values())).view(-1)[0] += 1.0
+        save_file(weights, run_dir / name)
     with pytest.raises(AssertionError):
-        require_same_run(tmp_path / "run", expected)
+        require_same_run(run_dir, finished)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(12))
 def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(
-    seed: int, small_run: BuildConfig, expected: Path, tmp_path: Path
+    seed: int, small_run: BuildConfig, finished: Path, tmp_path: Path
 ):
     """Every attempt is killed at a random moment, which may be within a save, until one finishes. After an attempt
     without a new checkpoint, the next one gets a little more time."""
@@ -275,4 +275,4 @@ def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(
         num_saved, before = len(complete_checkpoints(tmp_path / "run" / "checkpoints")), num_saved
         scale *= 1.2 if num_saved == before else 1.0
     assert process.exitcode == 0
-    require_same_run(tmp_path / "run", expected)
+    require_same_run(tmp_path / "run", finished)

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import Config, load
-from rl_core.errors import CheckpointError, ConfigError, DataError, GenerationError, NonFiniteError, PluginError
+from rl_core.errors import ConfigError, DataError, GenerationError, NonFiniteError, PluginError
 from rl_core.interfaces import TrajectoryStep
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.reports.jsonl import read_rows
@@ -358,40 +358,6 @@ def test_gradients_that_are_not_finite_skip_the_step_and_then_stop_the_run(small
 
 def not_a_number(scores_N: Any) -> Any:
     return scores_N * float("nan")
-
-
-def test_a_damaged_checkpoint_ends_the_run_before_anything_is_changed(small_run: BuildConfig, tmp_path: Path):
-    run_training(small_run(tmp_path / "run", trainer__max_training_steps=2))
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    files = (tmp_path / "run" / "checkpoints" / "step_000002" / "policy").iterdir()
-    weights = max(files, key=lambda file: file.stat().st_size)
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="this checkpoint is damaged"):
-        run_training(small_run(tmp_path / "run"))
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_new_run_moves_an_earlier_one_aside(small_run: BuildConfig, tmp_path: Path):
-    for _ in range(2):
-        run_training(small_run(tmp_path / "run", trainer__resume_mode="none", trainer__max_training_steps=1))
-    assert [row["step"] for row in rows_of(tmp_path / "run.1")] == [0, 1]
-    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1]
-
-
-def test_a_prompt_longer_than_allowed_is_named_or_left_out(small_run: BuildConfig, tmp_path: Path):
-    rows = [{"prompt": "12+34=", "answer": "640"}, {"prompt": "12+34=12+34=12+34=", "answer": "640"}]
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps(row | {"env_class": "arithmetic"}) + "\n" for row in rows))
-    changes = {
-        "data__train_data": [str(data)],
-        "trainer__max_prompt_length": 10,
-        "trainer__train_batch_size": 1,
-        "trainer__policy_mini_batch_size": 1,
-        "trainer__max_training_steps": 1,
-    }
-    with pytest.raises(DataError, match=r"train\.jsonl:2: the prompt has 18 tokens; trainer\.max_prompt_length is 10"):
-        run_training(small_run(tmp_path / "run", **changes))
-    run_training(small_run(tmp_path / "run", data__on_long_prompt="drop", **changes))
 
 
 @pytest.mark.parametrize("scheduler", ["linear", "cosine"])

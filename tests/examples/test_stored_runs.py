@@ -39,19 +39,6 @@ BuildConfig = Callable[..., Config]
 _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trained") / "run"
-
-
-@pytest.fixture
-def finished(trained: Path, small_run: BuildConfig) -> Path:
-    """The directory of a finished run of 6 steps."""
-    if not trained.exists():
-        assert train_in_child(small_run(trained)) == 0
-    return trained
-
-
 @pytest.fixture
 def stopped(finished: Path, tmp_path: Path) -> Path:
     """A copy of the finished run, cut back to its state right after the checkpoint of step 4."""

@@ -66,7 +66,7 @@ TP2_PP2 = (
 ONE_VLLM_SERVER = ("generator.inference_engine.backend=vllm", "generator.inference_engine.num_engines=1")
 PERMUTED_REWARDS = "trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages"
 DEPTHS_AND_BOUNDS = ((0, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4), (8, 8))
-SECONDS_OF_SMALL_RECIPES = {"code": 1800.0}  # 6,000 programs, each in its own process in the sandbox
+SECONDS_OF_SMALL_RECIPES = {"code": 1800.0}  # 6,000 programs, each run in the sandbox for four tests
 CASES = (
     *(
         Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, max_rl_seconds=240.0)
