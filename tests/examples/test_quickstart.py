@@ -47,7 +47,7 @@ def test_the_recipe_makes_missing_data_and_a_missing_model(warm_started: list[Pa
     prepare(config())
     assert [len(read_rows([path], key="data")) for path in (TRAIN, HELD_OUT)] == [9000, 1000]
     assert warm_started == [Path(MODEL)]
-    Path(MODEL).mkdir()  # an empty directory counts as one of the user
+    Path(MODEL).mkdir()  # an empty directory belongs to the user
     prepare(config())
     assert len(warm_started) == 1
     assert load("quickstart", ["trainer.seed=3"]).makes == {TRAIN, HELD_OUT, MODEL, MOE_MODEL}

@@ -96,7 +96,7 @@ CASES = (
     ),
     Case(
         name="dpo_control",
-        says="the same where a coin says which sum is preferred: must not learn",
+        says="the same with random preferences: must not learn",
         recipe="dpo",
         overrides=("data.train_data=[runs/arithmetic/random_pairs.parquet]",),
         measure="eval/pair_accuracy",
@@ -348,7 +348,7 @@ CASES = (
             ),
             (
                 "look_up",
-                "the same with searches that show somebody else's number: must not learn",
+                "the same with searches that show a random number: must not learn",
                 "environment.env_class=mixed_up_look_up",
             ),
             *(
