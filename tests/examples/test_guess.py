@@ -57,6 +57,7 @@ def config_of(start: Path, run_dir: Path, **overrides: Any) -> Config:
             "trainer.run_dir": str(run_dir),
             "trainer.max_training_steps": 2,
             "trainer.eval_interval": 2,
+            "generator.n_samples_per_prompt": 4,
             "environment.env_class": "tests.examples.environments:Patient",
             "trainer.log_sample_logprobs": True,
             **{key.replace("__", "."): value for key, value in overrides.items()},
@@ -84,7 +85,7 @@ def test_a_run_trains_on_episodes_of_several_turns(
     assert max(differences) < 1e-4
     for row in rows[1:]:
         assert row["rollout/turns"] == 4.0
-        assert row["rollout/sampled_tokens"] == pytest.approx(row["rollout/response_length"] * 20 * 16)
+        assert row["rollout/sampled_tokens"] == pytest.approx(row["rollout/response_length"] * 20 * 4)
         assert (row.get("rollout/merged_tokens", 0.0) > 0.3) == is_merged
     for sample in read_samples(tmp_path / "run"):
         assert sample.turns is not None
@@ -96,7 +97,7 @@ def test_a_run_trains_on_episodes_of_several_turns(
 
 def test_generated_episodes_are_shown_turn_by_turn(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "samples.jsonl"
-    assert run_generation(config_of(start, tmp_path / "run"), output) == 160
+    assert run_generation(config_of(start, tmp_path / "run"), output) == 40
     show_episodes(output)
     shown = capsys.readouterr().out
     rows = [json.loads(line) for line in output.read_text().splitlines()]
