@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import ray
 
 import rl_core.rank_kit.scoring.state
 from rl_core.config import Config
@@ -34,17 +35,20 @@ def train_and_expect(complete: Sequence[Config], config: Config, methods: str) -
     of them.
     """
     start_ray()
-    for each in complete:
-        run_training(each)
-    with pytest.raises(WorkerError, match=rf"^policy rank 1 of 2 \(node .*\) died in ({methods}): "):
-        run_training(config)
+    try:
+        for each in complete:
+            run_training(each)
+        with pytest.raises(WorkerError, match=rf"^policy rank 1 of 2 \(node .*\) died in ({methods}): "):
+            run_training(config)
+    finally:
+        ray.shutdown()
 
 
 def in_child(target: Callable[..., object], *args: object) -> int:
     """The exit code of a child process that runs `target` with its own Ray; takes minutes on a busy machine."""
     process = multiprocessing.get_context("fork").Process(target=target, args=args)
     process.start()
-    return exit_code_of(process, within_s=400)
+    return exit_code_of(process, within_s=500)
 
 
 @pytest.fixture(scope="module")
