@@ -42,6 +42,8 @@ NAMES = {
     "trainer.algorithm.advantage_estimator": ("grpo", "rloo", "reinforce++", "gae", "maxrl", "pass_at_k", "remax"),
     "generator.inference_engine.weight_sync_backend": ("files", "shared_memory", "broadcast", "cuda_ipc"),
     "environment.env_class": (f"{__name__}:ParityEnvironment", "arithmetic", "gsm8k", "guess"),
+    # 42 is more than there are rows; 100, in 50 optimizer steps, would take a third of the test's time.
+    "trainer.train_batch_size": (-1, 0, 1, 2, 3, 4, 5, 8, 16, 42, 2**31, 2**63, 10**30),
     "trainer.update_epochs_per_batch": (0, 1, 2, 3, 2**31),  # 100 would take a minute and prove no more
     "trainer.logger": ("console", "jsonl", "tensorboard", "nothing"),
 }
