@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -19,35 +17,12 @@ import ray
 from rl_core.errors import DeadlineError, GenerationError
 from rl_rollout.vllm import server_group
 from rl_rollout.vllm.placement import reserve_places
-from rl_rollout.vllm.server import ServerAddress, ServerSettings, StartFailure, log_excerpt
+from rl_rollout.vllm.server import ServerSettings, log_excerpt
 from rl_rollout.vllm.server_group import Server
+from tests.rollout.vllm.dying_server import Dying
 from tests.rollout.vllm.servers import TOKENS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-class Dying:
-    """Each of its first `deaths` loads fails as `kind` says; its log file counts the loads."""
-
-    def __init__(self, log_path: str, shared: object) -> None:
-        self._log_path = Path(log_path)
-
-    def load(self, settings: ServerSettings) -> StartFailure | None:
-        """Fails as the engine arguments say, or returns None."""
-        with self._log_path.open("a") as log:
-            log.write("started\n")
-        deaths, kind = settings.engine_args["deaths"], settings.engine_args["kind"]
-        if len(self._log_path.read_text().splitlines()) > deaths:
-            return None
-        if kind == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "hangs":
-            time.sleep(3600)
-        return StartFailure(summary=kind, log_lines="a line", is_death=kind == "engine died")
-
-    def start(self) -> ServerAddress:
-        """Returns an address where nobody listens."""
-        return ServerAddress(url="http://127.0.0.1:8000", pid=os.getpid())
 
 
 def started(
