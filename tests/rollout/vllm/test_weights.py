@@ -25,6 +25,8 @@ from tests.rollout.vllm.trainers import REFUSED, Trainer, policy_of, serving
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TRANSPORTS = ["files", "shared_memory", "broadcast"]
+LIMIT = 1e-4
+"""The largest allowed error of a log-prob, in float32 on both sides; measured 1e-5."""
 _versions = itertools.count(100, 100)
 """Version numbers for tests that share servers; none is used twice."""
 
@@ -105,8 +107,7 @@ async def test_a_tensor_that_is_left_out_later_is_refused_by_the_engine(dense_se
 
 
 def with_tensors(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[..., Iterator[WeightBucket]]:
-    """Sends one layer's `gate_proj` as changed by `change`. The checksums match, and vLLM itself would accept every
-    change in `WRONG_TENSORS`."""
+    """Sends one layer's `gate_proj` as changed by `change`. The checksums match."""
 
     def spoil(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
         tensors = (pair for bucket in buckets for pair in unpack_bucket(bucket))
@@ -318,7 +319,16 @@ async def test_agents_requests_end_at_once_when_their_server_is_quarantined(dens
     await client.close()
 
 
-# --- in an engine of their own: five syncs over every transport, and negative controls ------------------------------
+# --- five syncs over every transport, and negative controls in an engine of their own --------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_five_syncs_of_a_dense_model_match_the_trainer_and_a_stale_version_is_found(dense_server, transport):
+    client = await connect(dense_server)
+    async with policy_of(dense_server.model_path) as policy:
+        differences = await trained(client, policy, transport).sync_five_times()
+    assert max(differences) < LIMIT
+    await client.close()
 
 
 async def _proof(engine: EngineInProcess, transport: str, *, leave_out: str | None = None) -> str:
@@ -334,14 +344,14 @@ async def _proof(engine: EngineInProcess, transport: str, *, leave_out: str | No
         return ""
 
 
-async def _five_syncs(engine: EngineInProcess) -> dict[str, list[float]]:
-    """Transport → the largest log-prob difference after each of five syncs."""
-    found = {}
-    for transport in TRANSPORTS:
-        async with policy_of(engine.model_path) as policy:
-            trainer = Trainer(policy, engine, transport)
-            found[transport] = await trainer.sync_five_times()
-    return found
+LEFT_OUT = [
+    "model.embed_tokens.weight",
+    "model.layers.1.self_attn.k_norm.weight",
+    "model.layers.0.self_attn.v_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.1.mlp.experts.3.down_proj.weight",
+    "model.norm.weight",
+]
 
 
 async def _moe(engine: EngineInProcess) -> dict[str, Any]:
@@ -349,9 +359,13 @@ async def _moe(engine: EngineInProcess) -> dict[str, Any]:
 
     from rl_rollout.vllm import fixes
 
-    expert = "model.layers.1.mlp.experts.3.down_proj.weight"
-    found: dict[str, Any] = {"expert left out": await _proof(engine, "files", leave_out=expert)}
-    found["syncs"] = await _five_syncs(engine.forgetful())
+    found: dict[str, Any] = {
+        name: await _proof(engine.forgetful(), "shared_memory", leave_out=name) for name in LEFT_OUT
+    }
+    engine.forgetful()
+    for transport in TRANSPORTS:
+        async with policy_of(engine.model_path) as policy:
+            found[transport] = await Trainer(policy, engine, transport).sync_five_times()
     fixed: Any = UnquantizedFusedMoEMethod._setup_kernel
     UnquantizedFusedMoEMethod._setup_kernel = fixed.__wrapped__
     found["without the fix"] = await _proof(engine, "files")
@@ -359,36 +373,21 @@ async def _moe(engine: EngineInProcess) -> dict[str, Any]:
     return {**found, "with the fix again": await _proof(engine, "files")}
 
 
-async def _dense(engine: EngineInProcess) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: await _proof(engine.forgetful(), "shared_memory", leave_out=name) for name in DENSE_TENSORS
-    }
-    return {**found, "syncs": await _five_syncs(engine.forgetful())}
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What was found with an engine of a MoE model whose first layer is dense."""
+    model_path = write_model(tmp_path_factory.mktemp("moe") / "model", num_experts=8, mlp_only_layers=[0])
+    return run_in_engine(model_path, _moe)
 
 
-DENSE_TENSORS = [
-    "model.embed_tokens.weight",
-    "model.layers.1.self_attn.k_norm.weight",
-    "model.layers.0.self_attn.v_proj.weight",
-    "model.layers.1.mlp.down_proj.weight",
-    "model.norm.weight",
-]
-
-
-def require_exact(syncs: dict[str, list[float]]) -> None:
-    assert {name: len(differences) for name, differences in syncs.items()} == dict.fromkeys(TRANSPORTS, 5)
-    assert max(max(differences) for differences in syncs.values()) < 1e-4, "float32 on both sides; measured 1e-5"
-
-
-def test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails(tmp_path):
-    found = run_in_engine(write_model(tmp_path / "model", num_experts=8), _moe)
-    require_exact(found["syncs"])
-    assert REFUSED in found["expert left out"]
+def test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails(found: dict[str, Any]):
+    for transport in TRANSPORTS:
+        assert len(found[transport]) == 5
+        assert max(found[transport]) < LIMIT
     assert REFUSED in found["without the fix"], "vLLM now packs MoE experts by itself: remove the fix"
     assert found["with the fix again"] == ""
 
 
-def test_dense_five_syncs_pass_and_with_any_tensor_left_out_verification_fails(tmp_path):
-    found = run_in_engine(write_model(tmp_path / "model"), _dense)
-    require_exact(found["syncs"])
-    assert {name: REFUSED in found[name] for name in DENSE_TENSORS} == dict.fromkeys(DENSE_TENSORS, True)
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_tensor_that_is_left_out_from_the_first_version_on_fails_the_proof(found: dict[str, Any], name: str):
+    assert REFUSED in found[name]
