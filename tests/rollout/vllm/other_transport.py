@@ -1,7 +1,7 @@
 """A transport without the attribute that names its receiver, like transports written before this attribute existed; and
 a function that a request must not be able to call.
 
-The receiver can be told to fail in one of an engine's workers.
+The receiver can be told to fail in some of a server's workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl_core.interfaces import CONTRACT_VERSION, Rendezvous, WeightBucket
 from rl_rollout.transports.files import FilesReceiver, FilesSender, FilesTransport
 from rl_rollout.vllm import fixes
 
-Fault = Literal["raises", "takes other weights", "keeps its old output layer"]
+Fault = Literal["raises in every engine", "raises", "takes other weights", "keeps its old output layer"]
 _files = FilesTransport()
 _repack_tied_heads_on_cpu = fixes.repack_tied_heads_on_cpu
 
@@ -31,7 +31,8 @@ class OtherTransport:
     name: str = f"{__name__}:other"
     is_staged: bool = True
     fault: Fault | None = None
-    """What goes wrong in the last worker: the last tensor-parallel rank of the last data-parallel engine."""
+    """What goes wrong in the last tensor-parallel rank of the last data-parallel engine or, if it says so, of every
+    engine."""
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         opened = _files.open(num_ranks=num_ranks, num_engines=num_engines)
@@ -50,11 +51,12 @@ class OtherReceiver(FilesReceiver):
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__(rendezvous)
-        self._fault: Fault | None = rendezvous.data["fault"] if _is_last() else None
+        fault: Fault | None = rendezvous.data["fault"]
+        self._fault = fault if _is_last(of_every_engine=fault == "raises in every engine") else None
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
         fixes.repack_tied_heads_on_cpu = _repack_tied_heads_on_cpu
-        if self._fault == "raises":
+        if self._fault in ("raises", "raises in every engine"):
             raise RuntimeError("this worker has no memory left")
         if self._fault == "keeps its old output layer":
             fixes.repack_tied_heads_on_cpu = lambda model: None
@@ -64,14 +66,14 @@ class OtherReceiver(FilesReceiver):
             yield bucket
 
 
-def _is_last() -> bool:
-    """Whether this worker has the last tensor-parallel rank and its parent process is the last data-parallel engine."""
+def _is_last(*, of_every_engine: bool) -> bool:
+    """Whether this worker has the last tensor-parallel rank, in any engine or in the last of two data-parallel ones."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     engine = psutil.Process().parent()
     assert engine is not None
     is_last_rank = get_tensor_model_parallel_rank() == get_tensor_model_parallel_world_size() - 1
-    return is_last_rank and "EngineCore_DP0" not in " ".join(engine.cmdline())
+    return is_last_rank and (of_every_engine or "EngineCore_DP0" not in " ".join(engine.cmdline()))
 
 
 def leave_a_trace(rendezvous: Rendezvous) -> Any:

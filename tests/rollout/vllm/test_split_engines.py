@@ -78,7 +78,7 @@ SPLITS = {
         last="rank 1 of data-parallel engine 1",
     ),
 }
-QUICK_SPLITS = ("tensor", "both")
+QUICK_SPLIT = "both"
 _versions = itertools.count(1, 10)
 """Every version has a new number."""
 
@@ -92,7 +92,7 @@ def servers(
     model_path = write_model(directory / "model")
     transport = OtherTransport().name
     here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    wanted = {"both", *(item.callspec.params["split"] for item in here if "split" in item.fixturenames)}
+    wanted = {QUICK_SPLIT, *(item.callspec.params["split"] for item in here if "split" in item.fixturenames)}
     names = [name for name in SPLITS if name in wanted]
     running = start_servers(
         *(
@@ -104,9 +104,7 @@ def servers(
     stop_servers(running)
 
 
-@pytest.fixture(
-    params=[name if name in QUICK_SPLITS else pytest.param(name, marks=pytest.mark.soak) for name in SPLITS]
-)
+@pytest.fixture(params=[name if name == QUICK_SPLIT else pytest.param(name, marks=pytest.mark.soak) for name in SPLITS])
 def split(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -190,6 +188,7 @@ async def test_an_engine_of_several_workers_computes_like_one_worker(
 
 
 FAULTS: dict[Fault, str] = {
+    "raises in every engine": "{last}: RuntimeError: this worker",
     "raises": "{last}: RuntimeError: this worker",
     "takes other weights": "{last} received other weights than {first}",
 }
@@ -216,8 +215,8 @@ async def test_an_update_counts_only_if_every_worker_loads_the_same_weights(
     with pytest.raises(WeightSyncError, match=message):
         await model.sync(client, OtherTransport(fault=fault))
     await client.resume()
-    if (fault, split) == ("raises", "tensor"):
-        # The two ranks learn of the error before either of them loads a tensor.
+    if fault == "raises in every engine" or (fault, split) == ("raises", "tensor"):
+        # The ranks of an engine learn of the error before any of them loads a tensor.
         model.tensors(good)
         await model.require_served(client, split, good)
     else:
@@ -230,8 +229,8 @@ async def test_an_update_counts_only_if_every_worker_loads_the_same_weights(
 async def test_the_probe_finds_an_engine_that_still_computes_with_old_weights(
     servers: dict[str, RunningServer],
 ):
-    client = await connect(servers["both"])
-    async with policy_of(servers["both"].model_path) as policy:
+    client = await connect(servers[QUICK_SPLIT])
+    async with policy_of(servers[QUICK_SPLIT].model_path) as policy:
         trainer = Trainer(policy, client, OtherTransport(fault="keeps its old output layer"))
         trainer.version = next(_versions)
         await trainer.train()
@@ -247,7 +246,7 @@ async def test_the_probe_finds_an_engine_that_still_computes_with_old_weights(
 @pytest.mark.asyncio
 async def test_a_dying_core_returns_no_partial_answers(servers: dict[str, RunningServer]):
     """Must be the last test, because it kills an engine core. vLLM then ends the other cores and their requests."""
-    running = servers["both"]
+    running = servers[QUICK_SPLIT]
     processes = psutil.Process(running.pid).children(recursive=True)
     core = next(process for process in processes if command_line(process).startswith("VLLM::EngineCore"))
     client = await connect(running)
