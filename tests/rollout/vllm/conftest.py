@@ -1,4 +1,4 @@
-"""Shared servers, one per kind of model for the whole test run, because a server takes about a minute to start."""
+"""Servers that tests share for the whole test run, because a server takes about a minute to start."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def shared_servers(
 
 @pytest.fixture(scope="session")
 def dense_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
-    """Serves a tiny Qwen3 in float32. It was started with a weight transport that has no entry point. Tests may publish
-    weights by any transport, so a test that needs certain weights publishes them first.
+    """Serves a tiny Qwen3 in float32. It was started with a weight transport that has no entry point. Tests publish
+    other weights, so a test that needs certain weights publishes them first.
     """
     return shared_servers["dense_server"]
 

@@ -37,7 +37,7 @@ class EngineInProcess:
         self.vocab_size = self.llm.model_config.get_vocab_size()
 
     def forgetful(self) -> EngineInProcess:
-        """Makes the engine forget the tensors that earlier versions had; returns the engine."""
+        """Makes the engine forget which tensors earlier versions had; returns the engine."""
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
         worker.__dict__.pop("rl_held", None)
         return self

@@ -103,8 +103,8 @@ class Fault:
 
 
 def faults_of_shard(shard: int) -> list[Fault]:
-    """Twenty faults. With each transport, each phase of a sync is hit once, one byte is flipped, and the sender stops
-    once.
+    """Twenty faults. With each transport, a process is killed, frozen or paused once in each phase of a sync, one byte
+    is flipped, and the sender stops once.
 
     The kind of fault changes with the phase, the transport and the shard, so that two consecutive shards kill a process
     in every phase with every transport. In each shard, the numbers of killed servers, cores and workers differ by at

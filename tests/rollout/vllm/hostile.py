@@ -209,7 +209,7 @@ def _departure(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
 
 
 def _wrong_control(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
-    """A request to a control route; only to routes that change nothing if the request happens to be valid."""
+    """A request to a control route; only to routes that leave the server as it is even if the request is valid."""
     del paths
     name = dice.choice(
         ["generate", "score", "cancel", "abort", "load_adapter", "prepare_weights", "update_weights", "wake", "health"]

@@ -179,9 +179,7 @@ async def test_a_matrix_that_does_not_fit_its_layer_is_refused(
 
 @pytest.mark.parametrize("spoil", [cut_off, half])
 @pytest.mark.parametrize("transport", [FilesTransport(), BroadcastTransport(timeout_s=60.0)])
-async def test_a_damaged_update_leaves_the_old_adapter_with_any_transport(
-    adapter_server: RunningServer, transport: Any, spoil: Any
-):
+async def test_a_damaged_update_leaves_the_old_adapter(adapter_server: RunningServer, transport: Any, spoil: Any):
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, LORA) as policy:
         trainer = trained(client, policy, transport)

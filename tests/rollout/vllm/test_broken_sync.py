@@ -112,7 +112,7 @@ def test_a_server_that_stays_in_a_broken_sync_is_given_up_as_hung():
     run_virtually(work())
 
 
-def test_a_single_hung_server_is_given_up_seconds_after_the_ranks_failed():
+def test_a_single_hung_server_is_given_up_after_the_ranks_have_failed():
     class Unjoined(Closable):
         async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
             await asyncio.sleep(30.0)

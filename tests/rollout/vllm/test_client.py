@@ -150,6 +150,7 @@ async def test_scores_are_the_log_probs_of_generation(client: RemoteInferenceCli
 async def test_chat_answers_in_text(client: RemoteInferenceClient):
     answer = await client.chat([{"role": "user", "content": "12+3="}], max_tokens=5, seed=1)
     assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert isinstance(answer["choices"][0]["message"]["content"], str)
     assert answer["usage"]["completion_tokens"] <= 5
 
 
@@ -283,7 +284,7 @@ async def test_thousands_of_requests_wait_at_the_same_time(client: RemoteInferen
     print(f"3000 requests in {time.monotonic() - began:.1f} s")
 
 
-async def test_a_sleeping_server_samples_only_once_weights_and_cache_are_awake(client: RemoteInferenceClient):
+async def test_a_sleeping_server_does_not_sample_until_weights_and_cache_are_awake(client: RemoteInferenceClient):
     def asked(name: str) -> GenerateRequest:
         return request(name, seed=2, max_tokens=200, ignore_eos=True)
 

@@ -204,9 +204,7 @@ def test_a_plan_knows_that_gemma_ties_its_embeddings_by_default(tmp_path: Path):
         ({"external_server_urls": []}, "external_server_urls: got no URL; list the servers, or set it to null"),
     ],
 )
-def test_options_that_vllm_lacks_are_refused_before_anything_starts(
-    engine: dict[str, object], message: str, tmp_path: Path
-):
+def test_wrong_options_are_refused_before_anything_starts(engine: dict[str, object], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         vllm.validate(make_spec(tmp_path, tmp_path, **engine))
 

@@ -82,7 +82,7 @@ async def test_json_output_of_a_model_without_brace_tokens_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["Application/JSON", "application/json\r\nContent-Type: text/plain"])
-async def test_a_body_is_checked_whatever_its_content_type_header(
+async def test_a_body_is_checked_if_any_of_its_content_types_is_json(
     client: RemoteInferenceClient, dense_server: RunningServer, kind: str
 ):
     """vLLM itself would never finish a request with such a number."""

@@ -1,4 +1,4 @@
-"""The run's only engine is killed during a sync that is not staged, and the run continues."""
+"""The only engine is killed during a sync that is not staged, and the sync still succeeds."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import openai
 import pytest
 
 from rl_rollout.vllm.client import RemoteInferenceClient
-from rl_rollout.vllm.connection import open_session
 from tests.rollout.vllm.servers import TOKENS
 
 pytestmark = pytest.mark.slow
@@ -46,10 +45,3 @@ async def test_a_servers_refusal_reaches_the_agent(client: RemoteInferenceClient
     async with agent(client) as chat:
         with pytest.raises(openai.NotFoundError, match="another"):
             await chat.chat.completions.create(model="another", messages=MESSAGES)  # pyright: ignore
-
-
-async def test_the_router_does_not_forward_a_control_route(client: RemoteInferenceClient):
-    assert client.router_url is not None
-    url = client.router_url.removesuffix("/v1") + "/rl/pause"
-    async with open_session(TOKENS.access) as session, session.post(url, data=b"") as answer:
-        assert answer.status == 404

@@ -116,7 +116,7 @@ async def _restarted(supervisor: Supervisor, pool: Pool) -> None:
 
 
 async def test_a_server_that_restarts_while_an_update_begins_and_ends_comes_back():
-    """A report that crosses an update is ignored, so the server must be asked again."""
+    """A report is ignored if an update begins or ends meanwhile, so the server must be asked again."""
     pool, server = Pool(1), StartedAgain()
     supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=60.0), control_token="token")
     await supervisor.start()
@@ -126,11 +126,11 @@ async def test_a_server_that_restarts_while_an_update_begins_and_ends_comes_back
 
     server.during_heartbeats = [begins_or_ends, begins_or_ends]
     await _restarted(supervisor, pool)
-    await _restarted(supervisor, pool)
+    assert server.during_heartbeats == [], "the server must be asked once more after each of the two"
     await supervisor.close()
 
 
-async def test_a_server_comes_back_whatever_error_its_heartbeats_and_starts_raise(
+async def test_a_server_comes_back_after_an_unexpected_error_in_its_heartbeats_and_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.01)
@@ -149,7 +149,7 @@ async def test_a_server_comes_back_whatever_error_its_heartbeats_and_starts_rais
 
 
 class StartedAgain:
-    """A server that answers every route and records its requests."""
+    """A server that answers every route and records its requests except heartbeats."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, Any]] = []
@@ -271,7 +271,7 @@ async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
     await supervisor.close()
 
 
-async def test_a_router_whose_port_is_used_is_an_error_of_its_key_and_stops_the_servers(tmp_path: Path):
+async def test_the_error_of_a_routers_used_port_names_the_key_and_the_servers_are_stopped(tmp_path: Path):
     server = StartedAgain()
     async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as other:
         port = other.sockets[0].getsockname()[1]
@@ -374,7 +374,7 @@ async def test_refused_connections_are_reported_even_if_the_last_attempt_times_o
 
 
 class Paused(StartedAgain):
-    """A server that computes nothing between `pause` and `resume`, and that can be unreachable."""
+    """A server that knows whether it is paused, and that can be unreachable."""
 
     is_paused = False
     is_reachable = True

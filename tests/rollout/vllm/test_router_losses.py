@@ -1,4 +1,5 @@
-"""What happens to an agent's request if the agent leaves, a server is lost, or the deadline passes."""
+"""What happens to an agent's request if the agent leaves, a server is lost, the deadline passes, or the request is
+not acceptable."""
 
 from __future__ import annotations
 
@@ -162,7 +163,7 @@ async def test_a_request_whose_agent_disconnects_is_cancelled_and_not_retried(st
 
 
 @pytest.mark.parametrize("loss", [breaks_off, breaks_off_half_way, streams(0, breaks_off), lacks_weights])
-async def test_a_request_is_retried_unnoticed_if_its_server_is_lost_before_answering(start, loss):
+async def test_a_request_is_retried_unnoticed_if_its_server_fails_before_the_agent_received_anything(start, loss):
     scene = await start(loss, answers)
     assert await posted(scene) == (200, b'{"answered": true}')
     assert scene.server.num_asked == 2
@@ -197,7 +198,7 @@ async def test_a_request_that_loses_too_many_servers_is_not_retried(start):
     ("error", "kind"),
     [(aiohttp.ConnectionTimeoutError(), ServerGone), (aiohttp.ServerDisconnectedError(), LostUnderRequest)],
 )
-def test_a_request_that_was_never_sent_is_not_the_reason_for_a_loss(error: aiohttp.ClientError, kind: type):
+def test_only_a_request_that_was_sent_can_be_the_reason_for_a_loss(error: aiohttp.ClientError, kind: type):
     assert type(gone(error, "vLLM server 0")) is kind
 
 
@@ -219,7 +220,7 @@ async def bad_gateway(request: web.Request) -> web.StreamResponse:
     return web.Response(status=502, text="<h1>502 Bad Gateway</h1>", content_type="text/html")
 
 
-async def test_a_proxy_that_answers_while_the_server_is_down_loses_one_server_and_no_request(start):
+async def test_repeated_502_answers_of_a_proxy_count_as_one_lost_server_and_lose_no_request(start):
     scene = await start(*[bad_gateway] * (MAX_LOST + 1), answers)
     assert (await posted(scene))[0] == 200
 
@@ -311,7 +312,7 @@ async def test_an_agent_that_stops_reading_is_disconnected_at_its_deadline(start
         seen = -1
         while num_written > seen:
             seen = num_written
-            for _ in range(20):  # the sockets are local, so each turn of the loop takes on what they accept
+            for _ in range(20):  # local sockets accept all that they can within a turn of the loop
                 await asyncio.sleep(0.005)
 
     scene = await start(answer if script == "one answer" else stream, timeout_s=DEADLINE_S)

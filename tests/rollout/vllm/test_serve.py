@@ -64,7 +64,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=SPLITS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server started as the documentation says, but on a free port."""
+    """A server started as the documentation says, but at HOST and a free port."""
     split, directory = request.param, tmp_path_factory.mktemp("served")
     model_path = write_model(directory / "model", num_experts=split.num_experts, moe_intermediate_size=64)
     (directory / "run.yaml").write_text(dump_yaml(engine_config(model_path, directory, **split.engine)))
@@ -203,7 +203,7 @@ async def test_a_run_without_the_control_token_does_not_start(tmp_path, monkeypa
         ({CONTROL_VARIABLE: "secret", ACCESS_VARIABLE: "secret"}, HOST, "set two different values"),
     ],
 )
-def test_a_server_without_its_tokens_does_not_start(given, host, remedy, tmp_path, monkeypatch, capsys):
+def test_a_server_with_missing_or_equal_tokens_does_not_start(given, host, remedy, tmp_path, monkeypatch, capsys):
     for name in (ACCESS_VARIABLE, CONTROL_VARIABLE, CONTROL_FILE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -226,7 +226,7 @@ def test_an_impossible_port_is_refused_before_anything_starts(capsys):
     assert "--port: got 65536; expected 0 (a free port) to 65535" in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_exist_is_refused_before_vllm_is_imported(tmp_path, monkeypatch, capsys):
+def test_a_model_that_does_not_exist_is_refused_before_the_server_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(CONTROL_FILE_VARIABLE, raising=False)
     monkeypatch.setenv(CONTROL_VARIABLE, "secret")
     (tmp_path / "run.yaml").write_text(dump_yaml(engine_config(tmp_path / "model", tmp_path)))

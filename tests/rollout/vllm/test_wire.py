@@ -79,7 +79,7 @@ WRONG_FIELDS = [
 
 
 @pytest.mark.parametrize("wrong", WRONG_FIELDS, ids=str)
-def test_a_request_with_a_field_of_another_type_or_range_is_refused(wrong: dict[str, Any]):
+def test_a_request_with_a_wrong_or_unknown_field_is_refused(wrong: dict[str, Any]):
     record = wire.decode(wire.request_body(REQUEST))
     for name, value in wrong.items():
         record[name] = {**record[name], **value} if isinstance(value, dict) else value
