@@ -1,4 +1,4 @@
-"""Impossible combinations of settings are found before anything starts, with one error each that says what to do."""
+"""Wrong values, impossible combinations, missing files and wrong plug-ins are found before anything starts."""
 
 from __future__ import annotations
 
@@ -129,8 +129,9 @@ def test_the_defaults_pass():
     ],
 )
 def test_an_impossible_value_or_combination_is_one_clear_error(overrides: str, message: str):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as raised:
         check_values(from_mapping({}, overrides.split()))
+    assert not isinstance(raised.value, ConfigErrors), raised.value
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,11 @@ def test_an_impossible_value_or_combination_is_one_clear_error(overrides: str, m
         ("trainer.seed=-1 trainer.epochs=0", ["trainer.epochs", "trainer.seed"]),
         ("trainer.policy_mini_batch_size=0 trainer.epochs=0", ["trainer.epochs", "trainer.policy_mini_batch_size"]),
         ("generator.n_samples_per_prompt=0", ["generator.n_samples_per_prompt"]),
+        ("trainer.placement.policy_num_nodes=0", ["trainer.placement.policy_num_nodes"]),
+        (
+            "generator.sampling_params.max_generate_length=0 trainer.max_prompt_length=0",
+            ["trainer.max_prompt_length", "generator.sampling_params.max_generate_length"],
+        ),
         (
             "trainer.policy.optimizer_config.lr=.inf trainer.critic.optimizer_config.lr=-.inf",
             ["trainer.critic.optimizer_config.lr", "trainer.policy.optimizer_config.lr"],
@@ -262,8 +268,9 @@ def test_a_missing_file_is_named_with_its_key(files: Path, change: dict[str, Any
     (files / "mute" / "config.json").write_text("{}")
     complete = {"data.train_data": ["train.parquet"], "trainer.policy.model.path": "model"}
     check_files(from_mapping(complete))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as raised:
         check_files(from_mapping(complete | change))
+    assert str(raised.value).partition(":")[0] in change
 
 
 def test_files_that_will_be_created_may_be_missing_but_not_wrong(files: Path):
@@ -348,9 +355,7 @@ def test_every_plug_in_is_checked_before_a_run(
         check_plugins(from_mapping(functions | change))
 
 
-def test_the_hint_for_a_missing_plug_in_is_to_upgrade_an_installed_package(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_hint_for_a_missing_plug_in_is_to_upgrade_or_install_its_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(plugins._PACKAGES, ("rl_core.backends", "later"), "rl-core")
     with pytest.raises(PluginError, match=r"The installed rl-core .* does not have it; install a newer version$"):
         plugins.load("rl_core.backends", "later")

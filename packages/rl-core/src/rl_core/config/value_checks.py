@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from rl_core.config.layers import ConfigWarning
-from rl_core.config.resolving import value_at
+from rl_core.config.resolving import RULES, value_at, with_value
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError, Mistakes
 from rl_core.interfaces import LoraConfig
@@ -203,7 +203,11 @@ def gather_out_of_bounds(
     config: Config, mistakes: Mistakes, *, is_read: Callable[[str], bool] = lambda key: True
 ) -> None:
     """Records every key for which `is_read` is true and whose value is out of bounds. Skips keys that are None, as some
-    are before `resolve`."""
+    are before `resolve`, and keys whose value equals the one that their rule derives from another key."""
+    bounded = {*BOUNDS, *LARGEST, *FINITE, *ABOVE_ZERO}
+    for rule in RULES:
+        if rule.key in bounded and value_at(config, rule.key) == rule.value(config):
+            config = with_value(config, rule.key, None)
     for key, (low, high) in BOUNDS.items():
         value = value_at(config, key) if is_read(key) else None
         if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
