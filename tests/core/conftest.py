@@ -80,7 +80,7 @@ class WantsArguments(Callback):
 
 @pytest.fixture
 def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Runs a command line in this process, in an empty folder; returns exit code, stdout and stderr."""
+    """Runs a command line in this process, in a temporary folder; returns exit code, stdout and stderr."""
     site = tmp_path / "site"
     site.mkdir()
     install(site, monkeypatch, "cli_recipes", RECIPES, recipes__small="cli_recipes:small")

@@ -15,7 +15,7 @@ STALENESS = pytest.mark.parametrize("max_staleness", [0, 1, 3])
 
 
 def one_after_another(group: int) -> Play:
-    """Groups that start together finish one and a half seconds apart."""
+    """Group 4n takes 7 seconds; each of the next three takes 1.5 seconds longer than the one before."""
     return Play(seconds=7.0 + 1.5 * (group % 4))
 
 
@@ -73,8 +73,8 @@ def require_nothing_is_lost(*runs: ScriptedRun) -> None:
 
 def runs_stopped_at_any_moment(directories: pytest.TempPathFactory, script: Script) -> Iterator[list[ScriptedRun]]:
     """Stops a separate run at every fourth turn of the event loop, until a run ends before its turn. Yields each
-    stopped run that trained with the run that resumed it, and last the run that ended. Fails unless several runs were
-    stopped between the end of each step and that of the next."""
+    stopped run that had finished a step, together with the run that resumed it; at last yields the run that ended.
+    Fails unless several runs were stopped between the end of each step and that of the next."""
     stopped_after: list[int] = []
     for turn in itertools.count(script.max_staleness, 4):
         run = ScriptedRun(directories.mktemp("run"), script)

@@ -10,7 +10,7 @@ that only wait and record.
     pause, send 2, serve 2    a weight sync of version 2              published 2         groups may start with it
     evaluate, evaluated 2     an evaluation begins and ends           row 2               the metrics of step 2
     save 2, copy 2, checkpoint 2    a checkpoint begins, in the foreground or in the background, and is complete
-    export 2, export model    the model of step 2, and of the run
+    export 2, export model    the model of step 2, and of the run     restart             the engine lost its weights
     sleep, wake …, offload    engine and policy hand over shared devices
     fail GenerationError      no more groups can be generated         end 2               the run ends after step 2
 """
@@ -163,7 +163,7 @@ class RecordedBuffer(GroupBuffer):
 
 
 class ScriptedEngine:
-    """An engine that serves or is paused; a pause freezes the requests under way."""
+    """An engine that serves or is paused; requests under way cannot end during a pause."""
 
     def __init__(self, log: EventLog, script: Script) -> None:
         self.log = log
@@ -387,7 +387,7 @@ class RecordedReports(Callback):
         self.rows: dict[int, Mapping[str, float]] = {}
         self.groups: dict[int, tuple[Trajectory, ...]] = {}
         self.failed: list[tuple[int, int, int]] = []
-        """Step, group and index of each sample that failed."""
+        """Step, group and index of each failed training sample."""
         self.failed_in_evaluation = 0
 
     def phase(self, name: str) -> None:

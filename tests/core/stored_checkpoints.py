@@ -1,4 +1,4 @@
-"""Writes checkpoints as a run without ranks does."""
+"""Writes checkpoints as a run does, with one small file instead of the state of the ranks."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_reinforce_plus_plus_discounts_then_standardises():
 
 
 def test_gae_worked_by_hand():
-    # Token 1 is an observation, so the time steps are tokens 0, 2 and 3. Their TD errors: 0 + .5·2 − 1 = 0;
+    # Token 1 is an observation, so sequence 0 has the time steps 0, 2 and 3. Their TD errors: 0 + .5·2 − 1 = 0;
     # 0 + .5·4 − 2 = 0; 1 − 4 = −3.
     rewards_T = torch.tensor([0.0, 0.0, 0.0, 1.0, 5.0])
     values_T = torch.tensor([1.0, 99.0, 2.0, 4.0, 3.0])
@@ -170,7 +170,7 @@ def test_pass_at_k_estimates_without_bias():
 
 
 @pytest.mark.parametrize(("correct", "samples"), [(0, 3), (5, 4), (-1, 4)])
-def test_pass_at_k_refuses_impossible_counts(correct: int, samples: int):
+def test_pass_at_k_refuses_fewer_than_k_samples_and_impossible_counts(correct: int, samples: int):
     with pytest.raises(DataError, match=f"prompt 1 has {correct} correct of {samples}"):
         pass_at_k(torch.tensor([4, correct]), torch.tensor([4, samples]), k=4)
 
@@ -334,7 +334,7 @@ def test_gae_equals_the_papers_double_sum(stream: Stream, gamma: float, lambd: f
 
 
 @pytest.mark.parametrize("lengths", [[40_000, 7], [3] * 20_000], ids=["long", "many"])
-def test_gae_in_float32_is_as_good_as_a_float64_recurrence(lengths: list[int]):
+def test_gae_in_float32_stays_close_to_a_float64_recurrence(lengths: list[int]):
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(lengths)
     rewards_T, values_T = torch.randn(2, num_tokens, generator=generator)
@@ -374,6 +374,8 @@ def test_token_estimators_ignore_the_order_of_sequences(stream: Stream):
     moved = [reordered(stream, values, order) for values in (rewards_T, values_T, stream.mask_T)]
     plain = gae_advantages(rewards_T, values_T, stream.mask_T, stream.sequence_T, gamma=0.99, lambd=0.9)
     other = gae_advantages(*moved, sequence_T, gamma=0.99, lambd=0.9)
+    plain += reinforce_plus_plus_advantages(rewards_T, stream.mask_T, stream.sequence_T, gamma=0.99)
+    other += reinforce_plus_plus_advantages(moved[0], moved[2], sequence_T, gamma=0.99)
     for before_T, after_T in zip(plain, other, strict=True):
         torch.testing.assert_close(reordered(stream, before_T, order), after_T, rtol=1e-9, atol=1e-9)
 

@@ -1,4 +1,4 @@
-"""Files that backends write: a model's weights in one file or several, and the list that makes a saved state
+"""Files that backends write: a model's weights, configuration and tokenizer, and the list that makes a saved state
 complete."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_generation_config_that_transformers_reads_but_would_not_save_is_writt
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_disk_that_is_full_when_the_tokenizer_is_written_counts_as_full(file: str, tmp_path):
-    """The tokenizers library writes the first file and raises a plain Exception; transformers writes the second."""
+    """The tokenizers library writes tokenizer.json and raises a plain Exception; transformers writes the other file."""
     model, directory = make_checkpoint(tmp_path / "model"), tmp_path / "saved"
     directory.mkdir()
     (directory / file).symlink_to("/dev/full")
@@ -76,7 +76,7 @@ def test_a_disk_that_is_full_when_the_tokenizer_is_written_counts_as_full(file: 
         write_tokenizer(str(model), directory)
 
 
-def test_a_state_exists_only_if_all_its_files_exist(tmp_path):
+def test_a_state_is_complete_only_if_all_its_files_are_as_written(tmp_path):
     (tmp_path / "rank0").write_bytes(b"12345")
     with pytest.raises(CheckpointError, match=r"state\.json: missing or incomplete"):
         require_complete_state(tmp_path)

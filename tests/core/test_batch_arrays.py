@@ -1,4 +1,4 @@
-"""A batch arrives unchanged in another process."""
+"""A batch becomes arrays, as it is sent to another process, and becomes the same batch again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_core.columns import FIELDS
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Any subset of the known columns and one column of a loss's own, each in any of its dtypes."""
+    """`tokens`, any other known columns, and one that a loss's `prepare` computes, each in any of its dtypes."""
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     names = draw(st.sets(st.sampled_from(sorted(FIELDS))))
     columns = {}

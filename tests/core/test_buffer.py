@@ -1,4 +1,5 @@
-"""The staleness bound is hard, no group is wasted, and generation runs as far ahead as the depth allows."""
+"""No group is trained on beyond the staleness bound or discarded for its age, and generation runs as far ahead as the
+depth allows."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ async def test_depth_one_under_a_wider_bound_starts_one_batch_ahead_and_no_more(
     assert await start_all_possible(buffer, 4) == 6
 
 
-async def test_depth_zero_under_any_bound_is_synchronous():
+async def test_depth_zero_under_a_wider_bound_is_synchronous():
     buffer = make_buffer(groups_per_step=2, max_staleness=4, depth=0, steps=9)
     assert await start_all_possible(buffer, 0) == 2
     await buffer.finish(0, ())
@@ -110,7 +111,7 @@ async def test_another_group_may_start_after_a_drop():
     assert await start_all_possible(buffer, 2) == 3
 
 
-async def test_a_rejected_batch_is_taken_again_at_the_same_step():
+async def test_after_a_rejected_batch_the_same_step_takes_another_one():
     buffer = make_buffer(groups_per_step=1, max_staleness=0, steps=1)
     assert await start_all_possible(buffer, 0) == 1
     await buffer.finish(0, ())
@@ -118,6 +119,8 @@ async def test_a_rejected_batch_is_taken_again_at_the_same_step():
     assert await start_all_possible(buffer, 1) == 1
     await buffer.rejected()
     assert await start_all_possible(buffer, 1) == 2
+    await buffer.finish(1, ())
+    assert [group.group_id for group in await buffer.take(1)] == [1]
 
 
 async def test_training_waits_for_a_group_that_would_expire_although_enough_others_are_finished():

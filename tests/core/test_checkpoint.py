@@ -54,7 +54,7 @@ async def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["complete.json", "run.json"])
 @pytest.mark.parametrize("content", [b'{"step": 3, "rest', b"[]", b"\xff\xfe"])
-async def test_a_cut_description_is_refused_with_the_file_named(tmp_path: Path, name: str, content: bytes):
+async def test_an_unreadable_json_file_is_refused_with_its_name(tmp_path: Path, name: str, content: bytes):
     path = await save_checkpoint(tmp_path, state(3))
     listing = json.loads((path / "complete.json").read_text())
     (path / name).write_bytes(content)
@@ -90,7 +90,7 @@ async def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000100"], "the newest one is kept even at 0"
 
 
-async def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path: Path):
+async def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(tmp_path: Path):
     path = await save_checkpoint(tmp_path, state(3))
     for file in sorted(path.rglob("*")):
         written = file.read_bytes() if file.is_file() else b""

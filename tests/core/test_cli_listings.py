@@ -1,4 +1,4 @@
-"""The commands that list what is installed: `rl config`, `rl plugins`, `rl doctor`."""
+"""The commands that list settings, plug-ins and what is installed: `rl config`, `rl plugins`, `rl doctor`."""
 
 from __future__ import annotations
 

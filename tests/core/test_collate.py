@@ -74,6 +74,7 @@ def test_expert_ids_above_255_are_kept_next_to_uint8_routes():
         ),
     ],
 )
-def test_the_error_names_the_incomplete_trajectory(broken: Trajectory, message: str):
-    with pytest.raises(GenerationError, match=message):
+def test_the_error_names_the_wrong_trajectory(broken: Trajectory, message: str):
+    with pytest.raises(GenerationError, match=message) as raised:
         collate([trajectory(1, step([1, 2], 1)), broken])
+    assert str(raised.value).startswith("group 5, sample 0")

@@ -63,7 +63,7 @@ def test_commands_of_packages_are_listed_with_their_package_and_none_is_imported
     assert "half (of half 1.0)" in lines
     assert "twin (of twin-a 1.0 and twin-b 1.0)" in lines
     assert "'train' of proud 1.0 is refused: `rl train` is built in." in " ".join(lines)
-    assert {"counting", "half", "proud"} & set(sys.modules) == set()
+    assert {"counting", "half", "noclick", "proud", "twin_a", "twin_b"} & set(sys.modules) == set()
 
 
 @pytest.mark.usefixtures("packaged")

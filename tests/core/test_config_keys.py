@@ -1,4 +1,4 @@
-"""Launch scripts of other trainers: each key loads, or its error says what to write instead."""
+"""Keys from other trainers are read, dropped with a warning, or refused with their successor or the reason."""
 
 from __future__ import annotations
 

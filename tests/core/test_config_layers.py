@@ -144,7 +144,7 @@ def test_missing_recipes_wrong_objects_and_missing_tiny_variants_are_refused():
         load("run.yaml", tiny=True)
 
 
-def test_a_launch_script_is_sent_to_the_command_that_translates_it(tmp_path: Path):
+def test_the_error_for_a_launch_script_names_the_command_that_translates_it(tmp_path: Path):
     script = tmp_path / "run.sh"
     script.touch()
     with pytest.raises(

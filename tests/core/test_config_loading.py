@@ -13,6 +13,7 @@ import pytest
 from rl_core import plugins
 from rl_core.config import Config, ConfigWarning, from_mapping, load, resolving
 from rl_core.config.loading import known_paths
+from rl_core.config.resolving import as_mapping
 from rl_core.errors import ConfigError, ConfigErrors, PluginError
 from tests.core.fake_plugins import install, install_backend
 
@@ -32,7 +33,7 @@ def test_importing_the_configuration_and_loading_one_imports_no_torch():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_defaults_are_those_of_the_classes():
+def test_keys_that_are_not_given_have_their_defaults():
     config = from_mapping({})
     assert config.trainer.train_batch_size == 1024
     assert config.trainer.policy.optimizer_config.adam_betas == (0.9, 0.999)
@@ -100,7 +101,7 @@ def test_an_override_is_read_with_the_type_of_its_key(override: str, key: str, v
         ("=3", r"an override is key\.path=value"),
     ],
 )
-def test_the_error_for_a_wrong_type_names_key_value_place_and_expectation(override: str, message: str):
+def test_a_wrong_override_is_an_error_with_the_reason(override: str, message: str):
     with pytest.raises(ConfigError, match=message):
         from_mapping({}, [override])
 
@@ -117,7 +118,7 @@ def test_the_error_for_a_wrong_type_names_key_value_place_and_expectation(overri
         ("trainer.policy.foo_config.a=1", r"trainer\.policy\.foo_config: unknown key"),
     ],
 )
-def test_an_unknown_key_says_the_nearest_known_one(override: str, remedy: str):
+def test_an_unknown_key_is_refused_with_a_suggestion_if_there_is_one(override: str, remedy: str):
     with pytest.raises(ConfigError, match=remedy):
         from_mapping({}, [override])
 
@@ -190,7 +191,9 @@ def test_the_section_of_a_known_backend_that_is_not_installed_is_kept_with_a_war
     assert config.trainer.policy.options("megatron_config") == {"tensor_model_parallel_size": 2}
 
 
-def test_a_broken_backend_warns_unless_it_is_the_selected_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_broken_backend_warns_at_an_unknown_section_and_is_an_error_if_selected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     install(tmp_path, monkeypatch, "rl_broken", "import no_such_module", backends__broken="rl_broken:backend")
     from_mapping({"trainer.policy.fsdp_config.cpu_offload": True})
     monkeypatch.setitem(resolving._SECTION_PACKAGES, "absent_config", "rl-absent")
@@ -207,12 +210,10 @@ def test_an_unknown_backend_names_the_nearest():
 
 
 def test_every_default_loads_unchanged():
-    from rl_core.config.resolving import as_mapping
-
     assert from_mapping(as_mapping(Config())) == from_mapping({})
 
 
-def test_key_paths_are_unique_and_complete():
+def test_key_paths_are_unique_and_name_sections_and_keys():
     paths = known_paths(Config)
     assert len(set(paths)) == len(paths)
     assert {"trainer", "trainer.policy.model.path", "trainer.policy.model.lora.rank", "data.train_data"} <= set(paths)

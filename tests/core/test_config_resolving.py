@@ -167,7 +167,7 @@ _VALUES = st.recursive(
 
 @settings(max_examples=60)
 @given(value=_VALUES)
-def test_any_value_can_be_written_and_read_unchanged(value: object):
+def test_values_without_control_characters_are_written_and_read_unchanged(value: object):
     read = yaml.load(yaml.dump(value, Dumper=Yaml12Dumper, allow_unicode=True), Loader=Yaml12Loader)
     assert read == value
     assert type(read) is type(value)
@@ -181,7 +181,7 @@ def test_any_value_can_be_written_and_read_unchanged(value: object):
     steps=st.none() | st.integers(1, 99),
     temperature=st.floats(0.1, 2),
 )
-def test_any_configuration_can_be_written_and_read_unchanged(
+def test_a_configuration_with_any_values_of_five_keys_is_written_and_read_unchanged(
     tmp_path_factory: pytest.TempPathFactory, seed: int, lr: float, name: str, steps: int | None, temperature: float
 ):
     config = Config()

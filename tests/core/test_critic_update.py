@@ -149,6 +149,7 @@ async def test_critic_and_policy_train_at_the_same_time_on_separate_devices():
     update = ppo(policy, critic)
     await update.train(update.prepare(await update.score(make_batch()))[0], step=1)
     assert events.index("critic starts") < events.index("policy ends")
+    assert events.index("policy starts") < events.index("critic ends")
 
 
 async def test_critic_and_policy_train_one_after_the_other_on_shared_devices():

@@ -20,7 +20,7 @@ def write_lines(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_rows_of_all_formats_are_read_with_their_place(tmp_path: Path):
+def test_rows_of_parquet_and_json_files_are_read_with_their_place(tmp_path: Path):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}]
     pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "a.parquet")
     write_lines(tmp_path / "b.jsonl", *rows)
@@ -52,7 +52,7 @@ def test_rows_of_all_formats_are_read_with_their_place(tmp_path: Path):
         ("", r"data\.train_data: .*d\.jsonl has no rows"),
     ],
 )
-def test_a_bad_row_is_named_with_file_and_row(tmp_path: Path, content: str, message: str):
+def test_a_bad_row_or_a_file_without_rows_is_named(tmp_path: Path, content: str, message: str):
     (tmp_path / "d.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         read_rows([tmp_path / "d.jsonl"], key="data.train_data")
@@ -86,7 +86,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path):
         ("d.json", b'[\n{"prompt": }]', r"d\.json: not valid JSON: Expecting value \(line 2, column 12\)"),
     ],
 )
-def test_a_file_in_another_encoding_is_named_with_its_line(tmp_path: Path, name: str, content: bytes, message: str):
+def test_a_file_that_is_not_utf_8_or_not_json_is_named(tmp_path: Path, name: str, content: bytes, message: str):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_rows([tmp_path / name], key="data.train_data")
@@ -98,7 +98,7 @@ def test_a_byte_order_mark_and_blank_lines_are_no_rows(tmp_path: Path):
     assert [row.place.rsplit(":")[-1] for row in read] == ["1", "3"]
 
 
-def test_every_epoch_plays_each_row_once_in_an_order_that_depends_on_the_seed_alone():
+def test_every_epoch_plays_each_row_once_in_an_order_that_depends_on_seed_and_epoch_alone():
     rows = [DataRow({"prompt": str(number)}, f"f:{number}") for number in range(20)]
 
     def order(seed: int, groups: range) -> list[str]:
