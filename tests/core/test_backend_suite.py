@@ -563,8 +563,7 @@ def test_the_suite_finds_a_backend_with_wrong_model_code(worker_class, complaint
 
 
 @pytest.mark.slow
-def test_the_suite_passes_a_backend_that_computes_the_model_of_transformers(tmp_path, proofs, monkeypatch):
-    monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # not forked, as in a run
+def test_the_suite_passes_a_backend_that_computes_the_model_of_transformers(tmp_path, proofs):
     prove(PlainWorker, tmp_path)
 
 
