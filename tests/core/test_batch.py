@@ -186,7 +186,7 @@ def test_rectangles_padded_on_both_sides_can_be_read():
         ([[1, 1], [1, 0]], r"expected bool \[N, W\], got torch.int64 \[2, 2\]; convert .* with .bool\(\)"),
     ],
 )
-def test_masks_of_another_dtype_or_that_do_not_describe_padding_are_refused(mask, message):
+def test_a_wrong_attention_mask_is_refused(mask, message):
     mask = torch.tensor(mask)
     with pytest.raises(ShapeError, match=message):
         Batch.from_padded(

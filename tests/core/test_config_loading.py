@@ -191,7 +191,7 @@ def test_the_section_of_a_known_backend_that_is_not_installed_is_kept_with_a_war
     assert config.trainer.policy.options("megatron_config") == {"tensor_model_parallel_size": 2}
 
 
-def test_a_broken_backend_warns_at_an_unknown_section_and_is_an_error_if_selected(
+def test_a_broken_backend_warns_if_a_section_has_no_backend_and_is_an_error_if_selected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     install(tmp_path, monkeypatch, "rl_broken", "import no_such_module", backends__broken="rl_broken:backend")
