@@ -61,7 +61,7 @@ def test_the_token_sum_of_prompts_by_hand():
 
 
 def slow_loss(name: str, losses: list[float], stream: Stream, groups: list[int]) -> float:
-    """The reduction as in the papers: means of means over the trained tokens."""
+    """The reduction as in the papers: nested means and sums over the trained tokens."""
     by_sequence: dict[int, list[float]] = {}
     for t, (trained, sequence) in enumerate(zip(stream.mask_T.tolist(), stream.sequence_T.tolist(), strict=True)):
         if trained:

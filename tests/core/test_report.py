@@ -320,6 +320,7 @@ def test_a_linear_axis_holds_its_values_between_few_round_ticks(values, scale, s
 @given(st.lists(st.floats(min_value=0, max_value=1e6, allow_subnormal=False), min_size=1, max_size=30))
 def test_a_log_axis_holds_its_positive_values_in_whole_decades(values):
     axis = log_axis(values)
+    assert all(math.log10(end) == pytest.approx(round(math.log10(end))) for end in (axis.low, axis.high))
     assert all(axis.low * (1 - 1e-9) <= value <= axis.high * (1 + 1e-9) for value in values if value > 1e-300)
     assert 2 <= len(axis.ticks) <= 7
 
@@ -339,7 +340,7 @@ def test_layers_are_stacked():
 
 
 @given(st.lists(st.none() | finite, min_size=3, max_size=2000), st.integers(min_value=10, max_value=400))
-def test_thinning_keeps_the_ends_and_every_peak(values, limit):
+def test_thinning_keeps_the_ends_the_minimum_and_the_maximum(values, limit):
     points = list(enumerate(values))
     kept = thinned(points, limit)
     assert len(kept) <= 1.5 * limit + 2

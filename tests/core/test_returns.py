@@ -61,13 +61,6 @@ def test_the_turn_discount_counts_turns_and_is_the_same_for_all_tokens_of_a_turn
     assert turn_returns(rewards_T, MASK, SEQUENCE, gamma=0.5).tolist() == [0, 8, 8, 0, 8, 1]
 
 
-def test_steps_in_order_are_one_sequence_of_their_trajectory():
-    rewards_T = torch.tensor([0.0, 0.0, 0.0, 4.0])
-    mask_T = torch.tensor([False, True, False, True])
-    trajectory_T = torch.tensor([0, 0, 0, 0])
-    assert discounted_returns(rewards_T, mask_T, trajectory_T, gamma=0.5).tolist() == [0, 2, 0, 4]
-
-
 def test_a_reward_on_a_token_that_was_not_sampled_is_refused():
     with pytest.raises(ShapeError, match=r"rewards_T\[3\] is 1, but token 3 \(of sequence 0\) was not sampled"):
         discounted_returns(torch.tensor([0.0, 0, 0, 1, 0, 0]), MASK, SEQUENCE)

@@ -111,7 +111,9 @@ def tokenizer(directory: Path, vocabulary: object) -> Path:
     ],
     ids=["more tokens", "unigram", "other ids", "fewer tokens", "unreadable"],
 )
-def test_a_reference_with_another_vocabulary_is_refused(vocabulary: object, message: str | None, tmp_path: Path):
+def test_a_reference_must_give_every_token_of_the_policy_the_same_id(
+    vocabulary: object, message: str | None, tmp_path: Path
+):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     config = from_mapping(
         {

@@ -49,7 +49,7 @@ def test_groups_are_trained_on_while_others_of_the_step_are_still_played(tmp_pat
     assert row["time/train_overlapped"] == 6.0
     assert row["rollout/parts"] == 3.0
     at_once = ScriptedRun(tmp_path / "at_once", attrs.evolve(STREAMED, steps=1, streams=False), clock=virtual_now).go()
-    assert at_once.time_of("train 1") == 23.0, "unstreamed, the training only begins when the streamed step ends"
+    assert at_once.time_of("train 1") == 23.0, "unstreamed, the training only begins when the streamed training ends"
     same = row.keys() - {"time/train_overlapped", "rollout/parts"}
     assert same == at_once.reports.rows[1].keys()
     assert all(row[name] == at_once.reports.rows[1][name] for name in same if not name.startswith(("time", "tokens_p")))

@@ -1,4 +1,4 @@
-"""Properties of every conformance suite; the modules beside this one give each suite faulty implementations."""
+"""A conformance suite without a subject fails. The modules beside this one give each suite faulty implementations."""
 
 from __future__ import annotations
 

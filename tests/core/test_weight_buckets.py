@@ -1,4 +1,4 @@
-"""A bucket is packed late and only once. Its data are the bytes that its tensors had when it was yielded."""
+"""A bucket is packed only once: when its data are first read, and at the latest when the next bucket is drawn."""
 
 from __future__ import annotations
 
