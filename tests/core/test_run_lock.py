@@ -1,7 +1,4 @@
-"""Only one process at a time may hold a run's directories; a second one learns who holds them and changes nothing.
-
-The tests use real processes.
-"""
+"""Only one process at a time may hold a run's directories; a second one learns who holds them and changes nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ except ConfigError as error:
     sys.exit(2)
 """
 """Prints `ready`. At the first line of input, takes the directories and prints the ids of its process and children; at
-the second line, releases the directories."""
+the second line, releases the directories. If they are in use, prints the error."""
 
 
 def settings_of(run_dir: Path | str, **trainer: Path | str) -> dict[str, str]:
@@ -232,22 +229,23 @@ def test_directories_of_two_runs_do_not_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, str], key: str
 ):
     """Starts the two runs in both orders, except where the second run cannot see the lock of the first."""
+    monkeypatch.setattr(run_lock, "_BEAT_S", 3600.0)  # a touch would change the modification times
     monkeypatch.chdir(tmp_path)
     for directory in ("a", "b", "disk"):
         (tmp_path / directory).mkdir()
     (tmp_path / "link").symlink_to("a")
     (tmp_path / "up").symlink_to(tmp_path)
     mine = {"run_dir": "a", "ckpt_path": "disk/ckpts"}
-    with holding(settings_of(**mine)) as (first, _):
+    with held_directories(config_of(**mine)):
         before = tree(tmp_path)
-        with pytest.raises(ConfigError, match=rf"^{key}: .* is in use: process {first.pid} on "):
+        with pytest.raises(ConfigError, match=rf"^{key}: .* is in use: process {os.getpid()} on "):
             held_directories(config_of(**other)).__enter__()
         assert tree(tmp_path) == before
     # A run looks for locks directly inside its directories, not deeper.
     if other["run_dir"] != "a/deep/within":
-        with holding(settings_of(**other)) as (first, _):
+        with held_directories(config_of(**other)):
             before = tree(tmp_path)
-            with pytest.raises(ConfigError, match=rf" is in use: process {first.pid} on "):
+            with pytest.raises(ConfigError, match=rf" is in use: process {os.getpid()} on "):
                 held_directories(config_of(**mine)).__enter__()
             assert tree(tmp_path) == before
 
