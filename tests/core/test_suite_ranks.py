@@ -93,14 +93,20 @@ def require_end_of_all_ranks(case: Case, fault: str, error: type[Exception], mes
 
 
 @pytest.mark.parametrize("fault", ["user-all", "user-late"])
-def test_a_mistake_that_all_ranks_find_leaves_them_running(case: Case, fault: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_mistake_that_all_ranks_find_leaves_them_running_until_the_case_ends(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+):
     """In the second case, a rank computes for longer than idle ranks are waited for."""
     monkeypatch.setattr(ranks, "_SETTLE_S", 0.5)
-    group = case.start()
-    with pytest.raises(CheckpointError, match="no room"):
-        group.call(Worker.save_model, case.directory / fault)
-    assert not group.ranks.has_ended
-    group.gradients()
+    with open_case(PlainBackend(worker_class=Fails), NoOptions(), Variant(world_size=2), tmp_path) as case:
+        group = case.start()
+        pids = [process.pid for process in group.ranks._processes]
+        with pytest.raises(CheckpointError, match="no room"):
+            group.call(Worker.save_model, case.directory / fault)
+        assert not group.ranks.has_ended
+        group.gradients()
+        assert not ended(pids)
+    assert ended(pids), "a process is left after the case"
 
 
 def test_a_process_works_if_one_thread_is_busy_but_not_if_dozens_of_threads_poll(
@@ -140,13 +146,6 @@ def test_a_rank_that_does_not_start_is_named(tmp_path: Path):
         pytest.raises(WorkerError, match="rank 1 of 2: ArithmeticError: made up"),
     ):
         case.start()
-
-
-def test_no_process_is_left_after_a_case(tmp_path: Path):
-    with open_case(PlainBackend(worker_class=PlainWorker), NoOptions(), Variant(world_size=2), tmp_path) as case:
-        pids = [process.pid for process in case.start().ranks._processes]
-        assert not ended(pids)
-    assert ended(pids)
 
 
 def test_the_suite_shuffles_a_ranks_sequences_and_plan_consistently():

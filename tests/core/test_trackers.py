@@ -264,21 +264,15 @@ def test_wandb_that_cannot_start_says_what_to_do(tmp_path, monkeypatch):
         WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0)
 
 
-def test_the_last_uploads_to_wandb_have_a_deadline(tmp_path, monkeypatch):
+def test_wandb_keeps_its_run_over_a_resume_and_its_last_uploads_have_a_deadline(tmp_path, monkeypatch):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "200")
-    WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0)
+    first = WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0)
     assert wandb.run is not None
-    assert 0 < wandb.run.settings.finish_timeout <= 300
-    wandb.finish()
-
-
-def test_wandb_keeps_its_run_over_a_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB__SERVICE_WAIT", "200")
-    log_steps(WandbTracker(WandbConfig(), tmp_path, total_steps=4, first_step=0), range(2))
+    assert 0 < wandb.run.settings.finish_timeout <= 300, "the last uploads must have a deadline"
+    log_steps(first, range(2))
     first_id = (tmp_path / "wandb_run_id.txt").read_text()
     (first_run,) = (tmp_path / "wandb").glob("offline-run-*")
     while f"{datetime.now():%Y%m%d_%H%M%S}" in first_run.name:  # else both runs have one folder
