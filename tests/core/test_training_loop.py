@@ -61,7 +61,7 @@ def test_a_slow_group_is_overtaken_by_others_until_it_would_be_too_old(tmp_path:
     assert run.time_of("take 4: 1") == run.time_of("finish 1") == 35.0
 
 
-def test_with_depth_one_and_a_wide_bound_only_the_slow_group_is_stale(tmp_path: Path):
+def test_with_depth_one_and_a_wide_bound_only_the_slow_group_is_over_one_version_old(tmp_path: Path):
     """Group 1 takes 60 s, a step 8 s. With pipeline depth 1 and staleness bound 4, steps 1 to 4 overtake group 1, and
     step 5 waits for it. All other groups are trained on at most one version after their start."""
 
@@ -116,7 +116,7 @@ class ManyEngines(ScriptedEngine):
         return {str(engine): seconds * (engine % 2) for engine in range(40)}
 
 
-def test_rows_have_the_idle_time_of_each_engine(tmp_path: Path):
+def test_rows_have_the_idle_time_of_each_of_the_first_32_engines(tmp_path: Path):
     run = ScriptedRun(tmp_path, Script(), engine_class=ManyEngines, clock=virtual_now).go()
     for row in run.reports.rows.values():
         assert row["time/engine_idle"] == row["time/step"] / 2
