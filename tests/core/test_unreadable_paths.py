@@ -1,4 +1,4 @@
-"""A path that cannot be accessed gives one error that begins with its key, also in a dry run."""
+"""A path that cannot be accessed gives one error, which names the path's key if it has one. A dry run gives it too."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ def test_a_name_of_a_recipe_or_an_output_that_is_too_long_is_one_error(rl: Run):
         code, _, said = rl("train", source)
         assert code == 2, said
         assert said.startswith("error: "), said
+        assert said.count("error: ") == 1, said
+        assert "Traceback" not in said
     code, _, said = rl("generate", "small", "--output", LONG)
     assert code == 2, said
     assert f"--output: {LONG} cannot be created: File name too long" in said

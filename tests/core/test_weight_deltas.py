@@ -161,7 +161,7 @@ def test_training_in_place_does_not_change_the_kept_base(sides):
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
-def require_healed(sides: Sides, tensors: dict[str, Tensor]) -> None:
+def require_recovery(sides: Sides, tensors: dict[str, Tensor]) -> None:
     """Fails unless changes are refused for lack of a base, and a full sync and the changes after it work."""
     assert sides.engine.id is None
     assert not sides.engine.tensors
@@ -181,14 +181,14 @@ def test_an_engine_that_missed_a_version_refuses_the_changes_after_it(sides):
     sides.send(first, missed, rendezvous)
     with pytest.raises(WeightSyncError, match=r"got changes relative to weights 2 \(b\), but this engine holds 1 \(a"):
         sides.sync(second, after(missed, "3"))
-    require_healed(sides, second)
+    require_recovery(sides, second)
 
 
 def test_an_engine_that_was_started_again_refuses_changes(sides):
     sides.engine = HeldWeights()
     with pytest.raises(WeightSyncError, match="but this engine holds none"):
         sides.sync(trained(sample_tensors()), after(WHOLE, "2"))
-    require_healed(sides, sample_tensors())
+    require_recovery(sides, sample_tensors())
 
 
 def test_a_rank_without_the_base_raises_and_drains_its_weights(sides):
@@ -240,7 +240,7 @@ def without_its_table(buckets: list[WeightBucket]) -> list[WeightBucket]:
     return [bucket_of(list(unpack_bucket(bucket))[1:]) for bucket in buckets]
 
 
-TORN = {
+DAMAGED = {
     without_the_last: r"changes of \d tensors did not arrive",
     without_the_changes: "weight/changes is named in a table but did not arrive",
     with_a_flipped_bit: "got TensorRecord.* after its changes, but the rank has TensorRecord",
@@ -248,13 +248,13 @@ TORN = {
 }
 
 
-@pytest.mark.parametrize("spoil", TORN, ids=lambda spoil: spoil.__name__)
-def test_a_torn_delta_is_refused_and_healed_by_whole_weights(sides, spoil):
+@pytest.mark.parametrize("spoil", DAMAGED, ids=lambda spoil: spoil.__name__)
+def test_a_damaged_delta_is_refused_and_whole_weights_work_after_it(sides, spoil):
     tensors = trained(sample_tensors())
     sides.spoil = spoil
-    with pytest.raises(WeightSyncError, match=TORN[spoil]):
+    with pytest.raises(WeightSyncError, match=DAMAGED[spoil]):
         sides.sync(tensors, after(WHOLE, "2"))
-    require_healed(sides, tensors)
+    require_recovery(sides, tensors)
 
 
 def test_without_the_check_of_changed_tensors_a_flipped_bit_is_loaded(sides, monkeypatch):
@@ -281,7 +281,7 @@ def test_an_engine_that_overwrote_received_tensors_refuses_the_changes(sides):
     arrived["second.weight"].fill_(3.0)
     with pytest.raises(WeightSyncError, match=r"second.weight: got .* after its changes"):
         sides.sync(first, after(after(WHOLE, "2"), "3"))
-    require_healed(sides, first)
+    require_recovery(sides, first)
 
 
 def test_a_new_tensor_is_sent_whole_and_a_missing_one_is_an_error(sides):
