@@ -101,7 +101,8 @@ def test_with_any_durations_each_group_is_trained_on_once_within_the_bound(
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_stop_at_any_moment_loses_no_group(tmp_path_factory: pytest.TempPathFactory, max_staleness: int):
-    """If the stop cuts off a step, its first groups were trained on in vain: the resumed run trains on them again."""
+    """Each run stops at another even turn of the event loop. If the stop cuts off a step, the resumed run trains
+    on all of the step's groups again."""
     script = attrs.evolve(STREAMED, max_staleness=max_staleness)
     steps_done, given_up = [], 0
     while steps_done.count(script.steps) < 2:
