@@ -83,12 +83,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves the error in bfloat16 to `make parity`, except on the variants that a module lists as `BFLOAT16`: this
+    """Leaves the error in bfloat16 to `make parity`, except on the variants that a module lists as `IN_BFLOAT16`: this
     check takes as long as all others of a variant that only compares numbers.
     """
     for item in items:
         if isinstance(item, pytest.Function) and item.originalname.startswith("test_bfloat16_errs"):
-            measured = getattr(item.module, "BFLOAT16", None)
+            measured = getattr(item.module, "IN_BFLOAT16", None)
             if measured is not None and item.callspec.params["variant"] not in measured:
                 item.add_marker(pytest.mark.parity)
 

@@ -63,7 +63,7 @@ def mixtures(variant: Variant) -> list[Variant]:
     return [all_at_once, *(parity_variant(variant, **difference) for difference in differences)]
 
 
-BFLOAT16 = (FULL, ULYSSES, attrs.evolve(ROUTED, world_size=2))
+IN_BFLOAT16 = (FULL, ULYSSES, attrs.evolve(ROUTED, world_size=2))
 """Variants on which `make test` measures the error in bfloat16; `make parity` measures it on all."""
 
 

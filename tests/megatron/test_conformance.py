@@ -81,7 +81,7 @@ SPARSE = (
     parity_variant(routed(8, DEEPSEEK, **{TP: 2, PP: 2, CP: 2, EP: 2, ETP: 1})),
     parity_variant(routed(16, **{TP: 2, PP: 2, CP: 2, EP: 2, ETP: 2})),
 )
-BFLOAT16 = (DATA, EXPERTS)
+IN_BFLOAT16 = (DATA, EXPERTS)
 """Variants on which `make test` measures the error in bfloat16; `make parity` measures it on all."""
 
 
