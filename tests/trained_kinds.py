@@ -69,10 +69,12 @@ class Kind:
         require_equal_weights(two.weights(), expected)
 
     def require_saved(self, directory: Path, case: Case, expected: Mapping[str, Tensor]) -> None:
-        """Requires that `save_model` wrote these weights: a critic's head, or the merged model and its adapter."""
+        """Requires that `save_model` wrote these weights: the model, and a critic's head or an adapter."""
         if self.role == "critic":
-            head = load_file(directory / "value_head.safetensors")
+            head, model = (load_file(directory / f"{name}.safetensors") for name in ("value_head", "model"))
             assert all(weight.any() and weight.equal(expected[name]) for name, weight in head.items())
+            assert {*head, *model} >= expected.keys(), sorted(expected.keys() - {*head, *model})
+            assert all(weight.equal(expected[name]) for name, weight in model.items() if name in expected)
             return
         merged = AutoModelForCausalLM.from_pretrained(directory)
         assert all(weight.equal(expected[name]) for name, weight in merged.named_parameters())

@@ -1,4 +1,4 @@
-"""Tests of several ranks beyond those of `test_conformance.py`: FSDP1 states in FSDP2, errors, adapters, critics.
+"""Tests of several ranks beyond those of `test_conformance.py`: FSDP1 states in FSDP2, scores in bfloat16, errors.
 
 All ranks are forked from a server that has imported everything, so a case takes about a second.
 """
@@ -11,12 +11,10 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import CheckpointError, ConfigError
-from rl_core.interfaces import Backend, LoraConfig, LossSpec, ModelConfig, OptimizerConfig, Worker, WorkerSpec
+from rl_core.interfaces import Backend, LoraConfig, ModelConfig, Worker
 from rl_core.testing.backend import Variant, open_case
 from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Case
 from rl_core.testing.models import make_checkpoint
@@ -137,51 +135,5 @@ def test_unshardable_settings_are_refused_before_any_rank_starts(
         backend.validate(spec, world_size)
 
 
-def test_fsdp1_offloads_a_reference():
+def test_fsdp1_may_offload_a_reference():
     fsdp1.validate(spec_of("x", role="reference", optimizer=None, options=FsdpOptions(cpu_offload=True)), 2)
-    with pytest.raises(ConfigError):
-        fsdp1.validate(spec_of("x", optimizer=OptimizerConfig(), options=FsdpOptions(cpu_offload=True)), 2)
-
-
-def test_adapters_on_two_ranks_are_those_of_one(case: Case):
-    model = attrs.evolve(case.spec.model, lora=LoraConfig(rank=4, alpha=8))
-    spec = attrs.evolve(case.spec, model=model)
-    require_same_as_one_rank(case, spec, LOSS)
-
-
-def test_a_critic_on_two_ranks_is_that_of_one(case: Case):
-    spec = attrs.evolve(case.spec, role="critic")
-    returns_T = case.batch["advantages"].clamp(-5, 5)
-    batch = case.batch.with_columns(returns=returns_T, values=torch.zeros_like(returns_T))
-    require_same_as_one_rank(attrs.evolve(case, batch=batch), spec, LossSpec(name="value_clip"))
-
-
-def require_same_as_one_rank(case: Case, spec: WorkerSpec, loss: LossSpec) -> None:
-    """Requires that two ranks have the weights of one rank after three steps, that one rank loads the state of two, and
-    that both save the same model."""
-    weights = []
-    for size in (1, 2):
-        group = RankGroup(fsdp, spec, size, directory=case.directory, timeout_s=240)
-        case.started.append(group)
-        before = group.weights()
-        for _ in range(3):
-            group.forward_backward(case.batch, LIMITS, loss, temperature=TEMPERATURE)
-            group.optim_step()
-        weights.append(group.weights())
-        assert max((weights[-1][name] - weight).abs().max().item() for name, weight in before.items()) >= 1e-3
-        group.call(Worker.save_model, case.directory / f"model-{size}")
-    one, two_ranks = weights
-    assert max((two_ranks[name] - weight).abs().max().item() for name, weight in one.items()) <= 1e-5
-    require_same_model(case.directory / "model-2", case.directory / "model-1")
-    case.started[-1].call(Worker.save_state, case.directory / "state")
-    case.started[-2].call(Worker.load_state, case.directory / "state")
-    assert all(torch.equal(weight, two_ranks[name]) for name, weight in case.started[-2].weights().items())
-
-
-def require_same_model(actual: Path, expected: Path) -> None:
-    """Requires files of the same names whose tensors differ by rounding at most. Configurations are not compared: peft
-    writes the names of adapted layers in no fixed order."""
-    found, wanted = ({f.relative_to(d) for f in d.rglob("*")} for d in (actual, expected))
-    assert found == wanted
-    for path in [path for path in wanted if path.suffix == ".safetensors"]:
-        assert_close(load_file(actual / path), load_file(expected / path), rtol=0, atol=1e-5)
