@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -12,8 +11,10 @@ from torch import Tensor
 
 from rl_core.errors import WorkerError
 from rl_core.layout.slices import context_positions
-from rl_core.testing.cases import TEMPERATURE
+from rl_core.testing.cases import TEMPERATURE, Variant, open_case
+from rl_megatron import MegatronOptions
 from rl_megatron.model.attention import CoreAttention, Segments, _pieces
+from tests.megatron.changed import ChangedBackend
 from tests.megatron.test_needed import DENSE, LIMITS, backward_error, start
 
 
@@ -98,9 +99,9 @@ def test_packed_float32_needs_no_kernel_of_transformer_engine(tmp_path, request,
 
 
 @pytest.mark.parametrize("changes", [{"bf16": True}, {"use_sample_packing": False}], ids=str)
-def test_bfloat16_and_unpacked_attention_use_transformer_engine(tmp_path, request, changes):
-    case, group = start("use_transformer_engines_attention", tmp_path, request)
-    group.close()
-    group = case.start(attrs.evolve(case.spec, **changes))
-    with pytest.raises(WorkerError, match="no kernel of Transformer Engine"):
-        group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
+def test_bfloat16_and_unpacked_attention_use_transformer_engine(tmp_path, changes):
+    backend, variant = ChangedBackend(change="use_transformer_engines_attention"), Variant(spec=changes)
+    with open_case(backend, MegatronOptions(), variant, tmp_path, timeout_s=120.0) as case:
+        group = case.start()
+        with pytest.raises(WorkerError, match="no kernel of Transformer Engine"):
+            group.forward(case.batch, LIMITS, temperature=TEMPERATURE)

@@ -1,5 +1,5 @@
 """Models that are refused without a proof before any rank starts, and models on which a run's checks start a proof.
-Ranks compute accepted models as transformers does, and refused models differently."""
+Ranks compute accepted models as transformers does."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from rl_core.testing.cases import Variant, open_case
 from rl_core.testing.models import make_checkpoint
 from rl_megatron import MegatronOptions, megatron
 from rl_megatron.backend import MegatronBackend
-from tests.megatron.changed import UncheckedBackend
 from tests.megatron.models import LATENT, LLAMA3, YARN, config_of, rope
 from tests.megatron.proving import spec_of
 
-PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.changed"]))
+PRELOADED["rl_megatron.rank.worker"] = None
 
 
 @pytest.fixture
@@ -157,10 +156,10 @@ def test_the_other_models_of_a_run_are_checked_too(section, changes, tmp_path, m
     ("command", "said"),
     [
         ("train", "later      trainer.policy.model.path: the model will be compared with transformers at the start ("),
-        ("plan", "proved"),
+        ("plan", "not proved yet: a run compares the model with transformers first ("),
     ],
 )
-def test_a_dry_run_without_proof_says_that_the_start_will_prove(command, said, tmp_path, monkeypatch):
+def test_without_a_proof_a_dry_run_and_a_plan_say_that_the_start_will_prove(command, said, tmp_path, monkeypatch):
     monkeypatch.setattr(model_proof, "_proved_here", set())
     monkeypatch.setenv(model_proof.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(MegatronBackend, "proof_obstacle", lambda self: "this is a laptop")
@@ -171,14 +170,6 @@ def test_a_dry_run_without_proof_says_that_the_start_will_prove(command, said, t
     assert result.exit_code == 0, result.output
     assert said in result.output
     assert "this is a laptop" in result.output
-
-
-def log_prob_error(backend: MegatronBackend, checkpoint: dict[str, Any], tmp_path: Path) -> float:
-    """The largest difference in log-probs from transformers."""
-    with open_case(backend, MegatronOptions(), Variant(checkpoint=checkpoint), tmp_path, timeout_s=120) as case:
-        found = case.start().forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
-        expected = expected_scores(case.reference, case.batch)["logprobs"]
-    return float((found - expected).abs().max())
 
 
 @pytest.mark.slow
@@ -202,22 +193,7 @@ def log_prob_error(backend: MegatronBackend, checkpoint: dict[str, Any], tmp_pat
     ],
 )
 def test_accepted_models_are_computed_as_in_transformers(checkpoint, tmp_path):
-    assert log_prob_error(megatron, checkpoint, tmp_path) < 2e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "checkpoint",
-    [
-        {"family": "qwen3", "partial_rotary_factor": 0.5},
-        {"family": "qwen3", "attention_bias": True},
-        {"family": "qwen3", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-        {"family": "llama", "is_causal": False},
-        {"family": "qwen3_moe", "routed_scaling_factor": 2.0},
-        {**LATENT, "rope_interleave": False},
-        {**LATENT, "norm_topk_prob": False},
-        {**LATENT, "num_experts_per_tok": 1, "n_group": 1},
-    ],
-)
-def test_refused_models_are_still_computed_differently(checkpoint, tmp_path):
-    assert log_prob_error(UncheckedBackend(), checkpoint, tmp_path) > 1e-3
+    with open_case(megatron, MegatronOptions(), Variant(checkpoint=checkpoint), tmp_path, timeout_s=120) as case:
+        found_T = case.start().forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+        expected_T = expected_scores(case.reference, case.batch)["logprobs"]
+    assert (found_T - expected_T).abs().max() < 2e-5

@@ -92,9 +92,18 @@ def open_forced(tmp_path, checkpoint_of):
     return open_
 
 
+LAYERS_OF_RANKS = {
+    "pp2 vpp2 recomputed": [[0, 2], [1, 3]],
+    "pp2 vpp2, first chunk dense, recomputed": [[2], [1, 3]],
+    "pp2 first 3, dense and experts, recomputed": [[1, 2], [3]],
+    "pp4, first stage dense": [[], [1], [2], [3]],
+}
+"""The layers of which each rank gets the routes."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_forced_routes_give_the_forced_numbers_and_are_read_back(mesh, open_forced):
+def test_ranks_follow_the_routes_of_their_layers_and_return_them(mesh, open_forced, monkeypatch):
     world_size, sizes, spec, checkpoint = MESHES[mesh]
     with open_forced(world_size, options_of(sizes), spec, checkpoint, forced_routes=True) as case:
         group, batch = case.start(), case.batch
@@ -106,6 +115,20 @@ def test_forced_routes_give_the_forced_numbers_and_are_read_back(mesh, open_forc
         assert bool(scores["routed"].all())
         assert group.call(SuiteHost.ask, "kept_choices") == [0] * world_size
         require_breaks_found(group, case, expected)
+        if mesh not in LAYERS_OF_RANKS:
+            return
+        layers_of_ranks = [list(of_rank) for of_rank in group.call(RankHost.route_layers)]
+        assert layers_of_ranks == LAYERS_OF_RANKS[mesh]
+
+        # Negative control: each rank gets the routes of the next layers with experts in place of its own.
+        def with_routes_of_next_layers(batch, layers_of_rank):
+            routes_TLK = batch["routed_experts"].clone()
+            routes_TLK[:, layers] = routes_TLK[:, layers].roll(-1, 1)
+            return with_routes_of(batch.with_columns(routed_experts=routes_TLK), layers_of_rank)
+
+        monkeypatch.setattr("rl_core.testing.ranks.with_routes_of", with_routes_of_next_layers)
+        with pytest.raises(AssertionError, match="log-probs differ"):
+            require_replayed(group, batch, expected)
 
 
 @pytest.mark.slow
@@ -132,36 +155,6 @@ def test_ranks_that_follow_other_routes_are_found(change, mesh, complaint, tmp_p
         expected = ForcedNumbers.of(case.reference, case.batch)
         with pytest.raises((AssertionError, ShapeError, WorkerError), match=complaint):
             require_replayed(case.start(), case.batch, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "layers"),
-    [
-        ("pp2 vpp2 recomputed", [[0, 2], [1, 3]]),
-        ("pp2 vpp2, first chunk dense, recomputed", [[2], [1, 3]]),
-        ("pp2 first 3, dense and experts, recomputed", [[1, 2], [3]]),
-        ("pp4, first stage dense", [[], [1], [2], [3]]),
-    ],
-)
-def test_a_rank_gets_the_routes_of_its_own_layers(mesh, layers, open_forced, monkeypatch):
-    world_size, sizes, spec, checkpoint = MESHES[mesh]
-    with open_forced(world_size, options_of(sizes), spec, checkpoint, forced_routes=True) as case:
-        group, expected = case.start(), ForcedNumbers.of(case.reference, case.batch)
-        assert [list(of) for of in group.call(RankHost.route_layers)] == layers
-        require_replayed(group, case.batch, expected)
-
-        # Negative control: the rank gets the routes of the next layers with experts in place of its own.
-        with_experts = sorted(layer for of_rank in layers for layer in of_rank)
-
-        def with_routes_of_next_layers(batch, layers):
-            routes_TLK = batch["routed_experts"].clone()
-            routes_TLK[:, with_experts] = routes_TLK[:, with_experts].roll(-1, 1)
-            return with_routes_of(batch.with_columns(routed_experts=routes_TLK), layers)
-
-        monkeypatch.setattr("rl_core.testing.ranks.with_routes_of", with_routes_of_next_layers)
-        with pytest.raises(AssertionError, match="log-probs differ"):
-            require_replayed(group, case.batch, expected)
 
 
 def test_a_second_model_of_the_process_chooses_by_itself(open_forced):
