@@ -36,7 +36,7 @@ class MovingBackend(DeepSpeedBackend):
                 self.shards.move(torch.device("cpu"), parameters=parameters, optimizer=optimizer)
                 if spec.options.zero_optimization.offload_optimizer.device == "cpu":
                     moved = self.shards.optimizer.offloaded_states
-                    assert not moved & HOST_STATES, "otherwise, DeepSpeed would later move them to the device"
+                    assert not moved & HOST_STATES, "DeepSpeed must not move states that stay on the host"
 
             def onload(self, *, parameters: bool, optimizer: bool) -> None:
                 # If there is an optimizer, `move` brings the shards back for any device type but `cpu`.
@@ -45,7 +45,7 @@ class MovingBackend(DeepSpeedBackend):
         return MovingWorker(spec, rank)
 
 
-@pytest.mark.parametrize("others", [{}, ON_CPU], ids=["", "optimizer on the CPU"])
+@pytest.mark.parametrize("others", [{}, ON_CPU], ids=["optimizer on the device", "optimizer on the CPU"])
 def test_offloading_between_all_phases_does_not_change_the_steps(others: dict[str, Any], tmp_path: Path):
     suite = test_conformance.TestDeepSpeed()
     variant = attrs.evolve(test_conformance.ONE, options=test_conformance.zero(3, **others))

@@ -82,7 +82,7 @@ def planned(case: Case, world_size: int = 2, **changes: Any) -> tuple[RankPlan, 
     return counting.plan(spec, world_size, micro_batch_tokens=64, num_micro_batches=1)
 
 
-def test_gathered_bytes_and_host_memory_follow_the_options(tmp_path: Path):
+def test_the_plan_follows_the_options(tmp_path: Path):
     with open_case(counting, DeepSpeedOptions(), Variant(world_size=2, options=zero(3)), tmp_path) as case:
 
         def of(**settings: Any) -> RankPlan:

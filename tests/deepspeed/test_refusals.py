@@ -104,7 +104,7 @@ def test_only_requested_and_existing_parts_are_offloaded():
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(1, 2), (2, 2), (3, 3)])
-def test_in_bfloat16_gradients_are_summed_in_float32(stage: int, expected: int):
+def test_bfloat16_sums_gradients_in_float32_and_replaces_stage_1_by_2(stage: int, expected: int):
     config = engine_config(spec_of(zero(stage=stage), bf16=True))
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     assert config["communication_data_type"] == "fp32"

@@ -22,6 +22,7 @@ from rl_core.testing.cases import LOSS, Case, Variant, open_case
 from rl_core.testing.ranks import RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
 from rl_megatron import LoraOptions, MegatronOptions, megatron
+from tests.trained_kinds import batch_of
 
 PRELOADED["rl_megatron.rank.worker"] = None
 VALUES = LossSpec(name="value_clip", params={"value_clip": 1.0})
@@ -70,15 +71,8 @@ def values_of(directory: Path, batch: Batch) -> Tensor:
     return values_T
 
 
-def batch_for_critic(case: Case) -> Batch:
-    mask_T = case.batch["loss_mask"]
-    noise_T = torch.randn(mask_T.numel(), generator=torch.Generator().manual_seed(2))
-    weights_T = mask_T.float() / int(mask_T.sum())
-    return case.batch.with_columns(values=0.1 * noise_T, returns=1.0 + 0.3 * noise_T, loss_weights=weights_T)
-
-
 def test_a_critic_learns_alike_on_every_mesh(case: Case, tmp_path: Path):
-    batch, norms, found = batch_for_critic(case), {}, {}
+    batch, norms, found = batch_of(case), {}, {}
     for mesh in MESHES:
         group = start(case, mesh, role="critic")
         norms[mesh] = train(group, batch, VALUES, 3)

@@ -154,7 +154,7 @@ def test_a_rank_runs_the_proof_that_the_controller_could_not(tmp_path: Path):
             case.start(spec)
 
 
-def test_the_attention_backend_is_megatrons_own_value_of_this_name(tmp_path: Path):
+def test_the_name_of_an_attention_backend_becomes_megatrons_enum_member(tmp_path: Path):
     options = MegatronOptions(transformer_config_kwargs={"attention_backend": "auto"})
     with open_case(probed, options, Variant(), tmp_path, timeout_s=120) as case:
         assert case.start().call(SuiteHost.ask, "attention_backend") == ["auto"]

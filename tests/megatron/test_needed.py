@@ -1,5 +1,7 @@
-"""Each fix of another library is needed, and so is each part of this backend on which the results of parallel ranks
-depend: without it, training fails or gives wrong numbers."""
+"""Fixes of other libraries and parts of this backend are needed: without one, training fails or gives wrong numbers.
+
+`rl_megatron.patches` names the two fixes that are not tested.
+"""
 
 from __future__ import annotations
 

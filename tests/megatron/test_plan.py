@@ -16,6 +16,7 @@ from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE
 from rl_core.testing.cases import LOSS, Variant, open_case
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.rank_process import SuiteHost
+from rl_deepspeed import deepspeed
 from rl_fsdp import fsdp
 from rl_megatron import MegatronOptions, megatron
 from tests.megatron.probes import probed
@@ -46,9 +47,8 @@ def run_plan(*overrides: str):
     return CliRunner().invoke(rl, ["plan", "quickstart", *overrides], obj={"traceback": False})
 
 
-def test_both_backends_plan():
-    assert isinstance(megatron, Planner)
-    assert isinstance(fsdp, Planner)
+def test_all_backends_plan():
+    assert all(isinstance(backend, Planner) for backend in (megatron, fsdp, deepspeed))
 
 
 @pytest.mark.slow

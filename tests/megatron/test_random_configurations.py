@@ -1,5 +1,5 @@
-"""Random configurations, sensible or not: each is refused with a reason before anything starts, or takes the same step
-as plain transformers. None crashes or hangs."""
+"""Random configurations, sensible or not: each is refused with a reason before anything starts, or gives the loss and
+gradient of plain transformers. None crashes or hangs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_random_configuration_is_refused_or_right(seed, tmp_path):
     )
     with open_case(megatron, MegatronOptions(), variant, tmp_path, timeout_s=240.0) as case:
         if complaint_about(case) is None:
-            require_a_step_of_the_reference(case)
+            require_loss_and_gradient_of_the_reference(case)
 
 
 def complaint_about(case: Case) -> str | None:
@@ -130,7 +130,7 @@ def complaint_about(case: Case) -> str | None:
     return complaint
 
 
-def require_a_step_of_the_reference(case: Case) -> None:
+def require_loss_and_gradient_of_the_reference(case: Case) -> None:
     group = case.start()
     loss = group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)["loss"][0]
     expected = backward(case.reference, case.batch, LOSS)
