@@ -50,8 +50,8 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def late_news_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets Ray report the death of a rank a minute after another rank has reported that it lost its peer. If all ranks
-    answer, as after a death in a collective call, nobody waits that long."""
+    """Gives Ray a minute to report the death of a rank after another rank has reported that it lost its peer. If all
+    ranks answer, as after a death in a collective call, the wait ends at once."""
     monkeypatch.setattr(ray_ranks, "_SETTLE_S", 60.0)
 
 

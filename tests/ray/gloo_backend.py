@@ -71,7 +71,6 @@ class GlooBackend:
     contract_version: int = 1
     config_section: str = "gloo_config"
     options_class: type = GlooOptions
-    always_own_process: bool = True
 
     def mesh(self, options: GlooOptions, world_size: int) -> Mesh:
         return Mesh(world_size=world_size, tensor=options.tensor, pipeline=options.pipeline)
@@ -80,7 +79,7 @@ class GlooBackend:
         pass
 
     def needs_own_process(self) -> bool:
-        return self.always_own_process
+        return True
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         return GlooWorker(spec.options, rank)
@@ -237,9 +236,11 @@ class GlooWorker:
         elif options.fault == "hang":
             time.sleep(600)
         elif options.fault == "compute":
+            sys.setswitchinterval(60.0)  # otherwise, another thread would get the interpreter lock after 5 ms
             end = time.monotonic() + 10
             while time.monotonic() < end:
-                sum(range(30_000_000))  # a single call in C, during which no other thread gets the interpreter lock
+                sum(range(1_000_000))
+            sys.setswitchinterval(0.005)
         elif options.fault == "exit":
             os._exit(3)
         elif options.fault == "system_exit":

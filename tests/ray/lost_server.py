@@ -1,5 +1,5 @@
-"""Calls two ranks again and again, and kills or stops one of Ray's own servers meanwhile. Prints the run's error and
-ends with code 0; any other error ends it with code 1.
+"""Calls two ranks again and again, and kills or stops one of Ray's own servers meanwhile. Prints the RLError that
+a call raises, and exits with code 0. Any other error ends the process with code 1.
 
 python -m tests.ray.lost_server raylet|gcs_server SIGNAL
 """

@@ -145,7 +145,7 @@ async def test_a_batch_that_ray_does_not_store_is_an_error_with_the_reason(
     await four_ranks.forward(batch_of([3]), LIMITS, temperature=1.0)
 
 
-async def test_nothing_of_a_dispatched_batch_stays_in_the_object_store(four_ranks: WorkerGroup):
+async def test_dispatched_batches_do_not_accumulate_in_the_object_store(four_ranks: WorkerGroup):
     batch = batch_of([30_000] * 4)
     limits = MicroBatchLimits(max_sequences=1)
     before = ray.available_resources().get("object_store_memory", 0)

@@ -37,7 +37,7 @@ async def save_in_background(group: WorkerGroup, directory: Path) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_two_ranks_go_on_after_a_save_of_one_rank_found_no_room(tmp_path):
+async def test_two_ranks_go_on_after_one_ran_out_of_disk_space(tmp_path):
     model = make_checkpoint(tmp_path / "model")
     group = await WorkerGroup.launch(full_disk_fsdp, spec_of(model, num_threads=1), ranks_per_node=2, timeout_s=START_S)
     try:

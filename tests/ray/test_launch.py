@@ -28,6 +28,11 @@ async def on_device(group: WorkerGroup) -> list[bool]:
     return [answer["is_on_device"] for answer in await group._ranks.call(GlooWorker.describe)]
 
 
+def asked_for() -> int:
+    """The number of placement groups that have their resources or wait for them."""
+    return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
+
+
 async def test_groups_that_share_devices_share_a_placement_group_and_take_turns():
     num_placements = len(placements())
     policy = await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=2, timeout_s=START_S)
@@ -56,7 +61,7 @@ async def test_groups_can_share_devices_only_with_equal_numbers_of_ranks(four_ra
         await WorkerGroup.launch(GlooBackend(), spec_of("reference"), ranks_per_node=2, share_devices_of=four_ranks)
 
 
-async def test_a_backend_decides_whether_its_only_rank_gets_a_process():
+async def test_a_backend_can_require_a_process_for_its_only_rank():
     group = await WorkerGroup.launch(GlooBackend(), spec_of(), timeout_s=START_S)
     (answer,) = await group._ranks.call(GlooWorker.describe)
     await group.close()
@@ -64,13 +69,10 @@ async def test_a_backend_decides_whether_its_only_rank_gets_a_process():
 
 
 async def test_more_ranks_than_the_cluster_holds_are_refused_before_anything_starts():
+    before = asked_for()
     with pytest.raises(ConfigError, match=r"1 nodes with 4 CPU, 0 GPU each .* Ray has 1 nodes: 2 CPU, 0 GPU"):
         await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=64, timeout_s=START_S)
-
-
-def asked_for() -> int:
-    """The number of placement groups that have their resources or wait for them."""
-    return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
+    assert asked_for() == before
 
 
 async def test_a_start_gives_up_waiting_for_occupied_devices_at_its_deadline(four_ranks):
@@ -90,7 +92,7 @@ async def test_a_cancelled_start_frees_its_request_for_devices(four_ranks):
     assert asked_for() == before
 
 
-def test_a_temporary_directory_that_is_too_deep_for_rays_sockets_is_named(tmp_path: Path):
+def test_a_temporary_directory_that_is_too_deep_for_rays_sockets_is_an_error(tmp_path: Path):
     """Starts Ray in another process, because it already runs in this one."""
     deep = tmp_path / ("x" * 100)
     deep.mkdir()

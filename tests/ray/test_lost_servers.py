@@ -1,4 +1,4 @@
-"""A run that loses one of Ray's own servers reports the loss as its error, before Ray ends the run's process."""
+"""A run whose Ray loses a server, or has a stopped one, reports this as its error before Ray ends the run's process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.soak  # each starts Ray in a process of its own
         ),
     ],
 )
-def test_the_loss_of_a_server_of_ray_is_an_error_of_the_run(server: str, signal: str, message: str):
+def test_a_lost_or_stopped_server_of_ray_is_an_error_of_the_run(server: str, signal: str, message: str):
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.ray.lost_server", server, signal],

@@ -1,4 +1,4 @@
-"""Starts two Ray nodes, joins them through RAY_ADDRESS, and runs a group on both. test_two_nodes.py runs this script.
+"""Starts two Ray nodes, connects to them by RAY_ADDRESS, and runs a group on both. test_two_nodes.py runs this script.
 
 Both nodes are raylets on this machine and have the same address, so Ray's node id identifies a rank's node.
 """
