@@ -258,7 +258,7 @@ def test_convolution_style_linear_layers_are_merged_too(tmp_path: Path):
         (LoraConfig(rank=2, alpha=0), r"lora\.alpha: expected above 0"),
     ],
 )
-def test_settings_that_cannot_be_trained_exactly_are_refused(lora: LoraConfig, message: str):
+def test_unsupported_settings_are_refused(lora: LoraConfig, message: str):
     with pytest.raises(ConfigError, match=message):
         fsdp.validate(spec_of("x", model=ModelConfig(path="x", lora=lora)), 1)
 

@@ -46,7 +46,7 @@ def random_model(directory: Path, family: str, **config: Any) -> Path:
 
 
 def require_reference_scores(path: Path, **fields: Any) -> None:
-    """Requires that log-probs and gradients equal those of plain transformers."""
+    """Requires that scores and gradients equal those of plain transformers."""
     spec = spec_of(path, **fields)
     reference, worker = ReferenceWorker(spec), FsdpWorker(spec, RankInfo())
     batch = make_batch(reference)
@@ -105,7 +105,7 @@ def test_a_model_whose_files_lack_a_weight_is_refused(tmp_path: Path):
         ({"intermediate_size": 128}, r"^trainer\.policy\.model\.path: .* cannot be loaded as a causal language model"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(fields: dict[str, Any], message: str, tmp_path: Path):
+def test_a_configuration_that_cannot_be_loaded_is_refused(fields: dict[str, Any], message: str, tmp_path: Path):
     path = make_checkpoint(tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **fields}))

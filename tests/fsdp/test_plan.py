@@ -1,4 +1,5 @@
-"""`rl plan` for sharded models predicts exactly how many parameters real ranks hold; what they free after scoring."""
+"""`rl plan` for sharded models predicts exactly how many parameters real ranks hold; after scoring, FSDP1 frees
+what it gathered."""
 
 from __future__ import annotations
 
@@ -84,21 +85,18 @@ def test_ranks_hold_the_parameters_that_were_planned(world_size, options, checkp
         assert all(plan.optimizer_bytes == 2 * plan.gradient_bytes == 8 * plan.num_parameters for plan in plans)
 
 
-@pytest.mark.parametrize(("world_size", "family"), [(2, "qwen2"), (3, "qwen3_moe")])
-def test_flat_parameters_are_planned_with_their_padding(world_size, family, tmp_path):
-    variant = Variant(world_size=world_size, options=FsdpOptions(), checkpoint={"family": family})
+@pytest.mark.parametrize(("world_size", "family", "reshards"), [(2, "qwen2", False), (3, "qwen3_moe", True)])
+def test_flat_parameters_are_planned_with_their_padding_and_not_kept_gathered_after_scoring(
+    world_size, family, reshards, tmp_path
+):
+    options = FsdpOptions(reshard_after_forward=reshards)
+    variant = Variant(world_size=world_size, options=options, checkpoint={"family": family})
     with open_case(counting_flat, FsdpOptions(), variant, tmp_path) as case:
         plans = counting_flat.plan(case.spec, world_size, micro_batch_tokens=64, num_micro_batches=1)
-        assert case.start().call(SuiteHost.ask, "num_parameters") == [plan.num_parameters for plan in plans]
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_fsdp1_keeps_nothing_gathered_after_scoring(reshard_after_forward, tmp_path):
-    options = FsdpOptions(reshard_after_forward=reshard_after_forward)
-    with open_case(counting_flat, FsdpOptions(), Variant(world_size=2, options=options), tmp_path) as case:
         group = case.start()
+        assert group.call(SuiteHost.ask, "num_parameters") == [plan.num_parameters for plan in plans]
         group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
-        assert group.call(SuiteHost.ask, "num_gathered_units") == [0, 0]
+        assert group.call(SuiteHost.ask, "num_gathered_units") == [0] * world_size
 
 
 def planned(tmp_path, world_size=4, *, options=None, **spec):

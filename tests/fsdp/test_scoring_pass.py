@@ -1,4 +1,5 @@
-"""Training without a scoring pass gives the same gradients, weights and rollout agreement as training with it."""
+"""Training without a scoring pass over the whole batch gives the same gradients, weights and rollout agreement as
+training with it."""
 
 from __future__ import annotations
 
@@ -134,7 +135,7 @@ def settings_of(scoring: ScoringPass, *, groups_per_mini_batch: int, epochs: int
 
 
 def played_batch() -> Batch:
-    """A batch of four groups of two samples. The first sampled token is not trained on."""
+    """A batch of four groups of two samples. Its first sampled token is not trained on."""
     batch = random_batch(LENGTHS).without_columns("old_logprobs", "ref_logprobs", "advantages")
     count = batch.num_sequences
     rewards_T = torch.zeros(batch.num_tokens)
@@ -184,7 +185,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(4, 1, []), (4, 3, []), (2, 1, [4]), (1, 2, [6])],
     ids=["one step", "three epochs", "two mini-batches", "four mini-batches, two epochs"],
 )
-async def test_a_step_without_a_scoring_pass_equals_a_step_with_one(
+async def test_a_step_without_a_scoring_pass_over_the_whole_batch_equals_a_step_with_one(
     groups_per_mini_batch: int, epochs: int, scored: list[int], checkpoint: Path
 ):
     steps = {"groups_per_mini_batch": groups_per_mini_batch, "epochs": epochs}

@@ -69,6 +69,9 @@ def test_a_full_size_step_takes_the_memory_that_is_planned():
     phase = rehearsed_model(config, "policy", model).phases[0]
     planned = planned_phase(planned_model(config, "policy", model, longest_sequence(config)), "train")
     assert sum(planned.values()) == pytest.approx(sum(phase.parts.values()), rel=0.05)
+    stored = configuration.load("qwen2_5_1_5b", ["trainer.gradient_checkpointing=false"]).config
+    plan = planned_model(stored, "policy", arranged_models(stored)["policy"], longest_sequence(stored))
+    assert phase.parts["activations"] < 0.9 * planned_phase(plan, "train")["activations"]
     layer_inputs = 28 * 1536 * longest_sequence(config)
     assert phase.parts["activations"] > 5 * layer_inputs * 2, (
         "selective must keep far more than the layer inputs, which are all that full recomputation keeps"

@@ -147,7 +147,7 @@ def test_merging_the_parts_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch):
         test_a_model_gives_the_same_scores_and_gradient_from_fewer_tokens(None)
 
 
-def test_routes_keep_equal_tokens_apart():
+def test_different_routes_keep_equal_tokens_apart():
     batch = Batch.from_sequences([{"tokens": [*range(20), i]} for i in range(2)])
     routes_TLK = torch.zeros((42, 1, 1), dtype=torch.uint8)
     batch = batch.with_columns(routed_experts=routes_TLK, routed=torch.ones(42, dtype=torch.bool))
