@@ -18,7 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MPLBACKEND"] = "agg"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tests never use the network; they create the models and data sets that they need.
+# Tests load nothing from the Hugging Face Hub; they create the models and data sets that they need.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests share this cache of model proofs instead of writing into the home folder.
 os.environ.setdefault("RL_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "rl"))
