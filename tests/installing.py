@@ -15,7 +15,9 @@ COMMANDS = Path(sys.executable).parent
 
 def uv() -> str | Path:
     """The executable `uv`: from PATH, else the one that `make setup` downloaded."""
-    return shutil.which("uv") or next(ROOT.glob(".tools/uv-*/bin/uv"))
+    found = shutil.which("uv") or next(ROOT.glob(".tools/uv-*/bin/uv"), None)
+    assert found is not None, "found no uv on PATH or in .tools: run `make setup`"
+    return found
 
 
 def find_links() -> list[str]:

@@ -57,7 +57,7 @@ class Drawn:
 
 
 def draw(seed: int) -> Drawn:
-    """Draws a configuration. Most mesh sizes divide the remaining ranks, so about half of all configurations run."""
+    """Draws a configuration. Most mesh sizes divide the remaining ranks, so about a third of all configurations run."""
     rng = random.Random(seed)
     world_size = left = rng.choice([1, 2, 2, 4, 4, 4, 6, 8])
 
