@@ -93,6 +93,13 @@ def test_a_model_that_does_not_pass_the_sequence_bounds_on_is_refused():
         packed_attention(nn.Module(), tensor, tensor, tensor, None)
 
 
+def test_a_model_that_makes_its_own_attention_mask_is_refused():
+    tensor, mask = torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    packed = PackedSequences.of_lengths(np.array([3]), CPU)
+    with pytest.raises(ConfigError, match="passes an attention mask, which attention over packed sequences does not"):
+        packed_attention(nn.Module(), tensor, tensor, tensor, mask, packed_sequences=packed)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "sizes", "expected"),
     [

@@ -159,7 +159,8 @@ def test_packing_is_refused_if_a_sliding_window_exists_only_in_the_mask(
 ):
     """The window is longer than the sequences with which a model is checked, so that scores do not show the fault."""
     path = random_model(tmp_path, kind, num_experts_per_tok=2, sliding_window=64, **options)
-    with pytest.raises(ConfigError, match=r"uses sliding_attention by a mask, .*=false and sequence_parallel_size=1$"):
+    message = r"uses sliding_attention only through a mask, .*=false and sequence_parallel_size=1$"
+    with pytest.raises(ConfigError, match=message):
         fsdp.create_worker(spec_of(path), RankInfo())
     fsdp.create_worker(spec_of(path, use_sample_packing=False), RankInfo())
 

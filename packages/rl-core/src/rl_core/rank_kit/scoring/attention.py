@@ -1,10 +1,11 @@
-"""Causal attention inside a packed stream: every sequence attends only to itself, and no T×T mask is ever built.
+"""Causal attention inside a packed stream: every sequence attends only to itself, without a mask over the stream.
 
 All models use the same kernels: on CUDA in half precision, torch's variable-length flash attention, if it supports the
-size of the heads; otherwise SDPA over rectangles. `shared_attention.py` has the kernels for sequences that share
-prefixes. A rectangle holds sequences of similar length as right-padded rows. Under a causal mask no real token sees
-padding on its right, so `is_causal` is exact and needs no mask tensor; only a sliding window needs one, of its
-rectangle's width. With Ulysses, all ranks first exchange their tokens for heads of whole sequences (`ulysses.py`).
+size of the heads; otherwise SDPA over rectangles. A rectangle holds sequences of similar length as right-padded rows.
+Under a causal mask no real token sees padding on its right, so `is_causal` is exact and needs no mask tensor. Only a
+sliding window needs one, [width, width] for a rectangle of this width. `shared_attention.py` has the kernels for
+sequences that share prefixes. With Ulysses, an all-to-all before attention gives each rank all tokens of the sequences
+for a part of the heads (`ulysses.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def packed_attention(
         module: the calling attention layer.
         query, key, value: [B, heads, L, D], the stream cut into B rows (one, if packed). Key and value may have fewer
             heads, each shared by a group of query heads.
-        attention_mask: must be None, as transformers passes for an attention function without a mask function.
+        attention_mask: must be None. transformers passes None, because no mask function is registered for this
+            attention function; a model that makes its own mask is refused.
         scaling: factor of query · key; None: D ** −0.5.
         sliding_window: number of tokens that each token sees, including itself; None: itself and all before it.
         packed_sequences: where each sequence is in the stream.
@@ -59,12 +61,18 @@ def packed_attention(
         [B, L, heads, D].
 
     Raises:
-        ConfigError: the model's code does not pass `packed_sequences` on, or needs a term not implemented here.
+        ConfigError: the model's code does not pass `packed_sequences` on, passes a mask, or needs a term that is not
+            implemented here; or only a mask contains the layer's window or chunks.
     """
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     unsupported += _bounds_in_masks(module, sliding_window)
     if packed_sequences is None or attention_mask is not None or unsupported:
-        fault = f"uses {', '.join(unsupported)}" if unsupported else "does not pass on the bounds of the sequences"
+        if unsupported:
+            fault = f"uses {', '.join(unsupported)}"
+        elif packed_sequences is None:
+            fault = "does not pass on the bounds of the sequences"
+        else:
+            fault = "passes an attention mask, which attention over packed sequences does not read"
         raise ConfigError(
             f"{type(module).__name__} {fault}, so its sequences can be neither packed nor split over ranks: set "
             "trainer.use_sample_packing=false and sequence_parallel_size=1"
@@ -81,8 +89,9 @@ def packed_attention(
 
 
 def _bounds_in_masks(module: nn.Module, sliding_window: int | None) -> list[str]:
-    """The layer's kind if the model's code limits what a token sees only by a mask, which this module's attention does
-    not get: chunks, or a window that is not passed as `sliding_window`."""
+    """Names the layer's kind if only a mask contains the bounds of what a token sees, because `packed_attention` reads
+    no mask. These kinds are chunked attention, and a sliding window that the model's code does not pass as
+    `sliding_window`. Empty for other layers."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None or layer is None:
@@ -92,7 +101,7 @@ def _bounds_in_masks(module: nn.Module, sliding_window: int | None) -> list[str]
     else:
         kind = kinds[layer]
     is_lost = kind == "chunked_attention" or (kind == "sliding_attention" and sliding_window is None)
-    return [f"{kind} by a mask"] if is_lost else []
+    return [f"{kind} only through a mask"] if is_lost else []
 
 
 def _attention(
