@@ -1,4 +1,4 @@
-"""The only engine is killed during a sync that is not staged, and the sync still succeeds."""
+"""The only engine is killed during a broadcast. The version is published again when the engine has restarted."""
 
 from __future__ import annotations
 

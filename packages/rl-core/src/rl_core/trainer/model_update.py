@@ -72,8 +72,8 @@ class ModelUpdate:
         self.nonfinite_steps = nonfinite_steps
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """Takes one optimizer step per mini-batch and epoch. Returns the batch with the scores that the first
-        training pass returned, and metrics."""
+        """Takes one optimizer step per mini-batch and epoch. Returns the batch and metrics. If `keeps_first`, the
+        batch's `old_logprobs` of the first mini-batch are those that its first training pass computed."""
         settings = self._settings
         parts: list[Metrics] = []
         for epoch in range(settings.epochs):
@@ -88,8 +88,8 @@ class ModelUpdate:
 
     async def add(self, batch: Batch, step: int) -> Batch:
         """Adds the gradient of a part of the step's batch. The part consists of whole groups, and the batch is a single
-        mini-batch, for which `finish` takes the optimizer step. Returns the part with the scores that the training pass
-        returned."""
+        mini-batch, for which `finish` takes the optimizer step. Returns the part; if `keeps_first`, its `old_logprobs`
+        are those that the training pass computed."""
         settings = self._settings
         part, divisor = with_summed_loss_weights(batch, settings.reduction, settings.reduction_params)
         scores, metrics = await self._accumulated(part, step, seed_of(settings.seed, step, 0, 0), is_first=True)
@@ -163,7 +163,7 @@ class ModelUpdate:
             raise NonFiniteError(
                 f"step {step}: {self.nonfinite_steps} optimizer steps of the {name} in a row were skipped because "
                 f"loss or gradient was not finite; trainer.max_consecutive_nonfinite_steps is {limit}. Lower the "
-                "learning rate, or look at rollout/logprob_diff_max and the rewards of the last steps"
+                "learning rate; if an engine samples, also look at rollout/logprob_diff_max and the last steps' rewards"
             )
         metrics = {"skipped_steps": (float(result.skipped), 1.0), "learning_rate": (result.learning_rate, 1.0)}
         return metrics if result.skipped else {**metrics, "grad_norm": (result.grad_norm, 1.0)}

@@ -1,9 +1,9 @@
 """Decides whether a rank that has not returned is still working. The resource use of its process distinguishes a long
 computation from a dead rank.
 
-A rank answers from a second thread while it computes, unless its process is stopped or native code holds the GIL. If
-it does not answer, an observer process on the rank's node reads its resource use. CPU time, bytes read or written,
-and a thread in disk wait count as work.
+While a rank computes, a second thread of its process answers the controller's requests for its resource use (a
+`Pulse`), unless the process is stopped or native code holds the GIL. If no answer comes, an observer process on the
+rank's node reads the resource use. CPU time, bytes read or written, and a thread in disk wait count as work.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def pulse_of(pid: int) -> Pulse:
 
 def _stat(path: Path) -> list[str]:
     """The fields of the stat file from the state onward. The process name before them may contain blanks and
-    parentheses."""
+    parentheses. For a thread that has ended, the only field is `ended`."""
     try:
         return (path / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -80,9 +80,9 @@ class Heartbeats:
     """Decides from successive pulses which ranks of a call are dead.
 
     A rank that neither answers nor works for `silence_s` is frozen. A rank that answers may be waiting for others, so
-    it counts as dead only if no rank of the call has worked for `silence_s`: a deadlock. Work shows only between two
-    pulses, so a rank's first pulse always counts as work: on a busy machine, reading it may take longer than
-    `silence_s`.
+    it counts as dead only if no rank of the call has worked for `silence_s`: a deadlock. Work shows only in the
+    difference of two pulses, so a rank's first pulse always counts as work. Otherwise a working rank whose first pulse
+    arrives only after `silence_s`, on a busy machine, would count as frozen.
     """
 
     def __init__(self, num_ranks: int, silence_s: float, now_s: float) -> None:
@@ -111,5 +111,6 @@ class Heartbeats:
             if alive_at <= limit
         }
         if not frozen and max(self._worked_at) <= limit:
-            return dict.fromkeys(range(len(self._alive_at)), "is waiting, like all other ranks")
+            reason = "answers but does no work, like all other ranks: a deadlock"
+            return dict.fromkeys(range(len(self._alive_at)), reason)
         return frozen

@@ -33,7 +33,8 @@ class Setup:
     """The settings of one model and its ranks that the checks read."""
 
     fields: Mapping[str, Any]
-    """Fields of Megatron's `TransformerConfig` that are set, whichever section set them."""
+    """Fields of Megatron's `TransformerConfig`, from `megatron_config` and its `transformer_config_kwargs`. None: the
+    model's own value."""
     shape: ModelShape | None
     """None if the model is not available yet; checks that need the shape run once it is."""
     model: Any
@@ -94,13 +95,17 @@ def first_complaint(checks: Sequence[Check], setup: Setup) -> str | None:
 
 
 def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
-    """Returns the setup that `spec` describes. Raises ConfigError for an unknown field or layer, an unreadable or
-    refused model, or `gradient_checkpointing="selective"`.
+    """Returns the setup that `spec` describes.
 
     Args:
         spec: which model to load and how to train it.
         world_size: number of the model's ranks.
         model: transformers' configuration of the model; None: read it from the model's path if it is there.
+
+    Raises:
+        ConfigError: a field is unknown or has two different values, a layer named for LoRA cannot have adapters, every
+            layer is excluded from LoRA, the model cannot be read or is refused, or `gradient_checkpointing` is
+            `"selective"`.
     """
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"

@@ -1,8 +1,9 @@
-"""Provides a torch store that accepts values only from participants that know the sync's secret.
+"""Provides a torch store that returns only values written by participants that know the sync's secret.
 
 torch's TCPStore has no password: anyone who reaches its port can read, write and list all keys. So each value carries a
-signature of its key and content, and participants reject other values. Only NCCL's values are unsigned, because NCCL
-uses the plain store. The secret comes with the rendezvous, which servers accept only with the control token.
+signature of its key and content, and participants reject other values. Only counts (see `SignedStore`) and NCCL's
+values are unsigned; NCCL uses the plain store. The secret comes with the rendezvous, which servers accept only with the
+control token.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _NUM_BYTES = 32
 
 
 class SignedStore(Store):
-    """Implements those methods of a store that a sync and gloo use. Counts (`add`) are not signed, because they only
-    determine which keys are read."""
+    """Implements those methods of a store that a sync and gloo use. Counts (`add`) are not signed: a sync numbers its
+    messages and receivers with them. A program that changes one can make the sync fail, but cannot forge a value."""
 
     def __init__(self, plain: Store, secret: str) -> None:
         """
@@ -38,7 +39,8 @@ class SignedStore(Store):
         self.plain.set(key, self._signature(key, content) + content)  # pyright: ignore[reportArgumentType]
 
     def get(self, key: str) -> bytes:
-        """Returns the value. Raises WeightSyncError if it was not signed with the secret."""
+        """Waits, as long as the plain store does, for the value and returns it. Raises WeightSyncError if it was not
+        signed with the secret."""
         stored = self.plain.get(key)
         signature, content = stored[:_NUM_BYTES], stored[_NUM_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, content)):
@@ -57,7 +59,8 @@ class SignedStore(Store):
         return self.plain.add(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns when all of these keys have a value."""
+        """Returns when all of these keys have a value, or raises torch's DistStoreError at the timeout; None: that of
+        the plain store."""
         self.plain.wait(list(keys)) if timeout is None else self.plain.wait(list(keys), timeout)
 
     def _signature(self, key: str, content: bytes) -> bytes:

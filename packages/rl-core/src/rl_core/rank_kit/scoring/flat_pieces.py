@@ -1,4 +1,4 @@
-"""A contiguous run of a tensor's elements, as torch's distributed format writes and reads it.
+"""Contiguous elements of a tensor, in the form in which `torch.distributed.checkpoint` writes and reads them.
 
 ZeRO shards a parameter into contiguous ranges of elements, not into blocks of rows and columns. In a saved state such a
 tensor is flat, and each rank's piece is one chunk, so states can be read with any number of ranks and pieces of any
