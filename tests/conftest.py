@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.originalname.startswith("test_bfloat16_errs"):
             measured = getattr(item.module, "IN_BFLOAT16", None)
             if measured is not None and item.callspec.params["variant"] not in measured:
-                item.add_marker(pytest.mark.parity)
+                item.add_marker("parity")
 
 
 def pytest_collection_finish() -> None:
