@@ -184,7 +184,7 @@ def test_recomputed_layers_give_the_same_gradient(checkpoint: Path):
 def test_a_head_of_another_size_is_refused(checkpoint: Path, tmp_path: Path):
     path = make_checkpoint(tmp_path, hidden_size=64)
     (path / "value_head.safetensors").write_bytes((checkpoint / "value_head.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match=r"value_head.weight in .* is \[1, 32\], but this model's is \[1, 64\]"):
+    with pytest.raises(ConfigError, match=r"value_head.weight in .*: got shape \[1, 32\]; expected shape \[1, 64\]"):
         critic(path)
 
 

@@ -89,7 +89,7 @@ def write_weights(
 
 
 def write_config(config: Any, directory: Path, *, dtype: torch.dtype, generation: Any = None, **changes: Any) -> None:
-    """Writes `config.json` and, if the model generates, `generation_config.json`.
+    """Writes `config.json` and, if `generation` is given, `generation_config.json`.
 
     Args:
         config: transformers' configuration of the model.
@@ -129,8 +129,8 @@ def require_all_weights(missing: Collection[str], what: str) -> None:
     """
     if missing:
         raise ConfigError(
-            f"{what} has no weights for {len(missing)} parameters of a causal language model, for example "
-            f"{min(missing)}; expected a complete model"
+            f"{what} has no weights for {len(missing)} parameters of the model, for example {min(missing)}; expected a "
+            "complete model"
         )
 
 
@@ -138,7 +138,7 @@ def write_tokenizer(model: str, directory: Path) -> None:
     """Writes the tokenizer of `model` (a directory or name).
 
     Raises:
-        ConfigError: the model has no tokenizer.
+        ConfigError: the model has no tokenizer, or it cannot be loaded.
         OSError: the tokenizer cannot be written.
     """
     from transformers import AutoTokenizer
@@ -146,7 +146,9 @@ def write_tokenizer(model: str, directory: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{model}: has no tokenizer that could be saved with the model: {error}") from error
+        raise ConfigError(
+            f"{model}: its tokenizer, which is saved with the model, cannot be loaded: {error}"
+        ) from error
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:
@@ -180,7 +182,13 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{where}.model.path: {file} cannot be read ({error}); save the critic again") from error
     for name in sorted(expected.keys() | head.keys()):
-        found, wanted = (list(weights[name].shape) if name in weights else "absent" for weights in (head, expected))
+        found, wanted = (
+            f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"
+            for tensors in (head, expected)
+        )
         if found != wanted:
-            raise ConfigError(f"{where}.model.path: {name} in {file} is {found}, but this model's is {wanted}")
+            raise ConfigError(
+                f"{where}.model.path: {name} in {file}: got {found}; expected {wanted}, as in this model. Save the "
+                "critic again, or remove the file to start with a new head"
+            )
     return head
