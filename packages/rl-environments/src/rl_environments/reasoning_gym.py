@@ -58,7 +58,8 @@ class ReasoningGymEnvironment:
         if not _is_asked(self._entry, self._prompt):
             raise DataError(
                 f"the row's prompt is not the puzzle that {row['task']} generates for seed {row['seed']}, index "
-                f"{row['index']}: the row was made with another version of reasoning-gym; make the data again"
+                f"{row['index']}: the row was changed, or made with another version of reasoning-gym; "
+                "make the data again"
             )
 
     @staticmethod
@@ -110,8 +111,8 @@ def rows_of(
         difficulty: settings of the task, such as `max_terms` of `chain_sum`.
 
     Raises:
-        DataError: the task or a setting does not exist, the task is one of `FAULTY_TASKS`, or it has fewer puzzles than
-            `count`, or `count` is below 1.
+        DataError: the task or a setting does not exist, a setting has an invalid value, the task is one of
+            `FAULTY_TASKS`, the task has fewer than `count` puzzles per seed, or `count` is below 1.
         ConfigError: the extra `reasoning-gym` is not installed.
     """
     settings = json.dumps(dict(difficulty or {}), sort_keys=True)
