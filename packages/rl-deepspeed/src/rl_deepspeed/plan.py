@@ -35,7 +35,7 @@ def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tupl
         micro_batch_tokens: tokens of the largest micro-batch, before Ulysses ranks split it.
 
     Raises:
-        ConfigError: the model's directory cannot be read.
+        ConfigError: the model does not exist, or `load_scorer` refuses it.
     """
     scorer = load_scorer(spec, torch.device("meta"), routes_key=asked_replay_key(spec), keeps_float32=False)
     shape = model_shape(scorer.model.config.get_text_config().to_dict(), f"{SECTIONS[spec.role]}.model.path")
@@ -114,7 +114,8 @@ class _Zero:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the float32 copy, which exists even in a float32 run, and of AdamW's two moments."""
+        """Bytes of the float32 copy of the trained elements, which exists even in a float32 run, and of AdamW's two
+        moments."""
         return 3 * 4 * self.num_stepped
 
     def gradient_bytes(self, rank: int) -> int:

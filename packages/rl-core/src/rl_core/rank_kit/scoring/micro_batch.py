@@ -23,7 +23,8 @@ from rl_core.rank_kit.scoring.ulysses import sum_over_ranks
 
 @attrs.frozen(eq=False)
 class ModelInput:
-    """The model's input, B rows of L cells, and the S outputs from which scores are computed."""
+    """The model's input, B rows of L cells (each is a token or padding), and the S outputs from which scores are
+    computed."""
 
     tokens_BL: Tensor
     positions_BL: Tensor | None
@@ -31,7 +32,7 @@ class ModelInput:
     packed: PackedSequences | None
     """None for a rectangle on one rank: attention is causal, so no real token sees the padding on its right."""
     source_S: Tensor
-    """int64, the cell (row-major) from whose hidden state score s is computed."""
+    """int64; score s is computed from the hidden state of cell `source_S[s]` (row-major)."""
     target_S: Tensor
     """int64, id of the predicted token."""
     routes: Routes | None
@@ -144,8 +145,8 @@ def model_input(
         positions_BL = torch.from_numpy(cells.position_C).view(1, -1)
         cell_T = torch.from_numpy(cells.cell_T)
         packed = PackedSequences.of_nodes(cells, device, ulysses=ulysses)
-        # `packed.shared` is None if sequences with a common prefix differ at most in their last tokens, which are no
-        # input; they still share cells.
+        # The number of cells decides, not `packed.shared`: if sequences differ only in their last tokens, which are not
+        # in the input, they share cells, but `packed.shared` is None.
         if forest.num_cells < batch.num_tokens:
             index_S, score_S = _first_of_each(index_S, torch.from_numpy(forest.cell_T))
     else:
