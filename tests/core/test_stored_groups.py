@@ -98,7 +98,7 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
     assert found[1].group.trajectories[0].steps[1].reward == float(np.float32(0.1))
 
 
-def test_groups_of_a_version_without_loss_masks_can_be_read(tmp_path: Path):
+def test_groups_stored_before_steps_had_loss_masks_can_be_read(tmp_path: Path):
     groups = [stored(1, 0, trajectory(1, step(2, token_rewards=[0.5, 1.0]), step(3)))]
     write_groups(tmp_path, groups)
     described = json.loads((tmp_path / "finished_groups.json").read_text())

@@ -1,4 +1,4 @@
-"""docs/first_gpu_run.md shows only existing commands, and its benchmark refuses to measure without a GPU."""
+"""docs/first_gpu_run.md shows only existing commands, and its benchmark measures nothing without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.gpu.test_first_run import SAYS, activation
 
 
 def require_real(words: list[str]) -> None:
-    """Fails unless the command exists, and what it names: script and options, packages, recipe and keys, or target."""
+    """Fails unless the command and what it names exist: a script and its options, a recipe and its keys, or a target of
+    `make`. A command of pip must be in docs/install_gpu.md."""
     command, *arguments = Path(words[0]).name, *words[1:]
     if command == "python":
         script, *options = arguments
@@ -64,7 +65,7 @@ def test_the_gpu_tests_run_the_steps_of_the_page():
         "python3.11 -m none",
     ],
 )
-def test_a_command_that_does_not_exist_is_found(line: str):
+def test_a_command_that_does_not_exist_fails_this_check(line: str):
     with pytest.raises((AssertionError, ConfigError, FileNotFoundError)):
         require_real(shlex.split(line))
 
