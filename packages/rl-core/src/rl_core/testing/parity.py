@@ -25,8 +25,8 @@ QUANTITIES: dict[str, str] = {
     "gradients": "L2 of the difference of all parameters over L2 of the gradient",
     "gradient norm": "relative, worst of three steps",
     "weights": "absolute, any weight, after three AdamW steps of 0.5e-3, 1e-3 and 1e-3",
-    "weights, offloaded": "the same, with weights moved off the device and back around every phase; if only the "
-    "checks of this table run on a mesh, after one further step with such moves",
+    "weights, offloaded": "the same, with weights and optimizer state moved off the device before every step and back; "
+    "if only the checks of this table run on a mesh, after one further step with such moves",
     "exported": "absolute, any weight, before training",
     "other routes": "control: change of the reference's log-probs if all routes are shifted by one token or one layer",
     "half the batch": "control: `weights`, for a reference that trains on half of each step's sequences",
