@@ -1,6 +1,7 @@
-"""Runs a vLLM server in a Ray actor: one engine, with all its parallel ranks, answers at one HTTP address.
+"""Runs a vLLM server, in a Ray actor or (`serve`) in the current process: one engine, with all its parallel ranks,
+answers at one HTTP address.
 
-consumes     HTTP requests; `start` and `stop` from the controller
+consumes     HTTP requests; `load`, `start` and `stop` from the controller
 produces     answers; log lines in its own file
 waits for    the next request or call, until `stop` or until its process is killed
 unblocked by the arrival of either, on one event loop that the actor and uvicorn share
@@ -39,8 +40,8 @@ _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal Python error)\b")
 _ERROR_LINES, _LOG_LINES = 10, 40
 _SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 _MAX_SOCKETS_PATH = 70
-"""Maximum length of the path of the sockets' folder: vLLM's socket names add 36 characters, and the kernel allows
-107."""
+"""Maximum length of the path of the sockets' folder: a slash and vLLM's socket name add 37 characters, and the kernel
+allows 107."""
 
 
 @attrs.frozen(kw_only=True)
@@ -76,7 +77,8 @@ class StartFailure:
     summary: str
     log_lines: str
     is_death: bool
-    """Whether a process of the engine died instead of raising an error."""
+    """Whether vLLM reported that a process of the engine had died (EngineDeadError). False if the process died while
+    the engine started: vLLM then raises the same RuntimeError whether the process died or raised an error."""
 
 
 class VLLMServerActor:
@@ -85,7 +87,7 @@ class VLLMServerActor:
     def __init__(self, log_path: str, shared: SharedGpus | None = None) -> None:
         """
         Args:
-            log_path: file to which this process and the engine's processes append their output.
+            log_path: file to which this process and its child processes append their output.
             shared: the GPUs that the engine shares with training; None if it shares none.
         """
         if shared is not None:
@@ -93,7 +95,7 @@ class VLLMServerActor:
         self._log_path = Path(log_path)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        # Child processes of the engine inherit both descriptors, so the file gets their output, too.
+        # The engine's child processes inherit both descriptors, so the file gets their output, too.
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         os.close(log)
