@@ -82,7 +82,7 @@ async def test_a_start_gives_up_waiting_for_occupied_devices_at_its_deadline(fou
     assert asked_for() == before
 
 
-async def test_a_cancelled_start_frees_its_request_for_devices(four_ranks):
+async def test_a_cancelled_reservation_withdraws_its_request(four_ranks):
     before = asked_for()
     start = asyncio.ensure_future(reserved([{"CPU": 2.0}], "PACK", START_S))
     await until(lambda: asked_for() > before)
