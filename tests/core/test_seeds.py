@@ -24,7 +24,7 @@ def test_a_seed_has_its_documented_value():
     assert seed_of(7, 3, 0) == KNOWN
 
 
-def test_seeds_of_neighbours_are_all_different_and_fit_into_63_bits():
+def test_seeds_of_similar_parts_are_all_different_and_fit_into_63_bits():
     seeds = {seed_of(*parts) for parts in ((a, b, c) for a in range(20) for b in range(20) for c in range(20))}
     assert len(seeds) == 8000
     assert all(0 <= seed < 1 << 63 for seed in seeds)

@@ -44,7 +44,7 @@ class StuckFsdp(FsdpBackend):
                     noticed = Noticed()
                     os.kill(os.getpid(), signal.SIGINT)
                     noticed.wait()
-                    time.sleep(1.05)  # within 1 s, a second signal counts as the bounce of a key
+                    time.sleep(1.05)  # a second signal within 1 s counts as the same key press
                     os.kill(os.getpid(), signal.SIGINT)
                     end = time.monotonic() + 600
                     while time.monotonic() < end:

@@ -1,4 +1,5 @@
-"""Only the first export of weights finds out how tensors are assembled; later exports reuse the result."""
+"""Only the first export of weights finds out how tensors are assembled; later exports reuse the result. Frozen routers
+have gradients of zero."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_stages_exchange_objects_in_the_first_export_only(tmp_path, lora):
     with open_case(probed, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
         group = case.start(attrs.evolve(case.spec, model=attrs.evolve(case.spec.model, lora=lora)))
         for first, *later in group.call(SuiteHost.ask, "object_collectives_of_exports", 3):
-            assert first > 20, "the first export must exchange objects several times per tensor"
+            assert first > 20, f"control: got {first} exchanges of objects in the first export; expected more than 20"
             assert later == [0, 0]
 
 
