@@ -54,7 +54,7 @@ class TestReferenceWorkerThatCanLeaveItsDevice(BackendConformance):
     left_out: ClassVar = {
         name: "another reference worker runs it"
         for name in checks()
-        if name != "test_offloading_before_every_step_changes_nothing"
+        if name != "test_offloading_between_all_phases_changes_nothing"
     }
 
 
@@ -377,7 +377,7 @@ def _no_row_of_the_parity_table(monkeypatch: pytest.MonkeyPatch):
 
 ONE, TWO = Variant(), Variant(world_size=2)
 BFLOAT16 = "test_bfloat16_errs_by_little_more_than_plain_transformers"
-OTHERWISE = "test_one_step_can_use_other_settings_than_the_configuration"
+OTHERWISE = "test_one_step_can_be_taken_otherwise_than_the_configuration_says"
 IGNORED: tuple[dict[str, Any], ...] = (
     {"learning_rate": None},
     {"adam_betas": None},
@@ -388,7 +388,7 @@ IGNORED: tuple[dict[str, Any], ...] = (
 ROUTED = Variant(checkpoint=MOE, forced_routes=True)
 FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (IgnoresTemperature, ONE, "test_logprobs_and_entropies_of_the_stream"),
-    (LosesItsGradientsWhenItScores, ONE, "test_a_step_whose_batch_comes_in_parts_equals_that_of_the_whole_batch"),
+    (LosesItsGradientsWhenItScores, ONE, "test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch"),
     (ScoresOneTokenLate, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (AttendsOverAWholeMicroBatch, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (plain.ReturnsScoresInThePlansOrder, ONE, "test_logprobs_and_entropies_of_the_stream"),
@@ -422,18 +422,18 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (plain.EachRankExportsItsOwn, TWO, "test_three_optimizer_steps"),
     (ReportsTheClippedNorm, ONE, "test_the_gradient_is_clipped_by_its_global_norm"),
     (plain.ClipsByItsOwnNorm, TWO, "test_the_gradient_is_clipped_by_its_global_norm"),
-    (plain.LosesTheOffloadedOptimizer, ONE, "test_offloading_before_every_step_changes_nothing"),
-    (plain.LosesTheOffloadedWeightsPrecision, TWO, "test_offloading_before_every_step_changes_nothing"),
+    (plain.LosesTheOffloadedOptimizer, ONE, "test_offloading_between_all_phases_changes_nothing"),
+    (plain.LosesTheOffloadedWeightsPrecision, TWO, "test_offloading_between_all_phases_changes_nothing"),
     (plain.LosesTheOffloadedOptimizer, Variant(parity_only=True), "test_three_optimizer_steps"),
     (ExportsOldWeights, ONE, "test_three_optimizer_steps"),
     (ExportsOneBucket, ONE, "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"),
     (plain.ExportsItsShardOnly, TWO, "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"),
     (ForgetsTheOptimizer, ONE, "test_saved_state_continues_exactly"),
     (ForgetsTheSchedule, ONE, "test_saved_state_continues_exactly"),
-    (SavesWhatTrainingMadeOfItsState, ONE, "test_a_state_saved_in_the_background_is_that_at_the_start_of_saving"),
+    (SavesWhatTrainingMadeOfItsState, ONE, "test_a_state_saved_in_the_background_is_that_of_its_start"),
     (DiesOnAForeignState, ONE, "test_a_state_that_another_backend_wrote_is_a_checkpoint_error"),
     (IgnoresACutOffFile, ONE, "test_a_state_that_is_missing_or_cut_off_is_a_checkpoint_error"),
-    (KeepsItsNoise, ONE, "test_noise_changes_every_trained_weight_and_is_removed_bit_for_bit"),
+    (KeepsItsNoise, ONE, "test_noise_changes_every_trained_weight_and_goes_bit_for_bit"),
     (IgnoresRoutes, ROUTED, "test_logprobs_and_entropies_of_the_stream"),
     (with_routes(one_token_late), ROUTED, "test_logprobs_and_entropies_of_the_stream"),
     (with_routes(one_layer_off), ROUTED, "test_logprobs_and_entropies_of_the_stream"),

@@ -450,7 +450,7 @@ class BackendConformance:
 
     # --- optimizer steps ---
 
-    def test_one_step_can_use_other_settings_than_the_configuration(self, case: Case) -> None:
+    def test_one_step_can_be_taken_otherwise_than_the_configuration_says(self, case: Case) -> None:
         """The second of three steps differs; the third uses the configuration's settings again."""
         self._require_version(2)
         group, plain = case.start(), case.new_reference()
@@ -468,7 +468,7 @@ class BackendConformance:
         difference, limit = largest_difference(group.weights(), weights(case.reference)), self._weight_tolerance(case)
         assert difference <= limit, f"weights after these steps differ by {difference:.1e}, allowed {limit:g}"
 
-    def test_a_step_whose_batch_comes_in_parts_equals_that_of_the_whole_batch(self, case: Case) -> None:
+    def test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch(self, case: Case) -> None:
         """With `trainer.stream_groups`, loss weights are not divided by the number of tokens, sequences or prompts;
         instead, the optimizer step scales the gradient by the reciprocal of this number. Here the loss weights are
         multiplied by 64, and the step scales the gradient by 1/64. Between the parts, the worker scores, exports and
@@ -535,7 +535,7 @@ class BackendConformance:
         if case.variant.parity_only and group.ranks.abilities.offload:
             self.check_offloading(case, group, num_steps=1)
 
-    def test_offloading_before_every_step_changes_nothing(self, case: Case) -> None:
+    def test_offloading_between_all_phases_changes_nothing(self, case: Case) -> None:
         group = case.start()
         if not group.ranks.abilities.offload:
             pytest.skip("the worker does not implement the optional Protocol Offloadable")
@@ -559,7 +559,7 @@ class BackendConformance:
         tolerance = self._weight_tolerance(case)
         self.require_close(case, "weights, offloaded", before, weights(case.reference), tolerance)
 
-    def test_noise_changes_every_trained_weight_and_is_removed_bit_for_bit(self, case: Case) -> None:
+    def test_noise_changes_every_trained_weight_and_goes_bit_for_bit(self, case: Case) -> None:
         group = case.start()
         if not all(group.call(RankHost.is_perturbable)):
             pytest.skip("the worker does not implement the optional Protocol Perturbable")
@@ -657,7 +657,7 @@ class BackendConformance:
         ):
             self.check_resumed(case, other_case)
 
-    def test_a_state_saved_in_the_background_is_that_at_the_start_of_saving(self, case: Case) -> None:
+    def test_a_state_saved_in_the_background_is_that_of_its_start(self, case: Case) -> None:
         first, second = case.start(), case.start()
         if not first.ranks.abilities.save_in_background:
             pytest.skip("the worker does not implement the optional Protocol BackgroundSaver")
