@@ -466,7 +466,12 @@ def run_check(worker_class: Callable[[WorkerSpec, RankInfo], Worker], variant: V
 
 
 @pytest.mark.parametrize(
-    ("worker_class", "variant", "check"), FAULTS, ids=[f"{fault[0].__name__}-{i}" for i, fault in enumerate(FAULTS)]
+    ("worker_class", "variant", "check"),
+    [
+        # The first bfloat16 check of a process also computes the results of plain transformers, which takes seconds.
+        pytest.param(*fault, id=f"{fault[0].__name__}-{i}", marks=[pytest.mark.slow] if fault[2] == BFLOAT16 else [])
+        for i, fault in enumerate(FAULTS)
+    ],
 )
 def test_the_suite_finds_a_wrong_worker(worker_class, variant: Variant, check: str, tmp_path: Path):
     with pytest.raises(FOUND):
@@ -518,6 +523,7 @@ def test_the_error_for_wrong_names_counts_missing_and_unexpected_ones_and_shows_
         run_check(ExportsWithAPrefix, ONE, check, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_worker_that_computes_in_bfloat16_passes_the_bfloat16_check(tmp_path: Path):
     run_check(ComputesInBfloat16, ONE, BFLOAT16, tmp_path)
 

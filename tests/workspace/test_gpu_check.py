@@ -120,12 +120,14 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_used_name_of_other_packages_exists(unpacked: Path):
     problems, num_checked = check(Wheels(unpacked), FILES)
     assert problems == []
     assert num_checked > 280
 
 
+@pytest.mark.slow
 def test_every_renamed_symbol_is_found(unpacked: Path):
     problems, _ = check(Renamed(unpacked), FILES)
     messages = [problem.message for problem in problems]
