@@ -83,8 +83,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves the error in bfloat16 to `make parity`, except on the variants that a module lists as `IN_BFLOAT16`: this
-    check takes as long as all others of a variant that only compares numbers.
+    """Marks the bfloat16 check of a backend's suite `parity`, except on the variants in the module's `IN_BFLOAT16`: on
+    a `parity_only` variant, this check takes as long as all others.
     """
     for item in items:
         if isinstance(item, pytest.Function) and item.originalname.startswith("test_bfloat16_errs"):

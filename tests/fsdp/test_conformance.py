@@ -64,7 +64,8 @@ def mixtures(variant: Variant) -> list[Variant]:
 
 
 IN_BFLOAT16 = (FULL, ULYSSES, attrs.evolve(ROUTED, world_size=2))
-"""Variants on which `make test` measures the error in bfloat16; `make parity` measures it on all."""
+"""Variants on which `make test` measures the error in bfloat16. On the others only `make parity` does
+(`tests/conftest.py`)."""
 
 
 class TestFsdp(BackendConformance):

@@ -82,7 +82,8 @@ SPARSE = (
     parity_variant(routed(16, **{TP: 2, PP: 2, CP: 2, EP: 2, ETP: 2})),
 )
 IN_BFLOAT16 = (DATA, EXPERTS)
-"""Variants on which `make test` measures the error in bfloat16; `make parity` measures it on all."""
+"""Variants on which `make test` measures the error in bfloat16. On the others only `make parity` does
+(`tests/conftest.py`)."""
 
 
 class TestMegatron(BackendConformance):

@@ -178,7 +178,9 @@ class BackendConformance:
             # Class scope, so that all checks of one variant run in succession.
             metafunc.parametrize("variant", [_marked(v) for v in variants] or [none], scope="class")
         if "resumed" in metafunc.fixturenames:
-            none = pytest.param((), marks=pytest.mark.skip(reason="no pair of variants: see `resumes`"))
+            none = pytest.param(
+                (), marks=pytest.mark.skip(reason="`resumes` is empty, or no two world sizes share a checkpoint")
+            )
             pairs = [_marked(*pair) for pair in self._resumes()]
             metafunc.parametrize("resumed", pairs or [none])
 
