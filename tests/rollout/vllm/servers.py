@@ -29,7 +29,7 @@ from rl_rollout.vllm.tokens import Tokens
 T = TypeVar("T")
 TOKENS = Tokens(control="the control token of these tests")
 """The tokens of all shared servers."""
-_IN_CORE = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+IN_CORE = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 """Lets an engine of one rank compute in its core process, as on GPUs. On CPUs vLLM starts a worker process unless the
 executor is given as a class, and importing vLLM there takes a third of a start's processor time."""
 MAX_POSITIONS = 512
@@ -79,8 +79,8 @@ def engine_config(
         # On a busy machine a healthy server may not respond for a long time.
         "hung_after_s": 120.0,
         "start_timeout_s": 900.0,
-        "engine_init_kwargs": {"kv_cache_memory_bytes": 64 * 2**20},
         **engine,
+        "engine_init_kwargs": {"kv_cache_memory_bytes": 64 * 2**20, **engine.get("engine_init_kwargs", {})},
     }
     return from_mapping(
         {
@@ -106,7 +106,7 @@ def start_servers(*specs: EngineSpec) -> list[RunningServer]:
         num_ranks = ranks_per_engine(spec.options)
         places = await reserve_places(spec.num_engines, num_ranks, shares_devices=False, timeout_s=300)
         if num_ranks == 1:
-            spec = attrs.evolve(spec, init_kwargs={**spec.init_kwargs, **_IN_CORE})
+            spec = attrs.evolve(spec, init_kwargs={**spec.init_kwargs, **IN_CORE})
         servers = servers_of(spec, places, host="127.0.0.1", tokens=TOKENS)
         addresses = await asyncio.gather(*(server.start() for server in servers))
         return [

@@ -34,10 +34,11 @@ from tests.rollout.vllm.faults import (
     batch_of_requests,
     faults_of_shard,
 )
-from tests.rollout.vllm.servers import make_spec, write_model
+from tests.rollout.vllm.servers import IN_CORE, make_spec, write_model
 
 CLUSTERS: Mapping[str, Mapping[str, Any]] = {
     "two engines": {"num_engines": 2},
+    "two engines without workers": {"num_engines": 2, "engine_init_kwargs": IN_CORE},
     "tensor parallel": {"tensor_parallel_size": 2},
     "data parallel": {"data_parallel_size": 2},
 }
@@ -80,7 +81,7 @@ async def answered(client: RemoteInferenceClient, requests: Sequence[GenerateReq
 
 
 def test_a_hundred_faults_cover_every_phase_of_every_transport_with_every_kind_of_engine():
-    by_cluster = {kind: [fault for k, i in SHARDS if k == kind for fault in faults_of_shard(i)] for kind in CLUSTERS}
+    by_cluster = {kind: [fault for k, i in SHARDS if k == kind for fault in faults_of_shard(i)] for kind, _ in SHARDS}
     assert sum(map(len, by_cluster.values())) == 100
     phases = {*itertools.product(SYNC_PHASES, TRANSPORTS)}
     for faults in by_cluster.values():
@@ -118,7 +119,7 @@ async def test_a_sync_that_hangs_is_ended(within_s: float, given_up_s: float, er
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
+@pytest.mark.parametrize("cluster", ["two engines without workers"], indirect=True)
 async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Cluster):
     """The server dies when some requests are done. All requests return the same tokens as without the kill."""
     dice = random.Random(0)
@@ -157,7 +158,7 @@ FIVE = [
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
+@pytest.mark.parametrize("cluster", ["two engines without workers"], indirect=True)
 async def test_five_faults_lose_no_sample_and_serve_no_wrong_weights(cluster: Cluster):
     for number, fault in enumerate(FIVE):
         await cluster.survives(fault, f"five-{number}")
@@ -166,17 +167,17 @@ async def test_five_faults_lose_no_sample_and_serve_no_wrong_weights(cluster: Cl
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
-async def test_a_server_whose_worker_hangs_in_an_update_is_started_again(cluster: Cluster):
+@pytest.mark.parametrize("cluster", ["two engines without workers"], indirect=True)
+async def test_a_server_whose_core_hangs_in_an_update_is_started_again(cluster: Cluster):
     """During an update the core is busy and gets no heartbeats, so only the update's deadline notices the hang."""
     member, before = cluster.members[0], await pid(cluster, 0)
     files = FilesTransport()
     rendezvous = files.open(num_ranks=1, num_engines=1)
     asked = {"receiver": rendezvous.receiver, "data": dict(rendezvous.data), "adapter": None, "timeout_s": 3.0}
-    (worker,) = (await cluster.processes(member))["worker"]
+    (core,) = (await cluster.processes(member))["core"]
     connection = member.connection
     assert connection is not None
-    worker.suspend()
+    core.suspend()
     try:
         with pytest.raises(WeightSyncError, match="did not end within 3 s"):
             await connection.call("update_weights", {**asked, "version": cluster.version + 1}, timeout_s=60.0)
