@@ -11,17 +11,18 @@ Printed for each depth and bound, and for two scheduling rules of other projects
     time      duration of the run, divided by the time that the slower of trainer (with its weight syncs) and engines
               needs for 10,000 prompts when it never waits
     arrivals  duration of all steps, divided by a lower bound that follows from the times at which their groups finish:
-              if n groups of a step finish at time t or later, the step cannot end before t + n times the time of
-              scoring and training one group + the weight sync. A step's bound is the latest of these ends, for all t
-              since the previous step ended. In rows that are not streamed, the excess over 1 is the most that training
-              groups as they finish could save
+              if n groups of a step finish at time t or later, the step cannot end before t + n · (scoring and training
+              of one group) + one weight sync. A step's bound is the latest of these ends, for all t since the previous
+              step ended. In rows that are not streamed, the excess over 1 is an upper bound on what streaming could
+              save
     idle      share of the run's time in which the trainer waits for groups; share of the slots' time in which they
               generate nothing
     age       policy versions between a group's start and its training: mean, share of groups above one, maximum
     wasted    groups that finished but were not trained on, as a share of all groups that finished without failing
 
 Rows marked as streamed train groups as they finish (`trainer.stream_groups`). There, a batch is scored and trained in
-parts; each of the two calls for a part costs the part's share of the step's time for it, and 0.25 s more.
+parts. A part needs one call for scoring and one for training; a call takes the part's share of the whole batch's time,
+and 0.25 s more.
 
 The rate rule keeps at most (bound + 1) batches of groups under way: in generation, waiting or in training. It trains
 groups in the order in which they finish, so only the average age keeps to the bound. The rule "drop by age" does not
@@ -342,7 +343,7 @@ def simulate(
 
 
 def arrivals_bound(rows: Rows, finished: dict[int, float]) -> float:
-    """Lower bound of the steps' total seconds, given when their groups finished."""
+    """Lower bound on the steps' total seconds, computed from the times at which their groups finished."""
     each, begins, total = (SCORE_S + TRAIN_S) / GROUPS_PER_STEP, SYNC_S, 0.0
     for row, groups in zip(rows.rows, rows.groups, strict=True):
         latest_first = sorted((finished[group] for group in groups), reverse=True)

@@ -4,8 +4,9 @@ Tensor parallel 2 × pipeline 2, each stage on its own node. The nodes are two r
 are missing on a node are copied to it. Ranks are real Ray actors whose worker only checks the routes that it received.
 The two variants alternate within one run.
 
-    rank      route bytes that the ranks receive, divided by the route bytes of their own tokens and layers. Above 1
-              even with a stage's own layers: the routers of tensor ranks split the tokens, but each rank receives all
+    rank      route bytes that the ranks receive, divided by the route bytes of their own tokens and layers. It is
+              above 1 even if only a stage's own layers are sent: the routers of tensor ranks split the tokens, but each
+              rank receives the routes of all tokens
     node      route bytes that the nodes receive, divided by the route bytes of their own layers
     dispatch  the whole call: batch and routes are put into the object store and copied to the second node
     check     processor time in which a rank checks its routes, mean over ranks

@@ -228,7 +228,8 @@ def random_model(row: Published, directory: Path, tiny: bool) -> Path:
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Yields a list whose only element is the peak memory in MiB of the fullest GPU; empty without nvidia-smi."""
+    """Yields a list whose only element is the peak memory in MiB of the fullest GPU. Without nvidia-smi the list is
+    empty."""
     peak: list[int] = []
     ended = threading.Event()
 

@@ -1,9 +1,9 @@
 """Training step of a policy on one GPU with `FsdpWorker`: tokens per second, MFU and peak memory.
 
-Random models of the shapes of Qwen2.5 0.5B and 3B; sequences of 4,096 tokens, of which the first eighth is the prompt,
-packed into micro-batches of 32,768 tokens; bfloat16 with float32 parameters, gradient checkpointing, variable-length
-attention, log-probs in chunks, the PPO-clip loss, AdamW. One step trains on one mini-batch: `forward_backward` over all
-its micro-batches, then `optim_step`.
+The models have the shapes of Qwen2.5 0.5B and 3B and random weights. Sequences have 4,096 tokens, of which the first
+eighth is the prompt, and are packed into micro-batches of 32,768 tokens. The worker uses bfloat16 with float32
+parameters, gradient checkpointing, variable-length attention, log-probs in chunks, the PPO-clip loss and AdamW. One
+step trains on one mini-batch: `forward_backward` over all its micro-batches, then `optim_step`.
 
 MFU is the number of floating-point operations per second divided by the device's dense bfloat16 peak. Each token
 counts as 6 operations per parameter of the layers' weight matrices, plus 6 · layers · hidden size · length for causal

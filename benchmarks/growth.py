@@ -206,7 +206,7 @@ async def step_seconds(update: BatchUpdate, groups: list[FinishedGroup]) -> dict
 
 
 def rank_seconds(config: Config, group: FinishedGroup) -> float:
-    """Seconds of a forward and backward per sequence, measured on about `MEASURED_TOKENS` tokens."""
+    """Seconds of a forward and backward pass per sequence, measured on about `MEASURED_TOKENS` tokens."""
     from rl_fsdp import FsdpWorker
 
     length = len(group.trajectories[0].steps[0].tokens)

@@ -2,9 +2,9 @@
 
 Lengths are log-normal like those of reasoning responses (median 2,000 tokens, cut at 32,768). `worst/mean` is the load
 of the most loaded rank divided by the mean load: at 1.05, a rank with the mean load waits 5 % of its computing time.
-`bound` is an upper bound of it for the balancing partitions with these costs: 1 + largest cost / mean load. In the
-table of plans, `micro-batches` is the number per rank, and `fewest` a lower bound of it: the tokens (or sequences) of
-all ranks divided by the ranks and by the limit of a micro-batch, rounded up.
+`bound` is an upper bound on this ratio for the balancing partitions: 1 + largest cost / mean load. In the table of
+plans, `micro-batches` is the number of micro-batches per rank, and `fewest` is a lower bound on this number: the tokens
+(or sequences) of all ranks divided by the ranks and by the limit of a micro-batch, rounded up.
 
 Run: python benchmarks/layout.py
 """

@@ -1,7 +1,8 @@
 """Chunked log-probs and entropies compared with full logits at a realistic vocabulary size: memory and time.
 
-Each variant runs forward and backward in its own process. Memory is the growth of that process's peak resident size
-over inputs, weight and their gradients. Goals: at most 1/6 of the memory of full logits, at most 1.5 times their time.
+Each variant runs forward and backward in its own process. Memory is how much that process's peak resident size grows
+after the inputs, the weight and their gradients have been allocated. Goals: at most 1/6 of the memory and at most 1.5
+times the time that full logits need.
 
 Run: python benchmarks/logprobs.py [--tokens 4096] [--threads 1]
 """

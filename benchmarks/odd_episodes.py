@@ -1,4 +1,4 @@
-"""Episodes per second with 1 % each of environments that sleep, block, raise and hang, and without them.
+"""Episodes per second, with and without 1 % each of environments that sleep, block, raise and hang.
 
 Runs with and without these faulty environments alternate; the ratio shows what the faults cost the other episodes.
 

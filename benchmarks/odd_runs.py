@@ -40,7 +40,8 @@ from rl_examples.quickstart import recipe
 PROMPTS, SAMPLES = 250, 4
 STEP_S, DEADLINE_S = 0.2, 10.0
 TROUBLE = {3: "sleeps", 9: "blocks", 14: "raises", 20: "hangs"}
-"""Fault by the prompt's number modulo 25, in one of its four samples: 1 % of the samples each."""
+"""Fault by the prompt's number modulo 25. It affects one of the prompt's four samples, so each fault affects 1 % of the
+samples."""
 _NEVER = threading.Event()
 _samples: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
 """Counters of the environments made so far, by run and prompt."""

@@ -84,11 +84,11 @@ class Side:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, path, sizes, at_once, share_prefixes), daemon=True)
         self._process.start()
-        theirs.close()  # so that the end of the process ends a wait for its answer
+        theirs.close()  # so that waiting for an answer fails once the process has ended
         self.step()  # warms up
 
     def step(self) -> float:
-        """Processor seconds of one forward and backward."""
+        """Processor seconds of one forward and backward pass."""
         return self._ask("step")
 
     def peak_bytes(self) -> float:

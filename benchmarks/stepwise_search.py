@@ -3,9 +3,10 @@
     python -m benchmarks.stepwise_search
 
 The environment `search` plays scripted conversations of several searches, the same ones each time, with chat templates
-that keep earlier turns and with one that drops their thinking. One sequence has every token of a conversation once.
-Steps repeat their prompts, unless they continue each other and are merged (`generator.merge_stepwise_output`). Tokens
-are counted, not timed, so every run gives the same figures.
+that keep earlier turns and with one that drops their thinking. If a conversation is one sequence, the sequence has each
+token once. If it is split into steps, the prompt of each later step repeats the earlier turns, unless the step
+continues the previous one and is merged with it (`generator.merge_stepwise_output`). Tokens are counted, not timed, so
+every run gives the same figures.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def main() -> None:
     """Prints one row per case."""
     with tempfile.TemporaryDirectory() as directory:
         corpus = write_corpus(Path(directory) / "documents.jsonl")
-        print(f"{'conversation':<34} {'steps merged':>13} {'steps apart':>12}   (tokens, over those of one sequence)")
+        print(f"{'conversation':<34} {'steps merged':>13} {'steps apart':>12}   (tokens, relative to one sequence)")
         for says, template, observer in CASES:
             found = measure(template, observer, corpus)
             print(f"{says:<34} {found['merged']:>13.3f} {found['apart']:>12.3f}")

@@ -5,7 +5,7 @@ trainers start from the same model, get the same tokens and generate nothing; ti
 
 TRL pads every sequence to the longest prompt. It is measured with several micro-batch sizes (gradients accumulated over
 them), and its best time is compared. Our trainer's micro-batches have at most 8,192 tokens. Goal: at most 0.6 of TRL's
-time. The norms of the first gradients show that both compute the same.
+time. The norms of the first gradients show that both trainers compute the same gradient.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ def seconds_of(function: Callable[[], Any]) -> float:
 
 
 class TurnsOfOurs(TrainerCallback):
-    """Measures TRL's steps, and runs and measures one of our steps after each batch. The first of both warms up and is
-    not in the lists."""
+    """Measures TRL's steps, and runs and measures one of our steps after each batch. The first step of each trainer
+    warms up and is not in the lists."""
 
     def __init__(self, step: Callable[[], Any], num_updates: int):
         self._step = step
