@@ -161,7 +161,7 @@ CASES = (
     ),
     Case(
         name="async_r3",
-        says="a Qwen3-MoE, sampled while training goes on, trained along the engine's routes (router replay)",
+        says="a Qwen3-MoE, sampled while training goes on, trained with the engine's routes (router replay)",
         recipe="async_r3",
         at_least=0.8,
         max_rl_seconds=900.0,
@@ -169,7 +169,7 @@ CASES = (
     ),
     Case(
         name="lora",
-        says="LoRA of rank 16 at four times the learning rate; the embeddings stay what they were",
+        says="LoRA of rank 16 at four times the learning rate; the embeddings stay unchanged",
         overrides=(
             "trainer.max_training_steps=80",
             "trainer.policy.model.lora.rank=16",
@@ -195,7 +195,7 @@ CASES = (
             ("vllm_2_engines", "sampled by two vLLM servers", ()),
             (
                 "vllm_2_engines_async",
-                "sampled by two vLLM servers while training goes on: groups of up to two versions ago",
+                "sampled by two vLLM servers while training goes on: groups are up to two versions old",
                 ("trainer.max_staleness=2", "trainer.pipeline_depth=2"),
             ),
         )
@@ -300,7 +300,7 @@ CASES = (
         for name, says, overrides in (
             (
                 "guess_moe_async_r3",
-                "trained along the engine's routes (router replay)",
+                "trained with the engine's routes (router replay)",
                 (
                     "trainer.policy.fsdp_config.moe_enable_routing_replay=true",
                     "generator.inference_engine.enable_return_routed_experts=true",
@@ -327,7 +327,7 @@ CASES = (
             ("reasoning_gym", "a small model learns to spell words backward, scored by reasoning-gym"),
             ("gsm8k_turns", "a small model learns to solve word problems in three tries"),
             ("skyrl_gym", "a small model learns word problems in two turns of skyrl-gym's `gsm8k_multi_turn`"),
-            ("judge", "a small model learns to answer right and in a sentence, as a judge behind HTTP scores it"),
+            ("judge", "a small model learns to answer correctly and in a sentence, as a judge behind HTTP scores it"),
         )
         for seed in (0, 1)
     ),
@@ -382,13 +382,13 @@ CASES = (
             max_logprob_diff=1e-3,
         )
         for name, says, overrides in (
-            ("smollm2", "a pretrained model of 135M parameters learns to answer briefly and right", ()),
-            ("smollm2_lora", "the same by adapters of rank 16", ("trainer.policy.model.lora.rank=16",)),
+            ("smollm2", "a pretrained model of 135M parameters learns to answer briefly and correctly", ()),
+            ("smollm2_lora", "the same with adapters of rank 16", ("trainer.policy.model.lora.rank=16",)),
         )
     ),
     Case(
         name="smollm2_calculator",
-        says="a pretrained model of 135M parameters learns to call a calculator, by adapters of rank 16",
+        says="a pretrained model of 135M parameters learns to call a calculator, with adapters of rank 16",
         recipe="smollm2_calculator",
         at_least=0.75,
         max_rl_seconds=3600.0,
