@@ -7,10 +7,10 @@ changes it) and the recipe's mini-batch size. Sequence lengths are uniform betwe
 published mean; the first eighth of a sequence is its prompt. The two jobs are similar, not equal: read the ratio
 accordingly.
 
-Models are those of the recipes of the same name. Without --model they get random weights, which take the same time. On
-a machine with fewer GPUs than a row has, a pure data-parallel row runs with a proportional share of the batch. The row
-of four machines needs a Ray cluster and weights that all machines can read: --row qwen3_30b_a3b:megatron --gpus 32
---model DIRECTORY. Peak memory is the largest memory in use on any GPU of this machine; nvidia-smi is read about four
+A row's model is the model of the recipe with the same name. Without --model it gets random weights, which take the same
+time. On a machine with fewer GPUs than a row has, a pure data-parallel row runs with a proportional share of the batch.
+The row of four machines needs a Ray cluster and weights that all machines can read: --row qwen3_30b_a3b:megatron --gpus
+32 --model DIRECTORY. Peak memory is the largest memory in use on any GPU of this machine; nvidia-smi is read about four
 times a second.
 
 Run: python benchmarks/gpu_published_times.py [--row qwen2_5_3b:fsdp] [--steps 2] [--samples 5] [--model DIRECTORY]

@@ -8,7 +8,7 @@ verified all data. Loading the weights into the engine is the same for all trans
 
 Then delta syncs are measured, for a model that AdamW trains in float32 at a learning rate of 1e-6 and that is published
 in bfloat16. Printed after each of the first steps: the bytes sent relative to the weights' bytes, and the time of the
-sync relative to that of a full sync by the same transport.
+sync relative to the time of a full sync by the same transport.
 
 Run: python benchmarks/weight_sync.py [--mebibytes 512] [--bucket-mebibytes 32] [--rounds 5] [--steps 4]
 """
