@@ -222,7 +222,7 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
 def pass_at_k_advantages(
     scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None, *, k: int
 ) -> Tensor:
-    """The advantages of samples if k samples share one reward, which is 1 if any of them succeeds, else 0.
+    """The advantage of each sample if k samples share one reward: 1 if any of the k samples succeeds, else 0.
 
     A sample's advantage is the mean advantage of the k-subsets of its group that contain it. With n samples, c
     successes and q = C(n−c, k) / C(n, k), the subsets' rewards have mean R = 1 − q and deviation sqrt(q (1 − q)).

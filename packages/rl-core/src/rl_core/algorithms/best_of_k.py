@@ -53,8 +53,8 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
 
 
 def _second_best_weights(size: int, k: int) -> Tensor:
-    """Returns a matrix. Of the k-subsets that contain the sample of rank j (0: lowest score), entry [j, m] is the
-    fraction in which this sample is the best and the sample of rank m the second best."""
+    """Returns a matrix whose rows and columns are samples in the order of their scores, lowest first. Entry [j, m] is a
+    fraction of the k-subsets that contain sample j: those in which j is the best sample and m the second best."""
     total = math.comb(size - 1, k - 1)
     return torch.tensor(
         [[math.comb(m, k - 2) / total if m < j else 0.0 for m in range(size)] for j in range(size)],

@@ -197,7 +197,8 @@ def top_entropy_mask(entropies_T: Tensor, mask_T: Tensor, *, top_entropy_fractio
         top_entropy_fraction: in [0, 1].
 
     Returns:
-        bool [T]. Which of several tokens with equal entropy at the threshold are selected depends on `torch.topk`.
+        bool [T]. If several tokens have the same entropy at the threshold, `torch.topk` decides which of them are
+        selected.
     """
     require_between(0.0, 1.0, top_entropy_fraction=top_entropy_fraction)
     require_tokens(mask_T, entropies_T=entropies_T)

@@ -243,8 +243,8 @@ class Objective:
 
         Raises:
             RLError: the loss raised it, for example a ConfigError for a setting.
-            PluginError: the loss raised another error (the cause), or returned something other than a TokenLoss of T
-                values; or it declares that corrections scale it, but is not linear in the advantages.
+            PluginError: the loss raised another error (the cause), returned something other than a TokenLoss of T
+                values, or declares that corrections scale it although it is not linear in the advantages.
         """
         sequence_T = torch.tensor([0, 0, 1, 1])
         self._tried({name: _example(name) for name in self.required_columns}, sequence_T)

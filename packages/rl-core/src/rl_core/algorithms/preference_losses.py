@@ -209,7 +209,7 @@ class _Pairs(NamedTuple):
         return cls(pair_S, sign_S, torch.unique_consecutive(sequence_T, return_inverse=True)[1], mask_T)
 
     def margins(self, scores_S: Tensor) -> Tensor:
-        """[P], score of the preferred sequence minus that of the other; 0 without a preference."""
+        """[P], score of the preferred sequence minus score of the other sequence; 0 without a preference."""
         return group_sum(self.sign_S * scores_S, self.pair_S)
 
     def preferred(self, scores_S: Tensor) -> Tensor:
@@ -233,8 +233,8 @@ class _Pairs(NamedTuple):
     ) -> dict[str, Tensor]:
         """The columns of the loss: each token's slope, and its share of the pair's loss and metrics.
 
-        Metrics are later averaged over trained tokens. To make this a mean over pairs, a pair's metric is multiplied by
-        (trained tokens) / (pairs · trained tokens of the pair).
+        Metrics are later averaged over trained tokens. To make this average a mean over pairs, a pair's metric is
+        multiplied by (trained tokens) / (pairs · trained tokens of the pair).
         """
         tokens_P = group_sum(sequence_sum(self.mask_T, self.sequence_T).double(), self.pair_S)
         has_preference_P = group_sum(self.sign_S.abs(), self.pair_S) > 0

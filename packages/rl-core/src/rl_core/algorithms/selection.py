@@ -121,9 +121,9 @@ def dynamic_sampling_filter(
         zero_variance_filter_tol: scores with at most this spread count as equal; at least 0.
 
     Returns:
-        GroupSelection; incomplete, with the rows of all informative groups, if there are fewer than `num_groups` of
-        them. Metrics, each relative to all groups: `selection/zero_variance_groups` (without groups of one sample),
-        `selection/single_sample_groups`, `selection/surplus_groups`, `selection/kept_groups`.
+        GroupSelection. If fewer than `num_groups` groups are informative, it is incomplete and has the rows of all of
+        these groups. Metrics, each relative to all groups: `selection/zero_variance_groups` (without groups of one
+        sample), `selection/single_sample_groups`, `selection/surplus_groups`, `selection/kept_groups`.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
@@ -162,9 +162,10 @@ def dynamic_sampling_replace(
         zero_variance_filter_tol: scores with at most this spread count as equal; at least 0.
 
     Returns:
-        GroupSelection; incomplete, with the rows of the informative groups, if their fraction is below
-        `min_replace_ratio` or there are none. Metrics, each relative to all groups: `selection/zero_variance_groups`
-        (without groups of one sample), `selection/single_sample_groups`, `selection/replaced_groups`.
+        GroupSelection. If no group is informative, or their fraction is below `min_replace_ratio`, it is incomplete and
+        has only the rows of the informative groups. Metrics, each relative to all groups:
+        `selection/zero_variance_groups` (without groups of one sample), `selection/single_sample_groups`,
+        `selection/replaced_groups`.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.

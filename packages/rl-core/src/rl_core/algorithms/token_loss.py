@@ -134,7 +134,7 @@ def difference(logprobs_T: Tensor, anchor_logprobs_T: Tensor) -> Tensor:
 
 
 def at_least_float32(logprobs_T: Tensor) -> Tensor:
-    """Converts 16-bit log-probs to float32. In float16 a ratio could overflow. Above 1, the next bfloat16 number is
+    """Converts 16-bit log-probs to float32. In float16 a ratio could overflow. The next bfloat16 number above 1 is
     1.0078, so a bfloat16 ratio could not be compared with bounds like GSPO's."""
     return logprobs_T.to(torch.promote_types(logprobs_T.dtype, torch.float32))
 

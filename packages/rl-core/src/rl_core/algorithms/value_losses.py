@@ -14,8 +14,8 @@ from rl_core.algorithms.token_loss import TokenLoss, masked, require_tokens
 def value_clip_loss(
     predicted_values_T: Tensor, values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, value_clip: float = 0.2
 ) -> TokenLoss:
-    """The larger of two squared errors to the returns: that of the prediction, and that of the prediction after
-    clipping it to ±value_clip around the value at the start of the update.
+    """The larger of two squared errors to the returns: the prediction's error, and the error of the prediction clipped
+    to ±value_clip around the value at the start of the update.
 
     loss_t = ½ max((v_t − R_t)², (values_t + clip(v_t − values_t, ±value_clip) − R_t)²).
     Source: Engstrom et al. 2020, arXiv 2005.12729, section 3 (value function clipping of PPO's reference code).
