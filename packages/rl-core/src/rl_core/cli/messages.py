@@ -20,8 +20,8 @@ def say(message: object, *, err: bool = True, **style: Any) -> None:
 
 
 def discard_unwritten() -> None:
-    """Discards what a standard stream could not write. Otherwise the interpreter tries again when it ends, fails, and
-    exits with 120."""
+    """Discards what a standard stream could not write. Otherwise, the interpreter would try to write it again at the
+    end, fail, and exit with 120."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:  # closed before the command began
             continue

@@ -87,7 +87,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
     """Checks that every named plug-in and function can be imported and accepts the configuration. Imports torch.
 
     Args:
-        chosen: keys that the user set. Only these cause a warning if they have no effect; None: all keys do.
+        chosen: keys that the user set. Only these cause a warning if they have no effect; None: all keys can cause one.
 
     Raises:
         ConfigError, PluginError: a plug-in cannot be imported, or refuses the configuration.

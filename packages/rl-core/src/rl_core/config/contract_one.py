@@ -129,8 +129,8 @@ class _GeneratorSection(GeneratorConfig, GeneratorKeys):
 
 
 def contract_one_config(config: Config) -> Config:
-    """The configuration with every key in its version-1 location. If only one of engine and generator follows version
-    1, the configuration contains those options of the other that version 1 had."""
+    """The configuration with every key in its version-1 location. If only the engine or only the generator follows
+    version 1, the configuration also has those options of the other plug-in that existed in version 1."""
     engine = config.generator.inference_engine
     engine = _EngineSection(**_fields(engine), **_keys(EngineKeys, engine.options))
     fields = _fields(config.generator) | {"inference_engine": engine}

@@ -211,8 +211,8 @@ def _gather_directories(config: Config, mistakes: Mistakes) -> None:
 
 
 def why_not_created(directory: Path) -> str | None:
-    """Why the absolute path is not a directory in which this user may create files, and cannot become one. None if it
-    is or can."""
+    """Why this user cannot create files in the directory at this absolute path, even after creating the directory if it
+    is missing. None if the user can."""
     for path in (directory, *directory.parents):
         try:
             is_directory = stat.S_ISDIR(path.stat().st_mode)

@@ -109,7 +109,7 @@ PATHS = (
     "data.val_data",
 )
 """In the values of these keys, a leading `~` means the home directory, and `${key.path}` means the value of another
-key, which may be a derived one unless it is a key further down in this list."""
+key. Values of keys further up in this list, or not in it, may be derived ones."""
 
 _SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron", "deepspeed_config": "rl-deepspeed"}
 
@@ -186,7 +186,7 @@ def expanded(config: Config, key: str, text: Any) -> Any:
 
 
 def unresolved(config: Config) -> Config:
-    """The configuration with None for every value that equals what its rule derives, so that these values are derived
+    """The configuration with None for every value that its rule would derive too, so that these values are derived
     again when another key changes."""
     for rule in reversed(RULES):  # a rule reads keys of earlier rules, which must still have their values
         without = with_value(config, rule.key, None)
@@ -216,8 +216,8 @@ def unread_sections(config: Config) -> dict[str, str]:
 
 def section_class(strategy: str) -> Callable[[str], type | None]:
     """Returns a function that finds the options class of a `<backend>_config` section by its name. This function
-    returns None if there is no such section, and `dict` if the section's backend is known but not installed, or if the
-    selected backend cannot be loaded and the section may belong to it."""
+    returns None if there is no such section. It returns `dict` if the section's backend is known but not installed. It
+    also returns `dict` if the section may belong to a selected backend that cannot be loaded."""
 
     def find(section: str) -> type | None:
         if not section.endswith("_config"):

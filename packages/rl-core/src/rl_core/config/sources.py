@@ -110,8 +110,8 @@ def from_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> C
 
 
 def origins(loaded: Loaded) -> Iterator[Origin]:
-    """Every key of the resolved configuration with its source, in the order of the classes. For keys whose default is
-    that of the loss or the estimator, yields this default, which requires importing both."""
+    """Every key of the resolved configuration with its source, in the order of the classes. For keys whose default
+    comes from the loss or the estimator, yields that default, which requires importing these functions."""
     rules = {rule.key: rule.text for rule in RULES}
     unread = plugin_options.unread_keys(loaded.config) | _unread_of_backends(loaded)
     of_functions = function_defaults(loaded.config)

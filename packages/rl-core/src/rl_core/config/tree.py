@@ -132,7 +132,8 @@ class PlacementConfig:
     """GPUs (or ranks) per machine for the critic. None: as for the policy."""
     colocate_all: bool = True
     """Engine and models (the critic too) share devices and take turns on them: while idle, each frees its memory there
-    if it can. With `trainer.pipeline_depth` above 0, the engine never does, because it also samples during training."""
+    if it can. With `trainer.pipeline_depth` above 0, the engine keeps its memory, because it also samples during
+    training."""
 
     @property
     def policy_shape(self) -> tuple[int, int]:
@@ -281,7 +282,7 @@ class AlgorithmConfig:
     entropy_loss_coef: float = 0.01
     """Coefficient of the entropy bonus."""
     temperature: float | None = None
-    """Logits are divided by this when log-probs are computed. None: `generator.sampling_params.temperature`."""
+    """Logits are divided by this value when log-probs are computed. None: `generator.sampling_params.temperature`."""
     zero_variance_filter: bool = False
     """Drop groups whose samples all have the same reward, without sampling replacements."""
     off_policy_correction: OffPolicyCorrectionConfig = attrs.field(factory=OffPolicyCorrectionConfig)
@@ -344,7 +345,7 @@ class TrainerConfig:
     """CPU threads of each rank, and of the engine `local`. None: OMP_NUM_THREADS, else all cores, which the processes
     of a machine's ranks share equally."""
     max_staleness: int = 0
-    """How many weight versions old a group may be when it is trained on. 0: synchronous; 1: one step off-policy; more:
+    """Largest age, in weight versions, of a group that is trained on. 0: synchronous; 1: one step off-policy; more:
     asynchronous."""
     pipeline_depth: int | None = None
     """How many steps generation runs ahead of training, at most `max_staleness`. A group starts only if this step's
@@ -505,8 +506,8 @@ class WeightVerificationConfig:
     """Before the first step, add noise to every trained parameter, enough to change the log-probs; sync and compare;
     restore the weights; sync and compare again. A tensor that does not reach an engine stops the run."""
     interval: int = 10
-    """Steps between comparisons. The first sync of a process and that of a restarted engine are compared too. 0: only
-    those of `prove_at_start` and of restarted engines."""
+    """Steps between comparisons. There is also a comparison after the first sync of a process or of a restarted engine.
+    0: only `prove_at_start` and restarted engines cause comparisons."""
     num_tokens: int = 256
     """Number of random tokens whose log-probs are compared, rounded up to whole sequences; the seed of the run
     determines them."""
@@ -537,8 +538,8 @@ class InferenceEngineConfig:
     need more than half of its bytes. Ranks and engines keep a copy of the weights in CPU memory. Useful for bfloat16
     weights over a slow network (docs/weight_sync.md)."""
     weight_sync_whole_interval: int = 20
-    """With `weight_sync_delta`: every n-th sync sends all weights. The first sync and the first after a failure always
-    do."""
+    """With `weight_sync_delta`: every n-th sync sends all weights. The first sync, and the first sync after a failure,
+    always send all weights."""
     weight_bucket_bytes: int = 268435456
     """Largest size of one bucket of weights, in bytes. A larger tensor gets a bucket of its own."""
     weight_sync_pause_mode: Literal["keep", "abort", "wait"] = "keep"
@@ -690,7 +691,7 @@ class Config:
 
     @property
     def temperature(self) -> float:
-        """Logits are divided by this when log-probs are computed."""
+        """The value by which logits are divided when log-probs are computed."""
         return resolved("trainer.algorithm.temperature", self.trainer.algorithm.temperature)
 
     @property

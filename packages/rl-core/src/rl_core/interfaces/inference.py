@@ -67,8 +67,8 @@ class Completion:
     tokens: tuple[int, ...]
     """The sampled tokens, including a stopping token."""
     logprobs: tuple[float, ...]
-    """One log-prob per token, under the distribution from which the token was sampled; at temperature 0, under that of
-    temperature 1."""
+    """One log-prob per token, under the distribution from which the token was sampled; for temperature 0, under the
+    distribution at temperature 1."""
     policy_versions: tuple[int, ...]
     """The weight version that sampled each token."""
     stop_reason: StopReason
@@ -272,7 +272,7 @@ class EngineSpec:
     init_kwargs: Mapping[str, Any]
     """`engine_init_kwargs`: additional arguments for the library that the engine uses."""
     shares_devices: bool
-    """Whether training uses the same devices. The engine then frees them between phases (see `Sleepable`)."""
+    """Whether training uses the same devices. If so, the engine frees their memory between phases (see `Sleepable`)."""
     seed: int
     """Seed of the run. Each request has its own seed."""
     num_threads: int | None
@@ -380,8 +380,8 @@ class HostSharing(Protocol):
 
 @runtime_checkable
 class InferencePlugin(Protocol):
-    """Creates an engine and its client: the object of an entry point of `rl_core.inference`. Its module must not import
-    torch. A plug-in that declares keys is also `Configurable`."""
+    """Creates an engine and its client. It is the object of an entry point of `rl_core.inference`. Its module must not
+    import torch. A plug-in that declares keys is also `Configurable`."""
 
     @property
     def contract_version(self) -> int: ...
