@@ -18,8 +18,8 @@ from rl_core.errors import ConfigError, nearest
 
 KL_LIMIT = 10.0
 """The estimate of a token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this value, in nats. Beyond this
-limit, only the `+` forms and, through its ratio, `k3_unbiased` have a gradient, until a log-ratio reaches its own limit
-(`token_loss.LOG_RATIO_LIMIT`)."""
+limit, only the `+` forms and `k3_unbiased` (through its ratio) have a gradient. It ends where a log-ratio reaches its
+own limit (`token_loss.LOG_RATIO_LIMIT`)."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased")
 UNBIASED = "k3_unbiased"
@@ -38,7 +38,7 @@ def estimate_kl(
 
     With d = logprobs − ref_logprobs, clamped to ±LOG_RATIO_LIMIT:
     k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, and abs = |d|, each clamped to ±KL_LIMIT.
-    With the suffix `+`, the value is the same as without it, and the gradient is that of d²/2, i.e. d · ∇logprobs.
+    With the suffix `+`, the value is the same as without it, and the gradient is the gradient of d²/2: d · ∇logprobs.
     k3_unbiased = r · k3 with r = exp(logprobs − old_logprobs). The log-ratio is clamped to ±LOG_RATIO_LIMIT and k3 to
     ±KL_LIMIT, but not their product; r carries gradient.
     Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); their gradients: Tang & Munos 2025, arXiv

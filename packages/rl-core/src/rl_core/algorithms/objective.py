@@ -60,8 +60,8 @@ class Objective:
     off_policy_sequence_mask: float | None = None
     """`delta` of `off_policy_mask.off_policy_sequence_mask`, which masks tokens of the policy loss. None: no mask."""
     old_is_current: bool = False
-    """Use the current log-probs, detached, as `old_logprobs`. Correct only while the weights are those of the start of
-    the update. If True, a call does not read the column `old_logprobs`; `prepare` may still read it."""
+    """Use the current log-probs, detached, as `old_logprobs`. Correct only until the first optimizer step of the update
+    has changed the weights. If True, a call does not read the column `old_logprobs`; `prepare` may still read it."""
 
     def __post_init__(self) -> None:
         require_kl_estimator(self.kl_estimator)
@@ -259,7 +259,7 @@ class Objective:
 
         This is tried on twelve tokens of three sequences. Some have a probability ratio below 0.8 or above 1.2, where
         losses usually clip. The columns from `prepare` are not recomputed for the scaled advantages. If the loss fails,
-        this raises the same errors as `try_out`.
+        the errors are those of `try_out`.
         """
         generator = torch.Generator().manual_seed(0)
         sequence_T = torch.arange(3).repeat_interleave(4)

@@ -121,8 +121,8 @@ def dynamic_sampling_filter(
         zero_variance_filter_tol: scores with at most this spread count as equal; at least 0.
 
     Returns:
-        GroupSelection. If fewer than `num_groups` groups are informative, it is incomplete and has the rows of all of
-        these groups. Metrics, each relative to all groups: `selection/zero_variance_groups` (without groups of one
+        GroupSelection. If fewer than `num_groups` groups are informative, the selection is incomplete and has the rows
+        of all of them. Metrics, each relative to all groups: `selection/zero_variance_groups` (without groups of one
         sample), `selection/single_sample_groups`, `selection/surplus_groups`, `selection/kept_groups`.
 
     Raises:
@@ -162,8 +162,8 @@ def dynamic_sampling_replace(
         zero_variance_filter_tol: scores with at most this spread count as equal; at least 0.
 
     Returns:
-        GroupSelection. If no group is informative, or their fraction is below `min_replace_ratio`, it is incomplete and
-        has only the rows of the informative groups. Metrics, each relative to all groups:
+        GroupSelection. If the fraction of informative groups is 0 or below `min_replace_ratio`, the selection is
+        incomplete and has only the rows of the informative groups. Metrics, each relative to all groups:
         `selection/zero_variance_groups` (without groups of one sample), `selection/single_sample_groups`,
         `selection/replaced_groups`.
 

@@ -28,7 +28,8 @@ ALIASES = {
 """Alternative spelling → key; accepted without a warning."""
 
 MODELS_OF = {"train": ("policy", "critic"), "eval": ("ref",)}
-"""`<backend>_config.train.<key>` sets the key in the backend section of each model of `train`; likewise `eval`."""
+"""`<backend>_config.train.<key>` sets the key in the backend section of each model that is listed here for `train`. The
+same holds for `eval`."""
 
 VALUE_ALIASES: Mapping[tuple[str, Any], Any] = {
     ("trainer.strategy", "fsdp2"): "fsdp",

@@ -334,7 +334,7 @@ class TrainerConfig:
     it and `use_sample_packing` is on."""
     gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory for about a third more computation. `selective` keeps the
-    results of matrix products and attention: little extra computation, and memory between that of false and true."""
+    results of matrix products and attention: little extra computation, with a memory use between false and true."""
     bf16: bool = True
     """Compute in bfloat16; trained parameters stay float32. False: compute in float32."""
     logprobs_chunk_size: int = 1024

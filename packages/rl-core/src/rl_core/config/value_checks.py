@@ -202,8 +202,8 @@ def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
 def gather_out_of_bounds(
     config: Config, mistakes: Mistakes, *, is_read: Callable[[str], bool] = lambda key: True
 ) -> None:
-    """Records every key for which `is_read` is true and whose value is out of bounds. Skips keys that are None, as some
-    are before `resolve`, and keys whose value equals the one that their rule derives from another key."""
+    """Records every key for which `is_read` is true and whose value is out of bounds. Skips keys that are None (some
+    are, before `resolve`) and keys with the value that their rule derives from another key."""
     bounded = {*BOUNDS, *LARGEST, *FINITE, *ABOVE_ZERO}
     for rule in RULES:
         if rule.key in bounded and value_at(config, rule.key) == rule.value(config):

@@ -299,8 +299,8 @@ class ServedModel:
 
 @runtime_checkable
 class ModelServing(Protocol):
-    """An engine plug-in whose engines can serve models besides the policy to environments: the model without the
-    policy's adapter, or with another one."""
+    """An engine plug-in whose engines can also serve environments a model other than the policy: the base model alone,
+    or the base model with another adapter."""
 
     def require_servable(self, spec: EngineSpec, adapter: Path | None) -> None:
         """Raises ConfigError if engines started with `spec` cannot serve the model. Called before any process is
