@@ -18,8 +18,8 @@ from rl_core.errors import ConfigError, nearest
 
 KL_LIMIT = 10.0
 """The estimate of a token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this value, in nats. Beyond this
-limit, only the `+` forms and `k3_unbiased` (through its ratio) have a gradient. It ends where a log-ratio reaches its
-own limit (`token_loss.LOG_RATIO_LIMIT`)."""
+limit, only the `+` forms and `k3_unbiased` (through its ratio) have a gradient. This gradient ends where a log-ratio
+reaches its own limit (`token_loss.LOG_RATIO_LIMIT`)."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased")
 UNBIASED = "k3_unbiased"

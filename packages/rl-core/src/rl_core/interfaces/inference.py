@@ -235,7 +235,7 @@ class LossDetecting(Protocol):
     """A client that restarts failed engines, and detects whether one failed during an update."""
 
     async def has_lost_engines(self) -> bool:
-        """Returns whether an engine or the connection to it was lost during an update, so that another update may
+        """Returns whether an engine or the connection to it was lost during an update. If so, another update may
         succeed. Called after a failed update. An engine can fail its part of an update before its death is detected, so
         this method waits as long as detection may take. If no engine is left, it returns when one has restarted.
 
@@ -380,7 +380,7 @@ class HostSharing(Protocol):
 
 @runtime_checkable
 class InferencePlugin(Protocol):
-    """Creates an engine and its client. It is the object of an entry point of `rl_core.inference`. Its module must not
+    """The object of an entry point of `rl_core.inference`, which creates an engine and its client. Its module must not
     import torch. A plug-in that declares keys is also `Configurable`."""
 
     @property
