@@ -1,5 +1,5 @@
-"""The contract of plug-ins that declare configuration keys (`Configurable`), and validators for these keys. Their
-errors have the same form as errors about the core's keys."""
+"""The contract of plug-ins that declare configuration keys (`Configurable`), and validators for these keys. The
+validators' errors have the same form as errors about the core's keys."""
 
 from __future__ import annotations
 

@@ -112,9 +112,9 @@ class Placement(Protocol):
     def placement(self) -> PlacementKind:
         """`in_process`: all episodes share one event loop, so the environment must never block it. `thread`: each
         episode has its own thread and event loop, in which the environment is also created. The environment may block,
-        and must lock objects that it shares with other threads. `process`: each episode has a process, which
-        later episodes use again; factory, row, options and results must be picklable. A generator raises ConfigError
-        for a placement that it does not support."""
+        and must lock objects that it shares with other threads. `process`: each episode has its own process, which
+        later episodes reuse; factory, row, options and results must be picklable. A generator raises ConfigError for a
+        placement that it does not support."""
         ...
 
 
@@ -189,8 +189,8 @@ class Trajectory:
     end: TrajectoryEnd = "done"
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     greedy_reward: float | None = None
-    """Reward of the greedy answer to the same prompt. The loop generates this answer and sets the field if the
-    estimator reads it."""
+    """Reward of the greedy answer to the same prompt. If the estimator reads this field, the loop generates the answer
+    and sets the field."""
     failure: str | None = None
     """Why the rollout failed: exception type and message, with file and row. A failed rollout never counts as a rollout
     with reward 0."""
@@ -284,7 +284,7 @@ class GeneratorSpec:
     environment_timeout_s: float
     """Longest time that one call of an environment may take."""
     environment_placement: PlacementKind | None = None
-    """Where environments run. None: where each environment declares (`Placement`)."""
+    """Where environments run. None: each environment declares its own placement (`Placement`)."""
     environment_workers: int | None = None
     """Threads or processes for environments. None: the generator decides."""
     num_samples: int = 1

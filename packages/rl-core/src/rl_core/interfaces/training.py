@@ -172,9 +172,10 @@ class LossSpec:
     params: Mapping[str, Any] = attrs.field(factory=dict)
     """The function's keyword parameters."""
     kl_coef: float = 0.0
-    """Coefficient of the KL to the reference. 0: no such term, so `ref_logprobs` is not read for it."""
+    """Coefficient of the KL to the reference. 0: no such term, and `ref_logprobs` is not read to compute it."""
     kl_estimator: str = "k3"
-    """k1, k2, k3 or abs; with the suffix `+` the straight-through form, whose gradient is unbiased; or k3_unbiased."""
+    """k1, k2, k3, abs or k3_unbiased. The first four may have the suffix `+`, which selects the straight-through form,
+    whose gradient is unbiased."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus. 0: no such term."""
     off_policy_sequence_mask: float | None = None
@@ -488,7 +489,7 @@ class Backend(Protocol):
 
     def mesh(self, options: Any, world_size: int) -> Mesh:
         """Returns the mesh of `world_size` ranks. Raises ConfigError if the options do not fit this number of ranks;
-        the message names the nearest mesh that does."""
+        the message names the nearest mesh that fits."""
         ...
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
@@ -562,7 +563,7 @@ class RouteRecording(Protocol):
     """A backend that can route the policy's tokens to the experts that its own scoring pass chose."""
 
     def records_routes(self, options: Any) -> bool:
-        """Whether the policy's options enable this. Every batch then needs a scoring pass."""
+        """Whether the policy's options enable this routing. Every batch then needs a scoring pass."""
         ...
 
 

@@ -65,7 +65,8 @@ class WeightBucket:
         return sum(part.nbytes for part in self.parts) if self._data is None and self.parts else self.data.numel()
 
     def taken(self) -> None:
-        """Releases `parts`. The consumer calls this when it has used them, so that the bucket is never packed."""
+        """Releases `parts`, so that the bucket is never packed. The consumer calls this method after it has used the
+        parts."""
         if self.parts is not None:
             object.__setattr__(self, "parts", ())
 
@@ -104,9 +105,9 @@ class Rendezvous:
     adapter: Mapping[str, Any] | None = None
     """`LoraConfig.peft_config`, if the sync sends only a low-rank adapter. Transports do not read it."""
     delta: Mapping[str, Any] | None = None
-    """None unless both sides keep the weights so that later syncs can send only changes. If set, it contains `id`,
-    which is unique to this sync, and `base`, the id of the sync to whose weights the changes are applied (None if this
-    sync sends whole weights). See `rl_core.rank_kit.weight_deltas`. Transports do not read it."""
+    """Set if both sides keep the weights, so that later syncs can send only changes; otherwise None. Contains `id`,
+    which is unique to this sync, and `base`: the id of the sync to whose weights the changes are applied, or None if
+    this sync sends whole weights. See `rl_core.rank_kit.weight_deltas`. Transports do not read it."""
     is_staged: bool = True
     """The transport's `WeightTransport.is_staged`, set by `publish_weights`. If False, either all engines get the
     version or none does, so a client raises as soon as one of them fails."""

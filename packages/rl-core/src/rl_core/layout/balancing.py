@@ -64,9 +64,10 @@ def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
 
     Bound: the parts' sums differ by at most the largest cost M. Proof: let L be a part's sum, r the number of items
     that it still has room for, and c the cost of the next item. For any two parts, |L − L'| and |(L + r·c) − (L' +
-    r'·c)| are 0 before the first item, and both stay at most M. The second: adding the item to its part leaves L + r·c
-    unchanged; c never increases, and the difference is linear in c and at most M for c = 0. The first: between two
-    parts with room, as for greedy. If the part with sum L' is full, r' = 0, so L + c ≤ L + r·c ≤ L' + M.
+    r'·c)| are 0 before the first item, and both stay at most M. For the second difference: adding the item to its part
+    leaves L + r·c unchanged; c never increases, and the difference is linear in c and at most M for c = 0. For the
+    first difference: two parts with room differ as in `greedy_partition`. If the part with sum L' is full, r' = 0, so L
+    + c ≤ L + r·c ≤ L' + M.
     """
     costs_N = _checked(costs_N, num_parts)
     part_N = np.empty(len(costs_N), np.int64)

@@ -5,7 +5,7 @@ Step k+1 of an agent usually begins with the whole text of step k, and training 
 The model is causal: its output at a token depends only on the tokens before it. So one pass over the last step's text
 gives the outputs of all steps. Each token's columns are taken from the first step that contains the token; if the token
 was sampled, that step sampled it. Routed experts are taken from the last step, whose input contains every token except
-its own last one, so routes of a later turn replace those of earlier turns.
+the step's last token. So routes of a later turn replace routes of earlier turns.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _merge(chains: list[list[int]], offsets: IntArray) -> PrefixMerge:
     rows = np.array([row for chain in chains for row in chain], np.int64)
     ends = np.cumsum([len(chain) for chain in chains])
     last_step = rows[ends - 1]
-    # A step adds the tokens after those of the step before it; the first step of a chain adds all.
+    # A step adds the tokens that follow the previous step's tokens; the first step of a chain adds all its tokens.
     before = np.concatenate([[0], lengths[rows[:-1]]])
     before[ends[:-1]] = 0
     return PrefixMerge(

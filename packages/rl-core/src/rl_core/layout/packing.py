@@ -143,8 +143,8 @@ def _largest_micro_batch_first(micro_batches: list[IntArray], lengths_N: IntArra
 
 
 def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Packs each item, largest first, into the bin with the fewest tokens. The bins are balanced, but this may find no
-    packing although one exists."""
+    """Packs each item, largest first, into the bin with the fewest tokens. The bins are balanced, but this method may
+    find no packing although a packing exists."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [slots] * num_bins
     heap = [(0, b) for b in range(num_bins)]
@@ -161,8 +161,8 @@ def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, s
 
 
 def _first_fit(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Packs each item, largest first, into the first bin with room for it. If slots never limit, this needs at most
-    about 11/9 of the smallest possible number of bins. The bins are not balanced."""
+    """Packs each item, largest first, into the first bin with room for it. If slots are no limit, the packing needs at
+    most about 11/9 of the smallest possible number of bins. The bins are not balanced."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens, room = [0] * num_bins, [slots] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

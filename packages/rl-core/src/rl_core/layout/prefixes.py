@@ -19,8 +19,8 @@ _LEAST_SAVED = 16
 """A prefix is shared only if sharing it saves the computation of at least this many tokens over all its sequences. For
 fewer tokens, the additional call of the attention kernel costs more time than sharing saves."""
 _REPEATED = 0.01
-"""A sequence starts a new family if the number of tokens that it shares with earlier sequences is at most this fraction
-of the number of tokens computed so far for the current family."""
+"""A sequence starts a new family if it shares few tokens with earlier sequences: at most this fraction of the tokens
+computed so far for the current family."""
 _PARTS_OF_A_SHARE = (2.0, 1.5, 1.0, 0.5, 0.25)
 """Limits of a family's size to try, as multiples of a rank's equal share of the tokens. If a family is cut, each part
 computes the shared tokens again, so the best limit is often above 1."""
@@ -152,8 +152,8 @@ def _largest_load(tokens: list[int], num_ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InputCells:
-    """The model's input for predicting the tokens of a stream: the cells of a `PrefixForest` without those that predict
-    nothing, which are the last cells of nodes without children. Nodes have the same meaning as in `PrefixForest`."""
+    """The model's input for predicting the tokens of a stream: the cells of a `PrefixForest`, without those that
+    predict nothing (the last cells of nodes without children). Nodes have the same meaning as in `PrefixForest`."""
 
     index_C: IntArray
     """[C] stream index of one of the tokens in each cell; −1 for padding."""

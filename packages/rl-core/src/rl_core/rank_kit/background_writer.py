@@ -29,8 +29,7 @@ class BackgroundWriter:
         self._finish: Callable[[Any], None] = lambda result: None
 
     def start(self, directory: Path, write: Callable[[], Future[Any]], finish: Callable[[Any], None]) -> None:
-        """Begins to write a state. All ranks call it together. If the state cannot be started on one of them, all raise
-        the same error.
+        """Begins to write a state. All ranks call it together. If one rank cannot begin, all raise the same error.
 
         Args:
             directory: the state's directory; it is created.
@@ -40,7 +39,7 @@ class BackgroundWriter:
         Raises:
             WorkerError: the previous state is still being written.
             CheckpointError: this state cannot be written, or the previous state could not be written. After `is_done`
-                has reported that the disk was full, `start` does not report that state again.
+                has reported that the disk was full, `start` does not report this error again.
             RuntimeError: another rank was lost while the previous state was being written.
         """
 

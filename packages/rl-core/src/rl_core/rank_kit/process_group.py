@@ -97,8 +97,8 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def agree(act: Callable[[], T]) -> T:
-    """Calls `act` on every rank and returns this rank's result. If any rank raises an RLError, all ranks raise that of
-    the lowest failing rank. Without a process group, and in a rehearsal, only calls `act` on this rank."""
+    """Calls `act` on every rank and returns this rank's result. If any rank raises an RLError, all ranks raise the
+    error of the lowest failing rank. Without a process group, and in a rehearsal, only calls `act` on this rank."""
     if _runs_alone():
         return act()
     result, error = None, None
