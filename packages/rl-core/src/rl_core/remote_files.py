@@ -83,8 +83,8 @@ def remove(directory: str) -> None:
 
 
 def _found(path: str) -> tuple[Any, str]:
-    """The file system of an address, and the path in it. Some stores connect to create it, so this raises the same
-    errors as requests."""
+    """The file system of an address, and the path in it. Some stores connect when their file system is created, so this
+    function raises the same errors as requests."""
     try:
         import fsspec
     except ImportError as error:
@@ -98,7 +98,7 @@ def _found(path: str) -> tuple[Any, str]:
 
 @contextmanager
 def _asked(path: str) -> Iterator[None]:
-    """Converts a store's errors into ConfigError, except OSError. A store's library may raise any exception if the
+    """Converts a store's errors, except OSError, into ConfigError. A store's library may raise any exception if the
     network fails, a permission is missing or the bucket does not exist."""
     try:
         yield

@@ -15,7 +15,7 @@ from rl_core.interfaces import RankInfo
 
 T = TypeVar("T")
 JOINS_OPEN_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-"""Environment variables of ranks that meet at an `open_store`."""
+"""Environment variables of ranks that meet at the store of `open_store`."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """The controller usually stops hanging ranks much earlier (`trainer.worker_silence_s`). This timeout ends ranks whose
 controller has died."""
@@ -35,8 +35,8 @@ def open_store() -> TCPStore:
     """Opens the store at which the ranks of a group meet, on a free port (its attribute `port`). The store closes when
     the returned object is deleted.
 
-    Ranks join the store as clients if their environment contains `JOINS_OPEN_STORE`, as with torchrun. Without that,
-    rank 0 would open a store on a port that another process may have taken since the port was chosen.
+    Ranks join the store as clients if their environment contains `JOINS_OPEN_STORE`, as with torchrun. Otherwise, rank
+    0 would open a store on a port that another process may have taken since the port was chosen.
     """
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 

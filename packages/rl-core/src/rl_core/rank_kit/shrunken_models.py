@@ -94,15 +94,15 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _few(count: int, most: int) -> int:
-    """Returns `count` if it is at most `most`. A larger count becomes `most` if it is even, and 3 if it is odd, because
-    2 and 4 must not divide the result either."""
+    """Returns `count` if it is at most `most`. A larger even count becomes `most`, and a larger odd count becomes 3,
+    because 2 and 4 must not divide the result of an odd count."""
     return count if count <= most else (3 if count % 2 else most)
 
 
 def _hidden_size(config: Mapping[str, Any], small_heads: int) -> int:
-    """Returns the small model's hidden size. The hidden size per head equals the head size if it does in the model and
-    attention is not latent; otherwise, the two differ. Adds a remainder if the model's hidden size is not a multiple of
-    its number of heads."""
+    """Returns the small model's hidden size. The hidden size per head equals the head size if they are equal in the
+    model and attention is not latent; otherwise, they differ. Adds a remainder if the model's hidden size is not a
+    multiple of its number of heads."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     per_head = hidden // heads

@@ -93,7 +93,7 @@ def _size(steps: np.ndarray, width: int, word_bytes: int) -> int:
 
 
 def _filled(steps: np.ndarray, width: int) -> np.ndarray:
-    """Splits each distance that does not fit into `width` bytes into several that do."""
+    """Replaces each distance that needs more than `width` bytes by several shorter distances."""
     longest = _longest(width)
     num_fillers = (steps - 1) // longest
     filled = np.full(len(steps) + int(num_fillers.sum()), longest, np.int64)

@@ -176,7 +176,8 @@ def received(
 
 
 def _require_base(held: HeldWeights, base: str, arriving: Iterator[WeightBucket]) -> None:
-    """Exhausts `arriving` before it raises: with some transports, the other engines' buckets wait for this engine."""
+    """Raises WeightSyncError if `held` is not the base. Exhausts `arriving` first, because with some transports the
+    other engines' buckets wait for this engine."""
     try:
         held.require(base, "this engine")
     except WeightSyncError:

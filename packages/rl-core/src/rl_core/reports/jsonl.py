@@ -120,7 +120,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _keep_rows(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
     """Rewrites the file with only the rows for which `is_kept` is true. The new file is written next to the old file
-    and renamed, so that a kill leaves either of them complete."""
+    and then renamed, so that a kill leaves the complete old file or the complete new file."""
     rewritten = path.with_name(path.name + ".rewriting")
     with rewritten.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for row in read_rows(path):

@@ -195,7 +195,7 @@ def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
             for color, (name, label) in enumerate(waits.items(), start=1)
         ]
         about = (
-            "Fraction of a step in which training waited for groups, and fraction in which none was being generated."
+            "Fraction of a step in which training waited for groups, and fraction in which no group was being generated."
         )
         charts.append(_line_chart("Idle", about, series, in_percent=True))
     return charts

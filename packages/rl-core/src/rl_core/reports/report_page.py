@@ -30,7 +30,7 @@ _MAX_TEXT = 4000
 _PROMPTS_PER_STAGE = 3
 _FAILURES_SHOWN = 3
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The one written in C, which PyYAML's wheels contain, reads a whole configuration in a tenth of the time."""
+"""The loader written in C, which PyYAML's wheels contain, reads a whole configuration in a tenth of the time."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -189,9 +189,9 @@ def _start_middle_end(steps: set[int]) -> list[int]:
 
 
 def _stages(wanted: Mapping[str, Sequence[int]]) -> list[tuple[str, dict[str, int]]]:
-    """(name, purpose → step) of start, middle and end. If one purpose has fewer steps than the other, they belong to
-    different stages, in which the other purpose's steps are nearest. For example, if a run is evaluated only before and
-    after training, these evaluations belong to the start and the end."""
+    """(name, purpose → step) of start, middle and end. If one purpose has fewer steps than the other, each of its steps
+    has a different stage, chosen so that the other purpose's steps are nearest. For example, if a run is evaluated only
+    before and after training, these evaluations belong to the start and the end."""
     longest = max(wanted.values(), key=len)
     names = {0: (), 1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[len(longest)]
     stages: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names]

@@ -44,8 +44,8 @@ __all__ = [
 ]
 
 if "pytest" in sys.modules:
-    # pytest shows the values in a failed assertion only of registered modules. Other processes may import this package
-    # without pytest.
+    # pytest shows the values of a failed assertion only in registered modules. Processes without pytest also import
+    # this package.
     sys.modules["pytest"].register_assert_rewrite(*_MODULES.values())
 
 

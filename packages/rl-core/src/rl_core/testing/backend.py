@@ -120,9 +120,9 @@ OTHER_STEP = OptimizerUpdate(
 """Settings that all differ from the configuration's."""
 MOVED = 1e-3
 """Smallest difference that a control must show: ten times the largest default tolerance of weights and log-probs.
-Controls compare the weights after three steps with the initial weights, with those after steps on half of each
-mini-batch, and with those after steps with the configured settings; and log-probs with those of other routes. If such a
-difference were within the tolerance, agreement within the tolerance would prove nothing."""
+Controls compare the weights after three steps with the initial weights, the weights after steps on half of each
+mini-batch, and the weights after steps with the configured settings. Another control compares log-probs with log-probs
+of other routes. If such a difference were within the tolerance, agreement within the tolerance would prove nothing."""
 
 
 ROUTE_CHECKS = (
@@ -381,8 +381,8 @@ class BackendConformance:
             group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE, returns=("heights",))
 
     def test_a_pass_takes_its_own_logprobs_as_the_old_ones(self, case: Case) -> None:
-        """The gradient equals that of a pass that gets this pass's log-probs as column `old_logprobs`: they are
-        constants, so the ratio is 1, but its gradient is not 0."""
+        """The gradient equals the gradient of a pass whose column `old_logprobs` contains this pass's log-probs: the
+        old log-probs are constants, so the ratio is 1, but its gradient is not 0."""
         self._require_version(3)
         group, own = case.start(), attrs.evolve(LOSS, old_is_current=True)
         without = case.batch.without_columns("old_logprobs")
@@ -796,8 +796,8 @@ class BackendConformance:
         self.measure(case, quantity, difference, limit, f"{worst} differs most", loaded_at=loaded_at)
 
     def require_same_gradients(self, case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-        """Measures the relative difference of all gradients, and raises AssertionError if it, or that of one parameter,
-        is above its tolerance."""
+        """Measures the relative difference of all gradients. Raises AssertionError if this difference, or the
+        difference of one parameter, is above its tolerance."""
         require_same_names(actual, expected, "gradients")
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
         errors = {name: (actual[name] - gradient).norm().item() for name, gradient in expected.items()}

@@ -3,7 +3,7 @@
 All models use the same kernels: on CUDA in half precision, torch's variable-length flash attention, if it supports the
 size of the heads; otherwise SDPA over rectangles. A rectangle holds sequences of similar length as right-padded rows.
 Under a causal mask no real token sees padding on its right, so `is_causal` is exact and needs no mask tensor. Only a
-sliding window needs one, [width, width] for a rectangle of this width. `shared_attention.py` has the kernels for
+sliding window needs a mask, [width, width] for a rectangle of this width. `shared_attention.py` has the kernels for
 sequences that share prefixes. With Ulysses, an all-to-all before attention gives each rank all tokens of the sequences
 for a part of the heads (`ulysses.py`).
 """
@@ -209,7 +209,8 @@ def _varlen_attention(
 
 @cache
 def _takes_enable_gqa() -> bool:
-    """False for torch 2.11, whose `varlen_attn` accepts grouped query heads without this argument."""
+    """Whether `varlen_attn` has the argument `enable_gqa`. In torch 2.11, the function accepts grouped query heads
+    without this argument."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -142,8 +142,8 @@ def _names(names: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _require_known_names(model: PreTrainedModel, names: str | tuple[str, ...], where: str) -> None:
-    """Requires that a layer has each name of a list. peft ignores a name that no layer has if another one has a layer,
-    so that `q_proj` of a model with a single `qkv_proj` would have no adapter without a message."""
+    """Raises ConfigError if a name of a list fits no layer. peft ignores such a name if another name of the list fits a
+    layer. For example, in a model with a single `qkv_proj`, peft would ignore `q_proj` without a message."""
     layers = dict(model.named_modules())
     unknown = [] if isinstance(names, str) else [n for n in names if not any(f".{k}".endswith(f".{n}") for k in layers)]
     if unknown:

@@ -94,7 +94,7 @@ def require_own_frequencies(config: PretrainedConfig, longest: int, num_sequence
     """Raises ConfigError if a sequence of a micro-batch would get rotary frequencies that depend on other sequences.
 
     With `dynamic` and `longrope` scaling, transformers chooses the frequencies of the whole input by its largest
-    position; with `dynamic`, also by that of earlier inputs.
+    position; with `dynamic`, also by the largest position of earlier inputs.
 
     Args:
         config: the text model's configuration.
@@ -145,8 +145,8 @@ def model_input(
         positions_BL = torch.from_numpy(cells.position_C).view(1, -1)
         cell_T = torch.from_numpy(cells.cell_T)
         packed = PackedSequences.of_nodes(cells, device, ulysses=ulysses)
-        # The number of cells decides, not `packed.shared`: if sequences differ only in their last tokens, which are not
-        # in the input, they share cells, but `packed.shared` is None.
+        # The number of cells decides, not `packed.shared`. Sequences that differ only in their last tokens, which are
+        # not in the input, share cells, but `packed.shared` is None.
         if forest.num_cells < batch.num_tokens:
             index_S, score_S = _first_of_each(index_S, torch.from_numpy(forest.cell_T))
     else:

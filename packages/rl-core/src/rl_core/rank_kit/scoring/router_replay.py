@@ -57,8 +57,8 @@ def require_followed_routes(
     remedy = f"set {key}=false and generator.inference_engine.enable_return_routed_experts=false"
     if len(given) != len(shape.layers):
         raise ConfigError(
-            f"{key}: {name} called its experts {len(given)} times for {len(shape.layers)} layers with experts, so it "
-            f"cannot be checked that it uses those that the routes name; {remedy}"
+            f"{key}: {name} called its experts {len(given)} times for {len(shape.layers)} layers with experts, so "
+            f"its use of the routes cannot be checked; {remedy}"
         )
     for layer, arguments in zip(shape.layers, given, strict=True):
         if not _is_followed(arguments, sent_CLK[:, layer]):

@@ -230,9 +230,10 @@ def _require_agreement(
     """Compares the results of the training code for two short sequences with those of the model's own code for each
     sequence alone.
 
-    This detects layers that mix packed sequences (state-space, convolution) and attention that ignores the bounds of
-    sequences. Layers of kinds that do so are also refused by name, because a small effect is within the limit, and
-    sparse attention has one only in long sequences. Afterwards the model uses the attention function of training.
+    This comparison detects layers that mix packed sequences (state-space, convolution) and attention that ignores the
+    bounds of sequences. `require_separable_layers` also refuses such layers by name, because a small effect is within
+    the limit, and sparse attention has an effect only in long sequences. Afterwards the model uses the attention
+    function of training.
     """
     name, sequences = type(model).__name__, _two_token_sequences(model, spec)
     inputs = two_sequences(model, spec, model.device)

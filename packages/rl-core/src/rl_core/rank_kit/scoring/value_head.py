@@ -41,8 +41,8 @@ class ValueScorer(nn.Module):
         """Values [S] of a micro-batch, float32 (float64 for a float64 model). Ignores the temperature."""
         hidden_SH = predicting_states(self.model, inputs, self.compute_dtype)
         head = self.value_head
-        # A product with the only row, not the head's output [S, 1] squeezed: a sharding wrapper attaches a backward
-        # hook to the result, which therefore must not be a view.
+        # A sharding wrapper attaches a backward hook to the result, so the result must not be a view, such as the
+        # head's squeezed output [S, 1]. The product with the head's only row is not a view.
         dtype = torch.promote_types(torch.float32, head.weight.dtype)
         return (hidden_SH.to(dtype) @ head.weight[0].to(dtype) + head.bias.to(dtype),)
 
