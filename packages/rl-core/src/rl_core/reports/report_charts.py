@@ -194,9 +194,7 @@ def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
             Series(label=label, points=[(row["step"], row[name] / row["time/step"]) for row in timed], color=color)
             for color, (name, label) in enumerate(waits.items(), start=1)
         ]
-        about = (
-            "Fraction of a step in which training waited for groups, and fraction in which no group was being generated."
-        )
+        about = "Fraction of a step in which training waited for groups, and fraction in which no group was generated."
         charts.append(_line_chart("Idle", about, series, in_percent=True))
     return charts
 

@@ -3,8 +3,8 @@
 A single rank runs in the test's process, where a debugger works, unless the backend needs a separate process. In all
 other cases, ranks run in processes forked from a server that has imported torch, transformers and the backend, but
 computed nothing. Two ranks then start in 0.15 s; new interpreters would take 7 s. No test gets ranks that another test
-has changed. Ray is not needed (the extra `testing` does not contain it); that ranks work as Ray actors does not depend
-on the backend, so other tests check it.
+has changed. Ray is not needed (the extra `testing` does not contain it); other tests check that ranks work as Ray
+actors, which does not depend on the backend.
 
 As in a training run, `WorkerGroup` divides each batch among the ranks and into micro-batches, and adds up the metrics.
 """
@@ -66,9 +66,9 @@ _SETTLE_S, _LONGEST_SETTLE_S = 3.0, 30.0
 none of them has worked for `_SETTLE_S` seconds, but at most `_LONGEST_SETTLE_S`. Ranks without an answer then count as
 silent."""
 _LOOK_S, _WORK_SHARE = 0.1, 0.1
-"""Seconds between two checks whether a rank works. It does if one of its threads is busy for more than `_WORK_SHARE` of
-this time. A rank that only waits has dozens of gloo's threads, each of which is busy for about a hundredth of the time,
-because it polls a connection."""
+"""Seconds between two checks of whether a rank works. A rank works if one of its threads is busy for more than
+`_WORK_SHARE` of this time. A rank that only waits has dozens of gloo's threads, each of which is busy for about a
+hundredth of the time, because it polls a connection."""
 _END_S = 60.0
 """Longest wait for the exit code of a process that has closed its connection."""
 _STACK_S = 30.0
@@ -245,7 +245,7 @@ class ProcessRanks:
             if not ready:
                 if not has_failed or left_s == 0.0:
                     return
-                # Looks are counted instead of seconds, because a busy machine may pause all processes.
+                # Counts checks instead of seconds, because a busy machine may pause all processes.
                 works = [activities[rank].has_worked() for rank in waiting.values()]
                 num_idle_looks = 0 if any(works) else num_idle_looks + 1
                 if num_idle_looks * _LOOK_S >= _SETTLE_S:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Largest absolute difference over all tensors; NaN if any difference is."""
+    """Largest absolute difference over all tensors; NaN if any difference is NaN."""
     return torch.stack([(actual[name].float() - t.float()).abs().max() for name, t in expected.items()]).max().item()
 
 

@@ -103,8 +103,8 @@ def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple
 
 
 def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> Batch:
-    """Adds `loss_weights`: each token's weight in the chosen reduction of the whole mini-batch; 0 if it is not trained
-    on."""
+    """Adds `loss_weights`: each token's weight in the chosen reduction of the whole mini-batch; 0 for tokens that are
+    not trained on."""
     return batch.with_columns(loss_weights=REDUCTIONS[reduction](*_reduction_columns(batch, reduction), **params))
 
 

@@ -67,8 +67,8 @@ class GroupBuffer:
             finished: groups that an earlier run finished but did not train on, all still within the staleness bound.
             started: group → start version, for groups in progress that an earlier run started and this run continues.
                 They are within the staleness bound too.
-            in_parts: whether `take` returns a step's groups in parts: each time at least one group, and all that the
-                step can take now. False: it returns all groups of a step at once.
+            in_parts: whether `take` returns a step's groups in parts: each part has at least one group, and all groups
+                that the step can take now. False: `take` returns all groups of a step at once.
         """
         assert 0 <= pipeline_depth <= max_staleness
         self._groups_per_step = groups_per_step

@@ -47,7 +47,7 @@ class RunState:
     kl_coef: float
     """KL coefficient of the next step; adaptive control changes it after every step."""
     nonfinite_steps: int
-    """Number of optimizer steps of the policy that were skipped in a row; 0 if the last one was not."""
+    """Number of optimizer steps of the policy that were skipped in a row; 0 if the last one was not skipped."""
     critic_nonfinite_steps: int = 0
     """The same number for the critic; 0 without a critic."""
     finished_groups: tuple[int, ...] = ()

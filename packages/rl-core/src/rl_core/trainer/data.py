@@ -158,7 +158,7 @@ def _parse_json(text: str, place: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if "\n" not in text else f"line {error.lineno}, column {error.colno}"
         raise DataError(f"{place}: not valid JSON: {error.msg} ({where})") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or nesting as deep
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or thousands of nested levels
         raise DataError(f"{place}: JSON that cannot be read: {error}") from error
 
 
@@ -245,7 +245,7 @@ def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     prompt = plain[:-1] if is_answered else plain
     if not prompt:
         raise DataError(f"{place}: 'messages' has no message before the assistant's; add the prompt before it")
-    # In Parquet, a row that has no completion, unlike others, has None.
+    # In Parquet, a row without a completion has None if other rows have a completion.
     is_completed = row.get("completion") is not None
     return {"prompt": prompt, **row, **({"completion": plain[-1:]} if is_answered and not is_completed else {})}
 

@@ -17,7 +17,7 @@ def gather_unplayable(
     name: str, environment: object, options: Mapping[str, Any], rows: Sequence[DataRow], mistakes: Mistakes
 ) -> None:
     """Records what an environment's own checks find (`OptionsChecking`, `RowChecking`, `EpisodeChecking`): a mistake in
-    the options, and the first row that the environment cannot play; or that a check cannot be called.
+    the options, and the first row that the environment cannot play. Also records a check that cannot be called.
 
     Args:
         name: the environment's name, for messages.

@@ -56,8 +56,8 @@ class FailureAccount:
             )
 
     def restore(self, trajectories: Sequence[Trajectory]) -> None:
-        """Records samples of an earlier run. Raises no error for failed ones: that run accepted their number, which it
-        compared with samples that this account does not have."""
+        """Records samples of an earlier run. Raises no error for failed samples: the earlier run accepted their number,
+        which it compared with samples that this account does not have."""
         self._record(trajectories)
 
     def _record(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
