@@ -156,8 +156,8 @@ def _how_to_import(module: str) -> str:
 
 
 def _of_own_file(name: str) -> str:
-    """If `name` is a Python file in the current directory (`mine`, `mine.py`) or an object in it (`mine.loss`), returns
-    a sentence that explains how to name an object in the file; otherwise an empty string."""
+    """Returns a sentence that explains how to name an object in a Python file of the current directory. Empty unless
+    `name` is such a file (`mine`, `mine.py`) or an object in it (`mine.loss`)."""
     module, _, attribute = name.removesuffix(".py").partition(".")
     is_file = module.isidentifier() and is_found(f"{module}.py")
     return f" To use an object in your {module}.py, write {module}:{attribute or 'NAME'}" if is_file else ""

@@ -131,7 +131,8 @@ class WorkerSpec:
     """Compute in bfloat16; trained parameters stay float32. False: compute in float32."""
     gradient_checkpointing: bool | Literal["selective"]
     """Recompute activations in the backward pass; `"selective"`: all but the results of matrix products and
-    attention. A backend that supports only one kind may use it for both, because the gradient is the same."""
+    attention. A backend that supports only one of these settings may use it for both, because the gradient is the
+    same."""
     use_sample_packing: bool
     """Pack a micro-batch into one stream without padding. False: pad it to a rectangle."""
     share_prefixes: bool = False
@@ -182,8 +183,8 @@ class LossSpec:
     """Sets `loss[t]` to 0 for tokens with negative advantage in sequences whose log-probs have dropped by more than
     this many nats per token since they were sampled. None: off."""
     old_is_current: bool = False
-    """True: the weights are still those of the start of the update, so the batch has no column `old_logprobs`, and the
-    loss uses the detached log-probs of this pass instead. Since contract version 3."""
+    """True: the weights are still those of the start of the update. The batch then has no column `old_logprobs`, and
+    the loss uses the detached log-probs of this pass instead. Since contract version 3."""
     measures_entropy: bool = True
     """Report the metric `entropy`. False: compute entropies only if the loss reads them."""
 
@@ -263,8 +264,8 @@ class Worker(Protocol):
         """Adds the gradient of the loss over `batch` to the accumulated gradients. Returns metrics, and the scores that
         `returns` names.
 
-        Metrics, each (sum, weight): `loss` with weight 1, and those of the loss function, weighted by the number of
-        trained tokens.
+        Metrics, each (sum, weight): `loss` with weight 1, and the metrics of the loss function, weighted by the number
+        of trained tokens.
 
         Args:
             batch: the rank's part of the batch.

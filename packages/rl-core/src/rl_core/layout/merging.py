@@ -96,8 +96,8 @@ def require_complete_trajectories(
     """Returns the indices of the rows, sorted by trajectory and then by step.
 
     Raises:
-        DataError: a trajectory does not have the steps 0, 1, … once each, or its final step is not the only one marked
-            as the last. The message names the row.
+        DataError: a trajectory does not have the steps 0, 1, … once each, or `is_last_step_N` is not true for exactly
+            its final step. The message names the row.
         ShapeError: the columns differ in length.
     """
     trajectory_id_N, step_index_N = np.asarray(trajectory_id_N, np.int64), np.asarray(step_index_N, np.int64)

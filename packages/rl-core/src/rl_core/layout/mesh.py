@@ -41,8 +41,9 @@ class Mesh:
     """Parallel sizes of one model; `Mesh(world_size=n)` is pure data parallelism.
 
     Raises:
-        ConfigError: a size is below 1; or the product of the dense or of the expert sizes does not divide `world_size`
-            (the message names the nearest sizes that do); or `virtual_pipeline` is above 1 with a single stage.
+        ConfigError: a size is below 1; the product of the dense sizes, or of the expert sizes, does not divide
+            `world_size`; or `virtual_pipeline` is above 1 with a single stage. For a product, the message names the
+            nearest sizes that fit.
     """
 
     world_size: int

@@ -43,7 +43,7 @@ def pipeline_chunks(
 
     Raises:
         ConfigError: the layers cannot be split this way. If they cannot be divided evenly, the message suggests a
-            number for the first or last stage that works, if there is one.
+            number of layers for the first or last stage, if any number works.
     """
     if (num_first is not None or num_last is not None) and (count_embedding or count_loss):
         raise ConfigError(

@@ -52,7 +52,7 @@ class ProofJob:
 
     backend: ModelProving
     spec: WorkerSpec
-    """The run's spec. The comparison uses the small model instead of the spec's model, and one rank."""
+    """The run's spec. The comparison uses one rank, and the small model instead of the spec's model."""
     config: Mapping[str, Any]
     """All fields of transformers' configuration of the model, before it is shrunk."""
     where: str
@@ -147,8 +147,8 @@ def _batch(vocab_size: int, longest: int) -> Batch:
 
 
 def _scores(worker: Worker, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Returns the log-probs of the whole batch, and the gradients of all sequences but the last, which form one
-    micro-batch."""
+    """Returns the log-probs of the whole batch, and the gradients of one micro-batch with all sequences but the
+    last."""
     if not isinstance(worker, Inspectable):
         raise ConfigError(
             f"proof_worker: got a {type(worker).__name__}, which does not implement Inspectable; expected a worker "

@@ -32,8 +32,8 @@ def known_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def here_or_shipped(path: str | None) -> str | None:
-    """The path from which a model's configuration can be read: its own, or that of a shipped configuration if the model
-    has not been downloaded."""
+    """The path from which a model's configuration can be read: the model's own path, or the path of a shipped
+    configuration if the model has not been downloaded."""
     if path is None or written_config(path) is not None:
         return path
     shipped = shipped_config(path)

@@ -124,7 +124,8 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(count, int) or count < 1:
             continue
         if isinstance(groups, int) and isinstance(best, int) and groups > 1 and best > 0 and count >= groups:
-            # Some groups and experts stay unchosen, unless the model chooses all: else a wrong choice could not occur.
+            # Some groups and experts stay unchosen if the model does not choose all; otherwise, a wrong choice could
+            # not occur.
             few = min(groups, max(8, best + 1))
             size = min(count // groups, max(3, -(-(chosen or 1) // best) + 1))
             small |= {"n_group": few, name: few * size + min(count % groups, 1)}

@@ -42,8 +42,9 @@ def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
 def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any]) -> Batch:
     """Adds `advantages`, and `returns` if the estimator computes them.
 
-    An outcome estimator gets one row per trajectory, with the sum of the trajectory's rewards, and its result is copied
-    to every sampled token of all steps of the trajectory. A token estimator gets and returns values per token.
+    An outcome estimator gets one row per trajectory, with the sum of the trajectory's rewards. The estimator's result
+    is copied to every sampled token of all steps of the trajectory. A token estimator gets and returns values per
+    token.
     """
     columns, names = _estimator_columns(batch), positional_parameters(estimator)
     if "trajectory_T" in names:

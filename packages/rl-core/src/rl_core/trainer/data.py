@@ -193,7 +193,8 @@ def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether text has a code point that UTF-8 cannot represent. In JSON, a cut emoji leaves one, such as `\\ud83d`."""
+    """Whether text has a code point that UTF-8 cannot represent. In JSON, half of an emoji is such a code point, for
+    example `\\ud83d`."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 class FailureAccount:
     """Records the failed samples of a step or of an evaluation.
 
-    `add` warns of the first failure of each kind. It raises an error if there are more failures than `max_rate` times
-    the number of samples that have ended since the last `lap`, or times `num_expected` if this is larger.
+    `add` warns of the first failure of each kind. It raises an error if the number of failures exceeds `max_rate` times
+    the number of samples that have ended since the last `lap`. If fewer than `num_expected` samples have ended,
+    `num_expected` counts instead.
     """
 
     def __init__(self, name: str, *, max_rate: float, num_expected: int):

@@ -1,9 +1,8 @@
 """Computes the fingerprint of a run, which records its prompts and settings, and compares it when the run resumes.
 
-The rows, their order, the shuffling and the seed determine which prompt a group number means. If the rows, the number
-of prompts that are short enough, the shuffling or the seed changed, the group numbers in a checkpoint would mean other
-prompts, so a resume refuses such changes. It warns of changes of all other settings, except those in
-`_OF_THE_PROCESS`.
+The rows, their order, the number of prompts that are short enough, the shuffling and the seed determine which prompt a
+group number means. If they changed, the group numbers in a checkpoint would mean other prompts, so a resume refuses
+such changes. It warns of changes of all other settings, except those in `_OF_THE_PROCESS`.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def _from_first(tensor: Tensor, ranks: RankMesh) -> Tensor:
 
 
 def require_same_structure(scorer: nn.Module) -> None:
-    """Raises ConfigError on all ranks if the structure that a rank built from the configuration differs from the model
-    that rank 0 loaded, or if two units of the model share a parameter."""
+    """Raises ConfigError on all ranks if a rank's structure differs from the model that rank 0 loaded, or if two units
+    of the model share a parameter. The other ranks build their structure from the configuration."""
 
     def describe() -> list[tuple[str, tuple[int, ...], str]]:
         named = [*scorer.named_parameters(), *scorer.named_buffers()]

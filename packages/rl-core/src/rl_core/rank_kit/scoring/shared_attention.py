@@ -6,7 +6,7 @@ causal mask. In the second call, the children of each node attend to the node an
 kernel also returns the logarithm of the softmax's denominator, with which the two outputs are merged. The backward pass
 also takes two calls of the kernel. Both get the merged output and the merged log-denominator, so each call returns its
 part's exact contribution to the gradients. Ring attention merges the outputs of several devices in the same way (Liu et
-al. 2023, arXiv 2310.01889). Hydragen does so for shared prefixes during generation (Juravsky et al. 2024, arXiv
+al. 2023, arXiv 2310.01889). Hydragen does the same for shared prefixes during generation (Juravsky et al. 2024, arXiv
 2402.05099).
 """
 

@@ -190,7 +190,8 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
 
 
 def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:
-    """Requires that the scorer's log-probs agree with those from the model's own logits, one sequence at a time.
+    """Requires that the scorer's log-probs agree with log-probs from the model's own logits, computed one sequence at a
+    time.
 
     Besides the faults that `_require_agreement` names, this check detects output layers that compute more than a matrix
     product, a bias and a constant factor.
@@ -227,8 +228,8 @@ def _require_agreement(
     alone: Callable[[Tensor], Tensor],
     where: str,
 ) -> None:
-    """Compares the results of the training code for two short sequences with those of the model's own code for each
-    sequence alone.
+    """Compares the results of the training code for two short sequences with the results of the model's own code for
+    each sequence alone.
 
     This comparison detects layers that mix packed sequences (state-space, convolution) and attention that ignores the
     bounds of sequences. `require_separable_layers` also refuses such layers by name, because a small effect is within
