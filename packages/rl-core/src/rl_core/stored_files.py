@@ -128,8 +128,8 @@ def is_disk_full(error: BaseException, directory: Path | None = None) -> bool:
     """Whether the error, or an error that led to it, reports a full disk or an exceeded quota.
 
     Args:
-        directory: the directory that was written to. If it is not None, also returns True for any other error if less
-            than 1 MiB is free there.
+        directory: the directory that was written to. If less than 1 MiB is free there, the result is True for any
+            error. None: only the errors count.
     """
     if any(isinstance(one, DiskFullError) or _says_full(one) for one in _chain(error)):
         return True

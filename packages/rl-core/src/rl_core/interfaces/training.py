@@ -502,7 +502,7 @@ class Backend(Protocol):
         ...
 
     def needs_own_process(self) -> bool:
-        """Whether a rank needs its own process even if it is the only one, for example because it creates torch's
+        """Whether a rank needs its own process even if it is the only rank, for example because it creates torch's
         default process group. Such processes need Ray. False: the models of a run with one rank each (policy,
         reference, critic) share the controller's process."""
         ...

@@ -25,7 +25,7 @@ def flop_cost(lengths_N: npt.ArrayLike, *, hidden_size: int, num_layers: int, nu
 
     cost = a·len + b·len²,  a = 6 · num_parameters,  b = 6 · num_layers · hidden_size.
     Source: Narayanan et al. 2021, arXiv 2104.04473, eq. 2 without recomputation, with half the quadratic term because
-    attention is causal. Both factors 6 are 2 operations per multiply-add, times 3 because the backward pass costs as
+    attention is causal. Each factor 6 is 2 operations per multiply-add, times 3, because the backward pass costs as
     much as two forward passes. In b, each layer has two products of len² / 2 · hidden_size multiply-adds.
 
     Args:

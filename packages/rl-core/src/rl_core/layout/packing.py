@@ -161,8 +161,8 @@ def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, s
 
 
 def _first_fit(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Packs each item, largest first, into the first bin with room for it. If slots are no limit, the packing needs at
-    most about 11/9 of the smallest possible number of bins. The bins are not balanced."""
+    """Packs each item, largest first, into the first bin with room for it. If the slots never run out, the packing
+    needs at most about 11/9 of the smallest possible number of bins. The bins are not balanced."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens, room = [0] * num_bins, [slots] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -1,6 +1,6 @@
 """Building blocks for the ranks of any training backend. They are public: plug-in backends may use them, too.
 
-    worker_specs       the configuration keys of a `WorkerSpec`, and checks of it
+    worker_specs       the configuration keys of a `WorkerSpec`, and checks of the spec
     process_group      joining the other ranks, and agreeing on one outcome
     objectives         from the name of a loss to its value on a micro-batch
     learning_rates     the learning rate of each optimizer step

@@ -18,7 +18,7 @@ import attrs
 from rl_core.reports.progress import readable
 
 Point = tuple[float, float | None]
-"""Step and value; None, drawn as a gap, if the value was not finite."""
+"""Step and value. A value that was not finite is None and is drawn as a gap."""
 
 _BOX = 1000
 _MAX_POINTS = 400

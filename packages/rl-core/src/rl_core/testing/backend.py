@@ -138,8 +138,8 @@ PARITY_CHECKS = (
     "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets",
     "test_bfloat16_errs_by_little_more_than_plain_transformers",
 )
-"""Checks of single variants that run on variants with `parity_only`. There, `test_three_optimizer_steps` ends with one
-further step that checks offloading, if the worker is `Offloadable`."""
+"""Checks of single variants that run on variants with `parity_only`. On these variants, `test_three_optimizer_steps`
+ends with one further step that checks offloading, if the worker is `Offloadable`."""
 
 
 class BackendConformance:

@@ -29,7 +29,7 @@ class SuiteHost(RankHost):
     """A `RankHost` that also reports which Protocols its worker implements, and calls any method of the worker."""
 
     def start(self) -> Abilities:
-        """Returns the worker's abilities. This is the first call, for which `serve` builds the worker."""
+        """Returns the worker's abilities. This call comes first, and `serve` builds the worker for it."""
         return self.abilities
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -282,7 +282,8 @@ class ProcessRanks:
         return DeadlineError(f"no answer within {timeout_s:g} s: {text}")
 
     def _stack_of(self, rank: int, *, is_due: bool) -> str:
-        """The stack that a rank has written, for a message. If it `is_due`, waits until it is there and complete."""
+        """The stack that a rank has written, for a message. If `is_due`, waits until the stack is there and
+        complete."""
         file, until = self._setting.stack_file(rank), time.monotonic() + _STACK_S
         before, stack = None, file.read_text()
         while is_due and (not stack or stack != before) and time.monotonic() < until:
@@ -313,9 +314,9 @@ class _Activity:
         self._last_active_ns: dict[str, int] = {}
 
     def has_worked(self) -> bool:
-        """Whether a thread of the process computed, or waited for a processor, for more than `_WORK_SHARE` of the time
-        since the last call, or waits for a disk now. A new thread counts from its start. Always False if the system
-        does not count this time, as outside Linux."""
+        """Whether the process has worked since the last call: a thread waits for a disk now, or has computed or waited
+        for a processor for more than `_WORK_SHARE` of the time. A new thread counts from its start. Always False if the
+        system does not count this time, as outside Linux."""
         now_s, active_ns, states = time.monotonic(), {}, set()
         try:
             for task in self._tasks.iterdir():

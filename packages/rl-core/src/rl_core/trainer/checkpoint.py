@@ -24,7 +24,7 @@ from rl_core.stored_files import FileRecord, changed, make_directory, missized, 
 from rl_core.trainer.stored_groups import StartedGroup, StoredGroup, write_groups, write_started_groups
 
 COMPLETE = "complete.json"
-"""Name of the file that lists a checkpoint's files. It is written last."""
+"""Name of the file that lists a checkpoint's files. This file is written last."""
 _RUN, _FINGERPRINT = "run.json", "fingerprint.json"
 _NAME = re.compile(r"step_(\d+)")
 PARTIAL = ".partial"

@@ -21,9 +21,9 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 
     The batch has the columns tokens, sampled, loss_mask (equal to sampled, unless the step has `loss_mask`),
     rollout_logprobs, policy_version, rewards (on a step's last sampled token, unless the step has `token_rewards`),
-    group_id, trajectory_id (index in `trajectories`), step_index and is_last_step. It has greedy_score if greedy
-    answers were played; and, if the engine returned routes, routed_experts and `routed` (whether a token's routes are
-    known).
+    group_id, trajectory_id (index in `trajectories`), step_index and is_last_step. It also has greedy_score if greedy
+    answers were played, and routed_experts and `routed` (whether a token's routes are known) if the engine returned
+    routes.
 
     Raises:
         GenerationError: a trajectory has no steps; a step has no sampled token, fields of different lengths, a

@@ -30,8 +30,8 @@ def require_followed_routes(
 ) -> None:
     """Sends a few tokens to random experts, and checks which experts and weights the model uses.
 
-    This detects models that choose experts in a way that `ExpertChoices` does not replace, and models that give weight
-    0 to experts outside the groups that they choose first.
+    This check detects models that choose experts in a way that `ExpertChoices` does not replace, and models that give
+    weight 0 to experts outside the groups that they choose first.
 
     Raises:
         ConfigError: other experts were used, some have weight 0, or a layer calls its experts never or several times.

@@ -52,9 +52,9 @@ def half_precision(query: Tensor) -> torch.dtype | None:
 
 
 def flash_precision(query: Tensor, key: Tensor, value: Tensor) -> torch.dtype | None:
-    """The half precision in which CUDA's flash attention computes these vectors; None if it does not support them. It
-    needs vectors on CUDA, in half precision, all of the same size (in MLA, sizes differ): a multiple of 8, at most
-    256."""
+    """The half precision in which CUDA's flash attention computes these vectors; None if the kernel does not support
+    them. The kernel needs vectors on CUDA, in half precision, all of the same size (in MLA, sizes differ): a multiple
+    of 8, at most 256."""
     size = query.shape[-1]
     is_fitting = size == key.shape[-1] == value.shape[-1] and size % 8 == 0 and size <= 256
     return half_precision(query) if query.is_cuda and is_fitting else None

@@ -32,8 +32,8 @@ def start_shards(
     routes_key: str | None,
     keeps_float32: bool = True,
 ) -> Shards:
-    """Rank 0 loads and checks the model; the others build its structure without allocating memory and receive their
-    shards.
+    """Returns this rank's shards. Rank 0 loads and checks the model; the other ranks build its structure without
+    allocating memory and receive their shards.
 
     Args:
         spec: the model to load.
