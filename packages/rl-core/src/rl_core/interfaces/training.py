@@ -173,7 +173,7 @@ class LossSpec:
     params: Mapping[str, Any] = attrs.field(factory=dict)
     """The function's keyword parameters."""
     kl_coef: float = 0.0
-    """Coefficient of the KL to the reference. 0: no such term, and `ref_logprobs` is not read to compute it."""
+    """Coefficient of the KL to the reference. 0: no such term, so the KL needs no `ref_logprobs`."""
     kl_estimator: str = "k3"
     """k1, k2, k3, abs or k3_unbiased. The first four may have the suffix `+`, which selects the straight-through form,
     whose gradient is unbiased."""
