@@ -42,8 +42,8 @@ class Selection:
         """
         Args:
             min_replace_ratio: smallest fraction of a batch's groups that must have a signal (differing rewards). If
-                enough have one, copies of these replace the other groups; otherwise the batch is rejected. None: no
-                replacement.
+                enough groups have a signal, copies of them replace the other groups; otherwise the batch is rejected.
+                None: no replacement.
             max_rejected_batches: the run stops after this many rejected batches in a row.
             mask_zero_variance: do not train on groups whose samples all have the same reward.
             mask_overlong: do not train on samples whose last response was cut off by its length, or that had no room
@@ -106,7 +106,7 @@ class Selection:
         ]
 
     def masked(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
-        """Clears `loss_mask` at the tokens of a batch, or of a part of one, that are not trained on. Does not change
+        """Clears `loss_mask` at the tokens that are not trained on, in a batch or in a part of a batch. Does not change
         `sampled`.
 
         Args:

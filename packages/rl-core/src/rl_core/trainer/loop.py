@@ -12,7 +12,7 @@ being played (module `step_training`).
 A third task publishes the current version again when a restarted engine lacks it.
 
 An evaluation runs in the training task, before the next version is published, so all its samples come from a single
-version. If engine and models share devices (`EngineTurns`), the next groups start only after the models have done all
+version. If engines and models share devices (`EngineTurns`), the next groups start only after the models have done all
 work of the step.
 """
 
@@ -161,7 +161,7 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Trains until the last step or until `stop`. Then saves a checkpoint of the last finished step if checkpoints
-        are enabled or the run was stopped, and writes the model if the run was not stopped. After an error, saves a
+        are enabled or the run was stopped. Writes the model if the run was not stopped. After an error, saves a
         checkpoint if the weights are those of a finished step."""
         self._tell(Callback.on_run_start, self._settings.run_dir, self.steps_done + 1, self._settings.last_step)
         await self._publish()
@@ -282,8 +282,8 @@ class TrainingLoop:
             return
         if control.stop:
             self.stop()
-        # The row is written before the checkpoint, so that a checkpoint lacks the row of its step only if there was no
-        # room for the row. The time of saving counts in the next row.
+        # The row is written before the checkpoint, so only a full disk can leave a checkpoint without the row of its
+        # step. The time of saving counts in the next row.
         self._write_row()
         self._row = None
         if _is_due(step, settings.ckpt_interval, is_last) or control.save or self._saver.is_behind:
@@ -304,8 +304,8 @@ class TrainingLoop:
         return self._settings.export_root / f"step_{self.steps_done:06d}"
 
     async def _evaluated(self, row: dict[str, float], *, is_due: bool) -> bool:
-        """Evaluates if `is_due`, and adds the metrics to the row. Returns False if a stop interrupted the evaluation,
-        after writing the row without them."""
+        """Evaluates if `is_due`, and adds the metrics to the row. If a stop interrupted the evaluation, writes the row
+        without these metrics and returns False."""
         if not is_due or not self._eval_rows:
             return True
         metrics = await self._evaluate()
@@ -363,8 +363,9 @@ class TrainingLoop:
 
     @asynccontextmanager
     async def _devices_for_models(self) -> AsyncIterator[None]:
-        """Context in which the models may compute between two steps. If they share devices with the engines, puts the
-        engines to sleep, and a restarted engine waits for its weights, because it would need the devices."""
+        """Context in which the models may compute between two steps. If the models share devices with the engines, puts
+        the engines to sleep. Meanwhile a restarted engine gets no weights, because it would need the devices for
+        them."""
         if not self._engines.are_shared:
             yield
             return

@@ -1,7 +1,7 @@
 """Computes the peak memory of each phase of a run, for `rl plan`. Starts nothing.
 
-The plug-ins' plans (`RankPlan`, `EnginePlan`) state how much memory each model and the engine use. This module adds the
-sizes up by the same rules by which the loop moves models and engine on and off the devices (`trainer/colocation.py`,
+The plug-ins' plans (`RankPlan`, `EnginePlan`) state how much memory each model and the engine use. This module adds up
+the sizes, by the rules with which the loop moves models and engine on and off the devices (`trainer/colocation.py`,
 `workers/devices.py`).
 """
 
@@ -66,8 +66,8 @@ class Serving:
 
 
 def serving(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> Serving:
-    """Computes the engine's capacity, at most `max_num_seqs` sequences of the longest length. If the device's size is
-    unknown, assumes that these fit."""
+    """Computes the engine's capacity, which is at most `max_num_seqs` sequences of the longest length. If the device's
+    size is unknown, returns this maximum."""
     wanted = config.generator.inference_engine.max_num_seqs * context
     if device_bytes is None:
         return Serving(tokens=wanted, context=context)
@@ -88,7 +88,8 @@ def peaks(
     Args:
         config: the run's configuration.
         models: all models of the run that have ranks.
-        engine: the engine's plan; None: no engine is started, or its plug-in does not plan, so it is left out.
+        engine: the engine's plan; None: no engine is started, or its plug-in makes no plan; the engine is then left
+            out.
         context: tokens of the longest sequence.
         device_bytes: memory of one device, of which the engine takes its share; None: unknown.
     """
@@ -146,7 +147,7 @@ def require_room(
 def _of_devices(
     config: Config, models: Sequence[ModelOnRanks], engine: EnginePlan | None, context: int, device_bytes: int | None
 ) -> list[Peak]:
-    """Peaks of the devices that these models share with each other and, unless it is None, with the engine."""
+    """Peaks of the devices that these models share with each other and, if there is one, with the engine."""
     turns = engine is not None and engine.can_sleep and config.pipeline_depth == 0
     devices = " + ".join([*(model.role for model in models), *([ENGINE] if engine is not None else [])])
     beside: dict[str, int] = {}

@@ -63,7 +63,8 @@ def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int
 
 
 def planned_engine(config: Config) -> EnginePlan | None:
-    """The memory plan of one device of an engine; None if the run starts no engine, or its plug-in does not plan."""
+    """The memory plan of one device of an engine; None if the run starts no engine, or the engine's plug-in makes no
+    plan."""
     if not needs_engine(config):
         return None
     plugin, spec = engine_spec(config)

@@ -112,13 +112,13 @@ class NoSampler:
 
 
 def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, ...]:
-    """Makes all checks of a training run that are possible before the start. Writes only the record that a backend
-    computes a model as transformers does.
+    """Makes all checks of a training run that are possible before the start. Writes nothing but the record of a
+    successful comparison with transformers (`require_proof`).
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
-        says_changes: whether to log what differs from the checkpoint to resume from, if the checkpoint and the rows
-            exist already. A run logs this itself, later, when both exist.
+        says_changes: whether to log what differs from the checkpoint to resume from, provided that the checkpoint and
+            the rows exist already. A run passes False, because it logs the differences later.
 
     Returns:
         One sentence for each check that is possible only when the run starts.
@@ -162,8 +162,8 @@ def _fingerprint(config: Config, rows: Mapping[str, list[DataRow] | None]) -> di
 
 
 def _require_resumable(config: Config, now: Mapping[str, Any] | None) -> None:
-    """Requires that the checkpoint to resume from, if there is one, passes `load_state`, and that its group numbers
-    mean the same prompts in this run (if `now`, this run's fingerprint, is known)."""
+    """Requires that the checkpoint to resume from, if there is one, passes `load_state`. If `now`, this run's
+    fingerprint, is known, also requires that the checkpoint's group numbers mean the same prompts in this run."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         load_state(checkpoint)
@@ -281,7 +281,7 @@ def _require_new(output: Path) -> None:
 
 
 def _at_hand(config: Config, keys: Sequence[str]) -> list[str]:
-    """Those keys whose data files all exist already, so that the checks before the recipe ran have read them."""
+    """The keys whose data files all exist already. The checks before the recipe runs have read these files."""
     return [key for key in keys if all(map(is_at_hand, value_at(config, key)))]
 
 
@@ -289,8 +289,8 @@ def _gather_rows(
     loaded: Loaded, keys: Sequence[str], mistakes: Mistakes, *, were_read: Container[str] = ()
 ) -> dict[str, list[DataRow] | None]:
     """Reads the rows of each key's files (None if a file is missing or unreadable), and notes mistakes in the rows.
-    Warns of rows whose own environment is ignored, except rows of the keys in `were_read`, of which an earlier call
-    warned."""
+    Warns of rows whose own environment is ignored, but not for the keys in `were_read`: an earlier call warned of their
+    rows."""
     config = loaded.config
     rows = {key: _rows(config, key, mistakes) for key in keys}
     # Other generators may play without environments, so their rows are not checked against environments.
@@ -490,13 +490,13 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
         backend.validate(spec, nodes * per_node)
     if not known.about(*_BUDGET_READS):
         require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
-        if not isinstance(backend, ModelProving):  # its own code, which is proved instead
+        if not isinstance(backend, ModelProving):  # a backend's own model code is proved instead
             _require_own_frequencies(config, role, spec.model.path)
 
 
 def _require_own_frequencies(config: Config, role: Role, path: str | None) -> None:
-    """Requires that the longest sequence does not change the rotary frequencies of others, if transformers' code
-    computes them."""
+    """Requires, if transformers' code computes the rotary frequencies, that the longest sequence does not change the
+    frequencies of other sequences."""
     key = f"{SECTIONS[role]}.model.path"
     try:
         model_config = None if path is None else config_at_hand(path, key)
@@ -562,8 +562,8 @@ def require_token_budget(config: Config, mesh: Mesh) -> None:
     padded = int(padded_lengths([longest], multiple)[0])
     if 0 < budget < padded:
         raise ConfigError(
-            f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, {longest} tokens "
-            f"({longest_prompt(config)[0]} + generator.sampling_params.max_generate_length) padded to "
-            f"{padded}, a multiple of the {multiple} parts into which tensor and context ranks split it; set the key "
-            f"to at least {padded}"
+            f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence: {longest} tokens "
+            f"({longest_prompt(config)[0]} + generator.sampling_params.max_generate_length), padded to {padded}, a "
+            f"multiple of the {multiple} parts into which tensor and context ranks split it. Set the key to at least "
+            f"{padded}"
         )

@@ -19,8 +19,8 @@ _PART = 256
 
 
 async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
-    """Does the same as `fitting_rows`, but yields to the event loop between chunks of rows, so that signals are
-    handled, and warns of dropped rows."""
+    """Returns the rows that `fitting_rows` keeps, and warns of dropped rows. Yields to the event loop between chunks of
+    rows, so that signals are handled."""
     kept: list[DataRow] = []
     for first in range(0, len(rows), _PART):
         await asyncio.sleep(0)

@@ -37,8 +37,8 @@ class CheckpointCopies:
 
     def send(self, root: Path, *, keep: int = -1) -> None:
         """Copies the complete checkpoints in `root` that are missing or different at the address, and removes remote
-        checkpoints that `root` lacks. Those older than all in `root` stay, because an earlier run on another machine
-        may have written them, but only as many as `keep` allows. Logs a failure as a warning, and keeps it for
+        checkpoints that `root` lacks. Remote checkpoints older than all in `root` may come from an earlier run on
+        another machine, so as many of them stay as `keep` allows. Logs a failure as a warning, and keeps it for
         `require_sent`.
 
         Args:
@@ -50,8 +50,8 @@ class CheckpointCopies:
             for name, path in here.items():
                 if self._listing(name) != (path / COMPLETE).read_bytes():
                     copy = f"{self._address}/{name}"
-                    # If the step was trained again, the list of the earlier files would make a part of the new ones
-                    # count as a checkpoint.
+                    # If the step was trained again, the list of the earlier files would make an incomplete copy of the
+                    # new files count as a checkpoint.
                     if remote_files.exists(copy):
                         remote_files.remove(copy)
                     remote_files.upload(path, copy, last=COMPLETE)

@@ -60,8 +60,8 @@ def resumed_groups(
     )
     if len(kept) < len(finished) + len(started):
         logger.warning(
-            "%d of the %d groups stored in %s are played again: settings that determine how groups are played, or "
-            "when they can be trained on, have changed or are not recorded in the checkpoint",
+            "%d of the %d groups stored in %s are played again. Settings that determine how groups are played, or "
+            "when they can be trained on, have changed, or the checkpoint does not record them",
             len(finished) + len(started) - len(kept),
             len(finished) + len(started),
             checkpoint.name,

@@ -255,8 +255,8 @@ def _popped(count_of_group: Counter[int], later: set[int]) -> float:
 
 
 async def generate_group(generator: Generator, request: GroupRequest) -> tuple[Trajectory, ...]:
-    """Plays a group and returns its trajectories. Raises GenerationError if they do not match the request, or if one
-    has both steps and a failure, or neither."""
+    """Plays a group and returns its trajectories. Raises GenerationError if they do not match the request, or if a
+    trajectory has both steps and a failure, or neither."""
     with code_of(f"{request.row_place}: the generator {type(generator).__name__}"):
         trajectories = await generator.generate(request)
     asked = [(request.group_id, index) for index in range(request.num_samples)]

@@ -106,9 +106,10 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
     """Makes all checks that are possible before the start (`trainer.preflight`), trains as configured, and returns the
     summary when the run is complete or was stopped.
 
-    In the main thread, once the loop runs, the first SIGINT, SIGTERM or SIGHUP stops the run at the next step boundary,
-    with a checkpoint if a step was trained; a second one (not SIGHUP), or one before the loop, ends the run at once. In
-    a notebook, whose event loop occupies the main thread, use `await asyncio.to_thread(run_training, config)`.
+    In the main thread, SIGINT, SIGTERM and SIGHUP are handled. Once the loop runs, the first of these signals stops the
+    run at the next step boundary, with a checkpoint if a step was trained. A second signal (other than SIGHUP), or any
+    signal before the loop, ends the run at once. In a notebook, whose event loop occupies the main thread, use
+    `await asyncio.to_thread(run_training, config)`.
 
     Until this function returns, no other run can use the run's directories (`trainer.run_lock`).
 
@@ -209,8 +210,8 @@ def _generation_data(config: Config) -> str:
 
 @contextmanager
 def _created(output: Path) -> Iterator[None]:
-    """Context that creates the file at its start, before hours of sampling, so that a file that cannot be written, or
-    that another process writes, is an error at once. If the block fails, removes the file unless it has content."""
+    """Context that creates the file at its start. If the file cannot be created, or another process writes it, the
+    error thus comes before hours of sampling. If the block fails, removes the file, unless it has content."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("x").close()
@@ -479,8 +480,8 @@ async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
 
 
 async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:
-    """Calls `close` and waits for it. If the current task is being cancelled, waits at most `CLOSE_S`, and only warns
-    if `close` fails or takes longer, because the part ends with the process."""
+    """Calls `close` and waits for it. If the current task is being cancelled, waits at most `CLOSE_S`. If `close` then
+    fails or takes longer, only warns, because the part of the run that it closes ends with the process."""
     task = asyncio.current_task()
     if task is None or not task.cancelling():
         await close()

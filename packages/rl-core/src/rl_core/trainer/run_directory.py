@@ -40,8 +40,8 @@ _OWN_ENTRIES = re.compile(
 """Names of files and directories that a run, its trackers and its engines create in the run's directory."""
 MARK = ".rl-run"
 """A run writes this file into its directory before its other files, except a lock file and a fetched checkpoint. When a
-later run moves the files away, it moves this one last. The file shows that a run wrote the others. Their names do not
-show this, because other programs use names such as `metrics.jsonl` too."""
+later run moves the files away, it moves this file last. This file shows that a run wrote the others: their names alone
+do not, because other programs use names such as `metrics.jsonl` too."""
 _MARK_TEXT = "A run of rl writes here, and may move files that have the names of its output; see config.yaml.\n"
 _COMPLETE = ("trainer", "generator", "data", "environment")
 """Sections that every `config.yaml` written by a run contains."""
@@ -86,9 +86,9 @@ def open_run_directory(config: Config) -> RunStart:
     If the checkpoint is in the run's checkpoint directory, the run in the directory continues (`set_aside_later_steps`
     moves the output of later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An
     earlier run in the directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too,
-    only the run's files are moved. Checkpoints in a directory outside it are moved to `replaced_1`, `_2`, … there.
-    Nothing in the directory is overwritten, except the configuration of a run that ended before it had metrics or a
-    checkpoint. `config.yaml` is the configuration that the run began with; a resumed run with another configuration
+    only the run's files are moved. Checkpoints outside the run's directory are moved to `replaced_1`, `_2`, … next to
+    them. Nothing in the directory is overwritten, except the configuration of a run that ended before it had metrics or
+    a checkpoint. `config.yaml` is the configuration that the run began with; a resumed run with another configuration
     writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are removed.
 
     Raises:
@@ -122,7 +122,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
     rows of metrics and samples, exported models, summary and report.
 
     Does nothing if no later step left checkpoints or rows. Models are not moved if `trainer.export_path` is outside the
-    run directory. If killed midway, some files may already be moved, but no row is lost.
+    run directory. If the process is killed midway, some files may already be moved, but no row is lost.
     """
     run_dir = config.run_dir
     checkpoints = [path for path in complete_checkpoints(config.ckpt_dir) if step_of(path) > step]

@@ -7,8 +7,8 @@ directory too. The lock file is inside only if the directory cannot be moved, be
 is not writable.
 
 A host may not see the locks of another host on a shared file system, and some file systems have no locks. So a run also
-touches its lock files every few seconds. If the process named in a lock file may still be alive although this host
-sees no lock of it, this process watches the file for such a touch before it takes the lock over.
+touches its lock files every few seconds. The process named in a lock file may still be alive although this host sees no
+lock of that process. A new run then watches the file for a touch before it takes the lock over.
 
 A directory inside another directory of the run needs no lock of its own, because every run also looks for lock files
 above its directories and directly inside them, but not deeper. It looks before and after taking its own locks, so two
@@ -128,7 +128,8 @@ def _directory_of(lock_file: Path) -> Path:
 
 
 def _require_unused(config: Config, directories: Mapping[Path, str], own: Mapping[Path, int]) -> None:
-    """Requires that no other process holds a lock of the directories, of one above them, or of one directly inside."""
+    """Requires that no other process holds a lock of the directories, of a directory above one of them, or of a
+    directory directly inside one of them."""
     for directory, key in directories.items():
         above = [file for place in (directory, *directory.parents) for file in (_beside(place), _inside(place))]
         for path in dict.fromkeys([*above, *_lock_files_in(directory)]):
@@ -205,7 +206,7 @@ def _lock(config: Config, key: str, path: Path, descriptor: int, kind: int) -> b
 
 def _require_dead(config: Config, key: str, path: Path, descriptor: int, *, has_lock: bool) -> None:
     """Raises ConfigError if the process named in the lock file may still run although no lock of it was found. This
-    happens if it is on another host, or if the file system has no locks."""
+    happens if that process is on another host, or if the file system has no locks."""
     holder = _read_holder(descriptor)
     if holder is None or (path, holder) in _dead:
         return

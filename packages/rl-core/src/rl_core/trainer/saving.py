@@ -83,7 +83,8 @@ class CheckpointSaver:
         self, state: RunState, finished: Sequence[StoredGroup] = (), started: Sequence[StartedGroup] = ()
     ) -> None:
         """Writes the checkpoint of `state.step`, or starts to write it in the background. First waits for the previous
-        background save, and raises its error (unless the disk was full), or DeadlineError if it takes too long."""
+        background save. Raises that save's error, but not if the disk was full; raises DeadlineError if the save takes
+        too long."""
         await self._wait()
         self._full = None
         partial, path = partial_path(self._root, state.step), None
@@ -144,7 +145,8 @@ class CheckpointSaver:
             await self._completed(path)
 
     async def finish(self) -> None:
-        """Waits for the background checkpoint. If no checkpoint was written, copies those that the remote store lacks.
+        """Waits for the background checkpoint. If this run had nothing to save, copies earlier checkpoints that the
+        remote store lacks.
 
         Raises:
             DeadlineError: the ranks did not write it in time.

@@ -1,10 +1,10 @@
 """Decides, from the configuration, which scores of the policy a step computes before its first optimizer step.
 
 `old_logprobs` are log-probs under the weights at the start of the update, no matter which weights sampled the tokens.
-The first optimizer step on a batch computes these log-probs anyway. So, unless something else reads scores earlier, its
-loss uses them, detached (`LossSpec.old_is_current`), and the first mini-batch needs no scoring pass. Later mini-batches
-are scored before the first step, because this step changes the weights. Later epochs over the first mini-batch reuse
-the log-probs that the first step computed.
+The first optimizer step on a batch computes these log-probs anyway. If nothing reads scores earlier, the step's loss
+uses these log-probs, detached (`LossSpec.old_is_current`), and the first mini-batch needs no scoring pass. Later
+mini-batches are scored before the first step, because this step changes the weights. Later epochs over the first
+mini-batch reuse the log-probs that the first step computed.
 """
 
 from __future__ import annotations

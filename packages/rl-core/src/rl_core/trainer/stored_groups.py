@@ -1,5 +1,5 @@
-"""Stores in a checkpoint the groups that no step has trained on yet: finished groups, so that a resumed run can train
-on them, and groups in progress with the engines' answers so far, so that it can continue them.
+"""Stores in a checkpoint the groups that no step has trained on yet. A resumed run trains on the finished groups, and
+continues the groups in progress, which are stored with the engines' answers so far.
 
 Each kind has two files: `finished_groups.json` or `started_groups.json` describes the groups; the `.npz` of the same
 name contains the per-token values of all steps or answers, concatenated, and the routed experts of each.

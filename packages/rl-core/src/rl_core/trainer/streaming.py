@@ -124,8 +124,8 @@ def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigE
     ):
         if difference := difference_alone(settings, num_samples=config.generator.n_samples_per_prompt):
             yield ConfigError(
-                f"{what}, a group's advantages or weights depend on the other groups of the batch (they differ by "
-                f"{difference:.2g} if the group is alone), but {_KEY}=true computes them before all groups have "
+                f"{what}, a group's advantages or weights depend on the other groups of the batch: they differ by "
+                f"{difference:.2g} if the group is alone. But {_KEY}=true computes them before all groups have "
                 "finished. Switch off normalisation over the batch, choose another estimator, e.g. grpo, or set "
                 f"{_KEY}=false"
             )
@@ -154,8 +154,8 @@ def _difference(first: Tensor, second: Tensor) -> float:
 
 
 def made_up_batch(num_samples: int, seed: int) -> Batch:
-    """Samples of three prompts, the last sample of each with two steps, with all columns that exist before advantages
-    are computed. Rewards are between 0 and 1; for every second seed they are 0 or 1."""
+    """A batch with samples of three prompts, and with all columns that exist before advantages are computed. The last
+    sample of each prompt has two steps. Rewards are between 0 and 1; for every second seed they are 0 or 1."""
     dice = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> list[float]:

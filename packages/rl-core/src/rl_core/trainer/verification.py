@@ -65,7 +65,7 @@ class VerificationSettings:
     prove_at_start: bool
     """Whether to prove before the first step that every tensor arrives (`WeightVerification.prove`)."""
     interval: int
-    """Probes follow the first sync of a process and every version divisible by this number; 0: none of these."""
+    """Probes follow the first sync of a process and every version divisible by this number; 0: no such probes."""
     num_tokens: int
     """Least number of tokens to score."""
     limit: float
