@@ -3,9 +3,9 @@ and collects the results.
 
 All methods that call ranks are awaitable.
 
-The plan has, for each data-parallel rank, a list of micro-batches, each a list of sequences. Of the batch, the plan
-depends only on the lengths and, if the ranks compute shared prefixes once, on which sequences share prefixes. A
-sequence is never split over micro-batches or data-parallel ranks.
+The plan has, for each data-parallel rank, a list of micro-batches, each a list of sequences. The plan depends only on
+the lengths of the batch's sequences and, if the ranks compute shared prefixes once, on which sequences share prefixes.
+A sequence is never split over micro-batches or data-parallel ranks.
 """
 
 from __future__ import annotations

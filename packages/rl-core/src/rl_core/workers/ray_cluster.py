@@ -60,7 +60,8 @@ class RaySession:
 
     @property
     def lost(self) -> str | None:
-        """Why Ray can no longer be used: one of its own processes died, or did not answer `tell`; None: it can."""
+        """Why Ray can no longer be used: one of its own processes died, or did not answer `tell`; None: Ray can be
+        used."""
         return self._unanswered or (None if self._watch is None else self._watch.lost)
 
     def enter(self) -> None:
@@ -109,8 +110,8 @@ class RaySession:
             ) from error
 
     def _start_locally(self, common: dict[str, Any]) -> RayWatch | None:
-        """Ray allows its node 30 s to start. This is not configurable and too short on a busy machine, so there
-        are two attempts."""
+        """Starts Ray on this machine. Ray allows its node 30 s to start. This time is not configurable and too short on
+        a busy machine, so there are two attempts."""
         for is_last_try in (False, True):
             try:
                 return _init("local", include_dashboard=False, **common)
