@@ -217,8 +217,8 @@ class EvenPartitions:
 
 
 def moments_of(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of a partition. Created here if it is missing, as the zeros that AdamW would create in its first
-    step."""
+    """Returns AdamW's state of a partition. Creates it if it is missing, with the zeros that AdamW would create in its
+    first step."""
     moments = optimizer.state[flat]
     if not moments:
         moments["step"] = torch.zeros((), device=flat.device)

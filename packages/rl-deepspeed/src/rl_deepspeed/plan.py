@@ -119,9 +119,9 @@ class _Zero:
         return 3 * 4 * self.num_stepped
 
     def gradient_bytes(self, rank: int) -> int:
-        """Returns the bytes of gradients in float32. A rank keeps those of its own part; with stage 1, it keeps those
-        of all trained parameters until the step. In a float32 run, stage 2 keeps the whole gradient of every parameter
-        that overlaps the rank's part."""
+        """Returns the bytes of gradients in float32. A rank keeps the gradients of its own part; with stage 1, it keeps
+        the gradients of all trained parameters until the step. In a float32 run, stage 2 keeps the whole gradient of
+        every parameter that overlaps the rank's part."""
         if self.stage == 1:
             return 4 * sum(p.numel() for p in self.trained)
         if self.stage == 3 or self.spec.bf16:

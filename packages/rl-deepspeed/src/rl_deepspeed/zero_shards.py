@@ -34,8 +34,8 @@ _STATES = {
 
 
 class ZeroShards:
-    """See `Shards`. DeepSpeed averages gradients over the ranks, so the loss is multiplied by their number to get the
-    sum.
+    """See `Shards`. DeepSpeed averages gradients over the ranks, so the loss is multiplied by the number of ranks to
+    get the sum.
 
     Args:
         scorer: the model; its parameters are also the engine's.
@@ -68,8 +68,8 @@ class ZeroShards:
         return self._num_backward > 0
 
     def step(self, settings: StepSettings) -> float:
-        """DeepSpeed divides gradients by its loss scale (here 1 / `gradient_scale`), takes the norm, clips, and skips
-        the step if the norm is not finite."""
+        """Takes the optimizer step, and returns the gradient norm. DeepSpeed divides gradients by its loss scale (here
+        1 / `gradient_scale`), takes the norm, clips, and skips the step if the norm is not finite."""
         zero = self.optimizer
         settings.put_into(zero.optimizer.param_groups)
         zero.clip_grad = settings.max_grad_norm
@@ -153,8 +153,8 @@ class ZeroShards:
         self._partitions.push()
 
     def move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
-        """DeepSpeed offloads selected states but reloads all at once, so states that are to stay on the CPU are
-        offloaded again."""
+        """See `Shards`. DeepSpeed offloads selected states but reloads all at once, so states that are to stay on the
+        CPU are offloaded again."""
         moved = {kind for kind, is_meant in (("parameters", parameters), ("optimizer", optimizer)) if is_meant}
         if self.optimizer is None:
             if parameters:
