@@ -17,8 +17,8 @@ _BEHIND_HASHES = re.compile(r"####\s*(-?)(?:\$\s*)?(-?[\d.,]*\d)")
 
 def normalized(text: str) -> str:
     """Normalises text as SQuAD does (Rajpurkar et al. 2016): converts it to lower case and removes punctuation,
-    articles and repeated spaces. Text without other words keeps its articles, such as the answer `A` of a multiple
-    choice, or else its punctuation, because otherwise it would equal an empty answer."""
+    articles and repeated spaces. If nothing else is left, keeps the articles (such as the answer `A` to a
+    multiple-choice question), or else the punctuation; otherwise the text would equal an empty answer."""
     letters = "".join(character for character in text.lower() if character not in string.punctuation)
     candidates = (re.sub(r"\b(a|an|the)\b", " ", letters), letters, text.lower())
     return " ".join(next(filter(str.strip, candidates), "").split())

@@ -43,7 +43,8 @@ _BLOCKED_S = 1.0
 
 
 class _Blocked(KeyboardInterrupt):
-    """A call to the environment blocks. An `except Exception` in the environment or in asyncio does not catch it."""
+    """A call to the environment blocks. An `except Exception` in the environment or in asyncio does not catch this
+    exception."""
 
 
 class EnvironmentRaised(RLError, RuntimeError):
@@ -210,7 +211,7 @@ def _interrupted(what: str, timeout_s: float) -> Iterator[None]:
         raise DeadlineError(f"the environment's {what} did not answer within {timeout_s:g} s: it blocks") from None
     finally:
         timer.cancel()
-        timer.join()  # after this, it sends no signal to the earlier handler
+        timer.join()  # after this, the timer sends no signal to the earlier handler
         signal.signal(signal.SIGINT, before)
 
 

@@ -40,7 +40,7 @@ class Corpus:
         self._retriever = retriever
         self._documents = documents
         self._reading = threading.Lock()
-        """bm25s reads a document of an index folder by moving the one position of the file, which all threads share."""
+        """Held while documents are read: bm25s moves the file position of an index folder, which all threads share."""
 
     def search(self, query: str, count: int) -> list[Document]:
         """Returns at most `count` documents that share a word with the query, the best first. English stop words and
@@ -61,7 +61,7 @@ def load_corpus(path: str) -> Corpus:
 
     Raises:
         ConfigError: the extra is missing.
-        DataError: the file does not exist, has an invalid line or holds no documents or no word to search for; or the
+        DataError: the file does not exist, has an invalid line, or holds no documents or no word to search for; or the
             folder holds no index, or an index without its documents.
     """
     with _one_at_a_time:
@@ -90,7 +90,7 @@ def _load(path: str) -> Corpus:
 
 def read_documents(path: Path) -> list[dict[str, str]]:
     """Reads JSON lines with `text` and, optionally, `title`. Skips blank lines. Raises DataError, which names the line
-    if a single one is at fault."""
+    if a single line is at fault."""
     if not path.exists():
         raise DataError(f"{path} does not exist; expected a .jsonl file")
     documents = []

@@ -112,7 +112,8 @@ class JudgePool:
         except BaseException:
             self._ended(judge)
             raise
-        # Under the lock, so that `close` finds the process in the queue or this thread sees that the pool is closed.
+        # Under the lock, so that either `close` finds the process in the queue, or this thread sees that the pool is
+        # closed.
         with self._lock:
             is_kept = not verdict.is_given_up and not self._is_closed
             if is_kept:

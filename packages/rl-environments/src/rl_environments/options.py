@@ -58,7 +58,7 @@ def _without_sections(options: Mapping[str, Any], known: Sequence[str]) -> Mappi
 
 
 def key_of(options: Mapping[str, Any], name: str) -> str:
-    """Returns the full key, for messages, of an option in what `own_options` returned."""
+    """Returns the full key of an option, for messages. `options` is what `own_options` returned."""
     section = f"{options.name}." if isinstance(options, _Section) else ""
     return f"environment.options.{section}{name}"
 

@@ -98,7 +98,7 @@ class SkyrlGymEnvironment:
 
 
 def _maker(options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns what creates the environment from `env_config` and `extras`."""
+    """Returns the callable that creates the environment from `env_config` and `extras`."""
     name, key = text(options, "env"), key_of(options, "env")
     if ":" in name:
         return plugins.import_object(name, f"{key}: ")

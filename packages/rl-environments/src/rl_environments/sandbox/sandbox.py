@@ -147,9 +147,9 @@ class Sandbox:
             await self._cleared(slot)
 
     async def _cleared(self, slot: Slot) -> None:
-        """Ends the processes that a killed supervisor has left, by starting a new one, which ends all processes of the
-        slot's user. Logs a warning if the new one takes too long; an exception would replace the error with which the
-        first one ended."""
+        """Ends the processes that a killed supervisor has left: starts a new supervisor, which ends all processes of
+        the slot's user. If this takes too long, only logs a warning, because an exception would replace the first
+        supervisor's error."""
         process = await self._started(slot, Limits())
         settings = {**self._settings(slot, Limits()), "clear": True}
         try:
@@ -223,8 +223,8 @@ class Session:
         )
 
     def _record(self, text: str) -> dict[str, Any]:
-        """Parses the record that `inside.program` wrote. Returns an empty dict if it wrote none, and also if the text
-        is not JSON or lacks this session's token, because then the untrusted program wrote it."""
+        """Parses the record that `inside.program` wrote. Returns an empty dict if it wrote none. Text that is not JSON
+        or lacks this session's token counts as no record, because the untrusted program wrote it."""
         try:
             record = json.loads(text)
         except (ValueError, RecursionError):

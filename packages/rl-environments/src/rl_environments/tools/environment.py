@@ -184,7 +184,8 @@ class ToolChoiceEnvironment(ToolEnvironment):
     """
 
     def tool_choice(self) -> ToolChoice:
-        """Called before each turn. By default, a call is required until the policy has made one."""
+        """Returns whether the next response must be a call. Called before each turn. By default, a call is required
+        until the policy has made one."""
         return "auto" if self.num_calls else "required"
 
     async def structural_tag(self, example_call: str | None) -> str | None:

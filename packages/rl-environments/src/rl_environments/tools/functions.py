@@ -163,7 +163,7 @@ def _problem(error: Any) -> str:
 
 
 def _documented(docstring: str) -> tuple[str, dict[str, str]]:
-    """Returns the description of the function and those of its parameters from a Google-style docstring."""
+    """Returns the descriptions of the function and of its parameters from a Google-style docstring."""
     heads = "|".join(_SECTIONS)
     parts = re.split(rf"(?im)^({heads}):[ \t]*$", docstring)
     described: dict[str, str] = {}
