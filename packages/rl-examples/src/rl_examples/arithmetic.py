@@ -71,7 +71,8 @@ def write_data(train: Path, held_out: Path) -> None:
 
 
 def write_missing_rows(config: Config, files: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Writes those of the Parquet files, each given with its rows, that the configuration uses and that are missing."""
+    """Writes the Parquet files that the configuration uses and that are missing. `files` has the rows of each file, by
+    path."""
     for path, rows in files.items():
         if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
             write_rows(Path(path), rows)

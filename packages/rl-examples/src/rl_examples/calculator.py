@@ -97,7 +97,7 @@ class BrokenPocketCalculator(PocketCalculator):
 
     @tool
     async def multiply(self, left: int, right: int) -> str:
-        """The product of two numbers, it says."""
+        """Four random digits, presented as the product of two numbers."""
         return f"{random.Random(f'{left}*{right}').randrange(10_000):04d}"
 
 

@@ -1,9 +1,9 @@
 """DAPO on two-digit addition: GRPO with the four changes of Yu et al. 2025 (arXiv 2503.14476), on two CPU cores.
 
-What it does: trains the quick start's model on the same problems, with clip-higher (a ratio may rise by 0.28 and fall
-by 0.2), a loss that weights all tokens equally, dynamic sampling (a problem teaches nothing if all of its samples have
-the same reward, so others are sampled until the batch is full) and overlong shaping (a penalty that grows to 1 over the
-last tokens before the limit, so that a response without an end is worse than a wrong one).
+What it does: trains the quick start's model on the same problems, with four changes. Clip-higher: a ratio may rise by
+0.28 and fall by 0.2. Token-level loss: all tokens have the same weight. Dynamic sampling: a problem teaches nothing if
+all of its samples have the same reward, so other problems are sampled until the batch is full. Overlong shaping: a
+penalty grows to 1 over the last tokens before the limit, so that a response without an end is worse than a wrong one.
 `rollout/dropped_zero_variance` counts the dropped problems, and `environment/penalty` is the shaping penalty.
 Deliberately omitted: a reference model and a KL term, as in the paper.
 

@@ -1,5 +1,5 @@
-"""Writes the data files of recipes. A file appears only when it is complete, whatever ends the process or runs beside
-it."""
+"""Writes the data files of recipes. A file appears only when it is complete, even if the process is killed or another
+process writes the same file."""
 
 from __future__ import annotations
 

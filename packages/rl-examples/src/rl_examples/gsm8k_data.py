@@ -25,7 +25,7 @@ HOW_TO_MAKE = (
 
 def converted(row: Any, *, place: str, split: str, index: int) -> dict[str, Any]:
     """Converts one row to the usual format: chat prompt, `env_class`, `reward_spec`, `extra_info`. Raises DataError if
-    the row is no mapping, a column is missing or not text, or there is no number after `####`."""
+    the row is not a mapping, a column is missing or not text, or there is no number after `####`."""
     if not isinstance(row, Mapping) or {"question", "answer"} - row.keys():
         got = (", ".join(map(str, row)) or "none") if isinstance(row, Mapping) else type(row).__name__
         raise DataError(f"{place}: expected the columns 'question' and 'answer', got {got}")

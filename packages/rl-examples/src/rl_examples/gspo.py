@@ -1,7 +1,7 @@
 """GSPO on two-digit addition: clips one ratio per answer instead of one per token, on two CPU cores.
 
 What it does: trains the quick start's model on the same problems, with the loss of Zheng et al. 2025 (arXiv
-2507.18071): the ratio of an answer is the geometric mean of its tokens' ratios, this ratio is clipped, and all answers
+2507.18071). The ratio of an answer is the geometric mean of its tokens' ratios. This ratio is clipped, and all answers
 have the same weight.
 Deliberately omitted: a reference model and a KL term, as in the paper; a Mixture of Experts, for which GSPO was
 designed (`trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0` is one).

@@ -78,7 +78,7 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The problem with an answer for the warm start: with probability 3/4 it uses the wrong operation, and with
+    """The problem with an answer for the warm start. With probability 3/4 the answer uses the wrong operation, and with
     probability 1/2 it is only a number."""
     name, has, right, thing = problem["reference"].split()
     wrong = gsm8k_turns.with_wrong_operation(problem["prompt"], right)

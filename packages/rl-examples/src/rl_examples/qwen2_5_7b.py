@@ -1,8 +1,8 @@
 """GRPO on GSM8K with Qwen2.5-7B-Instruct, colocated on one machine of eight 80 GB GPUs.
 
 What it does: samples 5 answers to each of 1024 prompts per step and takes four optimizer steps of 256 prompts each,
-with pure data parallelism, also on Megatron, where each GPU then holds all weights and float32 gradients (`rl plan`
-shows their size).
+with pure data parallelism. On Megatron, each GPU therefore holds all weights and float32 gradients (`rl plan` shows
+their size).
 Deliberately omitted: a critic, a KL term, a format reward. Environment and data are those of the recipe `gsm8k`.
 Data:      python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:       rl train qwen2_5_7b        (on other backends: trainer.strategy=fsdp1, trainer.strategy=megatron)

@@ -90,7 +90,8 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A first answer, or a second one after a wrong first answer. Nine in ten use the wrong operation."""
+    """Returns a first answer as a demonstration, or a second answer after a wrong first one. Nine in ten use the wrong
+    operation."""
     asked, right = problem["prompt"][0]["content"], problem["reward_spec"]["ground_truth"]
     wrong = gsm8k_turns.with_wrong_operation(asked, right)
     turn = f"#### {wrong}${LAST_TURN}\n"

@@ -142,4 +142,4 @@ _EXAMPLES = [
     _said("tool", "408"),
     _said("assistant", "408"),
 ]
-"""One direct answer and one call, so that the model sometimes does the one and sometimes the other."""
+"""One direct answer and one call, so that the model sometimes answers directly and sometimes calls."""

@@ -9,7 +9,11 @@ import click
 
 @click.command("import-config", short_help="Translate a command or YAML file of SkyRL or verl.")
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="A new .yaml file. Default: print.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A new .yaml file. Default: print the translation.",
+)
 def import_config(file: Path, output: Path | None) -> int:
     """Translate FILE, a launch script or a YAML file of SkyRL or verl, into a file for `rl train`.
 

@@ -61,9 +61,10 @@ def read(path: Path) -> Read:
 
 
 def script(text: str, name: str) -> Read:
-    """Reads the last Python command with several `key=value` words in a script, else the first with one.
+    """Reads the last Python command of a script that has several `key=value` words, else the first that has one.
 
-    Substitutes the script's variables. Those that it does not set are read from the environment, as bash does.
+    Substitutes the script's variables. Variables that the script does not set are read from the environment, as bash
+    does.
     """
     variables, found, unread = dict(os.environ), Read(module=None, values={}), []
     commands = list(_commands(_without_arrays(text)))
@@ -167,7 +168,7 @@ def _without_arrays(text: str) -> str:
 
 
 def _assignments(line: str) -> list[str]:
-    """The assignments of a line, which may have several, or some before a command."""
+    """The assignments of a line. There may be several, and a command may follow them."""
     if _DEFAULT.match(line):
         return [line]
     return [word for word in words(line) if _ASSIGNMENT.match(word)] if _ASSIGNMENT.match(line) else []

@@ -142,7 +142,7 @@ def _skyrl_gym(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _set_engines(given: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Sets the number of engines to all GPUs / GPUs of an engine; verl has no key for it."""
+    """Sets the number of engines, for which verl has no key: all GPUs divided by the GPUs of one engine."""
     gpus = given.get("trainer.n_gpus_per_node"), given.get("trainer.nnodes", 1)
     axes = ("tensor_model", "pipeline_model", "data")
     sizes = [given.get(f"actor_rollout_ref.rollout.{axis}_parallel_size", 1) for axis in axes]

@@ -173,7 +173,7 @@ for _name, _section in (("actor", "policy"), ("ref", "ref")):
         KEYS[f"actor_rollout_ref.{_name}.megatron.{_size}"] = Here(f"trainer.{_section}.megatron_config.{_size}")
 
 _LEAVES = "with trainer.placement.colocate_all, idle models move to CPU memory"
-_SAMPLES = "samples.jsonl has some samples of each step and each evaluation; trainer.num_logged_samples is their number"
+_SAMPLES = "samples.jsonl has some samples of each step and each evaluation; trainer.num_logged_samples sets how many"
 _REMOTE_CODE = f"only engines have this setting, as {_ENGINE}engine_init_kwargs.trust_remote_code"
 NO_EFFECT: dict[str, str] = {
     f"{_ACTOR}use_dynamic_bsz": "trainer.max_tokens_per_microbatch above 0 packs by tokens",
