@@ -74,7 +74,7 @@ def planned_engine(config: Config) -> EnginePlan | None:
 
 
 def longest_sequence(config: Config) -> int:
-    """Largest number of tokens that a prompt, of the first turn or a later one, and its response may have together."""
+    """Largest number of tokens that the prompt and the response of a turn may have together."""
     return longest_prompt(config)[1] + config.generator.sampling_params.max_generate_length
 
 

@@ -361,8 +361,8 @@ def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes:
         mistakes.add(
             ConfigError(
                 f"{key}: got {engine!r}, which accepts no grammars, but the environment {name!r} forces some responses "
-                "by a grammar (`structural_tag`); set it to an engine that accepts grammars, such as vllm, or choose "
-                "another environment"
+                "by a grammar (`structural_tag`). Set the key to an engine that accepts grammars, such as vllm, or "
+                "choose another environment"
             )
         )
 
@@ -495,7 +495,7 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
 
 
 def _require_own_frequencies(config: Config, role: Role, path: str | None) -> None:
-    """Requires, if transformers' code computes the rotary frequencies, that the longest sequence does not change the
+    """If transformers' code computes the rotary frequencies, requires that the longest sequence does not change the
     frequencies of other sequences."""
     key = f"{SECTIONS[role]}.model.path"
     try:

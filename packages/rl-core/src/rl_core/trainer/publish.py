@@ -55,7 +55,7 @@ async def publish_weights(
 
     Raises:
         WeightSyncError: the weights that arrived are not those that were sent.
-        RLError, OSError: one side failed; if both did, the error of the side that failed first.
+        RLError, OSError: one side failed; if both sides failed, this is the error of the side that failed first.
 
     After any error, engines that were paused for the sync stay paused and serve nothing until a sync succeeds.
     """

@@ -85,7 +85,7 @@ _GROUP: ContextVar[GroupAnswers | None] = ContextVar("the group that is being pl
 
 class RecordingSampler:
     """The sampler of a run that generates ahead. Records the answers to requests of a group (`GroupAnswers.recording`),
-    but not those of evaluations."""
+    but no answers to requests of evaluations."""
 
     def __init__(self, client: Sampler) -> None:
         self._client = client

@@ -114,8 +114,8 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
     Until this function returns, no other run can use the run's directories (`trainer.run_lock`).
 
     Args:
-        config: a resolved configuration (see `rl_core.config.resolve`), or the result of `rl_core.config.load`. With
-            the latter, the recipe creates missing files once the run has locked its directories.
+        config: a resolved configuration (see `rl_core.config.resolve`), or the result of `rl_core.config.load`, whose
+            recipe creates missing files once the run has locked its directories.
         started: the value of `time.perf_counter()` from which the summary's `total_seconds` counts; default: now.
 
     Raises:

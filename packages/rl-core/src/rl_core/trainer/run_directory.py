@@ -139,7 +139,8 @@ def set_aside_later_steps(config: Config, step: int) -> None:
         _move(path, aside / path.relative_to(run_dir))
     for path in reversed(checkpoints):
         _move(path, aside / "checkpoints" / path.name)
-    # Opening a log removes the later rows. It comes last, so that a process killed earlier leaves them in the files.
+    # Opening a log removes the later rows. The logs are opened last, so that a process killed earlier leaves these rows
+    # in the files.
     for name, rows in logs.items():
         if rows:
             StepLog(run_dir / name, first_step=step + 1).close()

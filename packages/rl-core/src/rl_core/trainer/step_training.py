@@ -86,7 +86,7 @@ class StepTraining:
         """Trains on groups of the step. Returns the trained step, or None if the step has further groups.
 
         Args:
-            groups: all groups of the step or, when streaming, those of a part.
+            groups: all groups of the step or, when streaming, all groups of a part.
             step: the step's number.
             is_last: whether these are the step's last groups.
         """

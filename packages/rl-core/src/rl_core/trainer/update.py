@@ -82,7 +82,7 @@ class BatchUpdate:
 
     @property
     def nonfinite_steps(self) -> int:
-        """Number of optimizer steps of the policy that were skipped in a row; 0 if the last one was not."""
+        """Number of optimizer steps of the policy that were skipped in a row; 0 if the last step was not skipped."""
         return self._policy.nonfinite_steps
 
     @property
@@ -153,7 +153,7 @@ class BatchUpdate:
         return {f"eval/{name}": value for name, value in self._policy.judged(batch, step).items()}
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """Takes all optimizer steps of the batch: those of policy and critic concurrently, or in turn if the two share
+        """Takes all optimizer steps of the batch. Policy and critic take theirs concurrently, or in turn if they share
         devices. Returns the batch and metrics. If the first optimizer step returns log-probs
         (`ScoringPass.keeps_first`), the returned batch has them in `old_logprobs`."""
         policy, critic = self._models.policy, self._models.critic

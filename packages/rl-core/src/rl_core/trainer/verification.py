@@ -2,7 +2,7 @@
 
 Manifests prove that every byte arrived, but not that an engine computes with these weights. So the trainer and each
 engine score fixed tokens, and the mean |difference| of their log-probs must not exceed a limit. At the start of a run,
-a proof shows that every trained tensor reaches the engines: all trained parameters get noise and are published, so an
+a proof shows that every trained tensor reaches the engines. All trained parameters get noise and are published, so an
 engine that fails to load one of them computes other log-probs. Then the parameters are restored bit for bit and
 published, and the comparison is repeated.
 """

@@ -4,8 +4,8 @@ rl_core only these two modules and `ray_cluster.py` use Ray.
 A call returns the results by rank or raises one error. It waits until all ranks have answered, a rank has failed, ranks
 are found dead, one of Ray's servers has died, or the deadline has passed. After an error the ranks are out of step
 (some may wait in a collective for a dead rank), so all of them are killed. The ranks are kept in only two cases:
-every rank raised a user's mistake; or, in a call that does not change the training state, some ranks raised a user's
-mistake and all others returned.
+every rank raised a user's mistake; or the call does not change the training state, some ranks raised a user's mistake,
+and all others returned.
 """
 
 from __future__ import annotations
