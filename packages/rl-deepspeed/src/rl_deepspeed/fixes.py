@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 def choose_accelerator() -> None:
     """Selects the CPU if there is no GPU; call before importing DeepSpeed, which would otherwise guess and warn. This
-    can go when DeepSpeed selects the CPU without a warning."""
+    function can go when DeepSpeed selects the CPU without a warning."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

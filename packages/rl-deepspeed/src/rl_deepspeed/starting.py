@@ -34,8 +34,8 @@ def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
     """Distributes rank 0's weights over the ranks and makes a DeepSpeed engine of them. With stages 1 and 2, a model
     without an optimizer gets no engine: every rank keeps the whole model.
 
-    With stage 3, a rank holds its parts and at most one whole unit at a time (a decoder layer, or all parameters
-    outside the layers), apart from the model that rank 0 loaded.
+    With stage 3, a rank holds its parts and at most one whole unit at a time: a decoder layer, or all parameters
+    outside the layers. Rank 0 also holds the model that it loaded.
 
     Raises:
         ConfigError: the model is stored in float64 and `spec.bf16` is False, rank 0 loaded another structure than the
