@@ -57,8 +57,8 @@ def number_of_row(row: Row, environment: str) -> Decimal:
 
 
 def finite_number(value: Any) -> Decimal | None:
-    """Returns the value, a number or the text of one, as a Decimal; None if it is not a finite number. Commas may
-    separate thousands."""
+    """Converts a number, or text that contains only a number, to a Decimal; None if the number is not finite or the
+    text is not a number. Commas may separate thousands."""
     try:
         number = Decimal(str(value).replace(",", ""))
     except InvalidOperation:

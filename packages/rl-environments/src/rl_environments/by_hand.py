@@ -37,7 +37,7 @@ from rl_core.interfaces import (
 
 _OPTIONS = "environment.options"
 _REWARDS = ("environment.reward_functions", "environment.reward_weights")
-"""Keys whose values the environment `reward_functions` gets as options. A single value means a list of one."""
+"""Keys whose values the environment `reward_functions` gets as options. A single value means a list with this value."""
 _BLOCKED_S = 1.0
 """After its deadline, a call has this many seconds to react to its cancellation before its thread is interrupted."""
 
@@ -187,7 +187,7 @@ def _interrupted(what: str, timeout_s: float) -> Iterator[None]:
 
     def interrupt() -> None:
         is_over.set()
-        # A real signal also ends a blocking system call, such as that of `time.sleep`.
+        # A real signal also ends a blocking system call, as in `time.sleep`.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def received(_: int, __: object) -> None:

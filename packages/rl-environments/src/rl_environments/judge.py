@@ -12,7 +12,7 @@ Options:   `url` (the API's address, `http://host:port/v1`, or `inference_engine
 Metrics:   `accuracy` (the reward), `judge_tries`
 
 If the judge does not answer, refuses, or gives no score, the sample fails and has no reward at all
-(docs/environments.md#failures): a reward of zero would penalise the policy for the judge's failure. The judge is shown
+(docs/environments.md#failures). A reward of zero would penalise the policy for the judge's failure. The judge is shown
 the policy's text without its thinking. `INSTRUCTIONS` presents this text as data, between random marks that the policy
 cannot reproduce.
 """

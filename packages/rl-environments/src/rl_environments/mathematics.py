@@ -34,7 +34,7 @@ class MathematicsOptions:
 class MathematicsEnvironment:
     """Reward 1 if the response's answer equals the row's, else 0.
 
-    An answer that takes more than `cpu_s` to compare, or that crashes the comparing process, counts as wrong: the
+    An answer that takes more than `cpu_s` to compare, or that crashes the comparing process, counts as wrong. The
     policy wrote it, and failing the sample would spare the policy the reward of zero. The sample fails if the process
     was ended for another reason, if there is no verdict within `wait_s`, or if the reference cannot be parsed.
 

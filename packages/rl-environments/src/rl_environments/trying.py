@@ -50,8 +50,8 @@ def try_environment(
 ) -> int:
     """Play ENVIRONMENT, given as the name of an installed environment or as package.module:Class.
 
-    By hand, you are the policy: a line of input is a response (end a line with \\ to continue it); Ctrl-D ends.
-    environment.options.NAME=VALUE sets an option. With --with, KEY.PATH=VALUE changes any key of the recipe.
+    By hand, you are the policy: a line of input is a response (end a line with \\ to continue it). Ctrl-D ends the
+    episode. environment.options.NAME=VALUE sets an option. With --with, KEY.PATH=VALUE changes any key of the recipe.
     """
     if "=" in environment:
         raise click.UsageError(

@@ -142,6 +142,6 @@ def _refuse_if(call: int, error: int) -> list[_Instruction]:
 
 
 def _when(call: int, on_first_argument: list[_Instruction]) -> list[_Instruction]:
-    """Filters a call by the lower half of its first argument; these calls read only that half."""
+    """Filters a call by the lower half of its first argument, the only half that the filtered calls read."""
     body = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *on_first_argument, (_RETURN, 0, 0, _ALLOW)]
     return [(_JUMP_EQUAL, 0, len(body), call), *body]
