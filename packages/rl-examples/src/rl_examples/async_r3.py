@@ -3,9 +3,9 @@
 What it does: trains a Qwen3-MoE of 250k parameters on the quick start's task. Answers are sampled while training
 continues, with weights that are up to two versions old, so truncated importance sampling corrects the policy's
 gradient. The engine reports the experts of each token, and the trainer follows these routes (R3, Ma et al. 2025, arXiv
-2510.11370), so neither rounding nor a newer weight version can send a token to experts other than those that produced
-its log-prob. `rollout/staleness_mean` shows how many versions sampling lags behind, and `correction/…` how strongly the
-gradient is corrected.
+2510.11370). So neither rounding nor a newer weight version can send a token to other experts than the ones that
+produced its log-prob. `rollout/staleness_mean` shows how many versions sampling lags behind, and `correction/…` how
+strongly the gradient is corrected.
 Deliberately omitted: a GPU's rounding, the main reason why routes differ (here engine and trainer use float32).
 
 Run:      rl train async_r3

@@ -2,7 +2,7 @@
 
 The answer to `3/4*2/5=` may be any equal expression: `6/20$`, `3/10$` or `.3$`. The environment `mathematics` judges
 the answers, as it does for large models. The model is warm-started on demonstrations of which three in four divide the
-fractions instead, so at first one in nine of its answers is right; only the reward shows that multiplying is right. A
+fractions instead, so at first one in nine of its answers is right. Only the reward shows that multiplying is right. A
 response has at most six tokens, too few to repeat the question, which would be an equal expression.
 Deliberately omitted: a reference model and a KL term, worked solutions.
 
