@@ -123,7 +123,7 @@ def _step(name: str) -> int:
 
 
 def copies_of(config: Config) -> CheckpointCopies | None:
-    """Where a run copies its checkpoints; None if `trainer.ckpt_path` is a local path."""
+    """Returns the `CheckpointCopies` of a run; None if `trainer.ckpt_path` is a local path."""
     path = config.trainer.ckpt_path
     return CheckpointCopies(path) if path is not None and remote_files.is_remote(path) else None
 

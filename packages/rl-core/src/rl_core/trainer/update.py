@@ -198,8 +198,8 @@ class BatchUpdate:
         return {} if self._critic is None else explained_variance(batch)
 
     def agreement(self, batch: Batch, version: int) -> Metrics:
-        """`rollout_agreement` of a batch that was trained on. Compares only tokens whose log-probs were computed with
-        the weights at the start of the update."""
+        """Returns `rollout_agreement` of a batch that was trained on. Compares only tokens whose log-probs were
+        computed with the weights at the start of the update."""
         scoring = self._settings.scoring
         if scoring.covers_batch:
             return rollout_agreement(batch, version)

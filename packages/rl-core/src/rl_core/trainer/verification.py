@@ -157,8 +157,8 @@ class WeightVerification:
         return moved
 
     async def after_sync(self, version: int) -> dict[str, float]:
-        """Called after the sync of every version. Probes if a probe is due. Returns the probe's metrics; empty if
-        none was due.
+        """Probes if a probe is due, and returns the probe's metrics; empty if none was due. Must be called after the
+        sync of every version.
 
         The version decides when a probe is due, so that a resumed run probes at the same steps as an uninterrupted one.
         A probe is also due after the process's first sync, in which newly started engines get their weights.

@@ -123,7 +123,8 @@ class InlineRank:
             raise WorkerError(f"{self._role} rank 0 failed in {phase}: {type(error).__name__}: {error}") from error
 
     def _answer(self, phase: str, function: Callable[[], Any]) -> Any:
-        """Runs in the rank's thread. Raises ForeignCodeError for a BaseException such as the SystemExit of a loss that
-        calls `sys.exit()`, which would otherwise end the run as if it had finished."""
+        """Calls `function` and returns its result. Runs in the rank's thread. Raises ForeignCodeError for a
+        BaseException such as the SystemExit of a loss that calls `sys.exit()`, which would otherwise end the run as if
+        it had finished."""
         with code_of(f"{self._role} rank 0 in {phase}"):
             return function()

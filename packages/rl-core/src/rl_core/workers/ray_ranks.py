@@ -391,7 +391,8 @@ def _are_user_errors(failures: Mapping[int, Failure]) -> bool:
 
 
 def _put(batch: Batch, parts: Sequence[Part], readers: Sequence[_Reader]) -> list[list[Any]]:
-    """References to the arrays that each reader gets: its part without routes and, if there are any, its routes."""
+    """Puts the parts of a batch into the object store. Returns references to the arrays that each reader gets: its part
+    without routes and, if there are any, its routes."""
     rest = batch.without_columns(*_ROUTES)
     shared = [ray.put(rest.to_arrays(part.sent)) for part in parts]
     if "routed_experts" not in batch:
