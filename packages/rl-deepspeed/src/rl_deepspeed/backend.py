@@ -58,8 +58,8 @@ class DeepSpeedBackend:
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
-        """What each rank would hold in memory; imports torch. `num_micro_batches` has no effect, because micro-batches
-        are computed one after another."""
+        """Returns what each rank would hold in memory; imports torch. `num_micro_batches` has no effect, because
+        micro-batches are computed one after another."""
         from rl_deepspeed.plan import plan_ranks
 
         self.validate(spec, world_size)

@@ -135,7 +135,7 @@ class _Zero:
 
     @property
     def on_host(self) -> tuple[HeldKind, ...]:
-        """What is kept in CPU memory; gradients are kept where the optimizer's state is."""
+        """The kinds of state that are kept in CPU memory; gradients are kept where the optimizer's state is."""
         parameters: tuple[HeldKind, ...] = ("parameters",) if "offload_param" in self.settings else ()
         is_stepped_there = "offload_optimizer" in self.settings and self.trained
         return (*parameters, "gradients", "optimizer") if is_stepped_there else parameters
