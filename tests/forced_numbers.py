@@ -22,8 +22,8 @@ from rl_core.testing.ranks import RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
 
 LOGPROB_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-6, 1e-5
-"""These allow for float32 rounding: sums are added in another order. Log-probs: absolute. Gradients: relative L2 over
-all parameters. Loss: relative, but absolute below 1, where it is a small difference of large parts."""
+"""Tolerances for float32 rounding: sums are added in another order. Log-probs: absolute. Gradients: relative L2 over
+all parameters. Loss: relative, but absolute below 1, where the loss is a small difference of large parts."""
 ADAPTER_TOLERANCE = 2e-5
 """Absolute, after three AdamW steps with lr=1e-3. AdamW normalises gradients, so rounding of tiny gradients shows."""
 ATTENTION_ADAPTERS = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -68,7 +68,7 @@ def require_breaks_found(group: RankGroup, case: Case, expected: ForcedNumbers) 
 
 
 def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """L2 norm of the difference divided by that of the expected gradients, over all parameters together."""
+    """L2 norm of the difference over all parameters, divided by the L2 norm of the expected gradients."""
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     errors = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()])
     return float(errors.norm() / whole)
@@ -80,7 +80,7 @@ def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 def require_adapters_trained_along_routes(group: RankGroup, case: Case) -> None:
     """Trains adapters for three steps, on the ranks and by peft with the experts forced.
 
-    Raises AssertionError unless the results agree, and differ from those of other routes.
+    Raises AssertionError if the results differ, or if other routes give the same results.
     """
     group.call(Worker.save_model, case.directory / "before")
     reference, other = (adapted_reference(case, case.directory / "before" / "adapter") for _ in range(2))
@@ -102,7 +102,7 @@ def require_adapters_trained_along_routes(group: RankGroup, case: Case) -> None:
 
 
 def adapted_reference(case: Case, adapter: Path) -> ReferenceWorker:
-    """The case's reference with the adapters of that directory; only these are trained."""
+    """The case's reference with the adapters in the directory `adapter`; it trains only the adapters."""
     reference = case.new_reference()
     model = peft.PeftModel.from_pretrained(reference.model, adapter, is_trainable=True)
     reference.computing = model  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,5 +1,5 @@
-"""Lets deadlines pass at once. With a short real deadline, a test may fail on a machine that pauses, because the
-deadline may end an earlier call than the one that the test is about.
+"""Lets deadlines pass at once. A short real deadline would make tests fail on a machine that pauses, because it may end
+a call before the one that the test is about.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 async def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Waits until the condition is true; TimeoutError if it is not within `limit_s`."""
+    """Waits until the condition is true. Raises TimeoutError if it stays false for `limit_s`."""
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Compares training on two ranks with training on one: of a critic, of adapters, and of a critic's adapters."""
+"""Compares training on two ranks with training on one, for a critic, for adapters, and for a critic with adapters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rl_core.testing.cases import LIMITS, TEMPERATURE, Case
 from rl_core.testing.ranks import RankGroup
 
 GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 5e-6, 1e-5
-"""Rounding in float32, because sums are added in another order. Gradients: L2 norm of one tensor's difference, relative
-to that of all gradients. Weights and scores: absolute."""
+"""Rounding in float32, because sums are added in another order. Gradients: L2 norm of one tensor's difference, divided
+by the L2 norm of all gradients. Weights and scores: absolute."""
 UNTIED = Variant(checkpoint={"tie_word_embeddings": False})
 LORA = LoraConfig(rank=4, alpha=8)
 _VALUES = LossSpec(name="value_clip", params={"value_clip": 1.0})

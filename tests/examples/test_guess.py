@@ -80,7 +80,7 @@ def test_a_run_trains_on_episodes_of_several_turns(
 ):
     run_training(config_of(start, tmp_path / "run", **overrides))
     rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
-    # In an asynchronous run a step may have no tokens of the version that it trains, and so no such metric.
+    # In an asynchronous run a step may have no tokens of the version that it trains; its row then lacks the metric.
     differences = [row["rollout/logprob_diff_max"] for row in rows[1:] if "rollout/logprob_diff_max" in row]
     assert max(differences) < 1e-4
     for row in rows[1:]:
@@ -112,8 +112,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 
 
 def table(heading_row: str, number: int = 0) -> dict[str, list[str]]:
-    """First cell → the other cells, of each row of a table of the page: table `number` of those that begin with
-    `heading_row`, counted from 0."""
+    """First cell of each row → the row's other cells, for one table of the page. `number` counts, from 0, the tables
+    that begin with `heading_row`."""
     text = [part for part in PAGE.split("\n\n") if part.startswith(heading_row)][number]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     return {name: cells for name, *cells in rows}

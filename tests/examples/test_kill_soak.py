@@ -141,7 +141,7 @@ def test_the_cases_cover_every_kind():
 
 
 class LosingRollouts(Rollouts):
-    """Forgets the first group that is to be played again, or the next new group if there is none."""
+    """Forgets the first group that is to be played again, or the next new group if no group is to be played again."""
 
     def __init__(self, *parts: Any, next_group: int, restart_groups: tuple[int, ...], **named: Any):
         first = next_group if restart_groups else next_group + 1

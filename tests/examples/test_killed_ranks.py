@@ -31,8 +31,8 @@ def checkpoints(run_dir: Path) -> list[str]:
 
 
 def train_and_expect(complete: Sequence[Config], config: Config, methods: str) -> None:
-    """Trains the runs of `complete`, then one that must end with the error of the rank that died, with one Ray for all
-    of them.
+    """Trains the runs of `complete`, then the run of `config`, which must end with the error of the rank that died. All
+    runs share one Ray.
     """
     start_ray()
     try:

@@ -168,7 +168,7 @@ def test_training_replays_the_newest_routes(place: str, model: Path, tmp_path: P
                 routed_T = newest["routed"]
                 assert torch.equal(scores["routed_experts"][routed_T], newest["routed_experts"][routed_T].short())
             # Negative control: each token keeps the routes of the first answer that contains it. In merged steps, the
-            # last token of an answer then has none.
+            # last token of an answer then has no route.
             with pytest.raises(AssertionError, match="log-probs differ"):
                 require_replayed(group, trainable(broken_batch, case.reference), expected)
             group.close()

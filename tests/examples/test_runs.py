@@ -86,7 +86,7 @@ def test_asynchronous_training_keeps_the_staleness_bound(small_run: BuildConfig,
     assert max(row["rollout/staleness_max"] for row in rows) <= max_staleness
     # Generation really runs ahead: the last step trains on groups that were started with older weights.
     assert rows[-1]["rollout/staleness_max"] >= 1
-    # A step has no such value if all its tokens were sampled with earlier versions.
+    # A step lacks this metric if all its tokens were sampled with earlier versions.
     differences = [row["rollout/logprob_diff_max"] for row in rows if "rollout/logprob_diff_max" in row]
     assert max(differences) < 1e-4
 

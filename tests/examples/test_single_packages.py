@@ -74,7 +74,7 @@ def test_the_padded_ppo_loss_and_its_gradient_are_those_of_the_formula(shown: di
     assert 0 < float(metrics["clip_fraction"]) < 1
 
 
-def test_the_padded_corrected_gspo_loss_is_that_of_a_loop_over_rows(shown: dict[str, Any]):
+def test_the_corrected_gspo_loss_of_padded_rows_equals_a_loop_over_rows(shown: dict[str, Any]):
     generator, mask_NW = torch.Generator().manual_seed(1), rectangles(padded_on="right")["mask"]
     mask_NW[1] = False
     old, noise, drift = (torch.randn(4, 7, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -105,7 +105,7 @@ def test_the_padded_corrected_gspo_loss_is_that_of_a_loop_over_rows(shown: dict[
 
 
 @pytest.mark.parametrize("padded_on", ["left", "right"])
-def test_the_padded_advantages_of_a_critic_are_those_of_the_recursion(shown: dict[str, Any], padded_on: str):
+def test_advantages_of_a_critic_on_padded_rows_equal_the_recursion(shown: dict[str, Any], padded_on: str):
     given = rectangles(padded_on=padded_on)
     mask_NW = given["mask"]
     advantages_NW, returns_NW = shown["gae"](given["rewards"], given["values"], mask_NW)

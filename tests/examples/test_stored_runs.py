@@ -249,8 +249,8 @@ def fill(path: Path) -> None:
 
 
 def on_small_disk(folder: Path, function: Callable[[], None]) -> int:
-    """Runs `function` in a forked process that alone sees a disk of 24 MiB mounted at `folder`, and returns the exit
-    code. The disk's files are copied to `<folder>.left`, and log messages go to `<folder>.log`.
+    """Runs `function` in a forked process, and returns its exit code. Only that process sees a disk of 24 MiB at
+    `folder`. The disk's files are copied to `<folder>.left`, and log messages go to `<folder>.log`.
     """
 
     def inside() -> None:

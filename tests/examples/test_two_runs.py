@@ -29,7 +29,7 @@ TINY = {"trainer__max_training_steps": 2, "trainer__eval_before_train": False, "
 
 
 class WaitsForWord(Callback):
-    """Waits in step 1, after it has made a file `waits` beside the run directory, until there is a file `word`."""
+    """In step 1, makes a file `waits` beside the run directory, then waits until there is a file `word`."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
         self._folder = run_dir.parent

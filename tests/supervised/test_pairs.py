@@ -164,7 +164,7 @@ def test_equal_rewards_and_single_responses_have_no_loss():
 
 @pytest.mark.parametrize("row", [1, 4], ids=["preferred", "other"])
 @pytest.mark.parametrize("function", [dpo_loss, reward_model_loss])
-def test_a_pair_of_which_one_response_is_not_trained_on_has_no_loss(function: Any, row: int):
+def test_a_pair_with_an_untrained_response_has_no_loss(function: Any, row: int):
     batch = random_pairs(3)
     mask_T = batch["loss_mask"] & (batch.sequence_index != row)
     batch = weighted(batch.with_columns(loss_mask=mask_T, rewards=batch["rewards"] + 0.5 * (batch["rewards"] == 0)))

@@ -122,7 +122,7 @@ def loaded(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
-def test_supervised_fine_tuning_and_one_extra_token_is_detected(model: Path, tmp_path: Path):
+def test_supervised_fine_tuning_has_trls_gradient_and_one_extra_token_is_detected(model: Path, tmp_path: Path):
     rows = [{name: row[name] for name in ("prompt", "completion")} for row in sums(7)]
     trainer = SFTTrainer(
         loaded(model),
@@ -139,7 +139,7 @@ def test_supervised_fine_tuning_and_one_extra_token_is_detected(model: Path, tmp
 
 
 def of_chat(chat_model: Path, directory: Path, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """Requires equal gradients of supervised fine-tuning: `ours` are the rows in our form, `theirs` in that of TRL."""
+    """Requires equal gradients of supervised fine-tuning: `ours` are the rows in our form, `theirs` in TRL's."""
     trainer = SFTTrainer(
         loaded(chat_model),
         SFTConfig(**training_arguments(directory / "trl", len(theirs)), assistant_only_loss=True),
@@ -149,7 +149,7 @@ def of_chat(chat_model: Path, directory: Path, ours: list[dict[str, Any]], their
     require_equal(gradient(config_of(directory, chat_model, ours), directory), gradient_of_trl(trainer))
 
 
-def test_supervised_fine_tuning_on_conversations_with_tools(chat_model: Path, tmp_path: Path):
+def test_supervised_fine_tuning_on_conversations_with_tools_has_trls_gradient(chat_model: Path, tmp_path: Path):
     rows = [{"messages": [*row["prompt"], row["right"]], "tools": TOOLS} for row in conversations(7)]
     of_chat(chat_model, tmp_path, rows, rows)
 
@@ -182,12 +182,14 @@ def of_pairs(
 
 
 @pytest.mark.parametrize("dpo_type", ["sigmoid", "ipo"])
-def test_direct_preference_optimisation(dpo_type: str, model: Path, reference: Path, tmp_path: Path):
+def test_direct_preference_optimisation_has_trls_gradient(dpo_type: str, model: Path, reference: Path, tmp_path: Path):
     rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["wrong"]} for row in sums(6)]
     of_pairs(model, reference, tmp_path, rows, {"loss_type": dpo_type}, dpo_type=dpo_type)
 
 
-def test_direct_preference_optimisation_on_conversations(chat_model: Path, reference: Path, tmp_path: Path):
+def test_direct_preference_optimisation_on_conversations_has_trls_gradient(
+    chat_model: Path, reference: Path, tmp_path: Path
+):
     rows = [
         {"prompt": row["prompt"], "chosen": [row["right"]], "rejected": [row["wrong"]], "tools": TOOLS}
         for row in conversations(6)
@@ -195,7 +197,7 @@ def test_direct_preference_optimisation_on_conversations(chat_model: Path, refer
     of_pairs(chat_model, reference, tmp_path, rows, {"loss_type": "sigmoid"})
 
 
-def test_label_smoothing(model: Path, reference: Path, tmp_path: Path):
+def test_label_smoothing_has_trls_gradient(model: Path, reference: Path, tmp_path: Path):
     """Compares with TRL's `aot`, because its `sigmoid` ignores label smoothing. `aot` sorts pairs, so this test has
     only one pair."""
     (row,) = sums(1)
@@ -206,7 +208,7 @@ def test_label_smoothing(model: Path, reference: Path, tmp_path: Path):
         of_pairs(model, reference, tmp_path / "wrong", rows, theirs, label_smoothing=0.1)
 
 
-def test_a_reward_model(model: Path, tmp_path: Path):
+def test_a_reward_model_has_trls_gradient(model: Path, tmp_path: Path):
     rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["wrong"]} for row in sums(6)]
     torch.manual_seed(3)
     classifier = AutoModelForSequenceClassification.from_pretrained(
