@@ -58,7 +58,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     ],
     ids=lambda loss: f"{loss.name}{'+kl' if loss.kl_coef else ''}",
 )
-def test_a_loss_whose_old_logprobs_are_its_own_has_the_gradient_of_a_scored_batch(
+def test_a_loss_that_takes_its_own_logprobs_as_old_ones_has_the_gradient_of_a_scored_batch(
     loss: LossSpec, start_worker: StartWorker
 ):
     worker = start_worker({"dtype": "float32"})

@@ -81,8 +81,8 @@ def test_attention_over_a_forest_is_attention_in_each_sequence(
 
 
 def samples_of_prompts(generator: torch.Generator) -> Batch:
-    """Three prompts with six responses each, one of which continues another; then copies of two sequences, one of them
-    cut short."""
+    """Three prompts with six responses each; one response of each prompt continues another. Copies of two sequences
+    follow, one of them cut short."""
     sequences: list[Tensor] = []
     for length in (40, 7, 33):
         prompt = torch.randint(50, (length,), generator=generator)

@@ -61,7 +61,7 @@ class PlainCritic:
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0, weight_decay=0.1)
 
     def values(self, tokens_T: Tensor) -> Tensor:
-        """Values per token. The value of token t comes from the hidden state of token t − 1; that of the first token is
+        """Values per token. The value of token t comes from the hidden state of token t − 1; the first token's value is
         0."""
         hidden_TH = self.model(input_ids=tokens_T[None]).last_hidden_state[0]
         return torch.cat([torch.zeros(1), self.head(hidden_TH[:-1]).squeeze(-1)])

@@ -1,6 +1,6 @@
 """Parses docs/first_gpu_run.md: the commands of each step, the files to send back, and the rows of published times.
 
-The page is the only list of these. Tests on a GPU run its commands; tests on a CPU check that the commands exist.
+Only the page lists them. Tests on a GPU run its commands; tests on a CPU check that the commands exist.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class TestFsdp(BackendConformance):
     variants = (
         *variants_of(FsdpOptions(moe_enable_routing_replay=True)),
         # On an H100, the bfloat16 error of weights in the second variant was 1.6 times that of plain transformers.
-        # Each of its settings alone shows which of them is the cause.
+        # The next three variants have one of its settings each, to show which setting is the cause.
         Variant(parity_only=True),
         Variant(checkpoint=UNTIED, spec={"use_sample_packing": False}, parity_only=True),
         Variant(checkpoint=UNTIED, spec={"gradient_checkpointing": True}, parity_only=True),

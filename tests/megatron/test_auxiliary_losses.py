@@ -1,5 +1,5 @@
-"""A load-balancing loss adds the gradient of its mean over all tokens to the policy loss's gradient, also if tensor or
-context parallelism splits the tokens, if a rank has no sequences, and if a pipeline stage has no experts."""
+"""A load-balancing loss adds the gradient of its mean over all tokens to the policy loss's gradient. This also holds if
+tensor or context parallelism splits the tokens, if a rank has no sequences, and if a pipeline stage has no experts."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
 
 @pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
 def test_gradients_of_adapters_are_read_before_and_after_the_first_export(lora_type: Any, case: Case):
-    """While B is 0, the gradient of A is 0, and that of B is s · dL/dW · Aᵀ, with dL/dW that of the whole matrix."""
+    """While B is 0, the gradient of A is 0. The gradient of B is s · dL/dW · Aᵀ, where W is the layer's weight."""
     whole = start(case, "1")
     alone = attrs.evolve(case.spec.model, lora=attrs.evolve(LORA, merge_lora=False))
     group = start(case, "tp2", lora_type=lora_type, model=alone)

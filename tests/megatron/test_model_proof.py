@@ -1,5 +1,5 @@
-"""The model proof on a small copy accepts models that Megatron computes like transformers. The proof alone detects
-models that Megatron computes differently or cannot run, and each fault whose fix is removed."""
+"""The model proof on a small copy accepts models that Megatron computes like transformers. Without other checks, it
+detects models that Megatron computes differently or cannot run, and each fault whose fix is removed."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_the_other_models_of_a_run_are_checked_too(section, changes, tmp_path, m
         ("plan", "not proved yet: a run compares the model with transformers first ("),
     ],
 )
-def test_without_a_proof_a_dry_run_and_a_plan_say_that_the_start_will_prove(command, said, tmp_path, monkeypatch):
+def test_without_a_proof_a_dry_run_and_a_plan_announce_the_proof_at_the_start(command, said, tmp_path, monkeypatch):
     monkeypatch.setattr(model_proof, "_proved_here", set())
     monkeypatch.setenv(model_proof.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(MegatronBackend, "proof_obstacle", lambda self: "this is a laptop")

@@ -40,7 +40,7 @@ async def step(directory: Path, *, timeout_s: float = START_S, silence_s: float 
         yield lambda: group.forward(batch, LIMITS, temperature=1.0)
         yield lambda: group.forward_backward(batch, LIMITS, LossSpec(name="cross_entropy"), temperature=1.0)
         usual = ranks._timeout_s, ranks._silence_s
-        # Only this call may have short deadlines: on a busy machine they might end another one first.
+        # Only this call has short deadlines: on a busy machine, they might end another call first.
         ranks._timeout_s, ranks._silence_s = timeout_s, silence_s
         yield group.optim_step
         ranks._timeout_s, ranks._silence_s = usual
@@ -133,7 +133,7 @@ async def until_stuck(group: WorkerGroup) -> None:
     ranks, seen = group._ranks, 0
     process = psutil.Process(ranks._addresses[1].pid)
     async with asyncio.timeout(START_S):
-        while seen < 2:  # rank 0 may have been on its way from the call in which both met
+        while seen < 2:  # once is not enough: rank 0 may still be in an earlier collective call
             doing = await ranks._asked("doing", range(2), 2.0)
             hangs = "in _fail_in (" in str(doing.get(1)) or process.status() == psutil.STATUS_STOPPED
             seen = seen + 1 if hangs and "in all_reduce (" in str(doing.get(0)) else 0

@@ -1,4 +1,4 @@
-"""A run whose Ray loses a server, or has a stopped one, reports this as its error before Ray ends the run's process."""
+"""If one of Ray's servers dies or is stopped, a run reports this as its error before Ray ends the run's process."""
 
 from __future__ import annotations
 
