@@ -1,6 +1,6 @@
 """Chat templates in the formats of known model families, each with a tokenizer that knows its special tokens.
 
-The tokenizers are byte-level BPE (or, for the SentencePiece families, BPE with a leading-space mark) with merges that
+The tokenizers are byte-level BPE; those of the SentencePiece families are BPE with a leading-space mark. Their merges
 are learned here from a few sentences. As in real tokenizers, many token sequences are the encoding of no text.
 """
 

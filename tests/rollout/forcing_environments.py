@@ -8,7 +8,7 @@ from typing import Any
 from rl_core.interfaces import StepResult
 
 CALL = r"add=[0-9]{1,2},[0-9]{1,2}\."
-"""A random model with one token per character hardly ever writes this unless it is forced to."""
+"""Text that a random model with one token per character almost never writes by chance."""
 
 
 class Forces:

@@ -38,7 +38,7 @@ TOLERANCE = 1e-4
 
 
 class Chatter:
-    """One to five turns, depending on its number; in every seventh episode the first step raises."""
+    """Takes one to five turns, depending on the episode's number. In every seventh episode the first step raises."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -171,8 +171,8 @@ def require_own_logprobs(
 def require_exact_accounting(
     bench: Bench, trajectories: Sequence[Trajectory], watched: WatchedEngine, disturbance: Disturbance
 ) -> None:
-    """Every episode has one result, every request was sent once, and every sampled token has the log-prob of its
-    version's weights.
+    """Requires that every episode has one result, that every request was sent once, and that every sampled token has
+    the log-prob of its version's weights.
     """
     names = [(trajectory.group_id, trajectory.sample_index) for trajectory in trajectories]
     assert names == [(group, index) for group in range(NUM_GROUPS) for index in range(GROUP_SIZE)]

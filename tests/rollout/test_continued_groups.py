@@ -41,7 +41,7 @@ from tests.core.test_loop_stops import ended_after
 
 TOKENIZER = character_tokenizer()
 LENGTH = 21
-"""The length of the prompt, which is one token, plus its response."""
+"""The length of a sequence: the prompt, which is one token, and the response."""
 Sampled = list[tuple[int, float, int]]
 """The token, log-prob and version of each sampled token."""
 

@@ -124,7 +124,7 @@ def rendered(name: str, messages: Sequence[Mapping[str, Any]], tools: Any = None
 
 
 def expected_prompts(name: str, row: Mapping[str, Any], exchanges: Sequence[Exchange]) -> list[list[int]]:
-    """The prompt of each turn, from one rendering of the whole conversation with the row's tools. For templates that
+    """The prompt of each turn, from one rendering of the whole conversation with the row's tools. The template must
     keep earlier turns.
     """
     tokenizer = tokenizer_of(name)
@@ -147,7 +147,7 @@ def expected_prompts(name: str, row: Mapping[str, Any], exchanges: Sequence[Exch
 
 
 def require_exact(played: Played) -> None:
-    """The trajectory has the engine's tokens, and only tokens that the engine sampled are marked as sampled."""
+    """Requires the engine's tokens in the trajectory. Only tokens that the engine sampled may be marked as sampled."""
     batch = collate([played.trajectory])
     sampled = batch["sampled"]
     for name, expected in (

@@ -55,7 +55,7 @@ async def scores_of(engine: LocalEngine) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["files", "shared_memory", "broadcast"])
-async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit(model_path, transport):
+async def test_a_delta_sync_gives_the_log_probs_of_whole_weights_bit_for_bit(model_path, transport):
     changed, whole = await local_engine(model_path), await local_engine(model_path)
     async with policy_of(model_path, bf16=True) as policy:
         by_changes, by_whole = serving(policy, changed, transport), serving(policy, whole, transport, interval=None)
@@ -71,8 +71,8 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
     await whole.close()
 
 
-async def test_log_probs_of_packed_experts_after_changes_are_those_after_whole_weights_bit_for_bit(experts_path):
-    await test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit(experts_path, "shared_memory")
+async def test_a_delta_sync_of_packed_experts_gives_the_log_probs_of_whole_weights_bit_for_bit(experts_path):
+    await test_a_delta_sync_gives_the_log_probs_of_whole_weights_bit_for_bit(experts_path, "shared_memory")
 
 
 async def test_every_third_sync_is_whole(model_path):

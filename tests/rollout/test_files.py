@@ -139,7 +139,7 @@ def test_a_bucket_goes_to_disk_if_other_ranks_fill_the_memory_first(sync, monkey
     assert received.keys() == manifest.tensors.keys()
 
 
-def test_a_sync_that_is_closed_while_a_manifest_is_read_is_an_error_of_the_sync(sync, monkeypatch):
+def test_closing_a_sync_while_a_manifest_is_read_is_an_error_of_the_sync(sync, monkeypatch):
     transport, rendezvous = sync
     send(transport, rendezvous)
     exists = Path.exists

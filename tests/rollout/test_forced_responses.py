@@ -140,6 +140,6 @@ async def test_a_factory_without_its_environments_structural_tag_fails_the_sampl
     assert (await play(saying("a", "bcd"), make)).failure is None
 
 
-async def test_a_grammar_that_is_no_text_fails_its_sample():
+async def test_a_grammar_that_is_not_text_fails_its_sample():
     trajectory = await play(saying("a", "bcd"), ForcesByAMapping)
     assert "`structural_tag` returned dict, expected JSON text or None" in str(trajectory.failure)

@@ -93,7 +93,7 @@ def only_late(values: Sequence[Any], step: TrajectoryStep, other: Any) -> list[A
 
 
 def shifted_logprobs(step: TrajectoryStep) -> list[float]:
-    """Each sampled token has the log-prob of the next one, and the last one that of the first."""
+    """Shifted log-probs: each sampled token has the next sampled token's log-prob, and the last has the first's."""
     logprobs = [value for value, flag in zip(step.rollout_logprobs, step.sampled, strict=True) if flag]
     following = iter(logprobs[1:] + logprobs[:1])
     return [next(following) if flag else 0.0 for flag in step.sampled]

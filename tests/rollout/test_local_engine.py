@@ -134,7 +134,7 @@ def test_greedy_responses_are_those_of_transformers_generate(model, checkpoint):
         assert completion.tokens == tuple(expected[0, len(sample.prompt_tokens) :].tolist())
 
 
-def test_samples_of_one_prompt_that_start_together_share_a_prefill_and_no_more_rows_run_than_allowed(model):
+def test_samples_of_a_prompt_that_start_together_share_a_prefill_within_the_limit_of_rows(model):
     shapes = []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True

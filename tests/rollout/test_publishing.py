@@ -1,4 +1,4 @@
-"""When engines pause for a sync: for the swap alone if the version is staged, otherwise for the whole transfer."""
+"""How long engines pause for a sync: for the swap alone if the version is staged, otherwise for the whole transfer."""
 
 from __future__ import annotations
 

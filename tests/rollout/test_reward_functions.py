@@ -234,7 +234,7 @@ def test_unusable_reward_functions_are_refused_before_a_run(overrides: list[str]
         ("solved_of_any", {"prompt": "x"}, r"needs 'solution'; the row has prompt\. Rename the parameter or"),
     ],
 )
-def test_parameters_that_are_no_columns_are_refused_before_a_run(name: str, row: dict[str, Any], message: str):
+def test_parameters_that_are_not_columns_are_refused_before_a_run(name: str, row: dict[str, Any], message: str):
     with pytest.raises(DataError, match=message):
         RewardFunctionsEnvironment.require_episode(row, {"reward_functions": [f"{HERE}:{name}"]})
 

@@ -131,7 +131,7 @@ async def mismatches(name: str, num_conversations: int) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.shows_tools])
-async def test_every_prompt_is_the_templates_with_the_environments_tools(name: str):
+async def test_every_prompt_is_what_the_template_renders_with_the_environments_tools(name: str):
     assert await mismatches(name, 100) == 0
 
 

@@ -1,5 +1,5 @@
-"""Folders that a sync leaves behind if its process is killed are named after run and process, and the next sync removes
-them."""
+"""Folders that a sync leaves behind if its process is killed are named after the run and the process. The next sync
+removes them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ async def test_noise_reaches_every_trained_tensor_and_depends_on_the_seed(traine
     assert all(tensor.equal(before[name]) for name, tensor in weights_of(trainer).items())
 
 
-async def test_stale_weights_stop_the_run_with_both_numbers(trainer):
+async def test_stale_weights_stop_the_run_with_both_log_probs(trainer):
     await trainer.publish()
     await trainer.train()
     with pytest.raises(WeightSyncError) as stopped:

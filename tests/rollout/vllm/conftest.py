@@ -18,7 +18,7 @@ from tests.rollout.vllm.servers import TOKENS, RunningServer, make_spec, start_s
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives the tests here more time, because the first one that uses the shared servers waits until all have started,
+    """Gives the tests here more time, because the first test with shared servers waits until all servers have started,
     which takes minutes on a busy machine. Servers have a deadline of their own for their start."""
     for item in items:
         if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:

@@ -1,5 +1,5 @@
-"""An actor whose loads fail. It has a module of its own, because its process imports the module, and importing that of
-the tests takes 5 s of processor time.
+"""An actor whose loads fail. It has a module of its own, because its process imports the module. Importing the tests'
+module would take 5 s of processor time.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ TIMEOUT_S = 300.0
 """The deadline of a request. On two free cores a server starts in a minute."""
 _UPDATE_S = TIMEOUT_S / 2
 _TRANSPORT_S = TIMEOUT_S / 3
-"""Shorter than the engine's deadline, as in the defaults, so that a participant that waits in vain can name the missing
+"""Shorter than the engine's deadline, as in the defaults. A participant that waits in vain can then name the missing
 participant before its own engine is given up.
 """
 HUNG_AFTER_S = 20.0
@@ -55,7 +55,7 @@ _CALLS: Mapping[When, tuple[str, float]] = {
 _BACK_WITHIN_S = 900.0
 _PAUSE_S = 2.0
 _LIMIT = 1e-3
-"""The largest allowed error of a log-prob in float32. Measured: 1e-5; those of two versions differ by 0.1 or more.
+"""The largest allowed error of a log-prob in float32. Measured: 1e-5. Log-probs of two versions differ by 0.1 or more.
 """
 _BUCKET_BYTES = 1 << 15
 TRANSPORTS: Mapping[str, WeightTransport] = {
@@ -421,8 +421,8 @@ class FaultInjection:
 
     @property
     def _comes_after_buckets(self) -> bool:
-        """Whether the fault comes right after the last bucket. In phase `swapping` it does unless versions are staged,
-        because the call that receives weights then also loads them.
+        """Whether the fault comes right after the last bucket. In phase `swapping` it does if versions are not staged:
+        one call then receives the weights and loads them.
         """
         return self._fault.when == "swapping" and not TRANSPORTS[self._fault.transport].is_staged
 

@@ -31,8 +31,8 @@ class OtherTransport:
     name: str = f"{__name__}:other"
     is_staged: bool = True
     fault: Fault | None = None
-    """What goes wrong in the last tensor-parallel rank of the last data-parallel engine or, if it says so, of every
-    engine."""
+    """What goes wrong in the last tensor-parallel rank: of every data-parallel engine if the value says so, otherwise
+    of the last engine."""
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         opened = _files.open(num_ranks=num_ranks, num_engines=num_engines)

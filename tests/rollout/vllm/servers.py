@@ -31,7 +31,7 @@ TOKENS = Tokens(control="the control token of these tests")
 """The tokens of all shared servers."""
 IN_CORE = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 """Lets an engine of one rank compute in its core process, as on GPUs. On CPUs vLLM starts a worker process unless the
-executor is given as a class, and importing vLLM there takes a third of a start's processor time."""
+executor is given as a class. Importing vLLM in that process takes a third of a start's processor time."""
 MAX_POSITIONS = 512
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -161,7 +161,7 @@ def resized(name: str, rows: float, columns: float) -> Callable[[Iterator[Weight
 async def test_a_matrix_that_does_not_fit_its_layer_is_refused(
     adapter_server: RunningServer, matrix: int, rows: float, columns: float
 ):
-    """Without an error, vLLM itself would fill only part of the slot with a matrix that is too small."""
+    """vLLM itself would raise no error, and fill only part of the slot with a matrix that is too small."""
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, LORA) as policy:
         trainer = trained(client, policy)

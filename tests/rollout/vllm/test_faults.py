@@ -99,7 +99,7 @@ def test_a_hundred_faults_cover_every_phase_of_every_transport_with_every_kind_o
     [(0.2, 200.0, r"a sync took \d+ s; its limit is 0\.2 s"), (200.0, 0.2, None)],
 )
 async def test_a_sync_that_hangs_is_ended(within_s: float, given_up_s: float, error: str | None):
-    """Either the sync exceeds its limit, which the error names, or the loop that publishes again gives up before."""
+    """Either the sync exceeds its limit, which the error names, or the loop that publishes again gives up first."""
     has_ended = asyncio.Event()
 
     async def hangs() -> None:

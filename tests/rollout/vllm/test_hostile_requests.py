@@ -85,7 +85,7 @@ async def test_json_output_of_a_model_without_brace_tokens_is_refused(
 async def test_a_body_is_checked_if_any_of_its_content_types_is_json(
     client: RemoteInferenceClient, dense_server: RunningServer, kind: str
 ):
-    """vLLM itself would never finish a request with such a number."""
+    """vLLM itself would never finish a request with such a large seed."""
     body = b'{"model": "policy", "prompt": "1", "seed": ' + b"9" * 400 + b"}"
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     head += f"Authorization: Bearer {TOKENS.access}\r\nConnection: close\r\n\r\n"

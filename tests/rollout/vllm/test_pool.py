@@ -395,7 +395,7 @@ class Paused(StartedAgain):
 async def test_an_external_server_that_was_unreachable_when_the_others_resumed_is_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """It keeps its weights and so returns to service at once. Paused, it would let every request miss its deadline."""
+    """The server keeps its weights, so it returns to service at once. If it stayed paused, requests would time out."""
     monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.05)
     pool, server = Pool(1), Paused()
     external = ExternalServer((await server.start()).url, "token", timeout_s=60.0)

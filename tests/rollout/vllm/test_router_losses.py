@@ -202,8 +202,8 @@ def test_only_a_request_that_was_sent_can_be_the_reason_for_a_loss(error: aiohtt
     assert type(gone(error, "vLLM server 0")) is kind
 
 
-async def test_the_runs_own_request_is_not_retried_without_limit_either(start):
-    """The server answers 502, as it does when its engine ends and gives up its requests, and is restarted."""
+async def test_retries_of_the_runs_own_request_are_limited_too(start):
+    """The server answers 502, as it does when its engine ends and gives up its requests. Then it is restarted."""
 
     async def engine_ends(request: web.Request) -> web.StreamResponse:
         await restarted(scene.pool, scene.pool.members[0])

@@ -1,4 +1,4 @@
-"""SIGTERM, as a scheduler sends it, to a run over Ray. Ray's own signal handlers would end the process at once."""
+"""A run over Ray ends cleanly after a scheduler's SIGTERM. Ray's own signal handlers would end the process at once."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def change_a_little(trainer: Trainer, part: str = "") -> None:
         (True, "experts", "shared_memory"),
     ],
 )
-async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit(
+async def test_a_delta_sync_gives_the_log_probs_of_whole_weights_bit_for_bit(
     dense_server, moe_server, is_moe, part, transport, caplog
 ):
     server = moe_server if is_moe else dense_server
