@@ -53,8 +53,8 @@ class Case:
     installs_backend: bool = False
     """Whether to install the backend of `tests/third_party_backend` for the case."""
     max_logprob_diff: float | None = None
-    """The largest allowed difference, in nats and in any step, between the engine's and the trainer's log-probs of a
-    token that was sampled with the trainer's current weights.
+    """The largest allowed difference, in nats, between engine and trainer log-probs in any step. Only tokens that were
+    sampled with the trainer's current weights are compared.
     """
 
 

@@ -59,8 +59,8 @@ BEHIND_AN_EXTRA = {
     "rl_core.testing": {"transformers"},
     "rl_core.rank_kit.scoring": {"transformers"},
 }
-"""Modules of rl_core → the extra's packages that they import at module level. No other module of rl_core imports such a
-package, or one of these modules, at module level."""
+"""Modules of rl_core → the extra's packages that they import at module level. No other module of rl_core imports these
+packages or these modules at module level."""
 WITHOUT_TORCH = (
     "rl_core",
     "rl_core.config",
@@ -348,7 +348,7 @@ def test_the_blocker_blocks():
 
 
 def test_early_imports_load_no_torch_and_the_controller_loads_no_distributed_checkpoints():
-    """Every command would wait for these imports; that of distributed checkpoints takes more than a second."""
+    """Every command would wait for these imports. Importing distributed checkpoints takes more than a second."""
     early = [f"import {name}\nassert 'torch' not in sys.modules, '{name} imports torch'" for name in WITHOUT_TORCH]
     late = """
 import rl_core.trainer.run

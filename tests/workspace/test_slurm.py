@@ -1,4 +1,4 @@
-"""The Slurm script, run with stand-ins for the programs that it calls. They record their calls."""
+"""The Slurm script, run with stand-ins for the programs that it calls. The stand-ins record their calls."""
 
 from __future__ import annotations
 
