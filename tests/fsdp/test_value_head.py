@@ -135,7 +135,7 @@ def test_values_losses_gradients_and_three_steps_are_those_of_plain_transformers
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5, msg=name)
 
 
-def test_a_new_head_gives_zero_and_the_same_from_every_seed(tmp_path: Path):
+def test_a_new_head_gives_zero_and_learns_the_same_from_every_seed(tmp_path: Path):
     path = make_checkpoint(tmp_path)
     workers, batch = [critic(path, seed=seed) for seed in (0, 1)], critic_batch()
     for worker in workers:

@@ -195,7 +195,7 @@ def test_a_closed_sync_is_refused(sync):
 
 @pytest.mark.timeout(100)
 def test_a_sync_that_closes_while_a_participant_connects_is_refused_long_before_the_deadline(monkeypatch):
-    """Otherwise an engine that connects while the controller closes the sync would hang, and would be restarted."""
+    """Without the refusal, an engine that connects while the controller closes the sync would hang and be restarted."""
     transport, connect = BroadcastTransport(timeout_s=120.0), socket.create_connection
     monkeypatch.setattr("rl_rollout.transports.channel._CONNECT_S", 120.0)
     rendezvous = transport.open(num_ranks=1, num_engines=1)

@@ -302,7 +302,7 @@ def test_a_broken_tokenizer_is_a_config_error(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_the_context_is_the_engines_or_the_models(tmp_path):
+def test_the_context_window_comes_from_the_engine_or_the_model(tmp_path):
     make_checkpoint(tmp_path / "model")
     values = {"trainer.policy.model.path": str(tmp_path / "model")}
     assert context_window(generator_spec(from_mapping(values))[1]) == 256

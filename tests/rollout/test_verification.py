@@ -123,7 +123,7 @@ async def test_noise_that_is_too_small_cannot_prove_the_weights(trainer, monkeyp
         await trainer.verification.prove()
 
 
-async def test_probes_come_at_the_interval(trainer):
+async def test_probes_run_at_the_interval(trainer):
     trainer.verification._settings = attrs.evolve(trainer.verification._settings, interval=2)
     await trainer.publish()
     probed = [bool(await trainer.verification.after_sync(version)) for version in range(4)]
