@@ -30,8 +30,8 @@ class FsdpBackend:
     FSDP1 does, and more."""
 
     def mesh(self, options: FsdpOptions, world_size: int) -> Mesh:
-        """Adjacent ranks form a Ulysses group of `sequence_parallel_size`. The groups are data parallel, whatever
-        `fsdp_size` is. Raises ConfigError if either size does not divide `world_size`."""
+        """Returns the mesh, in which every `sequence_parallel_size` adjacent ranks form a Ulysses group. The groups are
+        data parallel, whatever `fsdp_size` is. Raises ConfigError if either size does not divide `world_size`."""
         from rl_core.layout.mesh import Mesh
 
         size = options.fsdp_size

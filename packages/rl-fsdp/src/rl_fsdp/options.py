@@ -13,8 +13,8 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 
 @attrs.frozen(kw_only=True)
 class MixedPrecision:
-    """Dtypes of gathered parameters and of gradient sums if `trainer.bf16` is set. Without it, both are those of the
-    parameters."""
+    """Dtypes of gathered parameters and of gradient sums if `trainer.bf16` is set. Without `trainer.bf16`, both are the
+    parameters' own dtype."""
 
     param_dtype: Literal["bf16", "fp32"] = "bf16"
     """Dtype in which parameters are gathered. Matrix products are computed in bfloat16 with either dtype."""
@@ -24,8 +24,8 @@ class MixedPrecision:
 
 @attrs.frozen(kw_only=True)
 class FsdpOptions:
-    """`fsdp_config`: how FSDP shards a model. A single rank shards nothing; of the options for sharding, only
-    `cpu_offload` has an effect there, and only on an accelerator."""
+    """`fsdp_config`: how FSDP shards a model. A single rank shards nothing. Of the options for sharding, it follows
+    only `cpu_offload`, and only on an accelerator."""
 
     fsdp_size: int = -1
     """Number of ranks that share one copy of the parameters; -1: all ranks. If there are several copies (hybrid

@@ -219,10 +219,10 @@ def _fullest_moment(
 
 
 def _whole_parameters(spec: WorkerSpec, scorer: Scorer, sizes: _Sizes, num_ranks: int) -> tuple[float, float]:
-    """Returns the bytes of whole parameters, and those of the buffer into which the next layer is gathered.
+    """Returns the bytes of whole parameters, and the bytes of the buffer into which the next layer is gathered.
 
-    The first number counts the parameters outside the layers and those of one layer, or of all layers if they stay
-    gathered until backward. A single rank gathers nothing, but autocast copies its weights.
+    The first number counts the parameters outside the layers and the parameters of one layer, or of all layers if they
+    stay gathered until backward. A single rank gathers nothing, but autocast copies its weights.
     """
     if num_ranks == 1:
         # Autocast keeps a bfloat16 copy of every float32 weight of a matrix product until backward has used it.

@@ -52,7 +52,8 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpe
         # Without forced sums FSDP asks gloo for a pre-multiplied sum (by 1), which gloo does not support.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
-        if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: for experts that only some ranks used
+        # Only some ranks may have used an expert. The method is new in torch 2.13.
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True)
     return TensorShards(scorer, spec)
 

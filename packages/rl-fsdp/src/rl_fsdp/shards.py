@@ -53,8 +53,8 @@ class TensorShards:
         return step_if_finite(self.optimizer, settings, self._clip(settings.max_grad_norm))
 
     def _clip(self, max_norm: float) -> float:
-        """Returns the norm over all ranks; scales gradients down to `max_norm` if that is above 0 and the norm is
-        finite."""
+        """Returns the gradient norm over all ranks; scales gradients down to `max_norm` if `max_norm` is above 0 and
+        the norm is finite."""
         parameters = [p for p in self.scorer.parameters() if p.grad is not None]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         total = whole(norm).item()
