@@ -56,20 +56,21 @@ _MODELS = """\
 ## Models
 
 A model is trained if Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute it as transformers does, which is verified
-for each model: both run a small copy of the model (fewer layers, narrower, otherwise the same configuration) with
-random weights, and log-probs (to 2e-5) and gradients are compared. This happens before any rank loads the model, also
-in a dry run and in `rl plan`. The result is cached in `~/.cache/rl` (or `RL_CACHE_DIR`) for the same configuration,
-options, versions and code. If this is not possible before the start (the model has not been created or downloaded, or
-Transformer Engine is installed but there is no GPU), a dry run reports that, and rank 0 runs the check before any rank
-loads. `trainer.strategy=fsdp` trains transformers' own models, so models that are refused here train there.
+for each model: Megatron and transformers both run a small copy of the model (fewer layers, narrower, otherwise the same
+configuration) with random weights, and log-probs (to 2e-5) and gradients are compared. This check runs before any rank
+loads the model, also in a dry run and in `rl plan`. Its result is cached in `~/.cache/rl` (or `RL_CACHE_DIR`) for the
+same configuration, options, versions and code. The check may be impossible before the start: the model has not been
+created or downloaded, or Transformer Engine is installed but there is no GPU. Then a dry run reports that, and rank 0
+runs the check before any rank loads the model. `trainer.strategy=fsdp` trains transformers' own models, so models that
+are refused here train there.
 
 Cost (24 November 2026, two cores under a load of 40): a dry run of the quick start with SmolLM2-135M takes 19.1 s of
 processor time the first time and 6.8 s the second (130 s and 47 s of wall-clock time on this busy machine). The check's
-process takes 11 s of processor time for Qwen3-8B and 12 s for DeepSeek-V3. `make soak` tests that it stays below 15 s,
-and that a second start runs no check.
+process takes 11 s of processor time for Qwen3-8B and 12 s for DeepSeek-V3. `make soak` tests that this process stays
+below 15 s, and that a second start runs no check.
 
-Tests compare these model types with transformers, including on random configurations (300, of these seven types and
-three that must be refused):
+Tests compare these model types with transformers, also with 300 random configurations (of these seven types and of
+three types that must be refused):
 
 """
 _SCALINGS = "none, `linear`, `llama3`, `yarn`"
@@ -85,12 +86,13 @@ _COMPARED = {
 _MODEL_RULES = """\
 
 This package corrects what Megatron or Bridge computes wrongly for them: rotary frequencies of scalings (from
-transformers' own functions), the score of a group of experts, the eps of latent norms, when Qwen3-MoE's routers
-normalise. Not supported, and detected by the check: frequencies that depend on the length of the sequence (`dynamic`,
-`longrope`), partial rotary embeddings, sliding windows, biases that a type does not have by default, models whose
-layers differ (except DeepSeek's first dense layers), a single expert per token with normalised weights, DeepSeek-V3
-with `rope_interleave=false` or `norm_topk_prob=false`. Models of other types run if the check passes. On GPUs, whose
-kernels round differently, mean differences are compared with wider limits, which have not been calibrated on a GPU.
+transformers' own functions), the score of a group of experts, the eps of latent norms, and whether Qwen3-MoE's routers
+normalise before or after they choose experts. Not supported, and detected by the check: frequencies that depend on the
+length of the sequence (`dynamic`, `longrope`), partial rotary embeddings, sliding windows, biases that a type does not
+have by default, models whose layers differ (except DeepSeek's first dense layers), a single expert per token with
+normalised weights, DeepSeek-V3 with `rope_interleave=false` or `norm_topk_prob=false`. Models of other types run if the
+check passes. On GPUs, whose kernels round differently, mean differences are compared with wider limits, which have not
+been calibrated on a GPU.
 
 Refused without this check, because a small copy cannot show the problem:
 
@@ -324,10 +326,10 @@ def _routes() -> str:
         rows.append([str(rank), _cells(index[index >= 0]) or "none", padding])
     return _section(
         "Routes",
-        "With `moe_enable_routing_replay` a rank's routers use the entries of `routed_experts` [token, layer, "
-        "choice] for the rank's tokens and layers. A token without a known route, such as the last one of a sequence, "
-        "which was never an input of the engine, follows the router's own choice, and recomputation repeats that "
-        "choice. Padding tokens are "
+        "With `moe_enable_routing_replay`, a rank's routers use the entries of `routed_experts` [token, layer, "
+        "choice] for the rank's tokens and layers. A token without a known route follows the router's own choice, and "
+        "recomputation repeats that choice. The last token of a sequence has no route, because it was never an input "
+        "of the engine. Padding tokens are "
         f"spread evenly over expert ranks and their experts, {EXPERTS_PER_TOKEN} experts per token, and are excluded "
         "from all statistics. The ranks of stage 0 and data part 0, for the micro-batch above:",
         _table(["rank", "routes of", "padding goes to"], rows),

@@ -301,7 +301,7 @@ def test_a_token_budget_holds_the_longest_sequence_padded_for_the_mesh():
             LATENT,
             {PP: 2},
             {"target_modules": ("q_proj", "k_proj", "v_proj")},
-            r"k_proj, q_proj, v_proj are not layers",
+            r"k_proj, q_proj, v_proj cannot have adapters here",
         ),
         (LATENT, {PP: 2}, {"target_modules": ("o_proj", "gate_proj", "up_proj")}, None),
         (DENSE, {}, {"target_modules": ("q_proj",)}, r"k_proj, q_proj, v_proj are one matrix"),

@@ -95,14 +95,14 @@ class MegatronBackend:
 
     def proof_obstacle(self) -> str | None:
         """Returns why models cannot be checked on this machine, or None if they can. Transformer Engine has no kernels
-        for CPUs, so they cannot be checked where it is installed and there is no GPU."""
+        for CPUs, so models cannot be checked if it is installed on a machine without a GPU."""
         if find_spec("transformer_engine") is not None and not _has_accelerator():
             return "Transformer Engine is installed, but this machine has no GPU to run it on"
         return None
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """See `ModelProving`. If Transformer Engine is installed, sequences are not packed, so that its attention is
-        checked: it cannot pack float32."""
+        """See `ModelProving`. If Transformer Engine is installed, sequences are not packed, because its attention,
+        which is to be checked, cannot pack float32."""
         from rl_megatron.rank.worker import MegatronWorker
 
         is_packed = find_spec("transformer_engine") is None

@@ -52,7 +52,7 @@ class MegatronOptions:
     num_layers_in_last_pipeline_stage: int | None = None
     """Number of layers on the last pipeline stage; None: an equal share."""
     context_parallel_size: int = 1
-    """Number n of ranks that split each sequence, into 2n chunks; rank i gets chunks i and 2n - 1 - i."""
+    """Number n of ranks that split each sequence. It is cut into 2n chunks; rank i gets chunks i and 2n - 1 - i."""
     expert_model_parallel_size: int = 1
     """Ranks that split the experts of a layer."""
     expert_tensor_parallel_size: int | None = None
@@ -164,7 +164,7 @@ determine where, when or with which kernel something is computed, add to the los
 
 
 def one_rank_options(options: MegatronOptions) -> MegatronOptions:
-    """Returns `options` for a single rank that computes the same log-probs as all ranks with `options` do."""
+    """Returns the options with which a single rank computes the same log-probs as all ranks do with `options`."""
     plain = {field.name: field.default for field in attrs.fields(MegatronOptions)}
     mesh = {name for name in _OWN_FIELDS if name.endswith("_size") or name.startswith("num_layers_in")}
     dropped = mesh | _WITHOUT_EFFECT_ON_LOGPROBS

@@ -15,7 +15,7 @@ _PRODUCTS = (
     ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size"),
 )
-"""Sizes whose product must divide the number of ranks: of dense layers and of expert layers."""
+"""Sizes of dense layers and sizes of expert layers. The product of each tuple must divide the number of ranks."""
 _END_COUNTS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
@@ -29,7 +29,7 @@ def refuse_mesh(setup: Setup) -> None:
 
 
 def _nearest_mesh(setup: Setup) -> str:
-    """A sentence that names the sizes that pass all mesh checks and are nearest to those of `setup`, or says that no
+    """Returns a sentence with the sizes nearest to those of `setup` that pass all mesh checks, or one that says that no
     sizes pass."""
     names = [name for name in SIZES if (setup.fields.get(name) or 1) > 1]
     best = min(
@@ -46,8 +46,8 @@ def _nearest_mesh(setup: Setup) -> str:
 
 
 def _meshes(setup: Setup, names: list[str]) -> Iterator[Setup]:
-    """Yields a setup for every combination of sizes whose products divide the number of ranks, on the axes in use, with
-    and without virtual stages and layer counts."""
+    """Yields setups with other sizes on the axes in use: every combination whose products divide the number of ranks,
+    with and without virtual stages and layer counts."""
     divisors = [n for n in range(1, setup.world_size + 1) if setup.world_size % n == 0]
     virtual = "virtual_pipeline_model_parallel_size"
     fitting: list[dict[str, int]] = [{}]
@@ -158,9 +158,9 @@ def _experts_are_there(setup: Setup) -> str | None:
 
 
 def _expert_gradients_are_summed(setup: Setup) -> str | None:
-    """megatron-core 0.16.1, tensor_parallel/layers.py:829: with `expert_model_parallel_size=1`, experts' gradients are
-    summed over the ranks that sum the gradients of dense layers. These are the wrong ranks if experts and dense layers
-    are split differently; the error is as large as the gradient."""
+    """Refuses sizes with which megatron-core 0.16.1 (tensor_parallel/layers.py:829) sums experts' gradients wrongly.
+    With `expert_model_parallel_size=1`, they are summed over the ranks that sum the gradients of dense layers. These
+    are the wrong ranks if experts and dense layers are split differently; the error is as large as the gradient."""
     expert_tensor, tensor = setup.size("expert_tensor_parallel_size"), setup.size("tensor_model_parallel_size")
     has_experts = setup.shape is None or setup.shape.is_moe
     if has_experts and setup.size("expert_model_parallel_size") == 1 and expert_tensor != tensor:
@@ -173,8 +173,8 @@ def _expert_gradients_are_summed(setup: Setup) -> str | None:
 
 
 def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
-    """megatron-core 0.16.1, `get_transformer_layer_offset`: with virtual stages, Megatron divides by the number of
-    stages without a count. This number is 0 if there are two stages and both have a count."""
+    """Refuses layer counts for both of two stages if there are virtual stages. In megatron-core 0.16.1,
+    `get_transformer_layer_offset` then divides by the number of stages without a count, which is 0."""
     has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and setup.is_interleaved:
         return (

@@ -2,7 +2,7 @@
 starts.
 
 Every check is a function of the resolved values, whichever section set them, and returns an error message or None.
-Those of the parallel sizes are in `mesh_checks`. Imports no torch.
+The checks of parallel sizes are in `mesh_checks`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def _transformer_engine(setup: Setup) -> str | None:
 
 
 def _fused_gradients(setup: Setup) -> str | None:
-    """Even with Transformer Engine, the output layer is Megatron's own, which accumulates gradients with a kernel of
-    Apex."""
+    """Refuses fused gradient accumulation without Apex's kernel. Even with Transformer Engine, the output layer is
+    Megatron's own, which accumulates gradients with a kernel of Apex."""
     name = "gradient_accumulation_fusion"
     if setup.fields.get(name) and find_spec(GRADIENT_KERNEL) is None:
         return f"{setup.key(name)}: needs Apex's kernel {GRADIENT_KERNEL}, which is not installed here; leave it out"
@@ -179,8 +179,8 @@ def _sequence_parallelism(setup: Setup) -> str | None:
 
 
 def _interleaved_sends(setup: Setup) -> str | None:
-    """With two stages, the previous and the next stage are the same rank, and batched sends to that rank may arrive in
-    the wrong order."""
+    """Refuses sends that two interleaved stages would mix up. The previous and the next stage are then the same rank,
+    and batched sends to that rank may arrive in the wrong order."""
     if not setup.is_interleaved or setup.size("pipeline_model_parallel_size") != 2:
         return None
     for name, right in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):
@@ -228,7 +228,7 @@ def _replay(setup: Setup) -> str | None:
     if not setup.fields.get(name):
         return None
     if setup.shape is not None and not setup.shape.is_moe:
-        return f"{setup.key(name)}: the model has no experts whose choice could be replayed. Leave it out"
+        return f"{setup.key(name)}: the model has no experts, so it has no routes to replay. Leave it out"
     if setup.fields.get("moe_router_fusion"):
         return (
             f"{setup.key('moe_router_fusion')}: the fused router chooses experts itself and ignores replayed routes. "
@@ -260,9 +260,8 @@ def _adapters_of_latent_attention(setup: Setup) -> str | None:
     if not adapted or setup.shape is None or setup.shape.latent is None:
         return None
     return (
-        f"{setup.where.rpartition('.')[0]}.model.lora.target_modules: {', '.join(sorted(adapted))} are not layers "
-        "of latent attention, whose projections cannot have adapters here; name others (o_proj, gate_proj, up_proj, "
-        "down_proj)"
+        f"{setup.where.rpartition('.')[0]}.model.lora.target_modules: {', '.join(sorted(adapted))} cannot have "
+        "adapters here, because the model has latent attention; name others (o_proj, gate_proj, up_proj, down_proj)"
     )
 
 
@@ -289,8 +288,8 @@ def _adapters_of_experts(setup: Setup) -> str | None:
 
 
 def _weights_of_experts(setup: Setup) -> str | None:
-    """The model's `norm_topk_prob` determines whether Qwen3-MoE's routers normalise before or after they choose
-    experts."""
+    """Refuses a Qwen3-MoE router that contradicts the model's `norm_topk_prob`, which determines whether routers
+    normalise before or after they choose experts."""
     if setup.model is None or setup.model.model_type != "qwen3_moe":
         return None
     name, right = "moe_router_pre_softmax", not setup.model.norm_topk_prob

@@ -122,7 +122,7 @@ class CoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        **_unused: Any,  # head sizes of latent attention, which the tensors' shapes contain
+        **_unused: Any,  # latent attention passes its head sizes, which the tensors' shapes show too
     ):
         super().__init__()
         self.scale = softmax_scale
@@ -138,7 +138,8 @@ class CoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Segments | None = None,
     ) -> Tensor:
-        """Shapes are Megatron's: [tokens, heads, size] when packed, else [tokens, rows, heads, size]."""
+        """Returns [tokens, heads · size] when packed, else [tokens, rows, heads · size]. The arguments have the same
+        shapes, with heads and size as separate axes."""
         rank, size = self.context_group.rank(), self.context_group.size()
         if packed_seq_params is None:
             length, num_rows = query.shape[:2]
@@ -152,7 +153,7 @@ class CoreAttention(torch.nn.Module):
         return self._attend(query, key, value, packed_seq_params.plan).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-        """All arguments and the result are [tokens, heads, size]."""
+        """Returns the attention of this rank's queries. All tensors are [tokens, heads, size]."""
         if self.context_group.size() > 1:
             key, value = (_gather(tensor, self.context_group) for tensor in (key, value))
         attended = [_attend_part(query, key, value, part, self.scale) for part in plan.parts]

@@ -178,7 +178,7 @@ def _model_fields(config: Any) -> dict[str, Any]:
         return {}
     fields = {"q_lora_rank": config.q_lora_rank, "share_embeddings_and_output_weights": config.tie_word_embeddings}
     if kind == "deepseek_v3":
-        return fields | {"moe_router_score_function": "sigmoid"}  # transformers 5 has no field for it
+        return fields | {"moe_router_score_function": "sigmoid"}  # not a field of transformers 5
     if config.topk_method == "greedy":
         fields |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
     return fields
@@ -196,8 +196,8 @@ def _pipeline_fields(place: Place) -> dict[str, Any]:
 
 
 def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool) -> None:
-    """Reads this rank's shards from the checkpoint. Raises ConfigError for a weight that the checkpoint lacks, or a
-    vocabulary of another size than in config.json."""
+    """Reads this rank's shards from the checkpoint. Raises ConfigError if the checkpoint lacks a weight, or if its
+    vocabulary size differs from that in config.json."""
     converter, source = bridge._model_bridge, bridge.hf_pretrained
     tasks = converter.build_conversion_tasks(source, chunks)
     for task in tasks:

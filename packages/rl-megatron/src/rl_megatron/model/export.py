@@ -34,7 +34,8 @@ class WeightExport:
         """Yields whole tensors, one at a time, on every rank, with adapters merged; a tied weight is yielded once. All
         ranks must drain the iterator together.
 
-        `with_buffers` adds buffers, that is, the expert bias that some routers add to scores when they choose experts.
+        `with_buffers` also yields the expert bias (a buffer), which some routers add to scores when they choose
+        experts.
         """
         config = self._chunks[0].config
         self._make_plan()
@@ -79,7 +80,7 @@ class WeightExport:
 @contextmanager
 def gradients_as_weights(chunks: Sequence[Any]):
     """Within the context, stand-ins that hold the main gradients replace the parameters, so that `WeightExport`
-    exports gradients; those of parameters that are not trained are 0.
+    exports gradients, and zeros for parameters that are not trained.
 
     The parameters themselves are not changed: replacing a parameter's data by data of another dtype gives it a new
     gradient accumulator without Megatron's hooks, and its later gradients would be lost.

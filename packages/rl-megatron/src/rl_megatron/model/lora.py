@@ -1,7 +1,7 @@
 """Adds low-rank adapters (Hu et al. 2021, arXiv 2106.09685) with Megatron-Bridge, and writes them to files.
 
-Megatron holds query, key and value as one matrix, and gate and up as another. `lora` gives each of these one adapter;
-`canonical_lora` gives each part its own adapter, as other libraries do.
+Megatron holds query, key and value as one matrix, and gate and up as another. `lora` gives each of these matrices one
+adapter; `canonical_lora` gives each part of a matrix its own adapter, as other libraries do.
 """
 
 from __future__ import annotations

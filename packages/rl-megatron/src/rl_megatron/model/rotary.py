@@ -50,8 +50,9 @@ def _unscaled_latent() -> dict[str, Any]:
 
 
 def _scaled_latent(rope: Any, attention_factor: float) -> dict[str, Any]:
-    """Megatron multiplies cosines and sines by (0.1 · mscale · log f + 1) / (0.1 · mscale_all_dim · log f + 1), and
-    the softmax's scale by the square of the denominator, as transformers does if the model has `mscale_all_dim`."""
+    """Returns the fields for latent attention with scaled frequencies. With factor f, Megatron multiplies cosines and
+    sines by (0.1 · mscale · log f + 1) / (0.1 · mscale_all_dim · log f + 1), and the softmax's scale by the square of
+    the denominator. So does transformers if the model has `mscale_all_dim`."""
     factor, all_dim = float(rope.get("factor") or 1.0), rope.get("mscale_all_dim") or 0.0
     fields: dict[str, Any] = {"rope_type": "yarn", "rotary_scaling_factor": factor, "mscale_all_dim": all_dim}
     if factor > 1.0:

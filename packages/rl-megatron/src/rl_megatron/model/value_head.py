@@ -51,8 +51,8 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueScorer:
-    """Computes a value for each token: that of the state before the token. Like the token's log-prob, the value depends
-    only on the tokens before it."""
+    """Computes for each token the value of the state before it. Like the token's log-prob, the value depends only on
+    the tokens before it."""
 
     score_names = ("values",)
 

@@ -3,8 +3,8 @@ and reports them.
 
 An auxiliary loss is a statistic of a micro-batch, so it depends on how a mini-batch is split into micro-batches.
 Megatron multiplies the loss of each micro-batch by its number of tokens and expects a later division by the number of
-all tokens. There is no later division here, so `weighted` divides at once: the gradient is that of Σ (tokens · loss)
-over the micro-batches, divided by the number of tokens of the call of `forward_backward`.
+all tokens. There is no later division here, so `weighted` divides at once. The result is the gradient of Σ (tokens ·
+loss) over the micro-batches, divided by the number of tokens in the call of `forward_backward`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _recorded_names(config: Any) -> list[str]:
 
 
 def _sum(name: str) -> dict[str, Any]:
-    """Returns over which ranks Megatron's routers sum a loss, as they record it."""
+    """Returns the group of ranks over which Megatron's routers sum a loss, in the form in which they record it."""
     group = None
     if name == "global_load_balancing_loss":
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

@@ -125,8 +125,8 @@ def write_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | N
 
 
 def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, files: _PlainFiles) -> None:
-    """Writes what `dist_checkpointing.save` writes. That function ends with an error on rank 0 alone if rank 0 cannot
-    write its files, and the other ranks wait for it."""
+    """Writes what `dist_checkpointing.save` writes. That function raises on rank 0 alone if rank 0 cannot write its
+    files, while the other ranks wait for rank 0."""
     parts, common = save_preprocess(_sharded_state(chunks, optimizer, is_loading=False))
 
     def write_common() -> None:

@@ -44,8 +44,8 @@ class MicroBatch:
         return 0 if self.batch is None else self.batch.num_tokens
 
     def scored_places(self, mask_T: Tensor | None) -> Tensor:
-        """int64, positions in row-major [B · S] whose predicted token is in the mask. If the mask is None: all
-        positions that predict a token."""
+        """Returns the int64 positions in row-major [B · S] whose predicted token is in the mask. If the mask is None,
+        returns all positions that predict a token."""
         is_scored_P = self.target_index_P >= 0
         if mask_T is not None:
             is_scored_P = is_scored_P & mask_T[self.target_index_P.clamp(min=0)]

@@ -308,8 +308,8 @@ class MegatronWorker:
         return [] if self.optimizer is None else [buffer.grad_data for buffer in self.optimizer.buffers]
 
     def _exported(self, export: WeightExport, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        # Engines load the expert bias from the checkpoint; training changes it only if `transformer_config_kwargs` asks
-        # for that.
+        # Engines load the expert bias from the checkpoint; training changes it only if `transformer_config_kwargs` sets
+        # an update rate.
         updates_bias = self.chunks[0].config.moe_router_bias_update_rate > 0
         yield from export.adapters() if only_adapters else export.weights(with_buffers=updates_bias)
         if self.spec.role == "critic":

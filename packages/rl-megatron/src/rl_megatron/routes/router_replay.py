@@ -88,7 +88,7 @@ class RouterChoices(RouterReplay):
         """Returns the scores and the indices of the chosen experts, both [S, K], from the scores of all experts [S, E].
 
         `default_compute_topk`, Megatron's own choice, is not used: it sums the scores of a group's best
-        `topk // group_topk` experts, but in transformers their number depends on the model type.
+        `topk // group_topk` experts, but in transformers the number of these experts depends on the model type.
         """
         if self.in_schedule and self.current is None:
             chosen_SK = self.kept.popleft()[1]
