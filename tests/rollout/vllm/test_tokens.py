@@ -71,7 +71,7 @@ def test_a_file_that_is_not_a_token_is_refused(content: bytes, tmp_path: Path):
     path = tmp_path / "token"
     path.touch(mode=0o600)
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="the control token has other characters than one line of printable ASCII"):
+    with pytest.raises(ConfigError, match="the control token must be one line of printable ASCII"):
         given_tokens(environment={CONTROL_FILE_VARIABLE: str(path)})
 
 

@@ -22,8 +22,8 @@ class DatasetGenerator:
         self._latest: tuple[Row, tuple[Supervised, ...]] | None = None
 
     def prompt_length(self, row: Row) -> int:
-        """Returns the number of tokens before the first trained one; for a pair, the larger of the two numbers. Raises
-        DataError if the row has no response."""
+        """Returns the number of tokens before the first trained token; for a pair, the larger of the two numbers.
+        Raises DataError if the row has no response."""
         return max(sequence.prompt_length for sequence in self._sequences(row))
 
     def response_length(self, row: Row) -> int:

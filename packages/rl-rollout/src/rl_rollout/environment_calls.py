@@ -99,7 +99,7 @@ async def caught(call: Callable[[], Awaitable[T]]) -> T:
 
 async def offered_tools(environment: object) -> Sequence[ToolSchema]:
     """Returns the functions that the environment offers after its `reset`; empty if it does not implement `Tools`.
-    Raises DataError if they are not valid tools."""
+    Raises DataError if a tool is invalid."""
     tools = getattr(environment, "tools", None)
     # `tools` may also be an unrelated attribute of the environment.
     if not callable(tools):

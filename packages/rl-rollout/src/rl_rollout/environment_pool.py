@@ -3,7 +3,7 @@
 | placement    | an episode has                  | a call that misses its deadline                                     |
 |--------------|---------------------------------|---------------------------------------------------------------------|
 | `thread`     | a thread                        | is cancelled; a thread that blocks is abandoned and counted         |
-| `process`    | a process, reused afterwards    | kills the process and those of its process group                    |
+| `process`    | a process, reused afterwards    | kills the process and its whole process group                       |
 | `in_process` | the event loop of all episodes  | is cancelled; a call that blocks stops every episode and deadline   |
 """
 

@@ -25,5 +25,5 @@ def shape_of(spec: EngineSpec) -> ModelShape:
 
 
 def sampling_bytes(spec: EngineSpec, shape: ModelShape) -> int:
-    """Returns the bytes that one step's float32 logits and the log-probs computed from them take."""
+    """Returns the bytes of one step's float32 logits and of the log-probs computed from them."""
     return 2 * 4 * spec.max_num_seqs * shape.vocab_size

@@ -30,7 +30,8 @@ class RewardFunction:
 
     call: Callable[..., Any]
     names: frozenset[str] | None
-    """None: any names, because it has `**kwargs` or, as some functions in C, does not show its parameters."""
+    """None: any names, because the function has `**kwargs` or, like some functions in C, does not show its
+    parameters."""
     required: tuple[str, ...]
     """The names without a default."""
 
@@ -61,8 +62,8 @@ class RewardFunction:
 
 
 def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
-    """The parameters of a function. If a decorator passes on any names, those of the decorated function count, unless
-    only the decorator's take `completions`."""
+    """Returns the parameters of a function. For a decorator's wrapper that takes any names, returns the parameters of
+    the decorated function if that takes `completions`."""
     own = list(inspect.signature(function, follow_wrapped=False).parameters.values())
     decorated = list(inspect.signature(function).parameters.values())
     fits = _takes_any(decorated) or "completions" in [one.name for one in decorated]
@@ -181,7 +182,7 @@ def _number(name: str, answer: Any) -> float | None:
 
 
 def require_functions(options: Mapping[str, Any]) -> None:
-    """Imports all functions, and checks that there are no other options, and no weights or one weight per function.
+    """Imports all functions, and checks that there are no other options, and either no weights or one per function.
     Raises ConfigError, and the errors of `functions_at`."""
     others = [name for name in options if f"environment.{name}" not in (KEY, WEIGHTS)]
     if others:

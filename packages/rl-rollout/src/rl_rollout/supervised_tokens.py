@@ -33,7 +33,7 @@ class Supervised:
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens before the first trained one."""
+        """Number of tokens before the first trained token."""
         return self.trained.index(True)
 
 

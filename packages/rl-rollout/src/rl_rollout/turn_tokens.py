@@ -1,9 +1,9 @@
 """Finds the tokens that a chat template writes between two turns of the policy.
 
-What the policy sampled is never rendered or encoded: it stays in the conversation token for token. The template only
-provides the tokens between two responses: the end of the policy's turn, the observation's messages and the opening of
-the next turn. To find them, this module renders a short fixed conversation that contains the same observation, and
-takes the text after the assistant's placeholder. A template may write everything differently with tools, so the fixed
+Sampled tokens are never rendered or encoded again: they stay in the conversation unchanged. The template only provides
+the tokens between two responses: the end of the policy's turn, the observation's messages and the opening of the next
+turn. To find them, this module renders a short fixed conversation that contains the same observation, and takes the
+text after the assistant's placeholder. A template may write everything differently with tools, so the fixed
 conversation has the tools of the real one (`TurnTokens.codec`).
 
     response      <|im_end|> \\n <|im_start|> user \\n  higher  <|im_end|> \\n <|im_start|> assistant \\n

@@ -1,5 +1,5 @@
-"""Holds the keys and values of rows that decode together. As long as no rows are added, the cost of copying them grows
-only linearly with the number of sampled tokens.
+"""Holds the keys and values of rows that decode together. As long as no rows are added, the cost of copying keys and
+values grows only linearly with the number of sampled tokens.
 
 Every row is left-padded and ends at the last column in use, so appending a token to all rows appends one column. Spare
 columns follow, and a step writes only its own column. When no spare column is left, or when added rows do not fit, all
@@ -43,7 +43,7 @@ class RowCache:
 
     pad_B: npt.NDArray[np.int64] = attrs.field(factory=lambda: np.empty(0, np.int64))
     _layers: Layers = ()
-    """Tensors with spare space. In use are the first `num_rows` rows and the columns from `_start` to `_end`."""
+    """Tensors with spare space. The first `num_rows` rows and the columns from `_start` to `_end` are in use."""
     _start: int = 0
     _end: int = 0
 

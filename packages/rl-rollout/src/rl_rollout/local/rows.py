@@ -82,7 +82,7 @@ class Rows:
 
     @torch.inference_mode()
     def step(self, version: int) -> Ended:
-        """Samples one more token for every row. Returns the samples that ended with it."""
+        """Samples one more token for every row. Returns the samples that ended with this token."""
         rows_B = np.arange(len(self))
         inputs_B = self._arrays["tokens"][rows_B, self._arrays["num_sampled"] - 1]
         past = self._cache.with_room()

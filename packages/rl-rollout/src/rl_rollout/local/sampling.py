@@ -91,7 +91,7 @@ def _draw_chunk(logits_BV: Tensor, knobs_B4: Tensor, targets_B: Tensor, filtered
         )
     cumulative_BV = torch.cumsum(logprobs_BV.exp(), dim=-1, dtype=torch.float64)
     drawn_B1 = torch.searchsorted(cumulative_BV, targets_B[:, None] * cumulative_BV[:, -1:], right=True)
-    # Only if a sum is NaN can an index lie past the end; the caller then finds a NaN log-prob.
+    # An index lies past the end only if a sum is NaN; the caller then finds a NaN log-prob.
     drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[1] - 1)
     tokens_B1 = torch.where(greedy_B1, logprobs_BV.argmax(dim=-1, keepdim=True), drawn_B1)
     return tokens_B1[:, 0], logprobs_BV.gather(1, tokens_B1)[:, 0]

@@ -63,8 +63,8 @@ class Scheduler:
         return ended
 
     def pause(self, mode: PauseMode) -> Ended:
-        """Pauses sampling; returns the samples that this ended. `keep` stops all samples where they are; `abort` also
-        ends them. `wait` lets the samples submitted so far finish: call `step` until `has_work` is false."""
+        """Pauses sampling; returns the samples that the pause ended. `keep` stops all samples where they are; `abort`
+        also ends them. `wait` lets the samples submitted so far finish: call `step` until `has_work` is false."""
         self._pause = mode
         return self.abort(None) if mode == "abort" else []
 

@@ -41,7 +41,7 @@ class BroadcastTransport:
     receiver: str = "rl_rollout.transports.broadcast_ends:BroadcastReceiver"
 
     def validate(self) -> None:
-        """Raises ConfigError if `host` is not an address of this machine, the controller's."""
+        """Raises ConfigError if `host` is not an address of this machine, on which the controller runs."""
         if self.host is None:
             return
         try:

@@ -58,7 +58,7 @@ class CudaIpcTransport:
         if num_nodes > 1:
             raise ConfigError(
                 "generator.inference_engine.weight_sync_backend: cuda_ipc works only within one machine, but the "
-                f"policy trains on {num_nodes} (trainer.placement.policy_num_nodes): choose broadcast"
+                f"policy trains on {num_nodes} machines (trainer.placement.policy_num_nodes): choose broadcast"
             )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:

@@ -38,7 +38,8 @@ class FilesTransport:
     """Implements `WeightTransport` with a directory for each sync."""
 
     directory: str | None = None
-    """Directory in which each sync creates its own; None: `/dev/shm` while buckets fit, else the temporary folder."""
+    """Directory in which each sync creates its own directory; None: `/dev/shm` while buckets fit, else the temporary
+    folder."""
     timeout_s: float = 600.0
     """Seconds that an engine waits for the manifests of all ranks."""
     run: str = "run"

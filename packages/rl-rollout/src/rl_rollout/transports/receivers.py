@@ -1,8 +1,8 @@
 """Limits which classes an engine's server may load as weight receivers.
 
-A rendezvous names its receiver class and arrives over the network. So a server has a list of allowed classes: those of
-installed transports, and that of the transport of the run that starts the server. It refuses a request that names any
-other class, before importing anything.
+A rendezvous names its receiver class and arrives over the network. So a server has a list of allowed classes: the
+receivers of installed transports, and the receiver of the run that starts the server. It refuses a request that names
+any other class, before importing anything.
 """
 
 from __future__ import annotations

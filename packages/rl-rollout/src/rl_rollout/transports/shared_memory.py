@@ -65,7 +65,7 @@ class SharedMemoryTransport:
         if num_nodes > 1:
             raise ConfigError(
                 "generator.inference_engine.weight_sync_backend: shared_memory works only within one machine, but the "
-                f"policy trains on {num_nodes} (trainer.placement.policy_num_nodes): choose broadcast"
+                f"policy trains on {num_nodes} machines (trainer.placement.policy_num_nodes): choose broadcast"
             )
 
     def validate(self) -> None:

@@ -21,7 +21,8 @@ _NUM_BYTES = 32
 
 class SignedStore(Store):
     """Implements those methods of a store that a sync and gloo use. Counts (`add`) are not signed: a sync numbers its
-    messages and receivers with them. A program that changes one can make the sync fail, but cannot forge a value."""
+    messages and receivers with them. A program that changes a count can make the sync fail, but cannot forge a
+    value."""
 
     def __init__(self, plain: Store, secret: str) -> None:
         """
@@ -59,8 +60,8 @@ class SignedStore(Store):
         return self.plain.add(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns when all of these keys have a value, or raises torch's DistStoreError at the timeout; None: that of
-        the plain store."""
+        """Returns when all of these keys have a value, or raises torch's DistStoreError at the timeout. None: the plain
+        store's timeout."""
         self.plain.wait(list(keys)) if timeout is None else self.plain.wait(list(keys), timeout)
 
     def _signature(self, key: str, content: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """Refuses bodies of the OpenAI API with values that vLLM accepts at first and fails on later.
 
-With vllm 0.30, an integer that does not fit into 64 bits with a sign, a lone surrogate, or `structured_outputs` that is
-not an object leads to status 500. The first two also leave a request in vLLM that is never computed and never removed.
+With vllm 0.30, an integer that does not fit into signed 64 bits, a lone surrogate, or `structured_outputs` that is not
+an object leads to status 500. The first two also leave a request in vLLM that is never computed and never removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _require_values(value: Any, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, int) and value not in _SIGNED_64:
-        raise ValueError("an integer in it does not fit into 64 bits with a sign")
+        raise ValueError("an integer in it does not fit into 64 bits (signed)")
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             _require_values(item, depth + 1)

@@ -42,8 +42,8 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _SHORT_S = 30.0
 """Deadline of calls that compute nothing. Servers also get this long to end their part of a failed weight sync."""
 _VERDICT_S = 10.0
-"""Longest wait for the supervisor to give up a server whose engine has died. The supervisor notices that only when the
-engine's core process ends, which can be seconds after the death of a worker."""
+"""Longest wait for the supervisor to give up a server whose engine has died. The supervisor notices the death only when
+the engine's core process ends, which can be seconds after a worker died."""
 _UPDATE_SHARE = 0.5
 """Fraction of the request deadline that a weight update may take. Requests wait during an update, so a hanging update
 must time out before they do."""
@@ -263,7 +263,7 @@ class RemoteInferenceClient:
         if adapter is not None:
             name = str(adapter.absolute())
             await self.load_lora_from_disk(name, adapter)
-        # This request makes an unusable model, for example one without a chat template, fail now, not in every sample.
+        # With this request, an unusable model (for example one without a chat template) fails now, not in every sample.
         await self.chat([{"role": "user", "content": "?"}], model=name, max_tokens=1)
         url = self._router.url or await self._router.start("127.0.0.1", 0)
         return ServedModel(url=url, name=name, key=self._router.token)

@@ -65,7 +65,7 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
 
 @attrs.frozen(kw_only=True)
 class ClientSettings:
-    """What `supervised_client` needs to know besides the servers."""
+    """Settings that `supervised_client` needs besides the servers."""
 
     tokens: Tokens
     """The control token, which the run's requests carry, and the access token, which agents' requests carry."""
@@ -101,8 +101,8 @@ async def supervised_client(
     servers: Sequence[Startable], settings: ClientSettings, *, after: Callable[[], None] = lambda: None
 ) -> RemoteInferenceClient:
     """Starts the servers and returns a client for them. Its `close` stops the servers that the run started, then calls
-    `after`. Raises the errors of `Supervisor.start`, and ConfigError if the router cannot listen at its address; then
-    the servers are stopped."""
+    `after`. Raises the errors of `Supervisor.start`, and ConfigError if the router cannot listen at its address. Before
+    it raises, it stops the servers that the run started."""
     pool = Pool(len(servers))
     supervisor = Supervisor(pool, servers, settings.heartbeat, control_token=settings.tokens.control)
     await supervisor.start()

@@ -31,7 +31,7 @@ def plan_engine(spec: EngineSpec) -> EnginePlan:
     shares_experts = options.expert_parallel_size > 1
     experts = {"expert": split if shares_experts else 1, "expert_tensor": 1 if shares_experts else split}
     # Counts as many of the model's last layers as the largest stage has, because layers with experts come last. The
-    # last stage may have one layer less, so this is an upper bound.
+    # last stage may have one layer fewer, so the count is an upper bound.
     counts = [shape.layer_parameters(shape.num_layers - 1 - layer, tensor=tensor, **experts) for layer in layers]
     vocabularies = 1 if shape.is_tied or options.pipeline_parallel_size > 1 else 2
     parameters = sum(map(sum, counts)) + shape.hidden_size + vocabularies * shape.vocabulary_parameters(tensor)

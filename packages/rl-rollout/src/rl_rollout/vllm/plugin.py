@@ -102,8 +102,8 @@ def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:
     servers = [url.rstrip("/") for url in urls]
     if repeated := [url for url in servers if servers.count(url) > 1]:
         raise ConfigError(
-            f"{key}: got {repeated[0]} twice; list each server once, because it would get every weight sync and every "
-            "request as two servers"
+            f"{key}: got {repeated[0]} twice; list each server once, because a server listed twice would count as two "
+            "servers in every weight sync and for every request"
         )
     if len(urls) != num_engines:
         raise ConfigError(
@@ -113,7 +113,7 @@ def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:
 
 
 def _is_url(text: str) -> bool:
-    """Whether the text is an HTTP URL with a host, and with a possible port if it has one."""
+    """Whether the text is an HTTP URL with a host. If it has a port, the port must be valid."""
     try:
         url = urlsplit(text)
         return text.startswith(("http://", "https://")) and bool(url.hostname) and url.port != 0

@@ -160,13 +160,13 @@ class Pool:
 
     @property
     def lacks_weights(self) -> bool:
-        """False during a weight update; otherwise, whether any server that is up is not in service, because it lacks
-        the current version or is quarantined."""
+        """Whether a server that is up lacks the current version or is quarantined; always False during a weight
+        update."""
         return self.num_updates % 2 == 0 and len(self.serving) < len(self.up)
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """Counts a weight update's begin and end in `num_updates`; the update runs within the context."""
+        """Counts the beginning and the end of a weight update in `num_updates`; the update runs within the context."""
         self.num_updates += 1
         try:
             yield

@@ -4,7 +4,8 @@
 
 The server is the same as one that a run starts. Model, dtype, weight transport and vLLM's keys come from the
 configuration, whichever engine that configuration chooses. FILE has the control token, which a run must send; the
-server creates FILE if it is missing. SIGINT or SIGTERM ends the server, as soon as it has started.
+server creates FILE if it is missing. SIGINT or SIGTERM ends the server; a server that is still starting ends once it
+has started.
 """
 
 from __future__ import annotations

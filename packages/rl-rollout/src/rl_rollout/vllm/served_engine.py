@@ -208,8 +208,8 @@ class ServedEngine:
         once, at the first sampled token.
 
         Raises:
-            WeightSyncError: the version was refused or did not arrive in time, or its receiver may not be loaded. The
-                old version is still served, except if `quarantine` is set: then nothing is served.
+            WeightSyncError: the version was refused or did not arrive in time, or its receiver is not allowed. The old
+                version is still served; but if `quarantine` is set, nothing is served.
         """
         require_allowed(rendezvous.receiver, self._receivers)
         async with self._changing:
@@ -236,8 +236,8 @@ class ServedEngine:
             self._asleep = {"weights", "kv_cache"}
 
     async def wake(self, tags: Sequence[str] | None) -> None:
-        """Allocates device memory again: all of it, or a part (`weights`, `kv_cache`). When all is allocated, requests
-        continue, unless the server is paused or quarantined."""
+        """Allocates device memory again: all of it, or a part (`weights`, `kv_cache`). When all memory is allocated,
+        requests continue, unless the server is paused or quarantined."""
         async with self._changing:
             waking = self._asleep & set(self._asleep if tags is None else tags)
             if waking:

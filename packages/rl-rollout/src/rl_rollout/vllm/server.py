@@ -46,7 +46,7 @@ allows 107."""
 
 @attrs.frozen(kw_only=True)
 class ServerSettings:
-    """What a server needs to start, as plain data that Ray can send to its actor."""
+    """The settings with which a server starts, as plain data that Ray can send to its actor."""
 
     engine_args: Mapping[str, Any]
     """Fields of vLLM's AsyncEngineArgs."""

@@ -123,8 +123,8 @@ class Supervisor:
 
     async def _heard(self, member: Member, connection: Connection) -> bool:
         """Sends one heartbeat and records the answer in the pool. Leaves the member unchanged and returns False if a
-        weight update began or ended meanwhile. Raises ServerGone if another process answers than before: it lacks the
-        adapters."""
+        weight update began or ended meanwhile. Raises ServerGone if a new process answers, because that process lacks
+        the adapters."""
         updates = self._pool.num_updates
         health = await connection.call("health", timeout_s=self._heartbeat.hung_after_s)
         self._pool.facts = EngineFacts(vocab_size=health["vocab_size"], num_workers=health["num_workers"])

@@ -61,7 +61,7 @@ class Tokens:
             raise ConfigError(f"the control token is empty; {_REMEDY}")
         for name, token in (("the control token", self.control), (ACCESS_VARIABLE, self.access)):
             if not (token.isascii() and token.isprintable()):
-                raise ConfigError(f"{name} has other characters than one line of printable ASCII; choose another")
+                raise ConfigError(f"{name} must be one line of printable ASCII characters; choose another")
         if self.access == self.control:
             raise ConfigError(
                 f"{ACCESS_VARIABLE}, which agents get, equals the control token, which would let them change the "
@@ -170,7 +170,7 @@ def _write_new(path: Path) -> None:
 
 
 def _written(token: str, path: Path) -> Path:
-    """Writes the token to a file next to `path` that only this user can read from its creation on."""
+    """Writes the token to a new file next to `path`. The file is created so that only this user can read it."""
     descriptor, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     with os.fdopen(descriptor, "w") as file:
         file.write(token + "\n")

@@ -26,8 +26,8 @@ class Preparation:
             rendezvous: identifies the sync, together with `version`.
             version: the version to receive.
             receive: receives, checks and returns all buckets.
-            before: the preparation of an earlier sync, if any. The new preparation first waits for its end, because
-                both use the worker's copy of the last weights.
+            before: the preparation of an earlier sync, if any. The new preparation first waits for the earlier one to
+                end, because both use the worker's copy of the last weights.
         """
         self._sync = (rendezvous, version)
         self._received: Future[list[WeightBucket]] = Future()

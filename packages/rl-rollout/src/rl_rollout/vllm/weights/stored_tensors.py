@@ -66,7 +66,7 @@ def tensors_of_file(path: Path) -> dict[str, StoredTensor]:
 
 def _fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Returns the shapes that experts have if they are sent fused: each layer's `gate_up_proj` and `down_proj` hold all
-    its experts. Transformers keeps experts in memory like this, and vLLM also accepts it."""
+    its experts. Transformers keeps experts in memory in this form, and vLLM also accepts it."""
     fused: dict[str, StoredTensor] = {}
     num_experts: Counter[str] = Counter()
     for name, tensor in stored.items():
@@ -80,8 +80,8 @@ def _fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
 
 
 def fitting(buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor], dtype: str) -> Iterator[WeightBucket]:
-    """Yields each bucket after checking that all its tensors match the engine's. Accepts a `lm_head.weight` that the
-    checkpoint lacks, because it is tied to the embeddings.
+    """Yields each bucket after checking that all its tensors match the engine's. Accepts an `lm_head.weight` that the
+    checkpoint lacks because it is tied to the embeddings.
 
     Args:
         buckets: the arriving buckets.

@@ -273,8 +273,8 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
 
 def _require_complete(worker: Any, names: AbstractSet[str], adapter: Mapping[str, Any] | None) -> None:
     """Checks that a version has the same tensors as the previous one: vLLM silently keeps the old value of a missing
-    tensor, or leaves it unset. An adapter whose configuration differs from the previous one's, as another run may send,
-    is not compared.
+    tensor, or leaves it unset. Another run may send an adapter with another configuration; such an adapter is not
+    compared.
 
     Tensors missing in the first version are not found here; `rl_core.trainer.verification` finds them, because the
     engine's log-probs are then wrong.
