@@ -257,8 +257,8 @@ class Use:
                 self._bound[bound] = found
 
     def _instances(self, tree: ast.Module) -> dict[str | None, Class]:
-        """Attributes of self that are assigned a parameter annotated with a class of the libraries; checks the
-        attributes of these parameters along the way."""
+        """Returns attributes of self that hold a parameter whose annotation is a class of the libraries. Also checks
+        the attributes of these parameters."""
         found: dict[str | None, Class] = {}
         for function in ast.walk(tree):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):

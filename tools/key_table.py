@@ -1,7 +1,7 @@
 """Generates the table in docs/coming_from.md that says what becomes of each key of SkyRL here.
 
-SkyRL's keys and defaults are in tests/carrying_over/keys.yaml. What becomes of a key is found by loading it with its
-default. Run it as `python -m tools.key_table`; a test fails if the page is stale.
+SkyRL's keys and defaults are in tests/carrying_over/keys.yaml. To find what becomes of a key, this tool loads the key
+with its default. Run it as `python -m tools.key_table`; a test fails if the page is stale.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def cpu_requirements() -> list[Requirement]:
 
 
 def gpu_requirements() -> list[Requirement]:
-    """The Dockerfile's requirements and those of our packages that it installs, including extras that our packages
-    request of each other; without our packages themselves."""
+    """The requirements in the Dockerfile, and the requirements of our packages that it installs. Includes extras that
+    our packages request of each other, but not our packages themselves."""
     declared = [*GPU_KERNELS, *BUILD_TOOLS]
     ours, asked, seen = projects(), [*map(Requirement, GPU_PACKAGES)], set()
     while asked:
@@ -186,7 +186,7 @@ def write(uv: Path) -> None:
 
 
 def as_folder(package: str) -> str:
-    """A requirement of one of our packages at its folder in this repository."""
+    """Returns the requirement that installs one of our packages from its folder in this repository."""
     return f"{package} @ {(ROOT / 'packages' / package.partition('[')[0]).as_uri()}"
 
 
