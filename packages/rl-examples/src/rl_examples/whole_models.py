@@ -30,8 +30,8 @@ def is_to_be_made(directory: Path) -> bool:
 
 
 def make_whole(directory: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` make a model in a temporary directory and moves the model into place, so that a kill or a crash of
-    the machine leaves no half-written model there. Replaces an incomplete model, but keeps a complete model that
+    """Lets `write` make a model in a temporary directory, then moves the model into place. So a kill or a crash of the
+    machine leaves no half-written model in `directory`. Replaces an incomplete model, but keeps a complete model that
     another run has made meanwhile."""
     partial = directory.with_name(f"{directory.name}.partial{os.getpid()}")
     for left in directory.parent.glob(f"{directory.name}.partial*"):

@@ -69,8 +69,8 @@ class FsdpBackend:
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
-        """What each rank would hold in memory; imports torch. `num_micro_batches` has no effect, because micro-batches
-        are computed one after another."""
+        """Returns what each rank would hold in memory; imports torch. `num_micro_batches` has no effect, because
+        micro-batches are computed one after another."""
         from rl_fsdp.plan import plan_flat_ranks, plan_ranks
 
         self.validate(spec, world_size)

@@ -54,7 +54,7 @@ def plan_flat_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) ->
 
 @attrs.frozen
 class _Held:
-    """What one shard holds."""
+    """The parameters that one shard holds."""
 
     num_parameters: int
     parameter_bytes: int

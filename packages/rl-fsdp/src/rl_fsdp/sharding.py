@@ -1,8 +1,8 @@
 """FSDP2: every rank holds a shard of each parameter, its gradient and its optimizer state.
 
-A decoder layer is gathered when it computes and freed afterwards (with `reshard_after_forward=false`, only after its
-backward); the parameters outside the layers (embeddings, last norm, output layer) form one more unit. Gradients are
-summed over the ranks, never averaged: loss weights are already relative to the whole mini-batch.
+A decoder layer is gathered when it computes and freed afterwards; with `reshard_after_forward=false`, it is freed only
+after its backward. The parameters outside the layers (embeddings, last norm, output layer) form one more unit.
+Gradients are summed over the ranks, never averaged: loss weights are already relative to the whole mini-batch.
 """
 
 from __future__ import annotations

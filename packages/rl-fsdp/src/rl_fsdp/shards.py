@@ -167,8 +167,8 @@ def move_moments(optimizer: AdamW, device: torch.device) -> None:
 
 
 def moments_of(optimizer: AdamW, weight: nn.Parameter) -> dict[str, Tensor]:
-    """Returns AdamW's state of `weight`. Before AdamW's first step there is none; this function then creates it, with
-    zeros."""
+    """Returns AdamW's state of `weight`. Before AdamW's first step there is no state; this function then creates it,
+    with zeros."""
     moments = optimizer.state[weight]
     if not moments:
         moments["step"] = torch.zeros((), device=weight.device)

@@ -100,7 +100,7 @@ def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
     Args:
         spec: which model to load and how to train it.
         world_size: number of the model's ranks.
-        model: transformers' configuration of the model; None: read it from the model's path if it is there.
+        model: transformers' configuration of the model; None: read it from the model's path if the model is there.
 
     Raises:
         ConfigError: a field is unknown or has two different values, a layer named for LoRA cannot have adapters, every

@@ -110,7 +110,7 @@ def _fill(bridge: Any, spec: WorkerSpec, models: list[Any]) -> list[Any]:
 
 def _exclude_padding_token(chunks: list[Any], pad_token_id: int | None) -> None:
     """Keeps the padding token's input embedding untrained, as in transformers (`padding_idx`). If the embedding is
-    zero, the norm after it would multiply its gradient by a thousand."""
+    zero, the next norm would multiply the embedding's gradient by a thousand."""
     for model in unwrap_model(chunks):
         if pad_token_id is not None and model.pre_process:
             embedding = model.embedding.word_embeddings

@@ -82,8 +82,8 @@ def gradients_as_weights(chunks: Sequence[Any]):
     """Within the context, stand-ins that hold the main gradients replace the parameters, so that `WeightExport`
     exports gradients, and zeros for parameters that are not trained.
 
-    The parameters themselves are not changed: replacing a parameter's data by data of another dtype gives it a new
-    gradient accumulator without Megatron's hooks, and its later gradients would be lost.
+    The parameters themselves are not changed: with data of another dtype, a parameter would get a new gradient
+    accumulator without Megatron's hooks, and later gradients would be lost.
     """
     places = [
         (module, name, parameter)

@@ -47,8 +47,8 @@ def fix_expert_bias() -> None:
 
 
 def fix_balancing_without_tokens() -> None:
-    """Divides by 1 instead of 0 in the load-balancing losses of a micro-batch that is all padding. A rank without
-    sequences has such a micro-batch. These losses divide by the number of tokens, so all gradients would be NaN."""
+    """Divides by 1 instead of 0 in the load-balancing losses of a micro-batch that is all padding (a rank without
+    sequences has one). These losses divide by the number of tokens, so all gradients would be NaN."""
     from megatron.core.transformer.moe import router
 
     def count(*args: Any, **settings: Any) -> tuple[Any, Any, Any]:

@@ -5,7 +5,8 @@ Megatron names CUDA in many places (devices of new tensors, streams, random stat
 thread's tensor calls. Gathers and reduce-scatters of unequal parts, which gloo lacks, are replaced too. The model and
 its parallelism are Megatron's.
 
-This changes torch for the whole process, so it is done only in a rank's own process (`needs_own_process`).
+These replacements change torch for the whole process, so they are made only in a rank's own process
+(`needs_own_process`).
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
-"""What one rank does: it joins the mesh, lays out micro-batches, runs pipeline schedules, steps the optimizer and saves
-its state."""
+"""The work of one rank: joins the mesh, lays out micro-batches, runs pipeline schedules, steps the optimizer and saves
+state."""

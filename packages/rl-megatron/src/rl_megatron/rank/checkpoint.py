@@ -179,17 +179,17 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
 
 
 def _take(model: Any, state: Mapping[str, Any]) -> None:
-    """Loads a chunk's parameters. In a saved state, the base weights of layers with adapters have the names that they
-    have without adapters, but `load_state_dict` expects the names of the wrapped layers, which contain `.to_wrap.`."""
+    """Loads a chunk's parameters. A saved state names base weights as if no layer had adapters. `load_state_dict`
+    expects the names of the wrapped layers, which contain `.to_wrap.`."""
     own = {name.replace(".to_wrap.", "."): name for name, _ in model.named_parameters()}
     has_adapters = any(name != known for known, name in own.items())
     model.load_state_dict({own.get(name, name): value for name, value in state.items()}, strict=not has_adapters)
 
 
 def _take_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Loads moments and main parameters. Everything else in the optimizers' states keeps this run's values, because the
-    run that wrote the state may have had another number of optimizers: experts have an optimizer of their own only with
-    expert parallelism."""
+    """Loads moments and main parameters. Everything else in the optimizers' states keeps this run's values. The run
+    that wrote the state may have had another number of optimizers, because experts have an optimizer of their own only
+    with expert parallelism."""
     optimizers = optimizer.megatron.chained_optimizers
     parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
     for one, part in zip(optimizers, parts, strict=True):
