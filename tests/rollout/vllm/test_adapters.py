@@ -314,9 +314,9 @@ async def test_an_adapter_that_cannot_be_served_leaves_the_previous_adapter(
             await client.load_lora_from_disk("kept", tmp_path / path)
     assert await scores_of(client, "kept") == pytest.approx(expected, abs=LIMIT)
     assert client._pool.wanted.adapters == {"kept": str(tmp_path / "good")}
-    with pytest.raises(GenerationError, match="'policy': it is empty, the policy's or the model's"):
+    with pytest.raises(GenerationError, match="'policy': it is empty, or the name of the policy"):
         await client.load_lora_from_disk("policy", tmp_path / "good")
-    with pytest.raises(GenerationError, match="'rl-base': it is empty, the policy's or the model's"):
+    with pytest.raises(GenerationError, match="'rl-base': it is empty, or the name of the policy"):
         await client.load_lora_from_disk("rl-base", tmp_path / "good")
     with pytest.raises(GenerationError, match="no adapter 'unknown'"):
         await client.score([SEQUENCE], adapter="unknown")

@@ -25,7 +25,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model, given by directory or hub name. Raises ConfigError if the model has no tokenizer,
-    or if it cannot be downloaded or loaded."""
+    or if the tokenizer cannot be downloaded or loaded."""
     if not has_tokenizer(path):
         raise ConfigError(
             f"{_MODEL_PATH}: {path} contains no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
@@ -131,7 +131,8 @@ class TokenCodec:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Renders messages with the chat template. Raises DataError if there is no template, or if it refuses them."""
+        """Renders messages with the chat template. Raises DataError if there is no template, or if the template refuses
+        the messages."""
         if self.tokenizer.chat_template is None:
             raise DataError(
                 "the prompt is a list of chat messages, but the model's tokenizer has no chat template; use text"

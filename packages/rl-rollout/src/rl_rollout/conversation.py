@@ -2,9 +2,9 @@
 
 `TextHistory` and `ChatHistory` only append: each prompt begins with the previous prompt and the response that was
 sampled for it, so a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns: most
-templates of thinking models drop the thinking. It appends if the template leaves the earlier turns unchanged. Otherwise
-the next prompt is a new rendering of the conversation and begins a new sequence. In every case, training uses the
-tokens that the engine sampled, and rendered tokens are used only in prompts.
+templates of thinking models drop the thinking. `RenderedHistory` appends if the template leaves the earlier turns
+unchanged. Otherwise the next prompt is a new rendering of the conversation and begins a new sequence. In every case,
+training uses the tokens that the engine sampled, and rendered tokens are used only in prompts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ChatHistory:
         if change:
             raise ConfigError(
                 f"the model's chat template {change}, so an episode of several turns is not one sequence: set "
-                "generator.step_wise_trajectories=true, which begins a new sequence where that happens, or give the "
+                "generator.step_wise_trajectories=true, so that each such change begins a new sequence, or give the "
                 "model a chat_template.jinja that keeps earlier turns"
             )
         return prompt + response + self._turns.between(response, messages)

@@ -65,7 +65,7 @@ class EnvironmentPool:
         """
         Args:
             placement: placement of all environments; None: each environment's factory chooses its placement.
-            num_workers: maximum number of threads or processes; None: one thread per episode, four processes per CPU
+            num_workers: maximum number of threads or processes; None: one thread per episode, or four processes per CPU
                 core.
             max_episodes: maximum number of episodes played at a time.
         """

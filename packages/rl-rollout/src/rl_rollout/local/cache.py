@@ -3,10 +3,10 @@ values grows only linearly with the number of sampled tokens.
 
 Every row is left-padded and ends at the last column in use, so appending a token to all rows appends one column. Spare
 columns follow, and a step writes only its own column. When no spare column is left, or when added rows do not fit, all
-rows move to new tensors, with as many spare columns as columns in use. When rows leave, the last remaining rows move to
-the free places, so for each row that leaves, at most one other row moves. Columns that are padding for all rows are
-hidden from attention, and left out of new tensors. Padding is always overwritten with zeros: attention gives it weight
-0, but 0 times a non-finite value of an earlier row would not be 0.
+rows move to new tensors. New tensors have as many spare columns as columns in use. When rows leave, the last remaining
+rows move to the free places, so for each row that leaves, at most one other row moves. Columns that are padding for all
+rows are hidden from attention, and left out of new tensors. Padding is always overwritten with zeros: attention gives
+it weight 0, but 0 times a non-finite value of an earlier row would not be 0.
 """
 
 from __future__ import annotations

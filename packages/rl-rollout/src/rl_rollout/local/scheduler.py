@@ -18,8 +18,8 @@ from rl_rollout.local.model import StagedWeights, load_weights, require_complete
 from rl_rollout.local.rows import Ended, Rows, Sample
 
 _JOIN_FRACTION = 8
-"""Waiting samples join the running ones only when 1/8 of the rows are free, or when enough rows are free for all of
-them, because each join costs a prefill and a copy of the cache."""
+"""Waiting samples join the running samples only when 1/8 of the rows are free, or when enough rows are free for all
+waiting samples. Each join costs a prefill and a copy of the cache."""
 
 
 class Scheduler:

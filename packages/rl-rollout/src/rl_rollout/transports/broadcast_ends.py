@@ -208,7 +208,7 @@ class Group:
             channel: the channel of the sync.
             data: `Rendezvous.data` of the sync.
             sender: the sending rank.
-            member: this process's number in the group: 0 for the sender, 1 + its number for a receiver.
+            member: this process's number in the group: 0 for the sender, 1 + n for receiver n.
             backend: `nccl` or `gloo`.
 
         Raises:

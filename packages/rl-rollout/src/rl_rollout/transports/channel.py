@@ -187,8 +187,8 @@ def _connected(host: str, port: int, *, within_s: float) -> TCPStore:
     """Connects to a store. Raises OSError or DistError if it is closed or does not answer in time."""
     deadline, timeout = time.monotonic() + within_s, timedelta(seconds=min(within_s, _ATTEMPT_S))
     while True:
-        # This fails at once if the store no longer exists, while torch would keep trying to reach it. The store may
-        # also be closed between this line and torch's attempt, so an attempt is short.
+        # This connection fails at once if the store no longer exists, while torch would keep trying to reach the store.
+        # The store may also be closed between this line and torch's attempt, so an attempt is short.
         socket.create_connection((host, port), timeout=within_s).close()
         try:
             return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -44,7 +44,7 @@ class CudaIpcTransport:
 
         if torch.version.cuda is None:
             missing = f"this torch ({torch.__version__}) was built without CUDA"
-        elif not torch.cuda.is_available() and "RAY_ADDRESS" not in os.environ:  # another node may have one
+        elif not torch.cuda.is_available() and "RAY_ADDRESS" not in os.environ:  # another node may have a GPU
             missing = "this machine has none"
         else:
             return

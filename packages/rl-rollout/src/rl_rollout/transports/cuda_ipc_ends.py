@@ -97,8 +97,8 @@ class CudaIpcReceiver:
             number = channel.register_receiver({"version": version})
 
             def take(message: Mapping[str, Any], place: int) -> WeightBucket:
-                # A copy, because vLLM keeps parts of a bucket until a layer's last tensor has arrived, but the rank
-                # keeps the bucket only until this process acknowledges it.
+                # A copy, because vLLM keeps parts of a bucket until a layer's last tensor has arrived. The rank keeps
+                # the bucket only until this process acknowledges it.
                 data = opened(message).to(device, copy=True)
                 torch.cuda.current_stream(device).synchronize()
                 channel.acknowledge(place, number)

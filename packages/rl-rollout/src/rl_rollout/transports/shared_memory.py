@@ -3,8 +3,8 @@
 Serves any number of ranks and engines on one Linux machine. A sync is staged: an engine takes the whole version or
 refuses it. While an engine checks a bucket, the rank writes the next one.
 
-Tensors on the host are packed directly into a segment of shared memory, and their checksums are computed while they are
-in the CPU cache.
+Tensors on the host are packed directly into a segment of shared memory, and checksums are computed while the tensors
+are in the CPU cache.
 
 A segment is anonymous memory (memfd), which engines open through the rank's `/proc` entry. The kernel frees it when the
 last process that uses it ends, for whatever reason. A rank keeps its segments for the next sync, because allocating new

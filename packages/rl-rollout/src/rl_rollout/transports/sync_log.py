@@ -40,8 +40,9 @@ def sending(rendezvous: Rendezvous, rank: int, buckets: Iterator[WeightBucket]) 
 
 @contextlib.contextmanager
 def receiving(rendezvous: Rendezvous) -> Iterator[None]:
-    """Context in which a receiver receives a sync. If the context raises, the sync is broken off for all participants,
-    because NCCL would not notice the failure, and a rank would wait in a collective for a receiver that is gone."""
+    """Context in which a receiver receives a sync. If the context raises, the sync is broken off for all participants.
+    Otherwise a rank would wait in a collective for a receiver that is gone, because NCCL would not notice the
+    failure."""
     try:
         yield
     except BaseException as error:  # also GeneratorExit: the consumer of the buckets raised

@@ -41,8 +41,8 @@ class NamedAdapters:
         return self._models.lora_requests[name]
 
     async def load(self, name: str, path: str) -> None:
-        """Loads an adapter, or replaces the one of this name, after every data-parallel engine has verified that it can
-        serve the new adapter.
+        """Loads an adapter, or replaces the adapter of this name, after every data-parallel engine has verified that it
+        can serve the new adapter.
 
         Raises:
             GenerationError: the name is empty or reserved for the policy or the model, or an engine cannot serve the
@@ -52,7 +52,8 @@ class NamedAdapters:
         reserved = ("", POLICY_ADAPTER.lora_name, BASE_MODEL.lora_name)
         if name in reserved or self._models.is_base_model(name):
             raise GenerationError(
-                f"an adapter cannot have the name {name!r}: it is empty, the policy's or the model's; choose another"
+                f"an adapter cannot have the name {name!r}: it is empty, or the name of the policy or the model; "
+                "choose another"
             )
         known = self._models.lora_requests.get(name)
         number = self._models.lora_id_counter.inc(1) if known is None else known.lora_int_id

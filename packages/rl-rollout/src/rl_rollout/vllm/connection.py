@@ -93,7 +93,7 @@ class Connection:
         """Describes an answer whose status is not 200."""
         try:
             return f"{self.name}, {method}: {wire.decode(answer)['message']}"
-        except Exception:  # from the HTTP layer or a proxy
+        except Exception:  # the answer is from the HTTP layer or a proxy
             text = answer.decode(errors="replace")
             return f"{self.name} at {self.url} answered /rl/{method} with HTTP status {status}: {text:.500}"
 

@@ -31,11 +31,11 @@ def apply() -> None:
 
 
 def repack_moe_experts_on_cpu() -> None:
-    """vllm 0.30.0, fused_moe/unquantized_fused_moe_method.py: on CPU every reload leaves the old experts in place.
+    """Makes every reload on CPU pack the experts of a Mixture of Experts again.
 
-    The CPU kernel computes with a packed copy of the experts, which `_setup_kernel` makes only on the first load, so a
-    reload reports success, but the log-probs are wrong by several nats. The fix packs the experts again on every later
-    load. Remove it when its test fails:
+    vllm 0.30.0, fused_moe/unquantized_fused_moe_method.py: on CPU every reload leaves the old experts in place. The CPU
+    kernel computes with a packed copy of the experts, which `_setup_kernel` makes only on the first load. So a reload
+    reports success, but the log-probs are wrong by several nats. Remove the fix when its test fails:
     tests/rollout/vllm/test_weights.py::test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails.
     """
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -62,12 +62,12 @@ def repack_moe_experts_on_cpu() -> None:
 
 
 def repack_tied_heads_on_cpu(model: Any) -> None:
-    """vllm 0.30.0, model_loader/reload: on CPU every reload leaves a tied output layer with the old weights.
+    """Packs a tied output layer again on CPU; call this after every reload.
 
-    The output layer shares the embedding's tensor, so no weight arrives for this layer, and a reload skips it. But the
-    CPU kernel computes with a packed copy, made only on the first load. Call this after every reload. Remove the fix
-    when this test, which uses a tied model, passes without it:
-    tests/rollout/vllm/test_server_conformance.py::TestVLLMServer::test_new_weights_are_served_and_named.
+    vllm 0.30.0, model_loader/reload: on CPU every reload leaves a tied output layer with the old weights. The layer
+    shares the embedding's tensor, so no weight arrives for it, and a reload skips it. But the CPU kernel computes with
+    a packed copy, made only on the first load. Remove the fix when this test, which uses a tied model, passes without
+    it: tests/rollout/vllm/test_server_conformance.py::TestVLLMServer::test_new_weights_are_served_and_named.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.platforms import current_platform
@@ -83,9 +83,9 @@ def repack_tied_heads_on_cpu(model: Any) -> None:
 
 
 def rewind_generators_on_cpu() -> None:
-    """vllm 0.30.0, v1/worker/gpu_model_runner.py: on CPU a seeded request whose prompt takes two steps kills the
-    engine.
+    """Lets seeded requests on CPU have prompts that take several steps.
 
+    vllm 0.30.0, v1/worker/gpu_model_runner.py: on CPU a seeded request whose prompt takes two steps kills the engine.
     vLLM discards a token sampled after only a part of the prompt, and then rewinds the request's generator by an offset
     that only CUDA generators have. The fix restores the generator's earlier state instead. Remove it when this test
     passes without it: tests/rollout/vllm/test_client.py::test_prompts_that_take_several_steps_keep_their_seeds.
@@ -127,12 +127,12 @@ def rewind_generators_on_cpu() -> None:
 
 
 def keep_adapters_off_vocabularies() -> None:
-    """vllm 0.30.0, lora/layers/logits_processor.py: an engine with adapters dies if it scores two prompts in one step.
+    """Disables adapters on output layers and embeddings, where no trainer here puts them.
 
-    The output layer's code for adapters expects one row per sampled token, but for prompt log-probs gets one per prompt
-    token. No trainer here puts adapters on an output layer or an embedding, so the fix disables them there. On GPUs,
-    where the bug does not occur, this saves memory and two matrix products per token. Remove the fix when
-    tests/rollout/vllm/test_adapters.py, which scores several sequences, passes without it.
+    vllm 0.30.0, lora/layers/logits_processor.py: an engine with adapters dies if it scores two prompts in one step. The
+    output layer's code for adapters expects one row per sampled token, but for prompt log-probs gets one per prompt
+    token. On GPUs, where the bug does not occur, the fix saves memory and two matrix products per token. Remove the fix
+    when tests/rollout/vllm/test_adapters.py, which scores several sequences, passes without it.
     """
     from vllm.lora import model_manager
 
@@ -156,11 +156,12 @@ def keep_adapters_off_vocabularies() -> None:
 
 
 def request_amx() -> None:
-    """vllm 0.30.0, v1/attention/backends/cpu_attn.py: a bfloat16 model on a CPU with AMX kills its worker with SIGILL.
+    """Requests the use of AMX for this process, and logs a warning if the operating system refuses.
 
+    vllm 0.30.0, v1/attention/backends/cpu_attn.py: a bfloat16 model on a CPU with AMX kills its worker with SIGILL.
     Linux gives a process the tile registers on request (arch_prctl, ARCH_REQ_XCOMP_PERM). vLLM's own kernels never
-    request them; they work only if a oneDNN kernel that requests them ran before, which depends on the model's sizes.
-    Remove the fix when this test passes without it on a CPU with AMX:
+    request them. These kernels work only if a oneDNN kernel that requests the registers ran before, which depends on
+    the model's sizes. Remove the fix when this test passes without it on a CPU with AMX:
     tests/rollout/vllm/test_router_replay.py::test_replay_brings_the_trainer_closer_to_a_bf16_engine.
     """
     import torch
@@ -173,12 +174,12 @@ def request_amx() -> None:
 
 
 def unlink_message_queues() -> None:
-    """vllm 0.30.0, distributed/device_communicators/shm_broadcast.py: an engine that dies leaves 160 MB in /dev/shm.
+    """Makes the writer of a message queue unlink its shared memory as soon as all readers have mapped it.
 
-    The writer of a queue between core and workers unlinks the queue's segment in `__del__`, which does not run if the
-    process is killed or ended by a signal. The fix makes the writer unlink the segment as soon as all readers have
-    mapped it; the kernel then frees it when the last process that uses it ends. Remove the fix when
-    tests/rollout/vllm/test_faults.py passes without it.
+    vllm 0.30.0, distributed/device_communicators/shm_broadcast.py: an engine that dies leaves 160 MB in /dev/shm. The
+    writer of a queue between core and workers unlinks the queue's segment in `__del__`, which does not run if the
+    process is killed or ended by a signal. With the fix, the kernel frees the segment when the last process that uses
+    it ends. Remove the fix when tests/rollout/vllm/test_faults.py passes without it.
     """
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
@@ -191,27 +192,28 @@ def unlink_message_queues() -> None:
         original(self)
         if self._is_writer and self.buffer is not None and self.buffer.is_creator:
             self.buffer.shared_memory.unlink()
-            self.buffer.is_creator = False  # for `__del__`
+            self.buffer.is_creator = False  # so that `__del__` does not unlink it again
 
     setattr(wait_and_unlink, _MARK, True)
     MessageQueue.wait_until_ready = wait_and_unlink
 
 
 def lock_progress_bars_by_threads() -> None:
-    """tqdm 4: an engine that dies leaves a semaphore of 32 bytes in /dev/shm for each process that showed a bar.
+    """Gives the progress bars of tqdm a lock for threads instead of one for processes.
 
-    The first bar creates a lock for several processes. In a spawned process only exit handlers remove the lock's name,
-    and a killed process runs none. No other process writes to an engine process's bars, so a lock for threads is
-    enough. Remove the fix when tests/rollout/vllm/test_faults.py passes without it.
+    tqdm 4: an engine that dies leaves a semaphore of 32 bytes in /dev/shm for each process that showed a bar. The first
+    bar creates a lock for several processes. In a spawned process only exit handlers remove the lock's name, and a
+    killed process runs none. No other process writes to an engine process's bars, so a lock for threads is enough.
+    Remove the fix when tests/rollout/vllm/test_faults.py passes without it.
     """
     import_module("tqdm").tqdm.set_lock(threading.RLock())  # tqdm is installed, because vllm depends on it
 
 
 def unlink_shared_memory_on_cpu() -> None:
-    """vllm 0.30.0, device_communicators/cpu_communicator.py: ranks ended by a signal leave 4 MB each in /dev/shm.
+    """Makes a rank on CPU unlink its shared memory as soon as all other ranks have mapped it.
 
-    The fix unlinks a rank's segment as soon as all other ranks have mapped it. Remove the fix when
-    tests/rollout/vllm/test_faults.py, which ends a tensor-parallel engine, passes without it.
+    vllm 0.30.0, device_communicators/cpu_communicator.py: ranks ended by a signal leave 4 MB each in /dev/shm. Remove
+    the fix when tests/rollout/vllm/test_faults.py, which ends a tensor-parallel engine, passes without it.
     """
     from vllm.platforms import current_platform
 

@@ -80,7 +80,7 @@ class ClientSettings:
     run_dir: Path
     """Directory in which agents find their token."""
     router_address: tuple[str, int] | None = None
-    """Host and port (0: a free one) at which outside agents are served; None: they are not."""
+    """Host and port (0: a free port) at which outside agents are served; None: agents are not served."""
 
 
 def client_settings(spec: EngineSpec, tokens: Tokens, *, host: str = "127.0.0.1") -> ClientSettings:

@@ -34,8 +34,8 @@ class VLLMOptions:
     served_model_name: str | None = None
     """The model's name in the OpenAI API; None: `trainer.policy.model.path`."""
     fully_sharded_loras: bool = False
-    """Split both matrices of an adapter over the tensor-parallel ranks, not only one of them; for adapters that are
-    sent without the model."""
+    """Split both matrices of an adapter over the tensor-parallel ranks, not only one of them. This applies to adapters
+    that are sent without the model."""
     distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
     """How an engine runs its ranks; None: processes of one machine, or Ray where one machine is too small."""
     external_server_urls: tuple[str, ...] | None = None

@@ -1,8 +1,8 @@
 """Places servers on Ray's nodes: each engine gets a placement group, with GPUs of its own or shared with training.
 
-A server reserves one GPU for each rank of its engine (tensor × pipeline × data parallel) or, if Ray has no GPUs, only a
-small part of a CPU per rank, because engines on CPUs share cores. An engine is placed on one node if any node has
-enough GPUs; otherwise each rank gets its own bundle, and vLLM starts the ranks through Ray.
+A server reserves one GPU for each rank of its engine (tensor × pipeline × data parallel). If Ray has no GPUs, it
+reserves only a small part of a CPU per rank, because engines on CPUs share cores. An engine is placed on one node if
+any node has enough GPUs; otherwise each rank gets its own bundle, and vLLM starts the ranks through Ray.
 
 Engines that share GPUs with training reserve none: they use the nodes' GPUs in order, each engine on one node. They
 also see the node's other GPUs, listed after their own, because weights sent by CUDA IPC can be on any of them.

@@ -8,8 +8,8 @@ unblocked by the pool: requests go only to servers that hold the current weights
              also ends its request on the server; by the deadline, which also closes the connection of an agent that
              does not read
 
-If a server is lost before an agent has received any of its answer, the request goes to another server, unnoticed by the
-agent. A stream that breaks off later ends with an error event.
+If a server is lost before an agent has received any part of the answer, the request goes to another server, unnoticed
+by the agent. A stream that breaks off later ends with an error event.
 
 This package does not use vllm-router, because none of its documented policies considers both sessions and load.
 `consistent_hash` keeps a session on one server whatever its load; `cache_aware` considers load, but matches prompts

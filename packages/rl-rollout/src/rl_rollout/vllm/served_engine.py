@@ -382,7 +382,7 @@ class ServedEngine:
         try:
             by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
         except Exception as error:
-            # Workers return their errors as data. If a call raises nevertheless, it is unknown what they hold.
+            # Workers return their errors as data. If a call raises nevertheless, it is unknown what the workers hold.
             await self._enter_quarantine(f"an update broke off: {_described(error)}")
             raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
         answers = {self._worker(i, j): answer for i, those in enumerate(by_engine) for j, answer in enumerate(those)}

@@ -1,7 +1,7 @@
 """Reads names, shapes and dtypes from the checkpoint of an engine's model, and checks arriving weights against them.
 
-vLLM does not check every shape. It copies weights into fused and padded tensors: a `gate_proj` with twice its rows
-overwrites the `up_proj`, and an adapter matrix with too few rows fills only a part of its slot.
+vLLM does not check every shape. It copies weights into fused and padded tensors: a `gate_proj` with twice the expected
+number of rows overwrites the `up_proj`, and an adapter matrix with too few rows fills only a part of its slot.
 """
 
 from __future__ import annotations
