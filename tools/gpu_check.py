@@ -488,7 +488,7 @@ def resolve(uv: Path) -> Problem | None:
             command, input=asked, env=environment, cwd="/", capture_output=True, text=True, check=False
         )
     if answer.returncode:
-        return Problem("Dockerfile", f"what it installs does not resolve:\n{answer.stderr}")
+        return Problem("Dockerfile", f"the packages that it installs do not resolve:\n{answer.stderr}")
     resolved = {line.partition(" ")[0] for line in answer.stdout.splitlines() if "==" in line}
     pinned = {requirement.partition(" ")[0] for requirement in installed_by_dockerfile()}
     if forgotten := sorted(resolved - pinned):

@@ -32,7 +32,7 @@ _SOURCE = re.compile(r" \(code(, with .*?)?\)\.?$")
 
 
 def outcome(key: str, value: Any) -> str:
-    """What the configuration does with a key and a value, worded for the table.
+    """Returns what the configuration does with a key and a value, worded for the table.
 
     Raises RLError for an unknown key, or a value of the wrong type.
     """
