@@ -52,8 +52,8 @@ class Setup:
     """Whether `trainer.gradient_checkpointing` is on, which recomputes whole layers."""
 
     def size(self, name: str) -> int:
-        """Returns a parallel size. An unset size is 1, except `expert_tensor_parallel_size`, which then equals the
-        tensor-parallel size."""
+        """Returns a parallel size. An unset `expert_tensor_parallel_size` equals the tensor-parallel size; any other
+        unset size is 1."""
         default = self.size("tensor_model_parallel_size") if name == "expert_tensor_parallel_size" else 1
         value = self.fields.get(name)
         return default if value is None else value

@@ -57,7 +57,8 @@ class AttentionPlan:
     """Says which keys each query of one context rank attends to in a micro-batch, and how the results are ordered."""
 
     parts: tuple[_Part, ...]
-    """One part; with several context ranks, two: a rank has two chunks of every segment, and a part has one of them."""
+    """One part. With several context ranks there are two: a rank has two chunks of every segment, and each part has one
+    chunk of every segment."""
     order: Tensor | None
     """int64, the position of each of this rank's tokens in the concatenated results of all parts; None: in order."""
 
