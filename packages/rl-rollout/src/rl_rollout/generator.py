@@ -260,8 +260,9 @@ def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerat
 
 
 def context_window(spec: GeneratorSpec) -> int | None:
-    """Returns the engine's maximum sequence length: its `max_model_len` if that is configured (-1, with which vLLM
-    chooses the length, does not count), else the model's number of positions; None if neither is known."""
+    """Returns the engine's maximum sequence length: its `max_model_len` if that is configured, else the model's number
+    of positions; None if neither is known. A value of -1 counts as not configured, because vLLM then chooses the
+    length."""
     from transformers import AutoConfig
 
     limit = spec.engine_init_kwargs.get("max_model_len")

@@ -120,8 +120,8 @@ class BroadcastReceiver:
         self._rendezvous = rendezvous
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields the buckets of all ranks as they arrive, and receives the next one meanwhile. After a rank's last
-        bucket, checks all checksums of the rank.
+        """Yields the buckets of all ranks as they arrive, and receives the next bucket while the caller uses the last
+        one. After a rank's last bucket, checks all checksums of the rank.
 
         Each bucket gets new memory, because vLLM keeps parts of a bucket until a layer's last tensor has arrived.
 
@@ -246,8 +246,8 @@ class Group:
         return data
 
     def wait(self) -> None:
-        """Returns when the running broadcast is complete. Looks into the sync's store meanwhile, because NCCL does not
-        notice that a participant has left or that the sync was closed.
+        """Returns when the running broadcast is complete. While it waits, checks the sync's store, because NCCL does
+        not notice that a participant has left or that the sync was closed.
 
         Raises:
             WeightSyncError: a participant left or is too late, or the sync was closed.

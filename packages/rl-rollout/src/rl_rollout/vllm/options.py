@@ -39,7 +39,8 @@ class VLLMOptions:
     distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
     """How an engine runs its ranks; None: processes of one machine, or Ray where one machine is too small."""
     external_server_urls: tuple[str, ...] | None = None
-    """URLs of servers started outside the run (`python -m rl_rollout.vllm.serve`); num_engines must be their number."""
+    """URLs of servers started outside the run (`python -m rl_rollout.vllm.serve`); num_engines must equal the number of
+    URLs."""
     host: str | None = None
     """Address that servers listen on. None: loopback, or all addresses of the machine if Ray has several machines."""
     router_port: int | None = attrs.field(default=None, validator=between(0, 65535))

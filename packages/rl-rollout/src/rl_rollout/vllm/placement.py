@@ -22,7 +22,7 @@ from rl_core.errors import ConfigError, DeadlineError
 from rl_core.workers.ray_cluster import reserved
 
 _CPUS = 1 / 16
-"""CPU resource of an engine's rank; it only limits how many fit on a machine."""
+"""CPU resource of an engine's rank; it only limits how many ranks fit on a machine."""
 _OF_NODE = 0.001
 """Amount of a node's own resource to request; any amount places a bundle there."""
 

@@ -75,8 +75,8 @@ class Member:
     """Why the server is given up even if it still answers heartbeats: it did not finish its part of a failed weight
     sync. None: there is no such reason."""
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
-    """Set when the current connection is given up; `joined` creates a new event for the next connection, so this also
-    identifies the time between two restarts."""
+    """Set when the current connection is given up; `joined` creates a new event for the next connection, so an event
+    also identifies the time between two restarts."""
 
     def __str__(self) -> str:
         return f"vLLM server {self.index}"
