@@ -6,7 +6,7 @@ import gc
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("parity")
 
 
-def pytest_collection_finish() -> None:
-    """Excludes modules and tests from garbage collection, since they live until the end."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects no garbage while modules are imported and tests collected, which takes a sixth less time. Afterwards
+    excludes all modules and tests from garbage collection, since they live until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
