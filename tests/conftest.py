@@ -27,8 +27,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 # With this setting Ray listens on loopback only, also on Linux.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
-# A garbage collection in a forked process would write to all objects that the process inherited, and so copy
-# them, which took a third of the processor time of tests with several ranks.
+# A garbage collection in a forked process would write to all inherited objects and so copy them. These copies took
+# a third of the processor time of tests with several ranks.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # The same examples on every machine and in every run; no deadline, because a shared machine may pause for seconds.
@@ -67,7 +67,7 @@ def forked_proofs() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides GPUs except with `-m gpu` or `-m "gpu and …"`: other tests compare with results computed on the CPU."""
+    """Hides GPUs except with `-m gpu` or `-m "gpu and …"`: other tests expect results computed on the CPU."""
     if not re.fullmatch("gpu( and .*)?", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -83,8 +83,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the bfloat16 check of a backend's suite `parity`, except on the variants in the module's `IN_BFLOAT16`: on
-    a `parity_only` variant, this check takes as long as all others.
+    """Marks the bfloat16 check of a backend's suite `parity`, except on the variants in the module's `IN_BFLOAT16`.
+    On a `parity_only` variant, the bfloat16 check takes as long as all other checks together.
     """
     for item in items:
         if isinstance(item, pytest.Function) and item.originalname.startswith("test_bfloat16_errs"):

@@ -54,7 +54,7 @@ SCRIPT = (
     "trainer.resume_mode=null",
     'trainer.ckpt_path="$DATA/ckpts"',
 )
-"""A whole launch script: the keys of BASE and those that such scripts also set."""
+"""A whole launch script: the keys of BASE and the other keys that such scripts set."""
 
 
 @attrs.frozen(kw_only=True)

@@ -159,7 +159,7 @@ def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch:
     assert "fsdp_config.param_offload: has no effect here" in changed
 
 
-def test_yaml_files_are_translated_with_their_package(tmp_path: Path):
+def test_the_package_comment_of_a_yaml_file_gives_the_section_of_its_keys(tmp_path: Path):
     policy = """\
 # @package megatron_config.policy
 tensor_model_parallel_size: 2
@@ -242,7 +242,7 @@ def test_verls_threshold_limits_the_kind_of_ratio_that_is_used(tmp_path: Path, k
 
 
 @pytest.mark.parametrize("is_in_reward", [False, True])
-def test_of_two_kl_estimators_of_verl_none_is_dropped_silently(tmp_path: Path, is_in_reward: bool):
+def test_neither_of_verls_two_kl_estimators_is_dropped_silently(tmp_path: Path, is_in_reward: bool):
     translation = of_verl(
         tmp_path,
         "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
@@ -495,7 +495,7 @@ def test_an_unreadable_command_is_named_if_it_is_the_only_command(tmp_path: Path
         read(write(tmp_path, "run.sh", 'python main.py a="1 b=2\n'))
 
 
-def test_messages_about_keys_without_counterpart_name_the_alternative(tmp_path: Path):
+def test_messages_about_keys_without_a_counterpart_name_the_alternative(tmp_path: Path):
     text = (
         "python -m skyrl.train.main trainer.epochs=2 trainer.fully_async.enabled=true "
         "trainer.fully_async.max_staleness_steps=2 trainer.fully_async.num_parallel_generation_workers=64 "

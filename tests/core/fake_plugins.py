@@ -23,7 +23,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: 
         lines += [f"[rl_core.{group}]", f"{name} = {value}"]
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(folder))
-    # After the test, the original functions still know what was installed before it.
+    # After the test, monkeypatch restores the original functions, whose caches hold what was installed before.
     for module_of_cache in (plugins, commands):
         monkeypatch.setattr(module_of_cache, "_installed", functools.cache(module_of_cache._installed.__wrapped__))
 

@@ -72,7 +72,7 @@ class PlainWorker(ReferenceWorker):
         computed = batch.select([i for micro_batch in plan for i in micro_batch]) if any(plan) else None
         if computed is None:
             return {**metrics, "entropy": (0.0, 0.0), "ratio": (0.0, 0.0)}
-        # Not the `forward` of a wrong worker: a fault of scoring must not change training passes.
+        # `super()`, not a wrong worker's own `forward`: a fault in its scoring must not change training passes.
         scores = super().forward(computed, [range(computed.num_sequences)], temperature=temperature)
         mask_T = computed["loss_mask"]
         ratio_T = (scores["logprobs"] - computed["old_logprobs"])[mask_T].exp()

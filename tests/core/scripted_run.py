@@ -63,7 +63,7 @@ class Play:
     rewards: tuple[float | None, ...] = (0.0, 1.0)
     """One per sample; None: the sample fails."""
     error: BaseException | None = None
-    """The generator raises it, after `seconds`."""
+    """Raised by the generator after `seconds`; None: no error."""
     greedy: float | None = 0.5
     """The greedy answer's reward; None: it fails."""
     greedy_seconds: float = 4.0
@@ -513,12 +513,12 @@ class ScriptedRun:
         )
 
     def go(self, *, on_turn: Callable[[int], None] = lambda turn: None) -> Self:
-        """Runs to the end and raises the run's error, if any; fails if a task is left in either case."""
+        """Runs to the end and raises the run's error, if any. In either case, fails if a task is left."""
         run_virtually(self.work(), on_turn=on_turn)
         return self
 
     async def work(self) -> None:
-        """Does the work of `go` in an event loop that already runs."""
+        """Does the work of `go` in an event loop that is already running."""
         others = asyncio.all_tasks()
         try:
             await self.loop.run()

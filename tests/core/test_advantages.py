@@ -151,7 +151,7 @@ def test_pass_at_k_advantages_worked_by_hand():
 
 @pytest.mark.parametrize("estimator", [maxrl_advantages, functools.partial(pass_at_k_advantages, k=2)])
 def test_success_comes_from_the_environment_and_penalties_are_separate_rewards(estimator: Callable[..., Tensor]):
-    """With a KL penalty, one success has a negative score and one failure a positive score. Which samples are successes
+    """With a KL penalty, one success has a negative score and one failure a positive score. The set of successes
     stays the same."""
     outcomes_N, group_N = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0, 1])
     penalty_N = torch.tensor([-1.5, -0.25, -0.5, 0.25, -3.0])

@@ -15,7 +15,7 @@ from rl_core.columns import FIELDS
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """`tokens`, any other known columns, and one that a loss's `prepare` computes, each in any of its dtypes."""
+    """`tokens`, any other known columns, and a column that a loss's `prepare` computes, each in any of its dtypes."""
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     names = draw(st.sets(st.sampled_from(sorted(FIELDS))))
     columns = {}

@@ -50,7 +50,7 @@ async def test_synchronous_training_starts_one_batch_and_no_more_until_its_versi
     assert await start_all_possible(buffer, 3) == 6
 
 
-async def test_one_step_off_runs_one_batch_ahead():
+async def test_one_step_off_policy_training_runs_one_batch_ahead():
     buffer = make_buffer(groups_per_step=2, max_staleness=1, steps=9)
     assert await start_all_possible(buffer, 0) == 4
     for group in range(4):

@@ -23,8 +23,8 @@ from tests.core.unwritable import KINDS, unwritable
 
 
 def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[Config]:
-    """Replaces training itself, but not the checks and preparation before it, with a fake that returns or raises
-    `result`. Returns the list of configurations that the fake receives."""
+    """Replaces training itself with a fake that returns or raises `result`; the checks and preparation before training
+    stay. Returns the list of configurations that the fake receives."""
     seen: list[Config] = []
 
     async def train(config: Config, *_: object) -> RunSummary:
@@ -38,7 +38,7 @@ def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseExcept
 
 
 def play_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces sampling in `rl eval` and `rl generate`, but not the checks and preparation before it, with fakes."""
+    """Replaces sampling in `rl eval` and `rl generate` with fakes; the checks and preparation before sampling stay."""
 
     async def evaluate(config: Config) -> dict[str, float]:
         return {"eval/reward": 0.5}

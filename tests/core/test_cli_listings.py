@@ -26,14 +26,14 @@ def test_config_shows_values_with_their_sources(rl: Run):
     assert "derived: the backend 'slim' follows version 1" in " ".join(lines["scoring_pass"])
 
 
-def test_config_as_yaml_is_a_file_that_loads_to_the_same(rl: Run):
+def test_config_as_yaml_is_a_file_that_loads_to_the_same_configuration(rl: Run):
     _, out, _ = rl("config", "small", "--yaml")
     Path("again.yaml").write_text(out)
     assert rl("config", "again.yaml", "--yaml")[1] == out
     assert out == dump_yaml(from_mapping(yaml.safe_load(out)))
 
 
-def test_plugins_are_listed_with_their_package_and_broken_ones_marked(
+def test_plugins_are_listed_with_their_package_and_broken_ones_are_marked(
     rl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     install(

@@ -41,7 +41,7 @@ def test_steps_are_laid_end_to_end_with_their_reward_on_the_last_sampled_token()
     assert batch.prompt_lengths.tolist() == [2, 1, 1]
 
 
-def test_routes_of_the_first_tokens_are_kept_and_the_rest_is_marked_unknown():
+def test_routes_of_the_first_tokens_are_kept_and_the_others_are_marked_unknown():
     routes = np.arange(4, dtype=np.uint8).reshape(2, 1, 2)
     batch = collate([trajectory(1, step([1, 2, 3], 2, routes=routes)), trajectory(2, step([4, 5], 1))])
     assert batch["routed_experts"][:2].tolist() == routes.tolist()

@@ -38,8 +38,8 @@ many.add_command(count)
 
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rl: Run) -> None:
-    """Packages whose command works, cannot be imported, is no click command, has a built-in name, or has the same name
-    as another package's command."""
+    """Packages whose command works, cannot be imported, is not a click command, has a built-in name, or has the same
+    name as another package's command."""
     more = {
         "counting": (COMMANDS, {"commands__count": "counting:count", "commands__many": "counting:many"}),
         "half": ("import no_such_module", {"commands__half": "half:command"}),

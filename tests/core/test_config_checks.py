@@ -232,7 +232,7 @@ def test_other_run_names_are_accepted(name: str):
     check_values(from_mapping({"trainer.run_name": name}))
 
 
-def test_a_scoring_temperature_other_than_the_sampling_one_warns():
+def test_a_scoring_temperature_other_than_the_sampling_temperature_causes_a_warning():
     with pytest.warns(ConfigWarning, match="log-probs of different distributions"):
         check_values(from_mapping({"trainer.algorithm.temperature": 0.9}))
 

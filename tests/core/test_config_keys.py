@@ -1,4 +1,5 @@
-"""Keys from other trainers are read, dropped with a warning, or refused with their successor or the reason."""
+"""Keys from other trainers are read, dropped with a warning, or refused with an error that names their successor or the
+reason."""
 
 from __future__ import annotations
 

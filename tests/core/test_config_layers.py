@@ -74,13 +74,13 @@ def test_a_files_values_carry_their_line_and_may_be_nested_or_dotted(tmp_path: P
     assert sources["generator.n_samples_per_prompt"] == f"{file}:5"
 
 
-def test_a_key_twice_on_the_command_line_warns_and_the_last_one_counts():
+def test_a_key_set_twice_on_the_command_line_warns_and_the_last_value_counts():
     with pytest.warns(ConfigWarning, match=r"trainer\.seed: set twice \(command line\): 3, then 4"):
         config = from_mapping({}, ["trainer.seed=3", "trainer.epochs=2", "trainer.seed=4"])
     assert (config.trainer.seed, config.trainer.epochs) == (4, 2)
 
 
-def test_a_key_twice_in_a_file_warns_with_both_lines_also_nested_and_dotted(tmp_path: Path):
+def test_a_key_set_twice_in_a_file_warns_with_both_lines_whether_nested_or_dotted(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("trainer:\n  seed: 1\n  epochs: 2\ntrainer.seed: 7\n")
     with pytest.warns(ConfigWarning, match=rf"trainer\.seed: set twice \({file}:2 and {file}:4\): 1, then 7"):
@@ -187,7 +187,7 @@ def test_a_functions_own_default_is_shown_as_the_value_of_its_key(tmp_path: Path
     assert shown(**{f"{key}.policy_loss_type": "mine"})["eps_clip_low"][0] is None
 
 
-def test_a_name_that_two_packages_use_is_refused_and_their_paths_are_not(
+def test_a_plug_in_name_of_two_packages_is_refused_and_an_import_path_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     group, source = "rl_core.environments", "from tests.core.idle_plugins import Environment"
@@ -203,7 +203,8 @@ def test_a_name_that_two_packages_use_is_refused_and_their_paths_are_not(
         "twin-a 1.0",
         "twin-b 1.0",
     ]
-    with pytest.raises(PluginError, match=r"'own' \(twin_c:absent\) could not be imported"):  # both name one object
+    # Both packages name one object, which does not exist.
+    with pytest.raises(PluginError, match=r"'own' \(twin_c:absent\) could not be imported"):
         plugins.load(group, "own")
 
 

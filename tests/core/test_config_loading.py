@@ -191,7 +191,7 @@ def test_the_section_of_a_known_backend_that_is_not_installed_is_kept_with_a_war
     assert config.trainer.policy.options("megatron_config") == {"tensor_model_parallel_size": 2}
 
 
-def test_a_broken_backend_warns_if_a_section_has_no_backend_and_is_an_error_if_selected(
+def test_a_broken_backend_is_an_error_if_selected_and_is_named_in_warnings_about_unknown_sections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     install(tmp_path, monkeypatch, "rl_broken", "import no_such_module", backends__broken="rl_broken:backend")
@@ -204,7 +204,7 @@ def test_a_broken_backend_warns_if_a_section_has_no_backend_and_is_an_error_if_s
         from_mapping({"trainer.strategy": "broken"})
 
 
-def test_an_unknown_backend_names_the_nearest():
+def test_the_error_for_an_unknown_backend_names_the_nearest():
     with pytest.raises(PluginError, match=r"trainer\.strategy: 'fspd' is not among .* Did you mean 'fsdp'\?"):
         from_mapping({"trainer.strategy": "fspd"})
 
@@ -224,7 +224,10 @@ MANY = {
         ["trainer.sead=1", "trainer.epoch=2"],
         ["trainer.sead: unknown key", "trainer.epoch: unknown key"],
     ),
-    "an unknown section and a wrong one": (["zzz.a=1", "data=3"], ["zzz: unknown key", "data: got 3 (int, "]),
+    "an unknown section, and a number instead of a section": (
+        ["zzz.a=1", "data=3"],
+        ["zzz: unknown key", "data: got 3 (int, "],
+    ),
     "wrong types in lists": (
         ["trainer.tags=[1]", "trainer.policy.optimizer_config.adam_betas=[0.9]"],
         ["trainer.tags: got [1] (list", "trainer.policy.optimizer_config.adam_betas: got [0.9] (list"],
@@ -241,11 +244,11 @@ MANY = {
         ["trainer.learning_rate=1", "trainer.ppo_epochs=2"],
         ["trainer.learning_rate: is not a key here", "trainer.ppo_epochs: is not a key here"],
     ),
-    "an unknown key in the section of an installed backend, and another backend that is not there": (
+    "an unknown key in the section of an installed backend, and a backend that is not installed": (
         ["trainer.policy.fsdp_config.x=1", "trainer.strategy=fspd"],
         ["trainer.policy.fsdp_config.x: unknown key", "trainer.strategy: 'fspd' is not among"],
     ),
-    "a section that may be of the backend that is not there": (
+    "a section that may belong to a backend that is not installed": (
         ["trainer.policy.mine_config.x=1", "trainer.strategy=mine", "trainer.sead=1"],
         ["trainer.sead: unknown key", "trainer.strategy: 'mine' is not among"],
     ),
@@ -264,7 +267,7 @@ MANY = {
             "generator.inference_engine.zzz: unknown key",
         ],
     ),
-    "wrong names of plug-ins, of lists too, and values out of bounds": (
+    "wrong names of plug-ins, also in lists, and values out of bounds": (
         [
             *("trainer.sead=1", "generator.type=mine", "trainer.logger=[console, a, b]", "trainer.seed=-1"),
             *("trainer.algorithm.policy_loss_type=no_module:loss",),

@@ -63,7 +63,7 @@ URLS = ["http://10.0.0.7:8000"]
         ({SYNC: "broadcast"}, "broadcast"),
     ],
 )
-def test_weights_go_through_shared_memory_where_all_is_on_one_host(given, transport, monkeypatch):
+def test_weights_go_through_shared_memory_if_everything_runs_on_one_host(given, transport, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = from_mapping(given)
     assert config.weight_transport == transport

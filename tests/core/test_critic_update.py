@@ -27,7 +27,7 @@ LIMITS = MicroBatchLimits(max_sequences=4)
 
 
 class FakeGroup:
-    """A policy, or with `value` a critic; records its calls, and lets other tasks run during each training pass."""
+    """A policy, or a critic if `value` is given; records calls and lets other tasks run during each training pass."""
 
     def __init__(self, name: str, events: list[str], *, value: float | None = None, shares: bool = False):
         self.name = name
@@ -159,7 +159,7 @@ async def test_critic_and_policy_train_one_after_the_other_on_shared_devices():
     assert events == [*["critic starts", "critic ends"] * 2, "policy starts", "policy ends"]
 
 
-async def test_skipped_steps_are_counted_for_each_model_alone():
+async def test_skipped_steps_of_each_model_are_counted_separately():
     _, policy, critic = make_groups()
     critic.grad_norm = float("nan")
     update = ppo(policy, critic)

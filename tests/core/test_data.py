@@ -169,7 +169,7 @@ def test_the_prompts_column_may_have_another_name(tmp_path: Path):
         read_rows([file], key="data.train_data")
 
 
-def test_cells_of_a_csv_file_are_text_and_json_where_columns_are_structured(tmp_path: Path):
+def test_cells_of_a_csv_file_are_text_except_json_in_structured_columns(tmp_path: Path):
     text = 'prompt,answer,reward_spec\n"1+1=\n?",007,"{""ground_truth"": ""2""}"\n2+2=,4,\n'
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
     first, second = read_rows([tmp_path / "a.csv"], key="data.train_data")

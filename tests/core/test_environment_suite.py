@@ -263,7 +263,7 @@ class ForgetsTheTurns(GuessWithEverything):
 
 
 class KeepsItsStateAtHome(GuessWithEverything):
-    """Its snapshot is only an id of state that stays in the class, so it cannot move to another process."""
+    """Its snapshot is only the id of state that stays in the class, so another process cannot restore the snapshot."""
 
     kept: ClassVar = {}
 

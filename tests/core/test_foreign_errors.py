@@ -1,4 +1,4 @@
-"""SystemExit, CancelledError or GeneratorExit raised by code that the run calls is an error that names its source."""
+"""SystemExit, CancelledError or GeneratorExit from code that the run calls becomes an error that names its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which losses, estimators and corrections are refused together at start-up, and which parameters they get."""
+"""Which combinations of losses, estimators and corrections are refused at start-up, and which parameters they get."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DECLARED = (
 
 @pytest.mark.parametrize("loss", UNKNOWN)
 @pytest.mark.parametrize("tis_ratio_type", ["token", "sequence"])
-def test_correction_weights_are_refused_for_losses_of_unknown_weight_use(
+def test_correction_weights_are_refused_for_losses_whose_use_of_weights_is_unknown(
     functions: dict[str, Any], loss: str, tis_ratio_type: str
 ):
     chosen = functions | {"trainer.algorithm.policy_loss_type": loss}
@@ -73,7 +73,7 @@ def test_correction_weights_are_refused_for_losses_of_unknown_weight_use(
 
 
 @pytest.mark.parametrize("loss", UNKNOWN)
-def test_stale_samples_of_a_loss_of_unknown_weight_use_need_off_or_depth_0(functions: dict[str, Any], loss: str):
+def test_stale_samples_need_off_or_depth_0_if_the_losss_use_of_weights_is_unknown(functions: dict[str, Any], loss: str):
     stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
     message = rf"'token' is the default with trainer\.pipeline_depth=1.*'{loss}'.*=off.*pipeline_depth=0"
     for refuses in (check_plugins, update_settings):
@@ -102,7 +102,7 @@ def test_losses_that_declare_their_use_of_weights_are_corrected_by_default(funct
         {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 5.0},
     ],
 )
-def test_correction_masks_work_with_a_loss_of_unknown_weight_use(functions: dict[str, Any], mask: dict[str, Any]):
+def test_correction_masks_work_if_the_losss_use_of_weights_is_unknown(functions: dict[str, Any], mask: dict[str, Any]):
     masked = {f"{CORRECTION}.{name}": value for name, value in mask.items()}
     loss = {"trainer.algorithm.policy_loss_type": "own_functions:loss_of_best_tokens"}
     assert mask.items() <= dict(correction_params(from_mapping(functions | loss | masked)) or {}).items()
@@ -226,7 +226,7 @@ def test_filters_of_equal_rewards_are_refused_with_a_greedy_baseline(functions: 
         check_plugins(from_mapping(remax | {f"trainer.algorithm.{key}": value}))
 
 
-def test_parameters_come_from_params_and_else_from_their_key(functions: dict[str, Any]):
+def test_parameters_come_from_the_params_key_and_otherwise_from_their_own_key(functions: dict[str, Any]):
     config = from_mapping(functions | {"trainer.algorithm.eps_clip_low": 0.1, "trainer.algorithm.gamma": 0.9})
     assert loss_params(config) == {"eps_clip_low": 0.1}
     assert advantage_params(config) == {"gamma": 0.9, "grpo_norm_by_std": True}

@@ -35,7 +35,7 @@ def wait_until(holds: Callable[[], object]) -> None:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether all threads of the process have ended. The main thread may end first; locks end with the last."""
+    """Whether all threads of the process have ended. The main thread may end first; the last thread frees the locks."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1
     except psutil.NoSuchProcess:

@@ -66,7 +66,7 @@ def test_a_second_hangup_is_ignored_even_before_the_first_is_handled(monkeypatch
 
 
 def test_a_later_second_signal_cancels_the_work_and_its_clean_up_completes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "CLOSE_S", 600.0)  # the clean-up does not count as hanging on a busy machine
+    monkeypatch.setattr(module, "CLOSE_S", 600.0)  # on a busy machine, the clean-up must not count as hanging
     interrupts, events = Interrupts(), []
 
     async def work() -> None:
@@ -87,7 +87,7 @@ def test_a_later_second_signal_cancels_the_work_and_its_clean_up_completes(monke
 
 
 def test_closing_the_terminal_stops_the_work_once_and_discards_its_output():
-    """The child's terminal is closed while it works. A second SIGHUP comes too late to count as a bounce."""
+    """The child's terminal is closed while the child works. A second SIGHUP comes too late to count as a bounce."""
     child, terminal = pty.fork()
     if child == 0:
         interrupts, stops = Interrupts(), []

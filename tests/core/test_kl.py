@@ -89,7 +89,7 @@ def test_the_unbiased_form_stays_finite():
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
-def test_gradient_is_that_of_the_value(estimator):
+def test_the_gradient_is_the_derivative_of_the_value(estimator):
     logprobs_T = torch.tensor([-1.0, -1.7], dtype=torch.float64, requires_grad=True)
     ref_logprobs_T = torch.tensor([-1.5, -1.0], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: estimate_kl(x, ref_logprobs_T, ALL, estimator=estimator), (logprobs_T,))
@@ -122,7 +122,7 @@ def test_penalty_refuses_a_form_that_differs_in_gradient_only(estimator):
         kl_penalty(torch.zeros(2), torch.zeros(2), ALL, kl_coef=0.1, estimator=estimator)
 
 
-def test_unknown_estimator_names_the_nearest():
+def test_the_error_for_an_unknown_estimator_names_the_nearest():
     with pytest.raises(ConfigError, match="Did you mean 'k3'"):
         estimate_kl(torch.zeros(2), torch.zeros(2), ALL, estimator="k3x")
 

@@ -166,7 +166,7 @@ def random_steps(rng: np.random.Generator, num_trajectories: int) -> Batch:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_gradient_is_that_of_training_on_the_steps(seed):
+def test_the_gradient_equals_the_gradient_of_training_on_the_steps(seed):
     batch = random_steps(np.random.default_rng(seed), 6)
     merged, merge = merge_steps(batch)
     assert merged.num_tokens < batch.num_tokens

@@ -66,7 +66,7 @@ def test_coordinates_are_the_index_into_an_array_of_ranks(mesh):
 
 
 @given(meshes())
-def test_the_rank_of_the_coordinates_is_the_rank(mesh):
+def test_the_coordinates_of_a_rank_give_the_rank_back(mesh):
     for rank in range(mesh.world_size):
         place = mesh.coordinates(rank)
         assert mesh.rank(**{axis: getattr(place, axis) for axis in DENSE}) == rank
@@ -117,7 +117,7 @@ def test_multiples_follow_from_the_parallel_sizes():
 # --- pipeline stages ------------------------------------------------------------------------------------------------
 
 
-def test_uneven_end_stages_leave_the_rest_to_the_others():
+def test_the_middle_stages_share_the_layers_that_uneven_end_stages_leave():
     assert pipeline_chunks(27, 2, num_first=13) == [(0, 13), (13, 14)]
     assert pipeline_chunks(28, 4, num_first=6, num_last=6) == [(0, 6), (6, 8), (14, 8), (22, 6)]
 
@@ -168,7 +168,7 @@ def test_chunks_hold_every_layer_once_in_order_or_the_split_is_refused(
     assert len(set(middle)) <= 1
 
 
-def test_layers_are_split_evenly_exactly_if_the_chunks_divide_them():
+def test_layers_are_split_evenly_if_and_only_if_the_chunks_divide_them():
     for num_layers, pipeline, virtual_pipeline in itertools.product(range(1, 25), range(2, 6), range(1, 4)):
         exists = num_layers % (pipeline * virtual_pipeline) == 0
         if exists:

@@ -73,7 +73,7 @@ def test_a_cell_attends_to_exactly_the_tokens_of_its_prefix(sequences: Sequences
 
 
 def seen_cells(length_M: NDArray[np.int64], parent_M: NDArray[np.int64]) -> list[list[int]]:
-    """For each cell, the cells that it attends to: those of its block, then its own node up to itself."""
+    """For each cell, the cells that it attends to: its block's keys, then the cells of its own node up to itself."""
     blocks = prefix_blocks(length_M, parent_M)
     query_ends, key_ends = np.cumsum(blocks.query_length_B), np.cumsum(blocks.key_length_B)
     before: dict[int, list[int]] = {}
@@ -162,7 +162,7 @@ def cells_of(offsets: NDArray[np.int64], family: NDArray[np.int64]) -> NDArray[n
 @pytest.mark.parametrize(("num_groups", "most_tokens"), [(1, 600), (4, 1800), (5, 2900), (64, 16 * 1800)])
 def test_groups_do_not_leave_ranks_idle(num_groups: int, most_tokens: int):
     """Groups of 16 answers of 100 tokens to a prompt of 200 tokens, on four ranks. A single group is cut into four;
-    five groups are cut so that no rank gets two whole ones; four and 64 groups stay whole."""
+    five groups are cut so that no rank gets two whole groups; 4 and 64 groups stay whole."""
     sequences = [[*([group] * 200), *range(1000 + i, 1100 + i)] for group in range(num_groups) for i in range(16)]
     offsets, tokens_T = stream_of(sequences)
     forest = prefix_forest(offsets, tokens_T)

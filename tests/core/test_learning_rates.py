@@ -32,5 +32,5 @@ def test_cosine_is_half_way_down_in_the_middle():
     assert values == pytest.approx([8.0, 4 * (1 + math.sqrt(0.5)), 4.0, 4 * (1 - math.sqrt(0.5)), 0.0], abs=1e-12)
 
 
-def test_a_run_not_longer_than_its_warm_up_ends_within_it():
+def test_a_run_no_longer_than_its_warm_up_ends_during_the_warm_up():
     assert rates("linear", warmup=4, total=3, steps=3) == [2.0, 4.0, 6.0]

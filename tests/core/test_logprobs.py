@@ -54,7 +54,7 @@ def test_results_own_their_memory():
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])
-def test_gradcheck(with_entropy):
+def test_gradients_pass_gradcheck(with_entropy):
     tensors, targets_T = inputs(num_tokens=5)
 
     def outputs(hidden_TH, weight_VH, bias_V):
@@ -120,7 +120,8 @@ def test_extreme_logits_stay_finite():
 @pytest.mark.parametrize("use", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
 @pytest.mark.parametrize("function", ["chunked", "full"])
 def test_a_bias_of_minus_infinity_is_a_vocabulary_without_that_token(function, use):
-    """Values and gradients equal those of a vocabulary without the masked tokens, whose own rows get zero gradients."""
+    """Values and gradients equal those of a vocabulary without the masked tokens. The rows of the masked tokens get
+    zero gradients."""
     tensors, targets_T = inputs()
     kept_K = torch.tensor([0, 2, 3, 5, 6, 8, 10])
     small = {"hidden_TH": tensors["hidden_TH"], **{n: tensors[n][kept_K] for n in ("weight_VH", "bias_V")}}
@@ -203,7 +204,7 @@ def test_never_more_than_one_chunk_of_logits_is_alive(function, with_entropy):
         ({"chunk_tokens": 0}, "chunk_tokens"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_invalid_arguments_are_refused(change, message):
     arguments = {
         "hidden_TH": torch.zeros(3, 4),
         "weight_VH": torch.zeros(7, 4),

@@ -99,7 +99,7 @@ def test_an_error_is_raised_even_if_nothing_can_be_saved_after_it(tmp_path: Path
     assert "step 2 could not be saved after WorkerError: the ranks have ended" in caplog.text
 
 
-def test_an_evaluation_in_which_everything_fails_ends_the_run_and_is_repeated_after_it(tmp_path: Path):
+def test_an_evaluation_in_which_everything_fails_ends_the_run_and_the_resumed_run_repeats_it(tmp_path: Path):
     script = Script(
         eval_rows=2, eval_play=Play(rewards=(None, None)), settings={"eval_interval": 1, "ckpt_interval": 1}
     )

@@ -191,7 +191,7 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
 
 
 def test_runs_that_end_without_an_error_save_nothing_extra(tmp_path: Path):
-    """A run that ends well saves no checkpoint. A stopped one saves one, and no model."""
+    """A run that ends well saves no checkpoint. A stopped run saves one checkpoint and no model."""
     script = Script(settings={"model_path": tmp_path / "model"})
     assert ScriptedRun(tmp_path, script).go().events_of("save", "end", "export") == ["end 3", "export model"]
     stopped = ScriptedRun(tmp_path, script)

@@ -102,13 +102,13 @@ def verl_losses(name: str, columns, logprobs_T, settings) -> list[float]:
         ("clip_cov", {"clip_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 1.5}),
     ],
 )
-def test_covariance_losses_are_those_of_verl_under_a_correction(name, settings):
+def test_covariance_losses_under_a_correction_equal_verls(name, settings):
     columns, logprobs_T, sequence_T = mini_batch(seed=3)
     objective = objective_from_spec(LossSpec(name=name, params=settings))
     actual_T = token_losses(objective, columns, logprobs_T, sequence_T)
     expected = verl_losses(name, columns, logprobs_T, settings)
     assert actual_T.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    # Negative control: by advantages multiplied by the weights, other tokens would be chosen.
+    # Negative control: advantages multiplied by the weights would choose other tokens.
     scaled = {**columns, "advantages": columns["advantages"] * columns["correction_weights"]}
     assert covariance_choice(name, scaled, settings) != covariance_choice(name, columns, settings)
 

@@ -1,4 +1,4 @@
-"""Noise by position: hashes are splitmix64, noise is standard normal, and a part has the noise of its place."""
+"""Noise by position: hashes are splitmix64, noise is standard normal, and a part of a tensor keeps the tensor's indices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_hashes_are_the_published_sequence_of_splitmix64():
 
 def test_noise_is_standard_normal():
     noise = normal_noise(torch.arange(1 << 20), 3).double()
-    # Four standard errors of each moment, and a largest value as expected of 2^20 normal numbers.
+    # Bounds: four standard errors of each moment, and the expected range of the largest of 2^20 normal numbers.
     assert float(noise.mean()) == pytest.approx(0.0, abs=4 * 2**-10)
     assert float(noise.square().mean()) == pytest.approx(1.0, abs=4 * 2**0.5 * 2**-10)
     assert float(noise.pow(4).mean()) == pytest.approx(3.0, abs=4 * 96**0.5 * 2**-10)

@@ -54,7 +54,7 @@ def mini_batch(lengths, seed=0):
 
 
 def in_pairs(lengths):
-    """Group ids that give every prompt two sequences; with an odd number, the last has one."""
+    """Group ids that give every prompt two sequences; if the number of sequences is odd, the last prompt has one."""
     return {"group_id": torch.arange(len(lengths)) // 2}
 
 
@@ -168,7 +168,7 @@ def test_nan_at_a_trained_token_is_not_hidden():
     assert run(Objective(ppo_clip_loss), columns, current, sequence_T)[0].isnan()
 
 
-def test_a_micro_batch_without_a_trained_token_is_zero():
+def test_a_micro_batch_without_a_trained_token_has_zero_loss_and_gradient():
     columns, current, sequence_T = mini_batch([5])
     columns["loss_mask"] = torch.zeros(5, dtype=torch.bool)
     loss, metrics, gradients = run(
@@ -180,7 +180,7 @@ def test_a_micro_batch_without_a_trained_token_is_zero():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_empty_micro_batch_is_zero(name):
+def test_the_loss_of_an_empty_micro_batch_is_zero(name):
     """A rank with fewer sequences than micro-batches gets empty micro-batches."""
     objective = objective_from_spec(LossSpec(name=name))
     columns, current, sequence_T = mini_batch([5])
@@ -228,14 +228,14 @@ def test_metrics_of_a_loss_may_be_yes_or_no_or_counts(dtype):
     assert total_metrics([metrics])["likely"] == (int(likely_T.sum()), len(likely_T))
 
 
-def test_no_micro_batches_have_no_metrics():
+def test_the_metrics_of_no_micro_batches_are_empty():
     assert sum_metrics([]) == {}
 
 
 # --- errors at start-up ----------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_column_names_the_nearest():
+def test_the_error_for_an_unknown_column_names_the_nearest():
     def bad_loss(logprobs_T, advantage_T): ...
 
     with pytest.raises(PluginError, match="Did you mean 'advantages_T'"):

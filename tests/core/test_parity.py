@@ -70,7 +70,7 @@ def test_bfloat16_has_a_table_of_its_own_with_multiples_of_the_plain_error():
     )
 
 
-def test_of_several_measurements_the_worst_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_worst_of_several_measurements_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     for difference in (1e-7, 5e-7, 2e-7):
         write_down(measured("1 rank", "gradients", difference))

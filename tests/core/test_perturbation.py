@@ -1,4 +1,4 @@
-"""Noise on parameters: of the stated size, equal however they are split, and removed bit for bit."""
+"""Noise on parameters: of the stated size, equal however the parameters are split, and removed bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_a_piece_gets_its_part_of_the_whole_parameters_noise():
 
 
 @pytest.mark.parametrize(("parameter", "expected"), [(2.0, 1.0), (0.0, 0.5 * 400**-0.5)], ids=["large", "zero"])
-def test_noise_scales_with_the_parameter_or_if_zero_with_an_initialisation(parameter: float, expected: float):
+def test_noise_scales_with_the_parameter_or_with_an_initialisation_if_the_parameter_is_zero(
+    parameter: float, expected: float
+):
     (found,) = noise([whole(torch.full((300, 400), parameter))])
     assert float(found.square().mean().sqrt()) == pytest.approx(expected, rel=0.02)  # about ten standard errors
 

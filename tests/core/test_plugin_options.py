@@ -410,13 +410,13 @@ def test_keys_of_a_missing_engine_are_kept_unchecked_but_the_run_is_refused():
         ("has_unknown_types", "the type hints of options_class cannot be resolved: name 'Missing' is not defined"),
     ],
 )
-def test_an_options_class_that_cannot_hold_keys_is_the_plug_ins_error(name: str, message: str):
+def test_an_options_class_that_cannot_hold_keys_is_reported_as_a_fault_of_the_plug_in(name: str, message: str):
     with pytest.raises(PluginError, match=rf"{ENGINE}\.backend: 'rl_beam:{name}': {message}"):
         engine_spec(config_of(backend=f"rl_beam:{name}"))
 
 
 @pytest.mark.parametrize("given", [{}, {"trainer.policy.odd_config.width": 2}])
-def test_a_backends_option_without_a_default_is_the_plug_ins_error(
+def test_a_backends_option_without_a_default_is_reported_as_a_fault_of_the_plug_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ):
     source = """

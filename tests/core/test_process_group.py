@@ -1,4 +1,4 @@
-"""Process groups: a rank without one, a second one in a process, and a store opened before the ranks join."""
+"""Process groups: a rank without a group, a second group in one process, and a store opened before the ranks join."""
 
 from __future__ import annotations
 

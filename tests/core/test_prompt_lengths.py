@@ -28,7 +28,7 @@ class Counts:
 
 
 class Stored(Counts):
-    """A generator whose responses are stored in the rows too. Also its own plug-in."""
+    """A generator whose responses are stored in the rows too. It is also its own plug-in."""
 
     name, contract_version, needs_no_engine = "stored", 2, True
 
@@ -60,7 +60,7 @@ async def kept(config: Config, sampling: str) -> list[int]:
     return [row.row["length"] for row in await fitting(rows_of(8, 9, 33, 40, 51), Counts(), config, sampling)]
 
 
-async def test_a_prompt_is_left_out_if_its_response_would_leave_the_models_positions(tmp_path, caplog):
+async def test_a_prompt_is_left_out_if_its_response_would_exceed_the_models_positions(tmp_path, caplog):
     config = config_of(
         tmp_path / "model",
         positions={"max_position_embeddings": 40},
@@ -87,7 +87,7 @@ async def test_a_prompt_that_is_too_long_is_named_with_both_numbers(tmp_path):
         await kept(config, TRAINING)
 
 
-async def test_a_smaller_limit_of_the_engine_wins_and_unknown_models_have_none(tmp_path):
+async def test_a_smaller_limit_of_the_engine_wins_and_unknown_models_have_no_limit(tmp_path):
     keys = {"generator__inference_engine__engine_init_kwargs": {"max_model_len": 24}}
     config = config_of(tmp_path / "model", positions={"max_position_embeddings": 40}, **keys)
     assert context_of(config) == (24, "generator.inference_engine.engine_init_kwargs.max_model_len")
@@ -116,7 +116,7 @@ async def test_the_context_of_a_model_in_the_hubs_cache_is_read_there(tmp_path, 
 
 
 @pytest.mark.parametrize("sampling", [TRAINING, EVALUATION])
-def test_a_response_as_long_as_the_context_is_a_mistake_before_the_run(tmp_path, sampling):
+def test_a_response_as_long_as_the_context_is_refused_before_the_run(tmp_path, sampling):
     def check(max_generate_length: int) -> None:
         key = sampling.replace(".", "__") + "__max_generate_length"
         keys: dict[str, Any] = {"generator__sampling_params__max_generate_length": 8, key: max_generate_length}

@@ -97,7 +97,7 @@ def test_the_weighted_sum_equals_the_nested_means(name: str, stream: Stream):
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 @given(stream=streams())
-def test_weights_are_zero_where_masked_and_those_of_means_sum_to_one(name: str, stream: Stream):
+def test_weights_are_zero_where_masked_and_weights_of_means_sum_to_one(name: str, stream: Stream):
     weights_T = weights_of(name, stream.mask_T, stream.sequence_T, stream.groups())
     assert weights_T.dtype == torch.float32
     assert not weights_T[~stream.mask_T].any()

@@ -66,7 +66,7 @@ def test_a_reward_on_a_token_that_was_not_sampled_is_refused():
         discounted_returns(torch.tensor([0.0, 0, 0, 1, 0, 0]), MASK, SEQUENCE)
 
 
-def test_a_stream_out_of_order_is_refused_at_the_token_where_it_falls():
+def test_a_falling_or_negative_sequence_index_is_refused_with_the_token_named():
     with pytest.raises(ShapeError, match="falls from 1 to 0 at token 2"):
         turn_index(torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 0]))
     with pytest.raises(ShapeError, match=r"sequence_T\[0\] is -1"):

@@ -72,7 +72,7 @@ def test_a_batch_without_the_routes_of_a_replayed_layer_is_refused(sent):
         require_routes(part, shape_of([1, 2, 3]), key="replay")
 
 
-def test_routes_of_a_model_with_another_number_of_layers_are_refused_whichever_were_selected():
+def test_routes_of_a_model_with_another_number_of_layers_are_refused_whichever_layers_were_selected():
     for layers in ([0, 1], [4, 5], [5, 6, 7]):
         part = with_routes_of(batch_of([2, 1]), layers)
         with pytest.raises(ShapeError, match="6 layers with 2 experts per token; the model has 8 layers"):

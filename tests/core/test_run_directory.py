@@ -82,7 +82,7 @@ async def test_a_renamed_checkpoint_can_be_resumed_from(tmp_path: Path):
     assert (start.checkpoint, start.state.step) == (best, 2)
 
 
-async def test_latest_takes_a_whole_checkpoint_whose_rows_are_lost_and_says_which(
+async def test_latest_takes_a_whole_checkpoint_whose_rows_are_lost_and_says_which_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     await write_run(tmp_path / "run", rows=range(4), checkpoints=[2, 6])
@@ -92,7 +92,7 @@ async def test_latest_takes_a_whole_checkpoint_whose_rows_are_lost_and_says_whic
     assert saved(tmp_path / "run" / "checkpoints") == ["step_000002", "step_000006"]
 
 
-async def test_a_run_moves_nothing_that_no_run_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_a_run_moves_only_what_a_run_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     project = tmp_path / "project"
     await write_run(project, rows=range(3), checkpoints=[2])
     (project / "src").mkdir()
@@ -209,7 +209,7 @@ async def test_remains_of_an_unfinished_save_are_removed(tmp_path: Path, caplog:
     assert "step_000004.partial was left by a run that ended while saving" in caplog.text
 
 
-async def test_latest_takes_the_newest_checkpoint_where_the_rows_are_lost(tmp_path: Path):
+async def test_latest_takes_the_newest_checkpoint_if_the_rows_are_lost(tmp_path: Path):
     await write_run(tmp_path / "lost", rows=range(0), checkpoints=[2, 4])
     config = config_of(tmp_path / "run", resume_mode="latest", ckpt_path=str(tmp_path / "lost" / "checkpoints"))
     assert open_run_directory(config).state.step == 4

@@ -185,7 +185,7 @@ def test_a_forked_child_that_unwinds_leaves_the_lock_to_its_parent(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stale", [False, True], ids=["fresh", "after a kill"])
-def test_of_many_simultaneous_starts_one_wins_and_the_others_name_it(tmp_path: Path, is_stale: bool):
+def test_one_of_many_simultaneous_starts_wins_and_the_others_name_it(tmp_path: Path, is_stale: bool):
     settings = settings_of(tmp_path / "run", export_path=tmp_path / "models" / "run")
     if is_stale:
         with holding(settings) as (killed, _):

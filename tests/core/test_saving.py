@@ -169,14 +169,14 @@ async def test_a_full_disk_and_the_first_checkpoint_after_it_are_logged_once(
 
 
 def test_an_error_that_is_the_cause_of_its_own_cause_is_no_full_disk():
-    """As after `raise first from second`, if `second` was raised while `first` was handled."""
+    """`raise first from second` makes such a cycle if `second` was raised while `first` was handled."""
     first, second = OSError(errno.EIO, "gone"), ValueError("clean-up failed")
     first.__cause__, second.__context__ = second, first
     assert not is_disk_full(first)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-async def test_a_full_disk_of_a_callback_is_not_that_of_the_checkpoint(
+async def test_a_full_disk_in_a_callback_does_not_count_as_a_full_disk_of_the_checkpoint(
     tmp_path: Path, models: RecordedModels, new_saver: Callable[..., CheckpointSaver], in_background: bool
 ):
     saver: Any = new_saver(in_background=in_background)

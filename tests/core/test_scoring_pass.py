@@ -108,7 +108,7 @@ def test_a_backend_of_an_earlier_contract_requires_the_scoring_pass(version: int
     assert f"follows version {version} of the backend contract; from version 3 on, no scoring" in scoring.reason
 
 
-async def test_later_mini_batches_are_scored_and_the_first_gives_its_own():
+async def test_later_mini_batches_are_scored_and_the_first_gives_its_own_log_probs():
     group = FakeGroup(logprob=-1.5)
     scoring = ScoringPass(covers_batch=False, first_is_own=True, keeps_first=True, scores=("logprobs",))
     update = update_with(group, scoring=scoring, policy=policy_settings(epochs=2))

@@ -116,7 +116,7 @@ def test_log_probs_come_back_without_rounding(tmp_path_factory: pytest.TempPathF
     assert list(found.group.trajectories[0].steps[0].rollout_logprobs) == values
 
 
-def test_no_groups_leave_no_file_and_a_file_with_too_few_tokens_is_refused(tmp_path: Path):
+def test_an_empty_list_leaves_no_file_and_a_file_with_too_few_tokens_is_refused(tmp_path: Path):
     write_groups(tmp_path, [])
     assert not list(tmp_path.iterdir())
     assert read_groups(tmp_path) == ()

@@ -49,7 +49,7 @@ def test_groups_are_trained_on_while_others_of_the_step_are_still_played(tmp_pat
     assert row["time/train_overlapped"] == 6.0
     assert row["rollout/parts"] == 3.0
     at_once = ScriptedRun(tmp_path / "at_once", attrs.evolve(STREAMED, steps=1, streams=False), clock=virtual_now).go()
-    assert at_once.time_of("train 1") == 23.0, "unstreamed, the training only begins when the streamed training ends"
+    assert at_once.time_of("train 1") == 23.0, "without streaming, training begins only when the streamed training ends"
     same = row.keys() - {"time/train_overlapped", "rollout/parts"}
     assert same == at_once.reports.rows[1].keys()
     assert all(row[name] == at_once.reports.rows[1][name] for name in same if not name.startswith(("time", "tokens_p")))
@@ -101,8 +101,8 @@ def test_with_any_durations_each_group_is_trained_on_once_within_the_bound(
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_stop_at_any_moment_loses_no_group(tmp_path_factory: pytest.TempPathFactory, max_staleness: int):
-    """Each run stops at another even turn of the event loop. If the stop cuts off a step, the resumed run trains
-    on all of the step's groups again."""
+    """Each run stops at a different even-numbered turn of the event loop. If the stop cuts off a step, the resumed
+    run trains on all of the step's groups again."""
     script = attrs.evolve(STREAMED, max_staleness=max_staleness)
     steps_done, given_up = [], 0
     while steps_done.count(script.steps) < 2:

@@ -96,7 +96,7 @@ def require_end_of_all_ranks(case: Case, fault: str, error: type[Exception], mes
 def test_a_mistake_that_all_ranks_find_leaves_them_running_until_the_case_ends(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """In the second case, a rank computes for longer than idle ranks are waited for."""
+    """In the second case, a rank computes for longer than the suite waits for idle ranks."""
     monkeypatch.setattr(ranks, "_SETTLE_S", 0.5)
     with open_case(PlainBackend(worker_class=Fails), NoOptions(), Variant(world_size=2), tmp_path) as case:
         group = case.start()
@@ -117,7 +117,7 @@ def test_a_process_works_if_one_thread_is_busy_but_not_if_dozens_of_threads_poll
     activity = ranks._Activity(tmp_path)
 
     def has_worked(**busy_ms: float) -> bool:
-        """Looks again after 0.1 s. Each thread was busy for 1 ms, and those that are named for longer."""
+        """Whether it has worked in another 0.1 s. The named threads were busy for the given time, all others for 1 ms."""
         nonlocal clock_s
         clock_s += 0.1
         for name in run_ms:

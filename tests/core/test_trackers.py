@@ -87,7 +87,7 @@ def test_a_process_killed_while_logging_leaves_whole_rows_for_the_next_one(tmp_p
     assert steps_in(tmp_path / "metrics.jsonl") == list(range(6))
 
 
-def test_a_broken_line_in_the_middle_is_named_and_the_file_left_alone(tmp_path):
+def test_a_broken_line_in_the_middle_is_named_and_the_file_is_left_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\nnot json\n{"step": 2}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: not a JSON object"):
@@ -183,7 +183,7 @@ def test_a_repeated_evaluation_keeps_the_training_samples_of_its_step(tmp_path):
 
 
 @given(text=st.text(st.characters(), max_size=30))
-def test_any_text_survives_also_lone_surrogates_and_odd_line_ends(tmp_path_factory, text):
+def test_any_text_survives_even_lone_surrogates_and_odd_line_ends(tmp_path_factory, text):
     run_dir = tmp_path_factory.mktemp("run")
     writer = SamplesWriter(run_dir / "samples.jsonl", first_step=0)
     writer.write([sample_of(trajectory(response_text=text), step=1, purpose="train")])

@@ -32,7 +32,7 @@ def test_synchronous_training_does_one_thing_after_the_other(tmp_path: Path):
     ]
 
 
-def test_one_step_off_a_batch_is_generated_while_another_is_trained_on(tmp_path: Path):
+def test_one_step_off_policy_training_generates_a_batch_while_another_is_trained_on(tmp_path: Path):
     assert ScriptedRun(tmp_path, attrs.evolve(EVERYTHING, max_staleness=1)).go().timeline == [
         *("0 pause", "0 send 0", "2 serve 0"),
         *("2 evaluate", "8 evaluated 0", "8 row 0"),

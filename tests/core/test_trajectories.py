@@ -54,7 +54,7 @@ def test_complete_trajectories_pass():
         ([True, True, True, False, False], r"trajectory 7 .*: rows 0 and 1 are both its last step"),
     ],
 )
-def test_no_or_two_last_steps_are_refused_with_the_row_named(is_last: list[bool], message: str):
+def test_a_trajectory_with_no_or_two_last_steps_is_refused_with_the_row_named(is_last: list[bool], message: str):
     with pytest.raises(ShapeError, match=message):
         trajectory_scores(torch.zeros(5), TRAJECTORY, torch.tensor(is_last))
 

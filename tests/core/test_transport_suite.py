@@ -136,7 +136,7 @@ OTHER_ERRORS = {
     "test_the_rendezvous_is_plain_data": (TypeError, "not JSON serializable"),
     "test_syncs_follow_each_other_also_after_one_that_failed": (KeyError, r"^\d+$"),
 }
-"""Checks that end in an error of the transport or of the code that they call, with its message."""
+"""Checks that end in an error of the transport or of the code that they call → the error and its message."""
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ LET_GO = threading.Event()
 
 
 class NeverReceives(MemoryReceiver):
-    """Waits, whatever is sent or closed."""
+    """Never returns, whatever is sent and even if the sync is closed."""
 
     def receive(self, version):
         LET_GO.wait()

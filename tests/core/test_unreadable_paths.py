@@ -1,4 +1,4 @@
-"""A path that cannot be accessed gives one error, which names the path's key if it has one. A dry run gives it too."""
+"""A path that cannot be accessed gives one error, which names the path's key if it has one, also in a dry run."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def covariance_choice(batch: Batch) -> list[int]:
     return kl_cov_columns(*columns, kl_cov_frac=0.34)["x_cov_top"].nonzero().squeeze(1).tolist()
 
 
-def test_covariances_are_of_kept_tokens_and_ignore_correction_weights():
+def test_covariances_are_taken_over_kept_tokens_and_ignore_correction_weights():
     rollout_T = torch.tensor([0.0, -0.2, -1.0, 0.0, -2.0, -1.5, 0.0, -0.5, -3.0])
     old_T = torch.tensor([0.0, -0.1, -1.1, 0.0, -2.1, -3.5, 0.0, -0.4, -1.0])
     advantages_T = torch.tensor([0.0, 0.9, 0.9, 0.0, -1.0, -1.0, 0.0, 0.1, 0.1])

@@ -38,7 +38,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     seed=st.integers(0, 2**20),
 )
 @example(dtype=torch.bfloat16, num_elements=200_000, share=0.00001, seed=0)
-def test_a_tensor_with_its_changes_is_the_new_one_bit_for_bit(dtype, num_elements, share, seed):
+def test_a_tensor_with_its_changes_applied_equals_the_new_tensor_bit_for_bit(dtype, num_elements, share, seed):
     random = np.random.default_rng(seed)
     size = torch.empty(0, dtype=dtype).element_size()
     top = 2 if dtype == torch.bool else 256

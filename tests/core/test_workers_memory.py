@@ -22,7 +22,7 @@ def steps(count):
         del tensors
 
 def main():
-    steps(10)  # the heap settles within six
+    steps(10)  # the heap settles within six steps
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     steps(5)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

@@ -16,8 +16,8 @@ MECHANISMS = ("bubblewrap", "landlock")
 LIMITS = Limits(cpu_s=10, wall_s=60.0)
 """Limits for tests that do not test limits; high enough for a busy machine."""
 WALL_LIMITS_S = (0.5, 5.0, 50.0)
-"""Wall-clock limits for tests of programs that must do something before this limit ends them. A busy machine may pause
-a program for longer than the first limit; then the test is repeated with the next one."""
+"""Wall-clock limits for programs that must do something before the limit ends them. A busy machine may pause a program
+for longer than the first limit; then the test is repeated with the next limit."""
 SLOTS = 8
 DEADLINE_S = 120.0
 

@@ -1,4 +1,4 @@
-"""`calculator`, `gsm8k_turns` and `search` pass the suite of environments; rows, options, and corpora to search."""
+"""`calculator`, `gsm8k_turns` and `search` pass their suite; wrong rows, options and corpora are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: rows, scores, and the faults because of which some tasks are refused."""
+"""Tasks of reasoning-gym: rows, scores, and the faults for which some tasks are refused."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ NONSENSE = (
 
 
 def require_playable(task: str) -> None:
-    """Requires a reproducible row. Its own answer, if it has one, must earn reward 1, and nonsense less than 1."""
+    """Requires a reproducible row. The row's own answer, if any, must earn reward 1; nonsense must earn less than 1."""
     (row,) = rows_of(task, 1, seed=7)
     ReasoningGymEnvironment.require_row(row)
     answer = ReasoningGymEnvironment(row, {})._entry["answer"]
@@ -193,7 +193,7 @@ def test_more_puzzles_than_a_task_has_are_refused():
         ("1", "file/rows.parquet", "/file'"),
     ],
 )
-def test_no_file_without_rows_is_written_and_an_unwritable_one_is_named(
+def test_an_empty_file_is_not_written_and_an_unwritable_file_is_named(
     count: str, output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "file").touch()

@@ -351,7 +351,7 @@ async def test_waiting_too_long_for_a_slot_is_an_error():
         await take_three_of_two()
 
 
-async def test_settings_with_which_nothing_works_are_not_probed_for_every_sample(
+async def test_settings_that_cannot_work_are_not_probed_for_every_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     python = tmp_path / "python"

@@ -48,7 +48,7 @@ class AlwaysCalls(Shop):
 
 def said_at_random(rng: random.Random, grammar: xgrammar.CompiledGrammar | None) -> str | None:
     """Text of tokens drawn uniformly from those that the grammar allows; None if the text is cut off at MAX_TOKENS.
-    Without a grammar, text of MAX_TOKENS tokens drawn from all."""
+    Without a grammar, the text has MAX_TOKENS tokens, drawn from the whole vocabulary."""
     tokenizer = tokenizer_of("tool_chatml")
     tokens: list[int] = []
     if grammar is None:

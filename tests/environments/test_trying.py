@@ -195,7 +195,7 @@ def test_ctrl_c_ends_the_game_without_a_traceback():
         stderr=subprocess.PIPE,
         text=True,
         cwd=HERE,
-        # A shell's background job ignores SIGINT, and its children inherit that; this test may be part of such a job.
+        # A shell's background job ignores SIGINT, and so do its children; this test may be part of such a job.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
@@ -391,7 +391,7 @@ def test_the_message_names_what_cannot_be_played(
 ):
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
     if "block" not in str(arguments):
-        # A call that awaits must end at its own deadline, and a pause of the machine is no call that blocks.
+        # A call that awaits must end at its own deadline, and a pause of the machine must not count as a blocked call.
         monkeypatch.setattr(by_hand, "_BLOCKED_S", 200.0)
     with pytest.raises(kind) as raised:
         try_environment.main(arguments, standalone_mode=False)
@@ -413,7 +413,7 @@ def test_a_call_that_blocks_is_interrupted_although_the_process_ignores_ctrl_c(m
 
 
 def test_the_longest_deadline_is_accepted(monkeypatch: pytest.MonkeyPatch):
-    """No thread can wait longer than this. If a thread raises an error, pytest fails the test."""
+    """No thread can wait longer than this deadline. If a thread raises an error, pytest fails the test."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
     arguments = [ODD, "--row", ROW, "--timeout-s", str(int(threading.TIMEOUT_MAX))]
     assert try_environment.main(arguments, standalone_mode=False) == 0
@@ -482,7 +482,7 @@ class Awaits(TwoTurns):
 
 
 class Raising(TwoTurns):
-    """Its checks raise errors that are not the project's."""
+    """Its checks raise errors that are not `RLError`s."""
 
     @staticmethod
     def require_options(options: Any) -> None:

@@ -76,9 +76,10 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
 
 
 def require_listed_groups_once(run_dir: Path, resumed_from: Sequence[RunState], sizes: Sizes) -> None:
-    """Requires that the groups in each checkpoint that the run resumed from, both finished ones and those to be played
-    again, were not trained on before that checkpoint. Unless dynamic sampling is "replace", the finished ones must be
-    trained on later.
+    """Requires that no group in a checkpoint that the run resumed from was trained on before that checkpoint.
+
+    A checkpoint lists finished groups and groups to be played again. The finished groups must be trained on later,
+    unless dynamic sampling is "replace".
     """
     step_of = {group: step for group, (step, _) in _in_samples(run_dir, sizes)[0].items()}
     for state in resumed_from:
@@ -91,7 +92,7 @@ def require_listed_groups_once(run_dir: Path, resumed_from: Sequence[RunState], 
 
 
 def _require_versions(row: Mapping[str, float], groups: Sequence[Mapping[str, Any]], version: int) -> None:
-    """The metrics of the step that trains `version` give the right age of its groups and of their tokens."""
+    """Requires that the metrics of the step that trains `version` give the right age of its groups and their tokens."""
     ages = [version - group["start_version"] for group in groups]
     assert row["rollout/staleness_mean"] == pytest.approx(sum(ages) / len(ages)), (
         f"wrong ages of groups in step {version + 1}"

@@ -155,7 +155,7 @@ class Place:
 
     @property
     def of_ray(self) -> Path:
-        """Ray's temporary directory, which holds its logs. The path is short, because Ray's socket paths must be."""
+        """Ray's temporary directory, which holds its logs. Its path is short, so that Ray's socket paths are too."""
         return Path(tempfile.gettempdir(), f"struck_{self.pid}")
 
 

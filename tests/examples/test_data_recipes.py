@@ -69,7 +69,7 @@ def test_the_recipe_trains_from_an_empty_folder(recipe: str, overrides: tuple[st
 
 
 @pytest.mark.usefixtures("few_problems")
-def test_a_teacher_in_an_engine_gives_the_metrics_of_one_on_ranks():
+def test_a_teacher_in_an_engine_gives_the_same_metrics_as_a_teacher_on_ranks():
     """The numbers agree up to rounding: the engine and the rank use different kernels."""
     on_ranks = train("distill", "generator.n_samples_per_prompt=2", "trainer.run_dir=ranks")
     served = train(

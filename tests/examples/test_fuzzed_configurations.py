@@ -1,5 +1,5 @@
-"""Random configurations: the dry run refuses a configuration or accepts it. If one process can run it, an accepted
-configuration then trains for two steps. None raises any other error or hangs."""
+"""Random configurations: the dry run refuses a configuration or accepts it. An accepted configuration then trains
+for two steps if one process can run it. No configuration hangs or causes any other error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMES = {
     "trainer.algorithm.advantage_estimator": ("grpo", "rloo", "reinforce++", "gae", "maxrl", "pass_at_k", "remax"),
     "generator.inference_engine.weight_sync_backend": ("files", "shared_memory", "broadcast", "cuda_ipc"),
     "environment.env_class": (f"{__name__}:ParityEnvironment", "arithmetic", "gsm8k", "guess"),
-    # 42 is more than there are rows; 100, in 50 optimizer steps, would take a third of the test's time.
+    # 42 exceeds the number of rows. 100 would mean 50 optimizer steps and take a third of the test's time.
     "trainer.train_batch_size": (-1, 0, 1, 2, 3, 4, 5, 8, 16, 42, 2**31, 2**63, 10**30),
     "trainer.update_epochs_per_batch": (0, 1, 2, 3, 2**31),  # 100 would take a minute and prove no more
     "trainer.logger": ("console", "jsonl", "tensorboard", "nothing"),
@@ -192,7 +192,7 @@ def outcome(folder: Path, start: Path, given: Mapping[str, Any]) -> str:
 
 def sweep(tmp_path: Path, start: Path, *, seed: int, count: int) -> dict[str, int]:
     """The number of configurations with each outcome. Fails if any configuration ends with an error other than a
-    refusal, and lists all that do.
+    refusal, and lists all these configurations.
     """
     (start / "two.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+1="}\n')
     rng, counted, failures = random.Random(seed), {"refused": 0, "ran": 0, "checked": 0}, []
