@@ -3,7 +3,7 @@ that only wait and record.
 
 `ScriptedRun.events` lists what happened, in order; `timeline` adds the virtual seconds:
 
-    start 3 at 1     group 3 starts, at policy version 1              finish 3, drop 3    it can be trained on, or not
+    start 3 at 1     group 3 starts, at policy version 1              finish 3, drop 3    group 3 is usable, is dropped
     greedy 3 at 1    its greedy answer starts
     take 2: 3 4      step 2 takes groups 3 and 4                      score, train 2      step 2 scores, trains
     add 2: 3            streamed: group 3 is added to step 2's gradient; `train 2` is then its optimizer step

@@ -58,7 +58,7 @@ def test_karmarkar_karp_follows_the_textbook_example():
 
 
 def require_the_bound(costs, part_N, num_parts) -> None:
-    """Fails unless all costs are in a part, and the parts' sums differ by at most the largest cost."""
+    """Requires that every cost is in a part and that the parts' sums differ by at most the largest cost."""
     assert part_sums(costs, part_N, num_parts).sum() == sum(costs)
     assert spread(costs, part_N, num_parts) <= max(costs, default=0)
 

@@ -1,4 +1,4 @@
-"""Noise by position: hashes are splitmix64, noise is standard normal, and a part of a tensor keeps the tensor's indices."""
+"""Noise by position: hashes are splitmix64, noise is standard normal, and a part of a tensor keeps its indices."""
 
 from __future__ import annotations
 

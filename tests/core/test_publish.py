@@ -1,4 +1,4 @@
-"""A weight sync waits only for the engines that are alive, and measures the pause of sampling alone."""
+"""A weight sync waits only for the engines that are alive, and measures only the pause of sampling."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Nothing in a run directory except an unfinished checkpoint is lost when its run resumes or goes back to an earlier
-step, or when another run takes the directory."""
+"""A run directory loses nothing but an unfinished checkpoint when its run resumes or goes back to an earlier step, or
+when another run takes the directory."""
 
 from __future__ import annotations
 

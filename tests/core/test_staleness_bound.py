@@ -16,8 +16,8 @@ from tests.core.scripted_run import RecordedBuffer, Script, ScriptedRun
 
 
 def require_generation_as_far_ahead_as_it_may(run: ScriptedRun) -> None:
-    """Fails unless all groups that the depth allows start as soon as a version is published, and no others start before
-    the next version."""
+    """Requires that all groups that the depth allows start as soon as a version is published, and that no others start
+    before the next version."""
     script = run.script
     started, started_by_version = 0, []
     for event in [*run.events_of("start", "published"), "published end"]:

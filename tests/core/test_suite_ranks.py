@@ -117,7 +117,7 @@ def test_a_process_works_if_one_thread_is_busy_but_not_if_dozens_of_threads_poll
     activity = ranks._Activity(tmp_path)
 
     def has_worked(**busy_ms: float) -> bool:
-        """Whether it has worked in another 0.1 s. The named threads were busy for the given time, all others for 1 ms."""
+        """Whether it worked in another 0.1 s. The named threads were busy for the given time, all others for 1 ms."""
         nonlocal clock_s
         clock_s += 0.1
         for name in run_ms:

@@ -162,7 +162,7 @@ def test_training_in_place_does_not_change_the_kept_base(sides):
 
 
 def require_recovery(sides: Sides, tensors: dict[str, Tensor]) -> None:
-    """Fails unless changes are refused for lack of a base, and a full sync and the changes after it work."""
+    """Requires that changes are refused for lack of a base, and that a full sync and the changes after it work."""
     assert sides.engine.id is None
     assert not sides.engine.tensors
     with pytest.raises(WeightSyncError, match=r"holds none|holds \d"):

@@ -201,7 +201,7 @@ def test_a_reply_that_trickles_in_does_not_extend_the_deadline(head: str):
         assert len(sent) < 600, "the environment read for 30 s or more"
 
 
-def test_no_thread_is_left_that_reads_a_reply_after_its_deadline():
+def test_no_thread_goes_on_reading_a_reply_after_its_deadline():
     with trickling(b"HTTP/1.1 200 OK\r\n\r\n") as url:
         before = threading.active_count()
         with pytest.raises(DeadlineError):

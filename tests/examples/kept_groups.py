@@ -32,11 +32,11 @@ class Sizes:
 
 
 def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
-    """Requires that every group that the run started is in the rows of exactly one step, within the staleness bound, or
-    was left out for a reason that its samples confirm. Its rows must equal what was played; with dynamic sampling
-    "replace", the rows of a group without signal must equal those of another group of its step.
+    """Requires that every started group is in the rows of exactly one step, within the staleness bound, or was left out
+    for a reason that its samples confirm. Its rows must equal what was played. With dynamic sampling "replace", the
+    rows of a group without signal must equal the rows of another group of its step.
 
-    A group may have been played more than once, because an attempt was killed. Only its last play counts, which is
+    A group may have been played more than once, because an attempt was killed. Only the last play counts; it is
     compared token for token if the rows have tokens.
     """
     rows = {row["step"]: row for row in read_rows(run_dir / "metrics.jsonl")}

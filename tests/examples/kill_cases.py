@@ -141,7 +141,7 @@ class Place:
 
     @property
     def run_dir(self) -> Path:
-        # Names of folders in /dev/shm contain this name, which distinguishes them from those of other runs.
+        # Names of folders in /dev/shm contain this name, which distinguishes these folders from other runs' folders.
         return self.root / f"struck_{self.pid}_{self.root.name}"[-40:]
 
     @property
