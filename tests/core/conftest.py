@@ -1,4 +1,4 @@
-"""A command line that runs in the test's own process, and a configuration with plug-ins of the tests."""
+"""A command line that runs in the test's own process, and a configuration with the tests' own plug-ins."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_the_judges_last_score_is_the_reward(judge: Judge):
 @pytest.mark.parametrize(
     ("reply", "reward"),
     [
-        # A number after a colon counts more than one in a remark.
+        # A number after a colon takes precedence over a number in a remark.
         ("Score: 4\n\nA perfect score (10) would need units.", 0.4),
         ("Score 10 is not deserved. **Score**: 3", 0.3),
         ("score 6", 0.6),
