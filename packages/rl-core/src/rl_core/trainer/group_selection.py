@@ -46,8 +46,8 @@ class Selection:
                 None: no replacement.
             max_rejected_batches: the run stops after this many rejected batches in a row.
             mask_zero_variance: do not train on groups whose samples all have the same reward.
-            mask_overlong: do not train on samples whose last response was cut off by its length, or that had no room
-                for another response. Their rewards still count in the baseline.
+            mask_overlong: do not train on samples whose last response was cut off at the length limit, or that had no
+                room for another response. Their rewards still count in the baseline.
             seed: the run's seed. With the number of the batch's first group, it determines which copies are drawn.
         """
         self._min_replace_ratio = min_replace_ratio
@@ -78,9 +78,8 @@ class Selection:
         return self._min_replace_ratio is not None
 
     def chosen(self, groups: list[FinishedGroup]) -> list[FinishedGroup] | None:
-        """Replaces groups without a signal, and returns the groups to train on. Returns None if the batch has too few
-        groups with a signal, so that a new batch is needed. Raises GenerationError if too many batches in a row were
-        rejected."""
+        """Replaces groups without a signal, and returns the groups to train on. If too few groups have a signal,
+        rejects the batch and returns None. Raises GenerationError if too many batches in a row were rejected."""
         assert self._min_replace_ratio is not None
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         seed = seed_of(self._seed, groups[0].group_id)

@@ -29,8 +29,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Interrupts:
     """Handles the signals of a process while it runs one coroutine.
 
-    The handlers stay installed for all of `run`, including clean-up, so that no signal interrupts the clean-up unless
-    it hangs. Python handles signals only in the main thread, so in other threads `run` installs no handlers.
+    The handlers stay installed until the clean-up in `run` has ended, so a signal interrupts the clean-up only if it
+    hangs. Python handles signals only in the main thread, so in other threads `run` installs no handlers.
 
     | the work                   | a signal                                                    |
     |----------------------------|-------------------------------------------------------------|

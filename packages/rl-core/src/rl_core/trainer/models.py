@@ -35,8 +35,8 @@ class Models:
             await self.critic.start_saving(checkpoint / "critic")
 
     async def has_saved(self) -> bool:
-        """Whether the save begun by `start_saving` is complete. If it failed, raises its error, but only after all
-        models have stopped writing."""
+        """Whether the save begun by `start_saving` is complete. If the save of a model failed, raises the error as
+        soon as no model is writing any more."""
         answers: list[bool] = []
         errors: list[CheckpointError] = []
         for group in (self.policy, self.critic):

@@ -84,7 +84,7 @@ def micro_batch_size(config: Config, role: Role, mesh: Mesh, longest: int | None
 
     Args:
         longest: tokens of a sequence; None: `longest_sequence(config)`. If `trainer.max_tokens_per_microbatch` is set
-            but smaller than that, a micro-batch holds one sequence.
+            but smaller than one sequence, a micro-batch holds one sequence.
     """
     trainer = config.trainer
     longest = int(padded_lengths([longest or longest_sequence(config)], mesh.sequence_multiple)[0])

@@ -152,7 +152,7 @@ def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, 
 
 
 def _is_elsewhere(path: str) -> bool:
-    """Whether the model is a public one that has not been downloaded, so that only its sizes are known."""
+    """Whether only the model's sizes are known, because it is a public model that has not been downloaded."""
     return shipped_config(path) is not None and written_config(path) is None
 
 
@@ -289,8 +289,8 @@ def _gather_rows(
     loaded: Loaded, keys: Sequence[str], mistakes: Mistakes, *, were_read: Container[str] = ()
 ) -> dict[str, list[DataRow] | None]:
     """Reads the rows of each key's files (None if a file is missing or unreadable), and notes mistakes in the rows.
-    Warns of rows whose own environment is ignored, but not for the keys in `were_read`: an earlier call warned of their
-    rows."""
+    Warns of rows whose own environment is ignored. Skips this warning for the keys in `were_read`, because an earlier
+    call gave it."""
     config = loaded.config
     rows = {key: _rows(config, key, mistakes) for key in keys}
     # Other generators may play without environments, so their rows are not checked against environments.
@@ -308,7 +308,7 @@ def _gather_rows(
 
 def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
     """Checks rows that name another environment than `environment.env_class`. Raises ConfigError if the recipe set
-    this key and the user set neither it nor reward functions. Otherwise warns that the rows' environments are
+    this key, and the user set neither this key nor reward functions. Otherwise warns that the rows' environments are
     ignored."""
     key, chosen = "environment.env_class", loaded.config.environment.env_class
     others = [row for row in rows if isinstance(row.row.get("env_class"), str) and row.row["env_class"] != chosen]
@@ -371,14 +371,14 @@ def _gather_prompts(
     config: Config, rows: Mapping[str, list[DataRow] | None], mistakes: Mistakes, *, makes: Container[str]
 ) -> None:
     """Notes prompts that are too long, and a tokenizer that cannot be loaded. Encodes only the prompts with the most
-    and the fewest characters; the run later counts the tokens of all. Does nothing if other mistakes were found, if the
-    model is not on this machine yet, or if creating the generator may start processes."""
+    and the fewest characters; the run later counts the tokens of all prompts. Does nothing if other mistakes were
+    found, if the model is not on this machine yet, or if creating the generator may start processes."""
     if mistakes:
         return
     is_made = config.policy_model_path in makes
     if is_made and not Path(config.policy_model_path).exists():
         return
-    # Except for the type `environment`, generators that sample may start processes when they are created.
+    # A sampling generator of another type may start processes when it is created.
     if config.generator.type != "environment" and needs_engine(config):
         return
     if _is_elsewhere(config.policy_model_path):

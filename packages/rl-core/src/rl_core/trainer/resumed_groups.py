@@ -78,7 +78,7 @@ def within_the_bound(
     start_versions: Mapping[int, int], *, version: int, last_version: int, groups_per_step: int, max_staleness: int
 ) -> set[int]:
     """The groups that a run resumed at `version` can train on within the staleness bound, if it trains on the oldest
-    first. The result contains all groups, unless the batch or the bound became smaller, or fewer steps are left.
+    first. A group is left out only if the batch, the bound or the number of steps became smaller since the checkpoint.
 
     Args:
         start_versions: group → the version with which it started.

@@ -1,4 +1,4 @@
-"""Runs the generating task, which starts groups as soon as the buffer allows and gives the usable results to it."""
+"""Runs the generating task, which starts groups as soon as the buffer allows and adds usable results to the buffer."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class RolloutSettings:
     max_failure_rate: float = 1.0
     """Largest fraction of samples that may fail. If more fail, the run stops."""
     samples_per_step: int = 1
-    """`max_failure_rate` is a fraction of this number of samples, or of the number of samples that have ended since the
-    last step if that is larger."""
+    """`max_failure_rate` is a fraction of this number of samples or of the number of samples that have ended since the
+    last step, whichever is larger."""
 
 
 class Rollouts:
@@ -75,8 +75,8 @@ class Rollouts:
         """
         Args:
             restart_groups: groups of an earlier run that are played again.
-            stored: groups of an earlier run that are finished in the buffer.
-            started: groups of an earlier run that are in progress in the buffer, and are continued.
+            stored: finished groups of an earlier run, which are already in the buffer.
+            started: groups of an earlier run that were in progress, and are continued.
             abort: `InferenceClient.abort` of the engine that `generator` uses through a `RecordingSampler`; None:
                 `collect_answers` does nothing.
         """

@@ -150,8 +150,8 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
 
 
 def _is_about_storage(error: OSError, config: Config) -> bool:
-    """Whether the error reports failed storage, or a run directory that is gone, and names a file in one of the run's
-    directories. Other errors about such files, such as a callback's, are mistakes in code."""
+    """Whether the error names a file in one of the run's directories, and its cause is failed storage or a missing run
+    directory. Other errors about such files, such as a callback's, are mistakes in code."""
     if error.filename is None or not (error.errno in _STORAGE_ERRORS or not config.run_dir.is_dir()):
         return False
     directories = [path.absolute() for path in (config.run_dir, config.ckpt_dir, config.export_dir)]

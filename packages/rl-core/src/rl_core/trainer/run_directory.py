@@ -40,8 +40,8 @@ _OWN_ENTRIES = re.compile(
 """Names of files and directories that a run, its trackers and its engines create in the run's directory."""
 MARK = ".rl-run"
 """A run writes this file into its directory before its other files, except a lock file and a fetched checkpoint. When a
-later run moves the files away, it moves this file last. This file shows that a run wrote the others: their names alone
-do not, because other programs use names such as `metrics.jsonl` too."""
+later run moves the files away, it moves this file last. This file shows that a run wrote the others. Their names alone
+are no proof, because other programs use names such as `metrics.jsonl` too."""
 _MARK_TEXT = "A run of rl writes here, and may move files that have the names of its output; see config.yaml.\n"
 _COMPLETE = ("trainer", "generator", "data", "environment")
 """Sections that every `config.yaml` written by a run contains."""
@@ -87,8 +87,8 @@ def open_run_directory(config: Config) -> RunStart:
     moves the output of later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An
     earlier run in the directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too,
     only the run's files are moved. Checkpoints outside the run's directory are moved to `replaced_1`, `_2`, … next to
-    them. Nothing in the directory is overwritten, except the configuration of a run that ended before it had metrics or
-    a checkpoint. `config.yaml` is the configuration that the run began with; a resumed run with another configuration
+    them. The only file that may be overwritten is the configuration of a run that ended before it had metrics or a
+    checkpoint. `config.yaml` is the configuration that the run began with; a resumed run with another configuration
     writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are removed.
 
     Raises:
@@ -210,8 +210,8 @@ def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
 
 
 def _warn_of_lost_rows(config: Config, checkpoint: Path | None, state: RunState) -> None:
-    """Warns if the metrics file lacks rows of steps up to the checkpoint. A kill alone cannot cause this: unless the
-    disk is full, each row is on disk before the checkpoint of its step."""
+    """Warns if the metrics file lacks rows of steps up to the checkpoint. A killed process loses no such row, because
+    each row is on disk before the checkpoint of its step; a full disk may lose rows."""
     metrics = config.run_dir / METRICS_FILE_NAME
     if checkpoint is None or not metrics.exists() or checkpoint.resolve().parent != config.ckpt_dir.resolve():
         return
@@ -225,7 +225,7 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None, state: RunState)
 
 
 def require_own_files(config: Config) -> None:
-    """Checks that a run wrote every file in the run's directory that the run would append to, move or overwrite.
+    """Checks that all files in the run's directory that this run would append to, move or overwrite come from a run.
 
     If the directory has a run's mark or a complete checkpoint, all files in it that have names of a run's files count
     as written by a run. Earlier versions wrote no mark, so a directory that has configuration, metrics and samples

@@ -83,8 +83,8 @@ class CheckpointSaver:
         self, state: RunState, finished: Sequence[StoredGroup] = (), started: Sequence[StartedGroup] = ()
     ) -> None:
         """Writes the checkpoint of `state.step`, or starts to write it in the background. First waits for the previous
-        background save. Raises that save's error, but not if the disk was full; raises DeadlineError if the save takes
-        too long."""
+        background save, and raises its error; a full disk is no error here. Raises DeadlineError if that save takes too
+        long."""
         await self._wait()
         self._full = None
         partial, path = partial_path(self._root, state.step), None
@@ -131,8 +131,8 @@ class CheckpointSaver:
             return False
 
     async def poll(self) -> None:
-        """Completes the background checkpoint if all ranks have written their files. Raises the error of this save,
-        unless the disk was full."""
+        """Completes the background checkpoint if all ranks have written their files. If this save failed, raises
+        its error; if the disk was full, only sets `is_behind`."""
         if self._partial is None:
             return
         partial, path = self._partial, None

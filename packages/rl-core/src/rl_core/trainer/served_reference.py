@@ -17,7 +17,7 @@ from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import Scoring
 
 TOKENS_PER_REQUEST = 65_536
-"""Largest number of tokens in one request. So many tokens keep an engine busy for seconds, and are less than 1 MB."""
+"""Largest number of tokens in one request. This many tokens keep an engine busy for seconds, and are less than 1 MB."""
 
 
 class ServedReference:

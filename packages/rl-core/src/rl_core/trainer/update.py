@@ -153,8 +153,8 @@ class BatchUpdate:
         return {f"eval/{name}": value for name, value in self._policy.judged(batch, step).items()}
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """Takes all optimizer steps of the batch. Policy and critic take theirs concurrently, or in turn if they share
-        devices. Returns the batch and metrics. If the first optimizer step returns log-probs
+        """Takes all optimizer steps of the batch. Policy and critic take their steps concurrently, or in turn if they
+        share devices. Returns the batch and metrics. If the first optimizer step returns log-probs
         (`ScoringPass.keeps_first`), the returned batch has them in `old_logprobs`."""
         policy, critic = self._models.policy, self._models.critic
         if self._critic is None or critic is None:

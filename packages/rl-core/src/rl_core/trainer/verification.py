@@ -33,8 +33,8 @@ choice.
 """
 _USUAL_LOGPROB = -5.0
 """Rounding errors are relative. So the default limit applies to mean log-probs of at least this value, and grows in
-proportion for lower ones. A pretrained model gives random tokens lower log-probs than a random model does: SmolLM2-135M
-in bfloat16 gives -15.3, and trainer and engine differ by 0.12."""
+proportion for lower means. A pretrained model gives random tokens lower log-probs than a random model does:
+SmolLM2-135M in bfloat16 gives -15.3, and trainer and engine differ by 0.12."""
 LEAST_NOISE = 0.125
 """The first scale of noise that is tried. The scale is doubled until the log-probs change enough."""
 _LARGEST_FACTOR = 8192
@@ -60,12 +60,12 @@ _SEQUENCE_TOKENS = 17
 
 @attrs.frozen(kw_only=True)
 class VerificationSettings:
-    """Settings of the comparison of trainer and engines: tokens, limit, and when it is done."""
+    """Settings of the comparison of trainer and engines: the tokens, the limit, and when to compare."""
 
     prove_at_start: bool
     """Whether to prove before the first step that every tensor arrives (`WeightVerification.prove`)."""
     interval: int
-    """Probes follow the first sync of a process and every version divisible by this number; 0: no such probes."""
+    """Probes follow the first sync of a process and every version divisible by this number; 0: no sync is probed."""
     num_tokens: int
     """Least number of tokens to score."""
     limit: float

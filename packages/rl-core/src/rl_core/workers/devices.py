@@ -24,8 +24,8 @@ class Tenant:
 
 
 class SharedDevices:
-    """The devices of one placement. Groups whose workers can offload use the devices one at a time; the state of the
-    others is offloaded first.
+    """The devices of one placement. Groups whose workers can offload use the devices one at a time: before a group
+    computes, the other such groups are offloaded.
 
     A group whose workers cannot offload stays on the devices and does not wait. On machines without accelerators
     nothing moves, but groups still take turns, because they would otherwise compete for the same cores.

@@ -273,8 +273,8 @@ class WorkerGroup:
             await self._ranks.call(Worker.save_model, directory)
 
     async def offload(self) -> None:
-        """Moves all `Offloadable` workers off the devices, including those of groups that share them. Later calls move
-        back what they need."""
+        """Moves all `Offloadable` workers off the devices, including workers of groups that share the devices. Later
+        calls move back the state that they need."""
         await self._devices.clear()
 
     async def close(self) -> None:
@@ -307,8 +307,8 @@ class WorkerGroup:
     def _of_results(
         self, call: str, parts: Sequence[Part], results: Sequence[Any], *, names: Sequence[str]
     ) -> Iterator[tuple[Part, Mapping[str, Any]]]:
-        """The part and the answer of each rank that returns results. Raises WorkerError unless each answer is a dict
-        with these names."""
+        """The part and the answer of each rank that returns results. Raises WorkerError if one of the answers is not a
+        dict with these names."""
         for rank, result in enumerate(results):
             if not self.mesh.returns_results(rank):
                 continue

@@ -140,8 +140,8 @@ class RankHost:
             return SaveOutcome(is_over=True, error=error)
 
     def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
-        """Makes the worker send its weights through this rank's end of the transport, or only their changes if
-        `rendezvous.delta` is set."""
+        """Makes the worker send its weights through this rank's end of the transport. If `rendezvous.delta` is set,
+        only changes are sent."""
         transport = plugins.load("rl_core.weight_transports", rendezvous.transport)
         sender = transport.sender(rendezvous, self._rank.rank, self._rank.world_size)
         if rendezvous.delta is not None:

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _TELL_S = 30.0
 """Longest wait in seconds for Ray to end ranks, or itself."""
 CPUS = 1 / 16
-"""CPU resource of a rank; a machine of two cores takes 32 ranks."""
+"""CPU resource of a rank; a machine of two cores has room for 32 ranks."""
 
 
 class RaySession:
@@ -82,8 +82,8 @@ class RaySession:
                 atexit.unregister(ray.shutdown)
 
     def tell(self, call: Callable[[], object]) -> None:
-        """Calls Ray, and waits at most `_TELL_S`: while one of Ray's servers is stopped, its calls never return. Does
-        nothing if Ray is lost, because the call would end this process."""
+        """Calls Ray, and waits at most `_TELL_S`, because the call never returns while one of Ray's servers is stopped.
+        Does nothing if Ray is lost, because the call would end this process."""
         if self.lost is not None:
             return
         thread = threading.Thread(target=call, name="rl-core-ray-tell", daemon=True)

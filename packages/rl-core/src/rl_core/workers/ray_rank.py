@@ -116,7 +116,7 @@ class RayRank:
             # A batch is in read-only shared memory, and no worker writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
             self._host = RankHost(backend, spec, rank)
-            # Modules and the model live as long as the process. If garbage collections scanned them, that would take a
+            # Modules and the model live as long as the process. Scanning them in garbage collections would take a
             # tenth of a small step.
             gc.collect()
             gc.freeze()

@@ -24,7 +24,7 @@ from rl_core.rank_kit.process_group import JOINS_OPEN_STORE
 from rl_core.rank_kit.route_layers import with_routes_of
 from rl_core.tasks import OwnThread
 from rl_core.workers.rank import Abilities, P, Part, R, RankHost
-from rl_core.workers.ray_cluster import CPUS, Reservation, ray_session  # sets what Ray reads when it is imported
+from rl_core.workers.ray_cluster import CPUS, Reservation, ray_session  # sets variables that `import ray` reads
 
 # isort: split
 import ray
@@ -313,8 +313,8 @@ class RayRanks:
 
     def _error_of(self, phase: str, failures: Mapping[int, Failure], silent: Sequence[int]) -> Exception:
         """Returns one error for all failures. If all ranks raised a user's mistake, it is rank 0's error. Otherwise it
-        is the error of the first rank that died, or of the first that failed if none died: a rank that raised may only
-        have lost its peer."""
+        is the error of the first rank that died, because a rank that raised may only have lost its peer. If none died,
+        it is the error of the first rank that failed."""
         rank = min(failures, key=lambda rank: not failures[rank].died)
         if self._all_agree(failures):
             rank = 0

@@ -2,9 +2,9 @@
 and the control server (`gcs_server`).
 
 When one of the two dies, Ray's native code ends the controller with `_exit`. This happens at the next access to the
-object store after the node manager died, or 60 s after the control server died. A run can say what happened and how to
-resume only if it notices the death before that call. A server that is suspended or unreachable does not refuse
-connections, so it counts as alive.
+object store after the node manager died, or 60 s after the control server died. A run can say what happened and how
+to resume only if it notices the death before the controller ends. A server that is suspended or unreachable does not
+refuse connections, so it counts as alive.
 """
 
 from __future__ import annotations
