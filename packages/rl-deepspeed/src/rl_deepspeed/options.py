@@ -47,7 +47,7 @@ class ZeroOptimization:
     reduce_bucket_size: int = 500_000_000
     """Number of gradient elements that are summed over the ranks at a time."""
     allgather_bucket_size: int = 500_000_000
-    """Stages 1 and 2: must be even. It has no effect: DeepSpeed 0.19.8 gathers all parameters at once after a step."""
+    """Stages 1 and 2: an even number. No effect: DeepSpeed 0.19.8 gathers all parameters at once after a step."""
     overlap_comm: bool | None = None
     """Overlap gradient sums with backward; None: on with stages 2 and 3 for a trained model. Stage 1 refuses true."""
     contiguous_gradients: bool = True

@@ -38,8 +38,8 @@ def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
     outside the layers. Rank 0 also holds the model that it loaded.
 
     Raises:
-        ConfigError: the model is stored in float64 and `spec.bf16` is False, rank 0 loaded another structure than the
-            configuration describes, or layers share parameters.
+        ConfigError: the model is stored in float64 and `spec.bf16` is False; rank 0 loaded another structure than the
+            configuration describes; or layers share parameters.
     """
     where = SECTIONS[spec.role]
     if scorer.compute_dtype == torch.float64:

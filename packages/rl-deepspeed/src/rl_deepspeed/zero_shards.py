@@ -88,15 +88,15 @@ class ZeroShards:
         self._num_backward = 0
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields one tensor at a time."""
+        """Yields the exported weights, one whole tensor at a time."""
         return self.scorer.exported_weights(self._whole)
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields one tensor at a time."""
+        """Yields the model's weights, one whole tensor at a time."""
         return exported_weights(self.scorer.model, self.scorer.compute_dtype, self._whole)
 
     def adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yields one tensor at a time."""
+        """Yields the adapters' weights, one whole tensor at a time."""
         return adapter_tensors(self.scorer.model, dtype, self._whole)
 
     def head(self) -> dict[str, Tensor]:
