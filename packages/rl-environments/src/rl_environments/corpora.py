@@ -109,8 +109,8 @@ def read_documents(path: Path) -> list[dict[str, str]]:
 
 
 def _storable(value: Any) -> str:
-    """The value as text without lone surrogates, which neither files nor tokenizers accept. Raises TypeError unless the
-    value is text or a number."""
+    """The value as text without lone surrogates, which neither files nor tokenizers accept. Raises TypeError if the
+    value is neither text nor a number."""
     if not isinstance(value, str | int | float):
         raise TypeError
     return str(value).encode("utf-8", "replace").decode()

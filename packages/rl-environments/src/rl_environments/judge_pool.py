@@ -1,8 +1,8 @@
 """Compares answers in child processes, which all episodes of the parent process share, on any event loop.
 
 A child compares one answer after another, until an answer takes too much CPU time or crashes it. All children end when
-the parent ends, even if it is killed, because their stdin is a pipe from the parent and then closes. On Linux the
-kernel also kills a child when the thread that started it ends.
+the parent ends or is killed, because this closes the pipe that is their stdin. On Linux the kernel also kills a child
+when the thread that started it ends.
 """
 
 from __future__ import annotations

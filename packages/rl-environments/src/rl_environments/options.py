@@ -25,7 +25,8 @@ def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> 
     """Returns the options that belong to one environment.
 
     All environments of a run receive the same `options`. If these contain a mapping under the environment's name, only
-    that mapping is returned; otherwise all options except the mappings under the names of other installed environments.
+    that mapping is returned. Otherwise all options are returned, without the mappings under the names of other
+    installed environments.
 
     Raises:
         ConfigError: an option is not in `known`, or an option of this environment is next to its section, where it
@@ -90,8 +91,8 @@ def one_of(*choices: str) -> Any:
 
 
 def is_number(kind: type[int] | type[float]) -> Any:
-    """Returns an attrs validator that accepts numbers of type `kind`, but no booleans, and None if it is the default;
-    `float` also accepts integers."""
+    """Returns an attrs validator that accepts numbers of type `kind`, but no booleans. The kind `float` includes
+    integers. None is accepted if it is the field's default."""
 
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)

@@ -57,8 +57,8 @@ def escapes(secret, neighbour, port, pid):
 async def probe_sandbox(
     kind: Kind = "auto", *, python: str | None = None, readable: Sequence[str] = (), slots: int | None = None
 ) -> Sandbox:
-    """Returns a sandbox that works on this machine: a test program has run in it and has failed to read, write, connect
-    to or signal anything outside (with `none`, it may succeed).
+    """Returns a sandbox that works on this machine: a test program has run in it. Unless `kind` is `none`, the program
+    has failed to read, write, connect to or signal anything outside.
 
     Args:
         kind: `auto` tries bubblewrap, then Landlock. `none` runs programs without protection, so they may do whatever
@@ -90,8 +90,8 @@ _shared: dict[tuple[Any, ...], Sandbox] = {}
 _refused: dict[tuple[Any, ...], tuple[float, str]] = {}
 """Settings with which no mechanism worked → when that was found, and why."""
 _REFUSED_S = 60.0
-"""Time after which a refused setting is probed again. Otherwise each of a step's thousands of samples would probe, one
-after another; and the reason may pass, for example if the machine was too busy."""
+"""Time after which a refused setting is probed again, because the reason may be temporary, such as a busy machine.
+Without this delay, each of a step's thousands of samples would probe, one after another."""
 
 
 async def shared_sandbox(

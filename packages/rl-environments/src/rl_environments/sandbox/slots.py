@@ -36,7 +36,7 @@ class Slot:
     """Id of the user that runs the sandbox's programs: a separate user per slot if this process is root, else this
     process's user."""
     ending_uid: int
-    """User id that the supervisor takes to kill the slot's processes; no other process has it."""
+    """User id with which the supervisor kills the slot's processes; no other process has this id."""
     work: Path
     """Directory of this slot, which other users cannot list."""
     lock_fd: int

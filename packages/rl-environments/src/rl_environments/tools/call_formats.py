@@ -52,8 +52,8 @@ class CallFormat(Protocol):
 
 @runtime_checkable
 class ForcibleFormat(CallFormat, Protocol):
-    """A format in which a grammar can force a call. `qwen_xml` is not one, because xgrammar 0.2 allows blanks around a
-    value, and in `qwen_xml` they are part of the value."""
+    """A format in which a grammar can force a call. `qwen_xml` is not forcible, because xgrammar 0.2 allows blanks
+    around a value, and in `qwen_xml` such blanks are part of the value."""
 
     def call_grammar(self, tool: ToolSchema) -> Mapping[str, Any]:
         """The grammar of one call of this function, as a format of xgrammar's structural tags, such as `{"type":

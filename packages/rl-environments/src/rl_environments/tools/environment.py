@@ -134,8 +134,8 @@ class ToolEnvironment:
         return self.row["prompt"]
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """See `Tools.tools`. Empty without `shows_schemas`, or if the episode begins with text: no template is used
-        then, so the text must describe the tools."""
+        """See `Tools.tools`. Empty if `shows_schemas` is False or the episode begins with text. An episode that begins
+        with text uses no template, so the text must describe the tools."""
         is_text = isinstance(self.row["prompt"], str)
         return [] if is_text or not self.shows_schemas else [each.schema for each in self._tools.values()]
 

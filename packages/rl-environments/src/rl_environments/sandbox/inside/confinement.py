@@ -71,8 +71,8 @@ def change_user(uid: int) -> None:
 
 
 def act_as_user(uid: int, own_uid: int) -> None:
-    """Lets this process signal the processes of `uid`, which cannot signal this process: the kernel compares the
-    sender's user with the target's real and saved users, and here these are `own_uid`. Needs root."""
+    """Lets this process signal the processes of `uid`, but not the reverse: the kernel compares the sender's user with
+    the target's real and saved users, which are `own_uid` for this process. Needs root."""
     os.setgroups([])
     os.setresgid(own_uid, own_uid, own_uid)
     os.setresuid(own_uid, uid, own_uid)
