@@ -95,7 +95,7 @@ def test_every_algorithm_is_listed_under_the_name_that_its_key_takes():
 
 def test_the_recipes_with_a_tiny_variant_are_listed():
     page = (ROOT / "packages/rl-examples/README.md").read_text()
-    sentence = re.search(r"These have a tiny variant.*?: (.*?)\.\n", page, flags=re.DOTALL)
+    sentence = re.search(r"The following recipes have a tiny variant.*?: (.*?)\.\n", page, flags=re.DOTALL)
     assert sentence is not None
     recipes = [plugin.name for plugin in plugins.installed("rl_core.recipes")]
     tiny = {name for name in recipes if plugins.load("rl_core.recipes", name).tiny is not None}

@@ -1,8 +1,8 @@
 """Direct preference optimisation on two-digit addition: the right sum is preferred to one with a wrong digit.
 
 What it does: creates a pair of answers for each problem, and a start model by short supervised fine-tuning
-(`rl_examples.sft`). The start model is both the initial policy and the reference. Then trains by DPO, one optimizer
-step per batch of 64 pairs, without an engine. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is
+(`rl_examples.sft`). The start model is both the initial policy and the reference. DPO then takes one optimizer step per
+batch of 64 pairs, without an engine. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is
 the fraction of pairs in which the policy has moved towards the right answer.
 Deliberately omitted: human preferences, a reward model that scores answers.
 

@@ -1,9 +1,9 @@
 """LoRA with two vLLM servers on two-digit addition: only the adapter is trained, and only the adapter is sent.
 
 What it does: freezes the quick start's model and trains adapters of rank 16 in its linear layers, on the same problems.
-Two vLLM servers hold the same frozen weights and share the sampling. After every step each gets the adapter's tensors,
-which are much smaller than the whole weights, and uses the adapter for all of the policy's requests. Every sync is
-verified.
+Two vLLM servers hold the same frozen weights and share the sampling. After every step each server gets the adapter's
+tensors, which are much smaller than the whole weights, and uses the adapter for all of the policy's requests. Every
+sync is verified.
 Deliberately omitted: other adapters besides the policy's (docs/serving.md), a reference model and a KL term.
 
 Run:      rl train lora_two_servers          (needs vLLM: make setup, or pip install './packages/rl-rollout[vllm]')

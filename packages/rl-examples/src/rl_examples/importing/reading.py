@@ -61,7 +61,7 @@ def read(path: Path) -> Read:
 
 
 def script(text: str, name: str) -> Read:
-    """Reads the last Python command of a script that has several `key=value` words, else the first that has one.
+    """Reads a script's last Python command with several `key=value` words, else its first command with one such word.
 
     Substitutes the script's variables. Variables that the script does not set are read from the environment, as bash
     does.

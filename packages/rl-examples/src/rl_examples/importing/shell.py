@@ -66,8 +66,8 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 def unexpanded(text: str) -> list[str]:
-    """Returns the parts of an expanded text that bash would still replace. `${a.b}` is a reference to a key and not
-    such a part."""
+    """Returns the parts of an expanded text that bash would still replace. Leaves out `${a.b}`, which
+    refers to a key."""
     return _LEFT.findall(text)
 
 
@@ -85,7 +85,7 @@ def words(command: str) -> list[str]:
 
 
 def set_in_branches(commands: Iterable[str]) -> set[str]:
-    """Returns the variables that the script may or may not set: in a branch, in a loop or after `[ … ] &&`."""
+    """Returns the variables that the script sets conditionally: in a branch, in a loop or after `[ … ] &&`."""
     names, depth = set(), 0
     for command in commands:
         opens = bool(_OPENS.match(command))

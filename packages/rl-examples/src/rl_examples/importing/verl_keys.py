@@ -1,5 +1,6 @@
 """Tables of verl's keys: those with a counterpart in this project, and those without effect here. A key that is in
-neither table is listed as not translated; only `clip_ratio`, which sets two keys, is handled in `translation`."""
+neither table is listed as not translated. `clip_ratio` is an exception: it sets two keys, and `translation` handles it.
+"""
 
 from __future__ import annotations
 
