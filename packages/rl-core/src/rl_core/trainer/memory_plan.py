@@ -88,7 +88,7 @@ def peaks(
     Args:
         config: the run's configuration.
         models: all models of the run that have ranks.
-        engine: the engine's plan; None: the engine is left out, because no engine is started or its plug-in has no plan.
+        engine: the engine's plan; None: left out, because no engine is started or its plug-in makes no plan.
         context: tokens of the longest sequence.
         device_bytes: memory of one device, of which the engine takes its share; None: unknown.
     """
