@@ -221,9 +221,9 @@ class TrainingLoop:
         return answers
 
     async def _save_after(self, error: Exception) -> None:
-        """Saves the last finished step before the run ends with an error, if the weights are still those of that step.
-        Samples that failed after that step are written under the number of the next step. Each part is tried even if
-        another one fails."""
+        """Saves the last finished step before the run ends with an error, if the weights have not changed since.
+        Samples that failed after that step are written under the number of the next step. If samples or metrics cannot
+        be written, the step is saved nevertheless."""
         step = self.steps_done
         with _warned(error, f"the samples that failed after step {step} could not be written"):
             self._reporter.failed_samples(step + 1, self._rollouts.failed())
@@ -291,7 +291,7 @@ class TrainingLoop:
         await self._export()
 
     async def _export(self) -> None:
-        """Exports the model if that is due at this step, or if the last export failed because the disk was full."""
+        """Exports the model if an export is due now, or if the last export failed because the disk was full."""
         interval = self._settings.hf_save_interval
         if interval > 0 and (self.steps_done % interval == 0 or self._lacks_export):
             self._reporter.phase("export")

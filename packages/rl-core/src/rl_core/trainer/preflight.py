@@ -117,8 +117,8 @@ def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, 
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
-        says_changes: whether to log what differs from the checkpoint to resume from, provided that the checkpoint and
-            the rows exist already. A run passes False, because it logs the differences later.
+        says_changes: whether to log what differs from the checkpoint to resume from. Nothing is logged if the
+            checkpoint or the rows do not exist yet. A run passes False, because it logs the differences later.
 
     Returns:
         One sentence for each check that is possible only when the run starts.

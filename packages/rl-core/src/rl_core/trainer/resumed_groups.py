@@ -22,8 +22,8 @@ class ResumedGroups:
     """The groups of a checkpoint, sorted by what the resumed run does with them."""
 
     state: RunState
-    """The checkpoint's state, but its `restart_groups` are the groups that the run plays again: those that are neither
-    in `finished` nor in `started`."""
+    """The checkpoint's state, but its `restart_groups` are all groups that are neither in `finished` nor in `started`.
+    The run plays these groups again."""
     finished: tuple[StoredGroup, ...] = ()
     """Finished groups that the run trains on without playing them again."""
     started: tuple[StartedGroup, ...] = ()

@@ -189,8 +189,8 @@ def run_generation(config: Config | Loaded, output: Path, *, limit: int | None =
         limit: use only the first `limit` rows; None: all rows.
 
     Raises:
-        ConfigError, PluginError, DataError: the rows cannot be played as configured, or `output` cannot be created or
-            exists; it is never overwritten. ConfigErrors: several mistakes, listed.
+        ConfigError, PluginError, DataError: the rows cannot be played as configured, or `output` exists already or
+            cannot be created. ConfigErrors: several mistakes, listed.
         DiskFullError: there is no room for the samples, so none is written.
         GenerationError: all samples failed; they are written.
         RLError, KeyboardInterrupt, RuntimeError: as in `run_training`.
@@ -211,7 +211,7 @@ def _generation_data(config: Config) -> str:
 @contextmanager
 def _created(output: Path) -> Iterator[None]:
     """Context that creates the file at its start. If the file cannot be created, or another process writes it, the
-    error thus comes before hours of sampling. If the block fails, removes the file, unless it has content."""
+    error thus comes before hours of sampling. If the block fails while the file is empty, removes the file."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("x").close()

@@ -39,8 +39,8 @@ _OWN_ENTRIES = re.compile(
 )
 """Names of files and directories that a run, its trackers and its engines create in the run's directory."""
 MARK = ".rl-run"
-"""A run writes this file into its directory before its other files, except a lock file and a fetched checkpoint. When a
-later run moves the files away, it moves this file last. This file shows that a run wrote the others. Their names alone
+"""A run writes this file into its directory first; only a lock file and a fetched checkpoint may be older. When a later
+run moves the files away, it moves this file last. This file shows that a run wrote the others. Their names alone
 are no proof, because other programs use names such as `metrics.jsonl` too."""
 _MARK_TEXT = "A run of rl writes here, and may move files that have the names of its output; see config.yaml.\n"
 _COMPLETE = ("trainer", "generator", "data", "environment")

@@ -201,9 +201,9 @@ class ServedEngines:
         return {"time/engine_idle": sum(idle.values()) / len(idle), **each}
 
     async def _publish(self) -> Publication:
-        """Publishes the version. Repeats the sync in three cases: an engine or the connection to it was lost, so the
-        sync failed for all engines; a sync of changes failed, which is then repeated with whole weights; or a disk was
-        full.
+        """Publishes the version. Repeats the sync if an engine or the connection to it was lost, because the sync
+        has then failed for all engines. If a sync of changes failed, repeats it with whole weights. If a disk was full,
+        waits for space and repeats the sync.
 
         Raises:
             WeightSyncError, DeadlineError: the sync failed with all engines alive, or engines were lost in every try.

@@ -191,8 +191,8 @@ def train_rollouts(config: Config, *, plays_greedy: bool = False) -> RolloutSett
 
 
 def eval_rollouts(config: Config) -> RolloutSettings:
-    """Builds the settings for playing held-out prompts. They equal the settings of training, except that sampling
-    parameters and number of samples are the evaluation's, and groups of equal rewards are kept."""
+    """Builds the settings for playing held-out prompts. They differ from the settings of training in two
+    ways: sampling parameters and number of samples are the evaluation's, and groups of equal rewards are kept."""
     params = config.generator.eval_sampling_params
     assert params is not None, "resolve() sets generator.eval_sampling_params"
     return attrs.evolve(

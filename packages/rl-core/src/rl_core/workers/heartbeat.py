@@ -2,7 +2,7 @@
 computation from a dead rank.
 
 While a rank computes, a second thread of its process answers the controller's requests for its resource use (a
-`Pulse`), unless the process is stopped or native code holds the GIL. If no answer comes, an observer process on the
+`Pulse`). If the process is stopped or native code holds the GIL, no answer comes. Then an observer process on the
 rank's node reads the resource use. CPU time, bytes read or written, and a thread in disk wait count as work.
 """
 
@@ -20,7 +20,7 @@ _BUSY = 0.05
 """CPU seconds per second above which a process counts as working. Ray's own threads use less in a waiting rank
 (`tests/ray/test_failures.py`)."""
 _BYTES_PER_S = 100_000
-"""Bytes read and written per second above which a process counts as working. Ray's own messages take fewer."""
+"""Bytes read and written per second above which a process counts as working. Ray's own messages cause fewer."""
 _TICKS_PER_S = 100.0
 """Clock ticks per second in /proc/*/stat: 100 on Linux for x86-64 and aarch64."""
 
