@@ -108,8 +108,8 @@ class CodeEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`. Raises ConfigError if no sandbox works on this machine, and SandboxError or
-        DeadlineError if the sandbox fails; the sample then fails and gets no reward, because the program is not to
-        blame."""
+        DeadlineError if the sandbox fails. In these cases the sample fails and gets no reward, because the program is
+        not to blame."""
         sandbox = await shared_sandbox(
             self._options.sandbox,
             python=self._options.python,

@@ -62,7 +62,7 @@ def _verdict(math_verify: Any, response: str, reference: str) -> dict[str, Any]:
 
 
 def _marked(reference: str) -> str:
-    """Marks the reference as LaTeX unless it already is, because math-verify does not find unmarked LaTeX."""
+    """Marks the reference as LaTeX if it is not marked yet, because math-verify does not find unmarked LaTeX."""
     is_marked = "$" in reference or "\\boxed" in reference or "\\(" in reference or "\\[" in reference
     return reference if is_marked else f"\\boxed{{{reference}}}"
 

@@ -29,8 +29,8 @@ def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> 
     installed environments.
 
     Raises:
-        ConfigError: an option is not in `known`, or an option of this environment is next to its section, where it
-            would have no effect.
+        ConfigError: an option is not in `known`, or an option of this environment is outside the environment's section,
+            where the option would have no effect.
     """
     section = options.get(name)
     is_section = isinstance(section, Mapping)

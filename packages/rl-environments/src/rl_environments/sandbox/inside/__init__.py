@@ -1,2 +1,2 @@
-"""Supervises the untrusted program. The programs' interpreter, which may be another Python (3.8 or later) with only the
-standard library, runs these modules, so they import nothing else."""
+"""Supervises the untrusted program. The programs' interpreter runs these modules. It may be another Python (3.8 or
+later) without any packages, so the modules import only the standard library."""

@@ -25,8 +25,8 @@ def run(program: str, test: dict[str, Any], record_fd: int, token: str) -> int:
     Args:
         record_fd: descriptor for the record, which holds the function's result, or says that the check passed or that
             the program has a syntax error.
-        token: secret in every record. A program that writes a false record does not know the token, unless it searches
-            the memory of this process.
+        token: secret in every record, by which false records are recognised. The program can learn the token only by
+            searching the memory of this process.
     """
     _open_standard_streams()
 
