@@ -404,7 +404,7 @@ def test_a_variable_set_in_a_branch_is_listed_for_checking(tmp_path: Path, lines
     translation = translate(read(write(tmp_path, "run.sh", text)))
     value = translation.values["trainer.epochs"]
     assert translation.left == (
-        f"EPOCHS: is set in a branch or a loop; '{value}' was used; check the keys that use it",
+        f"EPOCHS: is set in a branch or a loop, and '{value}' was used; check the keys that use EPOCHS",
     )
 
 

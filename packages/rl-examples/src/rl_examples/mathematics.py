@@ -41,8 +41,8 @@ recipe = Recipe(
 
 
 def problems() -> list[dict[str, str]]:
-    """Returns all products of two fractions of the digits 1 to 9 that differ from the fractions' quotient, in an order
-    fixed by one seed; the first ones are held out. Answers are not reduced to lowest terms."""
+    """Returns products of two fractions of the digits 1 to 9, in an order fixed by one seed; the first ones are held
+    out. Products that equal the fractions' quotient are left out. Answers are not reduced to lowest terms."""
     digits = itertools.product(range(1, 10), repeat=4)
     rows = [
         {"prompt": f"{a}/{b}*{c}/{d}=", "answer": f"{a * c}/{b * d}", "env_class": "mathematics"}

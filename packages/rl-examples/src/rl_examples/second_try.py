@@ -1,9 +1,9 @@
 """GRPO over several tries: a small model adds, reads which digits are wrong, and corrects them, on two CPU cores.
 
 Asked `37+45=`, the model answers `290$` (lowest digit first, as sums are computed; 280 is right), receives `+-+=`, a
-mark for each digit, and tries again: `280$`. It has three tries. It is warm-started on tries in which digits are random
-half of the time, except those already marked as right. Only the outcome is rewarded, so all tries of an episode share
-one advantage: the model learns to add, to keep right digits, and to change wrong ones.
+mark for each digit, and tries again: `280$`. It has three tries. The model is warm-started on tries that keep the
+digits marked as right, and in which every other digit is random half of the time. Only the outcome is rewarded, so all
+tries of an episode share one advantage: the model learns to add, to keep right digits, and to change wrong ones.
 Deliberately omitted: a reference model and a KL term, a higher reward for the first try.
 
 Run:      rl train second_try       (see what it plays: rl generate second_try --output episodes.jsonl)

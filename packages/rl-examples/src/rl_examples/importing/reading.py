@@ -86,7 +86,7 @@ def script(text: str, name: str) -> Read:
                 unread.append(f"{name}: {line[:60]!r} cannot be read as a command ({error})")
             continue
         uncertain = [
-            f"{used}: is set in a branch or a loop; {variables[used]!r} was used; check the keys that use it"
+            f"{used}: is set in a branch or a loop, and {variables[used]!r} was used; check the keys that use {used}"
             for used in sorted(branches & set(_USED.findall(line)) & variables.keys())
         ]
         for arguments in _python_commands(all_words):
