@@ -211,7 +211,7 @@ def _generation_data(config: Config) -> str:
 @contextmanager
 def _created(output: Path) -> Iterator[None]:
     """Context that creates the file at its start. If the file cannot be created, or another process writes it, the
-    error thus comes before hours of sampling. If the block fails while the file is empty, removes the file."""
+    error is thus raised before hours of sampling. If the block fails while the file is empty, removes the file."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("x").close()
@@ -321,8 +321,8 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
 
 
 def _require_same_groups(config: Config, now: Mapping[str, Any]) -> None:
-    """Repeats a check of `preflight`, because since then the recipe may have created rows, a checkpoint may have been
-    fetched, or another run may have written one."""
+    """Repeats a check of `preflight`, because since then the recipe may have created rows, and a checkpoint may
+    have been fetched, or written by another run."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         require_same_groups(checkpoint, now)
