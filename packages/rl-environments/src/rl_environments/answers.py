@@ -17,8 +17,8 @@ _BEHIND_HASHES = re.compile(r"####\s*(-?)(?:\$\s*)?(-?[\d.,]*\d)")
 
 def normalized(text: str) -> str:
     """Normalises text as SQuAD does (Rajpurkar et al. 2016): converts it to lower case and removes punctuation,
-    articles and repeated spaces. If nothing else is left, keeps the articles (such as the answer `A` to a
-    multiple-choice question), or else the punctuation; otherwise the text would equal an empty answer."""
+    articles and repeated spaces. A text of only articles keeps them, as in the answer `A` to a multiple-choice
+    question, and a text of only punctuation keeps it. Otherwise such a text would equal an empty answer."""
     letters = "".join(character for character in text.lower() if character not in string.punctuation)
     candidates = (re.sub(r"\b(a|an|the)\b", " ", letters), letters, text.lower())
     return " ".join(next(filter(str.strip, candidates), "").split())

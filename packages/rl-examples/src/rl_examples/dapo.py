@@ -48,8 +48,8 @@ recipe = Recipe(
 
 
 class ShapedArithmetic(ArithmeticEnvironment):
-    """The reward is 1 if the response is exactly the answer, else 0, plus DAPO's length penalty, which is at most 0.
-    Metrics: `accuracy` (the reward without the penalty) and `penalty`."""
+    """The reward is the accuracy plus DAPO's length penalty, which is at most 0. Metrics: `accuracy` (1 if the response
+    is exactly the answer, else 0) and `penalty`."""
 
     async def step(self, action: Action) -> StepResult:
         import torch
