@@ -8,8 +8,8 @@ again, and one group in 200 fails and is replaced. A step scores and trains 500 
 
 Printed for each depth and bound, and for two scheduling rules of other projects:
 
-    time      duration of the run, divided by the time that the slower of trainer (with its weight syncs) and engines
-              needs for 10,000 prompts when it never waits
+    time      duration of the run, divided by the time that the slower side needs for 10,000 prompts if it never waits;
+              the two sides are the engines, and the trainer with its weight syncs
     arrivals  duration of all steps, divided by a lower bound that follows from the times at which their groups finish:
               if n groups of a step finish at time t or later, the step cannot end before t + n · (scoring and training
               of one group) + one weight sync. A step's bound is the latest of these ends, for all t since the previous

@@ -122,7 +122,7 @@ def main(
 def line_of(
     row: Published, num_gpus: int, steps: int, samples: int | None, model: str | None, tiny: bool, directory: Path
 ) -> str:
-    """The printed result of a row. If its job fails, this is the error, so that the other rows still run."""
+    """Runs a row and returns the line to print. If the job fails, the line is its error; the other rows still run."""
     has_machines = row.num_gpus > GPUS_PER_MACHINE
     if has_machines and not tiny and (num_gpus < row.num_gpus or model is None):
         return f"skipped: needs --gpus {row.num_gpus} of a Ray cluster, and --model; its mesh cannot run on fewer GPUs"

@@ -2,14 +2,14 @@
 
 The model is a Mixture-of-Experts Qwen3 in float32 with 16 experts, 4 of them per token.
 
-    time     a forward and backward pass in which the routers follow the batch's routes, divided by one with Megatron's
-             own routing; both alternate on one model; median of the rounds' ratios
+    time     of a forward and backward pass in which the routers follow the batch's routes, divided by the time with
+             Megatron's own routing; both alternate on one model; median of the rounds' ratios
     bytes    bytes of routes per rank, mean over 16 ranks (tensor 2, pipeline 2, context 2, data 2): the bytes that
              arrive with the rank's part of the batch, the bytes that move to its device, and the minimum, which is the
              bytes of its own tokens and layers
     load     tokens of the fullest expert divided by the mean over all experts, in the worst layer. Padding counts; in
-             one row it is dealt out to the experts, in the other it is left to the router. The batch is one rectangle
-             of sequences of very different lengths, so most of it is padding
+             one row it is spread evenly over the experts, in the other the router chooses its experts. The batch is one
+             rectangle of sequences of very different lengths, so most of it is padding
 
 Run: python benchmarks/router_replay.py [--tokens 4096] [--rounds 7] [--threads 1]
 """

@@ -2,11 +2,11 @@
 
     python -m benchmarks.stepwise_search
 
-The environment `search` plays scripted conversations of several searches, the same ones each time, with chat templates
-that keep earlier turns and with one that drops their thinking. If a conversation is one sequence, the sequence has each
-token once. If it is split into steps, the prompt of each later step repeats the earlier turns, unless the step
-continues the previous one and is merged with it (`generator.merge_stepwise_output`). Tokens are counted, not timed, so
-every run gives the same figures.
+The environment `search` plays the same scripted conversations of several searches as text and with two chat templates:
+ChatML keeps earlier turns; Qwen3's drops the thinking before the last user message. If a conversation is one sequence,
+the sequence has each token once. If it is split into steps, the prompt of each later step repeats the earlier turns.
+Nothing is repeated if a step continues the previous step and is merged with it (`generator.merge_stepwise_output`).
+Tokens are counted, not timed, so every run gives the same figures.
 """
 
 from __future__ import annotations

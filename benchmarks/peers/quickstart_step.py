@@ -2,8 +2,8 @@
 
 Both trainers start from the same model and get the same tokens, so nothing is generated. Our step is measured from the
 sampled trajectories on: collating, advantages, scoring if needed, two optimizer steps, and the comparison with the
-engine's log-probs. TRL's GRPOTrainer is measured over its whole training step, around a `rollout_func` that returns
-these tokens. The two steps alternate. Times are processor seconds with one thread, medians over the rounds. Goal: at
+engine's log-probs. TRL's GRPOTrainer is measured over its whole training step, in which a `rollout_func` returns these
+tokens. The two steps alternate. Times are processor seconds with one thread, medians over the rounds. Goal: at
 most 0.6 of TRL's time.
 
 Then one update per batch is measured without the scoring pass and with it. Goal: a ratio of at most 0.8.
