@@ -21,10 +21,10 @@ Made by `make learn` (`tests/learn/`) from `docs/learning.jsonl`. Do not edit.
 
 Unless stated otherwise below, a row is the quick start (`rl train quickstart`) with the named settings, run once on two
 CPU cores. `before` and `after` are the greedy accuracy on 1,000 held-out problems; the time covers all steps and
-evaluations, and depends on the machine and its other load. On one machine, a seed always gives the same accuracies,
-unless generation runs ahead or steps are streamed. The start model is trained on answers until it solves about a fifth
-of the problems. On another processor this training ends at another accuracy: in these rows, the dense start model of
-seed 0 solves between 0.177 and 0.325 of them.
+evaluations, and depends on the machine and its other load. If generation does not run ahead and steps are not streamed,
+a seed always gives the same accuracies on one machine. The start model is trained on answers until it solves about a
+fifth of the problems. On another processor this training ends at another accuracy: in these rows, the dense start model
+of seed 0 solves between 0.177 and 0.325 of the problems.
 
 - `one_file` is `python -m rl_examples.one_file`: the quick start's task, start model and settings, with the loop
   written out.
@@ -41,8 +41,8 @@ seed 0 solves between 0.177 and 0.325 of them.
   judge scores by rule (`python -m tests.rule_judge`).
 - `sft`, `dpo` and their controls are the recipes `sft` and `dpo`, which sample nothing. For `sft`, the numbers are the
   greedy accuracy of the start model and of the last export. For `dpo`, they are the fraction of held-out pairs in which
-  the policy favours the right sum over the wrong one more than the start model does: 0 before training, 0.5 after
-  random changes.
+  the policy favours the right sum over the wrong one more than the start model does. This fraction is 0 before
+  training, and would be 0.5 after random changes.
 - `sft_grpo`, `distill`, `dapo`, `ppo`, `gspo`, `async_r3` and `lora_two_servers…` are the recipes of these names on
   the quick start's problems.
 

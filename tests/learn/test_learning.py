@@ -81,7 +81,7 @@ CASES = (
     ),
     Case(
         name="sft_control",
-        says="the same with the answers of other problems: must not learn",
+        says="`sft` with the answers of other problems: must not learn",
         recipe="sft",
         overrides=("data.train_data=[runs/arithmetic/shuffled_answers.parquet]",),
         exports_every=300,
@@ -96,7 +96,7 @@ CASES = (
     ),
     Case(
         name="dpo_control",
-        says="the same with random preferences: must not learn",
+        says="`dpo` with random preferences: must not learn",
         recipe="dpo",
         overrides=("data.train_data=[runs/arithmetic/random_pairs.parquet]",),
         measure="eval/pair_accuracy",
@@ -239,7 +239,7 @@ CASES = (
             ("lora_two_servers", "LoRA whose adapter alone is sent to two vLLM servers", (), 0.7, 1.01),
             (
                 "lora_two_servers_control",
-                "the same with rewards given to another prompt's samples: must not learn",
+                "`lora_two_servers` with rewards given to another prompt's samples: must not learn",
                 (PERMUTED_REWARDS,),
                 0.0,
                 0.5,
@@ -343,18 +343,18 @@ CASES = (
         for recipe, says, override in (
             (
                 "calculator",
-                "the same with a calculator that answers nonsense: must not learn",
+                "`calculator` with a tool that answers nonsense: must not learn",
                 "environment.env_class=broken_pocket_calculator",
             ),
             (
                 "look_up",
-                "the same with searches that show a random number: must not learn",
+                "`look_up` with searches that show a random number: must not learn",
                 "environment.env_class=mixed_up_look_up",
             ),
             *(
                 (
                     recipe,
-                    "the same with rewards given to another prompt's samples: must not learn",
+                    f"`{recipe}` with rewards given to another prompt's samples: must not learn",
                     PERMUTED_REWARDS,
                 )
                 for recipe in (
@@ -383,7 +383,7 @@ CASES = (
         )
         for name, says, overrides in (
             ("smollm2", "a pretrained model of 135M parameters learns to answer briefly and correctly", ()),
-            ("smollm2_lora", "the same with adapters of rank 16", ("trainer.policy.model.lora.rank=16",)),
+            ("smollm2_lora", "`smollm2` with adapters of rank 16", ("trainer.policy.model.lora.rank=16",)),
         )
     ),
     Case(
