@@ -33,8 +33,8 @@ LENGTHS = (7, 3, 10, 5)
 _INTRODUCTION = """\
 # Megatron: how models and data are distributed
 
-`trainer.strategy=megatron` trains with Megatron-Core 0.16.1 and any combination of its kinds of parallelism, apart from
-[those refused](#what-is-refused).
+`trainer.strategy=megatron` trains with Megatron-Core 0.16.1 and its kinds of parallelism, in any combination that is
+not [refused](#what-is-refused).
 `make docs` generates this page with `rl_core.layout`, the functions that a run uses, so it shows the actual layout.
 `rl plan RECIPE` shows the layout of your own model and mesh, with bytes, without starting a run.
 [install_gpu.md](install_gpu.md) has the installation on GPUs.
