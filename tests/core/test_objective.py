@@ -269,7 +269,7 @@ def test_prepare_cannot_read_the_current_model():
     @prepared_by(columns)
     def bad_loss(logprobs_T, x_mark_T): ...
 
-    with pytest.raises(PluginError, match="is computed only after it"):
+    with pytest.raises(PluginError, match="is computed only after this function has run"):
         Objective(bad_loss)
 
 

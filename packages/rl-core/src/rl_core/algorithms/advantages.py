@@ -267,7 +267,7 @@ def pass_at_k(num_correct_P: Tensor, num_samples_P: Tensor, *, k: int) -> Tensor
     Args:
         num_correct_P: int64, c of each prompt.
         num_samples_P: int64, n of each prompt, at least k.
-        k: number of samples of which one must be correct, at least 1.
+        k: number of samples, at least 1; one correct sample is enough.
 
     Returns:
         float64 [P] in [0, 1].

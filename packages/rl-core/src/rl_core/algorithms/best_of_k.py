@@ -15,8 +15,8 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
     """The amount by which a sample raises the best score of k samples: its margin over the second best if it is the
     best sample, else 0.
 
-    A_i = mean of (max S − max S∖i) over those k-subsets S of the group that contain sample i. A subset's term is 0
-    unless i is its best sample. If k is the group's size, the best sample gets best minus second best, all others 0.
+    A_i = mean of (max S − max S∖i) over those k-subsets S of the group that contain sample i. A subset whose
+    best sample is not i adds 0. If k is the group's size, the best sample gets best minus second best, all others 0.
     Weighted with these advantages, the policy gradient is an unbiased estimate of the gradient of the expected best of
     k (max@k; pass@k for scores 0 and 1), up to a constant factor.
     Sources: Tang et al. 2025, arXiv 2503.19595, for groups of k samples (leave-one-out control variate); Walder &
@@ -53,8 +53,8 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
 
 
 def _second_best_weights(size: int, k: int) -> Tensor:
-    """Returns a matrix whose rows and columns are samples in the order of their scores, lowest first. Entry [j, m] is a
-    fraction of the k-subsets that contain sample j: those in which j is the best sample and m the second best."""
+    """Returns a matrix whose rows and columns are samples in the order of their scores, lowest first. Of the
+    k-subsets that contain sample j, entry [j, m] is the share in which j is the best sample and m the second best."""
     total = math.comb(size - 1, k - 1)
     return torch.tensor(
         [[math.comb(m, k - 2) / total if m < j else 0.0 for m in range(size)] for j in range(size)],

@@ -1,8 +1,8 @@
 """Estimates KL(policy ‖ reference) per token from the log-probs of sampled tokens, and adapts the KL coefficient.
 
-Use `estimate_kl`, which carries a gradient, in the loss, and `kl_penalty`, which does not, in the reward.
+Use `estimate_kl` in the loss: its result carries a gradient. Use `kl_penalty` in the reward: its result does not.
 
-On samples of the current policy, the value of an estimator is unbiased except for `k2`, `abs`, `k2+` and `abs+`. The
+On samples of the current policy, the values of `k2`, `abs`, `k2+` and `abs+` are biased; all others are unbiased. The
 gradient is an unbiased estimate of the KL's gradient only for `k2`, for the forms with the suffix `+` (they use the
 gradient of `k2`) and for `k3_unbiased`. On samples of an older policy, only `k3_unbiased` has an unbiased value and
 gradient.

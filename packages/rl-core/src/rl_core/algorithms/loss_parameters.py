@@ -44,8 +44,8 @@ def require_loss_parameters(function: Callable[..., Any]) -> None:
         if parameter.removesuffix("_T") in CURRENT or parameter.startswith("x_")
     ]:
         raise PluginError(
-            f"{name}: its prepare function reads {current[0]!r}, which is computed only after it; read a column of the "
-            "batch instead, such as old_logprobs_T"
+            f"{name}: its prepare function reads {current[0]!r}, which is computed only after this function has run; "
+            "read a column of the batch instead, such as old_logprobs_T"
         )
 
 

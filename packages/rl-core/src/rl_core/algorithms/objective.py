@@ -185,9 +185,9 @@ class Objective:
     ) -> tuple[Tensor, dict[str, SumAndWeight]]:
         """Computes the micro-batch's part of the sum, and its metrics. Does not synchronise with the device.
 
-        With context parallelism, every rank of a context group calls this with the whole sequences, gathered from the
-        group, and gets the same values. On each rank, the gradient flows only to that rank's slice. One of the ranks
-        reports the metrics.
+        With context parallelism, every rank of a context group calls the objective with the whole sequences, gathered
+        from the group, and gets the same values. On each rank, the gradient flows only to that rank's slice. One of the
+        ranks reports the metrics.
 
         Args:
             columns: the micro-batch's `call_columns`. Values outside `loss_mask` may be anything.
