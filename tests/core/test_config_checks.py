@@ -392,7 +392,9 @@ def test_a_transport_of_one_machine_is_refused_if_the_policy_trains_on_several()
 def test_weight_sync_delta_is_refused_for_adapters_and_engines_that_take_whole_weights_only(functions: dict[str, Any]):
     key, model = "generator.inference_engine.weight_sync_delta", {"trainer.policy.model.path": "model", **functions}
     check_plugins(from_mapping({**model, key: True, "generator.inference_engine.backend": "local"}))
-    with pytest.raises(ConfigError, match=rf"{key}: got true, but the engine '{IDLE}:engine' takes whole weights only"):
+    with pytest.raises(
+        ConfigError, match=rf"{key}: got true, but the engine '{IDLE}:engine' accepts only whole weights"
+    ):
         check_plugins(from_mapping({**model, key: True, "generator.inference_engine.backend": f"{IDLE}:engine"}))
     adapter = {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.merge_lora": False}
     with pytest.raises(ConfigError, match=rf"{key}: got true with trainer.policy.model.lora.merge_lora=false"):

@@ -148,7 +148,7 @@ def _validate_reference_engine(config: Config) -> None:
     engine, spec = found
     try:
         engine.validate(spec)
-    except ConfigError as error:  # names keys of the engine that samples
+    except ConfigError as error:  # its message names keys of generator.inference_engine
         raise ConfigError(
             f"trainer.ref.inference_options: the reference is served by one engine, which takes its keys from here "
             f"instead of generator.inference_engine: {error}"
@@ -261,12 +261,12 @@ def _check_delta(config: Config) -> None:
     key, engine = "generator.inference_engine.weight_sync_delta", config.generator.inference_engine.backend
     if config.trainer.policy.model.lora.is_sent_alone:
         raise ConfigError(
-            f"{key}: got true with trainer.policy.model.lora.merge_lora=false, where a sync sends only the adapter, "
-            "always in full; set weight_sync_delta=false"
+            f"{key}: got true with trainer.policy.model.lora.merge_lora=false: a sync then sends only the adapter, "
+            "always as a whole; set weight_sync_delta=false"
         )
     plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
     if not (isinstance(plugin, DeltaReceiving) and plugin.receives_deltas):
-        raise ConfigError(f"{key}: got true, but the engine {engine!r} takes whole weights only; set it to false")
+        raise ConfigError(f"{key}: got true, but the engine {engine!r} accepts only whole weights; set it to false")
 
 
 def _check_loss(config: Config) -> None:

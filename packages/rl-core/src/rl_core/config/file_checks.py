@@ -46,8 +46,8 @@ def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = 
 def gather_data(
     config: Config, keys: Sequence[str], mistakes: Mistakes, *, makes: Container[str], needs: str = ""
 ) -> None:
-    """Records every missing data file, once even if several keys name it, and an error if the first key names no
-    file."""
+    """Records every missing data file, and an error if the first key names no file. A file that several keys name is
+    recorded only once."""
     if not value_at(config, keys[0]):
         mistakes.add(ConfigError(f"{keys[0]}: got no file; set e.g. {keys[0]}=prompts.parquet"))
     seen: set[str] = set()
@@ -191,7 +191,7 @@ def _resume_path_exists(config: Config) -> None:
 
 def _gather_directories(config: Config, mistakes: Mistakes) -> None:
     """Records remote addresses where a local directory is needed. Also records every file or permission that prevents
-    creating a directory of the run, only once even if it affects several directories."""
+    creating directories of the run. Each is recorded only once, even if it affects several directories."""
     for key in ("trainer.run_dir", "trainer.export_path", "trainer.resume_path"):
         if is_remote(value_at(config, key) or ""):
             mistakes.add(

@@ -99,7 +99,7 @@ SUCCESSORS = {
     "trainer.algorithm.tis_imp_ratio_cap": Successor(
         "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
         {-1: None},
-        "-1 sets no cap; that of off_policy_correction.token_tis_ratio_clip_high applies",
+        "-1 sets no cap; the cap is the value of off_policy_correction.token_tis_ratio_clip_high",
     ),
     "trainer.num_logger_train_samples": Successor(
         "trainer.num_logged_samples", {-1: None}, "the default of trainer.num_logged_samples applies"
@@ -193,7 +193,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.mtp.enabled": Unsupported(_MTP, (False,)),
     "trainer.fully_async": Unsupported("trainer.max_staleness says how asynchronous a run is", (None, False)),
     "trainer.fully_async.num_parallel_generation_workers": Unsupported(
-        "set generator.max_concurrency, which counts episodes: the workers times generator.n_samples_per_prompt"
+        "set generator.max_concurrency, which counts episodes, to the workers times generator.n_samples_per_prompt"
     ),
     "trainer.fully_async.sample_full_batch": Unsupported(
         "trainer.algorithm.dynamic_sampling.type=filter samples until a batch is full", (False,)

@@ -236,7 +236,8 @@ def _chosen_paths(given: Mapping[str, Any]) -> set[str]:
 
 
 def with_defaults(section: Section, node: Any) -> Any:
-    """The section with the options of the selected plug-in added, if this plug-in declares keys and can be loaded."""
+    """The section with the options of the selected plug-in added. The section is unchanged if the plug-in declares no
+    keys or cannot be loaded."""
     name = getattr(node, section.field)
     try:
         cls = options_class(section, name)

@@ -109,7 +109,7 @@ PATHS = (
     "data.val_data",
 )
 """In the values of these keys, a leading `~` means the home directory, and `${key.path}` means the value of another
-key. Values of keys further up in this list, or not in it, may be derived ones."""
+key. If that value is a derived one, its key must be earlier in this list, or not in the list."""
 
 _SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron", "deepspeed_config": "rl-deepspeed"}
 
@@ -186,8 +186,8 @@ def expanded(config: Config, key: str, text: Any) -> Any:
 
 
 def unresolved(config: Config) -> Config:
-    """The configuration with None for every value that its rule would derive too, so that these values are derived
-    again when another key changes."""
+    """The configuration with None for every value that equals the result of its rule. Such values are derived again
+    when another key changes."""
     for rule in reversed(RULES):  # a rule reads keys of earlier rules, which must still have their values
         without = with_value(config, rule.key, None)
         if rule.value(without) == value_at(config, rule.key):

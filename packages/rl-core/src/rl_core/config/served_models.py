@@ -42,8 +42,8 @@ def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
             )
         if (variable := section.get("key_variable")) is not None:
             raise ConfigError(
-                f"{place}.key_variable: got {variable!r} with url={_ENGINE}, whose servers take only the run's own "
-                "key; remove it, or set url to the address of the server that the key is for"
+                f"{place}.key_variable: got {variable!r} with url={_ENGINE}, whose servers accept only the run's own "
+                "key; remove key_variable, or set url to the address of the server that the key is for"
             )
         asked[place] = None if model == _BASE else Path(model)
     return asked
@@ -88,6 +88,6 @@ def require_servable_models(config: Config) -> None:
         places = ", ".join(f"{place}.model" for place in adapters)
         raise ConfigError(
             f"{places}: with url={_ENGINE}, the engines serve {num_adapters} adapters, including the policy's, but "
-            f"trainer.policy.model.lora.max_loras={max_loras} limits how many one batch can use, so requests for one "
-            f"adapter would wait for those of another; set max_loras to at least {num_adapters}"
+            f"trainer.policy.model.lora.max_loras={max_loras} limits how many one batch can use: some requests "
+            f"would wait until other requests have finished; set max_loras to at least {num_adapters}"
         )

@@ -367,8 +367,8 @@ class TrainerConfig:
     eval_before_train: bool = True
     """Also evaluate the model before training."""
     eval_interval: int = 5
-    """Steps between evaluations. The last step is evaluated too. Below 1: no evaluation after the start, unless a
-    callback requests one."""
+    """Steps between evaluations. The last step is evaluated too. Below 1: after the start, the model is
+    evaluated only if a callback requests it."""
 
     ckpt_interval: int = 10
     """Steps between checkpoints. The last step gets one too. Below 1: a checkpoint is saved only if the run is

@@ -81,8 +81,8 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.weight_verification.interval": (0, None),
     "generator.inference_engine.weight_verification.num_tokens": (256, None),
 }
-# key → largest allowed value. Unless a comment gives another reason, a larger value would exhaust the memory, or a step
-# would never end.
+# key → largest allowed value. A larger value would exhaust the memory, or a step would never end. Comments state other
+# reasons.
 LARGEST: dict[str, float] = {
     "trainer.seed": 2**63 - 1,  # the largest int64
     "trainer.num_threads": 1024,
