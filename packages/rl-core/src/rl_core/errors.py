@@ -59,7 +59,7 @@ class PluginError(RLError, LookupError):
 
 
 class CheckpointError(RLError, OSError):
-    """A checkpoint that is missing, incomplete or does not belong to this run."""
+    """A checkpoint that is missing, is incomplete, or does not belong to this run."""
 
 
 class StorageError(CheckpointError):

@@ -92,8 +92,8 @@ def require_model(name: str, *, key: str) -> bool:
         return False
     raise ConfigError(
         f"{key}: {name}: there is no such directory (current directory: {Path.cwd()}), the model is not in the local "
-        f"cache, and {reason}. If this machine has no network, download the model on one that does (hf download {name} "
-        f"--local-dir DIRECTORY), copy it here and use that directory. Is the name spelled correctly?"
+        f"cache, and {reason}. If this machine has no network, download the model on another machine (hf download "
+        f"{name} --local-dir DIRECTORY), copy it here and use that directory. Is the name spelled correctly?"
     )
 
 

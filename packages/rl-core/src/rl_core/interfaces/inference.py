@@ -148,8 +148,8 @@ class WeightReceivers(Protocol):
     """A client whose engines receive weights in several processes. Other clients have one receiver."""
 
     def num_weight_receivers(self) -> int:
-        """Number of processes that will create a receiver in the next `update_weights`, without those of dead
-        engines."""
+        """Number of processes that will create a receiver in the next `update_weights`. Processes of dead engines do
+        not count."""
         ...
 
 
@@ -265,10 +265,10 @@ class EngineSpec:
     """The policy's adapters. If `lora.is_sent_alone`, updates contain only the adapter; else they contain whole
     weights."""
     sampling: SamplingParams
-    """Sampling parameters in training. They serve only for checks and planning, because each request has its own
+    """Sampling parameters in training. Used only for checks and planning, because each request has its own
     parameters."""
     eval_sampling: SamplingParams
-    """Sampling parameters in evaluation, also only for checks and planning."""
+    """Sampling parameters in evaluation. Also used only for checks and planning."""
     init_kwargs: Mapping[str, Any]
     """`engine_init_kwargs`: additional arguments for the library that the engine uses."""
     shares_devices: bool
