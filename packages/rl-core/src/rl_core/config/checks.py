@@ -99,7 +99,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
 
 
 def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str] | None = None) -> None:
-    """Records the errors that `check_plugins` would raise, except those that follow from mistakes recorded before."""
+    """Records the errors that `check_plugins` would raise. Leaves out errors that follow from earlier mistakes."""
     _gather_unloadable(config, GROUPS, mistakes)
     has_loss = not mistakes.about(_LOSS) and mistakes.passes(_check_loss, config)
     if has_loss and not mistakes.about("trainer.max_staleness", "trainer.pipeline_depth"):

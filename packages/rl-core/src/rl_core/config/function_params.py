@@ -39,7 +39,7 @@ _CORRECTION_SWITCHES = (
     "token_mask_is_threshold_low",
     "token_mask_is_threshold_high",
 )
-"""Parameters of the function `off_policy_correction`, each of which enables a correction unless it is None."""
+"""Parameters of the function `off_policy_correction`. Each enables a correction if its value is not None."""
 
 
 def loss_params(config: Config) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def loss_params(config: Config) -> dict[str, Any]:
 
 
 def advantage_params(config: Config) -> dict[str, Any]:
-    """Parameters of the advantage estimator, found in the same way as those of the loss (`loss_params`), but with
-    `advantage_params` in place of `policy_loss_params`."""
+    """Parameters of the advantage estimator, found in the same way as in `loss_params`, but with `advantage_params` in
+    place of `policy_loss_params`."""
     return _params(ESTIMATORS, "advantage_estimator", "advantage_params", config.trainer.algorithm)
 
 

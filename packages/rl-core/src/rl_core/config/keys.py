@@ -1,8 +1,8 @@
 """Translates the keys of other trainers, so that users can bring their launch scripts.
 
 A foreign key that has another name here is loaded under that name, or is an error that says what to write instead.
-Loading causes a warning, except for `ALIASES` and `MODELS_OF`. A foreign key without a counterpart is an error that
-gives the reason. If its value changes nothing here (`trainer.flash_attn=true`), it is dropped with a warning instead.
+Loading causes a warning; only `ALIASES` and `MODELS_OF` cause none. A foreign key without a counterpart is an error
+that gives the reason. If its value changes nothing here (`trainer.flash_attn=true`), it is dropped with a warning.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class CriticConfig:
     does."""
 
     model: ModelConfig = attrs.field(factory=ModelConfig)
-    """The model from which the critic starts, and its adapters. The value head starts at zero unless the model already
-    has one."""
+    """The model from which the critic starts, and its adapters. A value head that the model does not have yet
+    starts at zero."""
     optimizer_config: CriticOptimizerConfig = attrs.field(factory=CriticOptimizerConfig)
     """Optimizer and learning-rate schedule."""
     backend_sections: Mapping[str, Any] = attrs.field(factory=dict)

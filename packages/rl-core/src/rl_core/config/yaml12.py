@@ -1,5 +1,5 @@
-"""Configures PyYAML for the scalars of YAML 1.2, except hexadecimal and octal numbers: `1e-6` is a number and `010` is
-ten; `yes`, `12:30`, `0x10` and dates are text."""
+"""Configures PyYAML for the scalars of YAML 1.2, with hexadecimal and octal numbers as text: `1e-6` is a number and
+`010` is ten; `yes`, `12:30`, `0x10` and dates are text."""
 
 from __future__ import annotations
 
