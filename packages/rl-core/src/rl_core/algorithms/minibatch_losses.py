@@ -39,9 +39,9 @@ def clip_cov_columns(
     """The `prepare` function of `clip_cov_loss`. Returns `x_cov_clipped`, which marks the tokens whose gradient is
     removed.
 
-    Draws max(1, floor(clip_ratio · trained tokens)) tokens without replacement from those whose covariance is strictly
-    between clip_cov_lb and clip_cov_ub; takes all of these if there are fewer. The draw depends on the seed and on the
-    order of the tokens in the mini-batch.
+    Draws max(1, floor(clip_ratio · trained tokens)) tokens without replacement from the tokens whose covariance is
+    strictly between clip_cov_lb and clip_cov_ub, or all of these if there are fewer. The draw depends on the seed and
+    on the order of the tokens in the mini-batch.
     """
     require_between(0.0, 1.0, clip_ratio=clip_ratio)
     covariances_T = token_covariances(old_logprobs_T, advantages_T, mask_T)

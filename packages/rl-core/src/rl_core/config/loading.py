@@ -236,8 +236,8 @@ def unknown_key(
     """The error for an unknown key.
 
     Args:
-        siblings: the section's known keys. The value is empty if this run reads the key; otherwise, it is a remark that
-            names the plug-in that declares the key.
+        siblings: known key of the section → remark that names the plug-in that declares the key; empty if this run
+            reads the key.
         paths: keys of plug-ins, which are suggested in addition to the core's keys.
         chosen: the plug-in that is selected in the section, e.g. `backend=local`.
     """

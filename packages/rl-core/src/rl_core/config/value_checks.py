@@ -229,8 +229,8 @@ def gather_out_of_bounds(
 
 
 def gather_directories(config: Config, mistakes: Mistakes) -> None:
-    """Records an error unless the run's name can be the name of a directory in `runs`. An empty name would mean `runs`
-    itself, and an empty path the current directory."""
+    """Records an error for an empty path, and for a run's name that cannot be the name of a directory in `runs`. An
+    empty path would mean the current directory, and an empty name `runs` itself."""
     for key in ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path"):
         if value_at(config, key) == "":
             mistakes.add(ConfigError(f"{key}: got an empty path; expected a directory (. is the current one)"))
