@@ -143,10 +143,10 @@ class TrajectoryStep:
     """True for tokens that the policy sampled. All tokens before the first sampled one are the prompt. Between the
     turns of a sequence are tokens of observations, which are not sampled."""
     rollout_logprobs: Sequence[float]
-    """0.0 where not sampled. NaN in forced responses (`Constraining`): the engine reports log-probs of the constrained
-    distribution, which are not the policy's."""
+    """Log-probs from the engine; 0.0 for tokens that are not sampled. NaN in forced responses (`Constraining`), for
+    which the engine reports log-probs of the constrained distribution, not the policy's."""
     policy_version: Sequence[int]
-    """-1 where not sampled."""
+    """The policy's version when each token was sampled; -1 for tokens that are not sampled."""
     reward: float
     """Reward of this step: the sum over its turns."""
     stop_reason: StopReason
@@ -155,8 +155,8 @@ class TrajectoryStep:
     """[tokens − 1 or fewer, layers, experts per token]: the experts of the first tokens. The experts of the other
     tokens are unknown."""
     token_rewards: Sequence[float] | None = None
-    """The part of `reward` that each token has, if the step has several turns. None: the last sampled token has the
-    whole reward."""
+    """The share of `reward` that is assigned to each token, if the step has several turns. None: the whole reward is
+    assigned to the last sampled token."""
     loss_mask: Sequence[bool] | None = None
     """The tokens that are trained on, a subset of `sampled`. None: all of `sampled`."""
 
@@ -257,7 +257,7 @@ class Closable(Protocol):
     """A generator that must be closed, for example because it has started processes."""
 
     async def aclose(self) -> None:
-        """Releases what the generator holds. Called once, after the last episode."""
+        """Releases the generator's resources, such as processes. Called once, after the last episode."""
         ...
 
 

@@ -36,9 +36,9 @@ class TrackerFactory(Protocol):
             config: the run's `rl_core.config.Config`.
             run_dir: the run directory.
             total_steps: number of steps of the whole run.
-            first_step: the first step that will be logged: 0 for a new run; for a resumed run the checkpoint's step + 1
-                if the checkpoint's step was completely logged, else the checkpoint's step. The tracker must drop what
-                an earlier process logged for `first_step` and later steps.
+            first_step: the first step that will be logged: 0 for a new run. For a resumed run, it is the checkpoint's
+                step + 1 if that step was completely logged, else the checkpoint's step. The tracker must drop what an
+                earlier process logged for `first_step` and later steps.
         """
         ...
 

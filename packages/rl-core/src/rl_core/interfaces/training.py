@@ -52,7 +52,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Decoupled weight decay. It also applies to biases and norms, as is usual in RL."""
     max_grad_norm: float = 1.0
-    """Largest global L2 norm of the gradient; larger ones are scaled down. 0: no clipping."""
+    """Largest global L2 norm of the gradient; a larger gradient is scaled down. 0: no clipping."""
     num_warmup_steps: int = 0
     """Optimizer steps of warm-up. Step i, counted from 0, uses lr · (i + 1) / num_warmup_steps."""
     scheduler: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
@@ -159,8 +159,8 @@ class RankInfo:
     master_address: str = "127.0.0.1"
     master_port: int = 0
     """Port of a torch store that is open when the ranks of the group start. `init_process_group` with
-    `tcp://master_address:master_port` joins it as a client on every rank, also on rank 0; do not listen on this port.
-    0 for a single rank in the controller's process."""
+    `tcp://master_address:master_port` joins this store as a client on every rank, also on rank 0; do not listen on this
+    port. 0 for a single rank in the controller's process."""
 
 
 @attrs.frozen(kw_only=True)
@@ -180,8 +180,8 @@ class LossSpec:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus. 0: no such term."""
     off_policy_sequence_mask: float | None = None
-    """Sets `loss[t]` to 0 for tokens with negative advantage in sequences whose log-probs have dropped by more than
-    this many nats per token since they were sampled. None: off."""
+    """Sets `loss[t]` to 0 for tokens with negative advantage if the log-probs of their sequence have dropped, since
+    sampling, by more than this many nats per token. None: off."""
     old_is_current: bool = False
     """True: the weights are still those of the start of the update. The batch then has no column `old_logprobs`, and
     the loss uses the detached log-probs of this pass instead. Since contract version 3."""
@@ -203,8 +203,8 @@ class OptimizerStep:
 
 @attrs.frozen(kw_only=True)
 class OptimizerUpdate:
-    """Settings of one optimizer step that differ from the worker's `OptimizerConfig`. A field that is None does not
-    differ.
+    """Settings of one optimizer step that differ from the worker's `OptimizerConfig`. A field that is None leaves its
+    setting unchanged.
 
     Raises:
         ConfigError: a value is out of range.
@@ -242,9 +242,9 @@ class Worker(Protocol):
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Computes scores without gradients: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]),
-        float32 on the CPU. A backend that replays the routes of its scoring pass adds `routed_experts` and `routed`.
-        Ranks without results return an empty dict.
+        """Computes scores without gradients: a critic's `values`, or another model's `logprobs` and `entropies`. Each
+        is [T] of the stream, float32 on the CPU. A backend that replays the routes of its scoring pass adds
+        `routed_experts` and `routed`. Ranks without results return an empty dict.
 
         Args:
             batch: the rank's part of the batch.
@@ -310,9 +310,8 @@ class Worker(Protocol):
         ...
 
     def save_model(self, directory: Path) -> None:
-        """Writes the model and its tokenizer in Hugging Face format. A rank whose storage fails raises a
-        CheckpointError, but only after its last collective, so that no other rank waits for this one and the run can
-        continue."""
+        """Writes the model and its tokenizer in Hugging Face format. If a rank's storage fails, the rank raises
+        CheckpointError after its last collective. No other rank then waits for it, and the run can continue."""
         ...
 
     def close(self) -> None:
@@ -453,7 +452,7 @@ class Rehearser(Protocol):
     def rehearse(
         self, spec: WorkerSpec, world_size: int, *, batch: Batch, plan: Plan, loss: LossSpec | None
     ) -> tuple[RehearsedPhase, ...]:
-        """Runs the first rank's step, and returns its phases: `train` and `step` with a loss, only `score` without one.
+        """Runs the first rank's step, and returns its phases: `train` and `step` if `loss` is given, else only `score`.
 
         Args:
             spec: the model; of its files, only `config.json` is read.
@@ -521,8 +520,9 @@ class ModelProving(Protocol):
     def name(self) -> str: ...
 
     def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:
-        """Plain data that identifies how the backend computes, apart from the model and transformers: options, versions
-        of its libraries, its own code, the kind of device. A proof is valid as long as this data does not change.
+        """Plain data that identifies the backend's computation: options, versions of its libraries, its own code and
+        the kind of device, but neither the model nor transformers. A proof is valid as long as this data does not
+        change.
         """
         ...
 

@@ -25,8 +25,9 @@ class WeightBucket:
     _data: Tensor | None = attrs.field(default=None, alias="data")
     """uint8, one axis, contiguous, no gaps, on any device. The constructor's argument is `data`."""
     parts: tuple[Tensor, ...] | None = None
-    """The separate tensors; None once they are packed, empty after `taken`. In a bucket from `pack_buckets`, they are
-    valid until the next bucket is requested; the bucket is then packed unless `taken` was called."""
+    """The separate tensors; None once they are packed, empty after `taken`. In a bucket from `pack_buckets`, the
+    tensors are valid until the next bucket is requested. If `taken` has not been called by then, the bucket is
+    packed."""
     checksums: tuple[int, ...] | None = None
     """CRC-32 of each tensor's bytes; None if they have not been computed."""
 
@@ -88,7 +89,8 @@ class Manifest:
     version: int
     tensors: Mapping[str, TensorRecord]
     num_sent_bytes: int | None = attrs.field(default=None, eq=False)
-    """If only changes were sent: the bytes that this manifest's rank or ranks sent. None: whole tensors were sent."""
+    """Number of bytes that this manifest's rank or ranks sent, if they sent only changes. None: whole tensors were
+    sent."""
 
 
 @attrs.frozen(kw_only=True)
@@ -110,7 +112,7 @@ class Rendezvous:
     this sync sends whole weights. See `rl_core.rank_kit.weight_deltas`. Transports do not read it."""
     is_staged: bool = True
     """The transport's `WeightTransport.is_staged`, set by `publish_weights`. If False, either all engines get the
-    version or none does, so a client raises as soon as one of them fails."""
+    version or none does, so a client raises as soon as any engine fails."""
 
 
 class WeightSender(Protocol):
