@@ -5,7 +5,7 @@ Ranks are numbered as in Megatron (order tp-cp-ep-dp-pp), with the first axis va
     dense layers    rank = tensor + T·(sequence + S·(context + C·(data + D·pipeline)))
     expert layers   rank = expert_tensor + ET·(expert + E·(expert_data + ED·pipeline))
 
-Both describe the same ranks: an expert layer regroups the T·S·C·D ranks of a pipeline stage into ET·E·ED.
+Both formulas describe the same ranks: an expert layer regroups the T·S·C·D ranks of a pipeline stage into ET·E·ED.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class Mesh:
         return self.coordinates(rank).data
 
     def returns_results(self, rank: int) -> bool:
-        """Whether `rank` returns results. One rank per replica does: the one on the last pipeline stage, which has the
-        logits, with index 0 on the tensor, sequence and context axes."""
+        """Whether `rank` returns results. Only one rank per replica does. It is on the last pipeline stage, which has
+        the logits, and has index 0 on the tensor, sequence and context axes."""
         place = self.coordinates(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == place.sequence == place.context == 0
 

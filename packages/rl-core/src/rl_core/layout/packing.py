@@ -27,12 +27,12 @@ def plan_micro_batches(
 
     First, `partition` gives all ranks sequences of nearly equal total cost. Then each rank's sequences are packed into
     the same number of micro-batches: the smallest multiple of `multiple` for which a packing of all ranks within the
-    limits is found. The micro-batches of a rank have nearly equal numbers of tokens, unless no balanced packing is
-    found within the limits. They are ordered largest first, so that all ranks run micro-batches of similar size at the
-    same time.
+    limits is found. If a balanced packing is found within the limits, the micro-batches of a rank have nearly equal
+    numbers of tokens. Micro-batches are ordered largest first, so that all ranks run micro-batches of similar size at
+    the same time.
 
-    A rank with fewer sequences than micro-batches has empty micro-batches at the end (only empty ones if it has no
-    sequence). In an empty micro-batch, the rank joins the collectives without contributing.
+    A rank with fewer sequences than micro-batches has empty micro-batches at the end. In an empty micro-batch, the rank
+    joins the collectives without contributing.
 
     Args:
         lengths_N: tokens of each sequence, at least 1.
@@ -46,9 +46,9 @@ def plan_micro_batches(
         counts_N: number of sequences in each item, at most `max_sequences`. Each length is then the length of an item
             of one or more sequences, which is not split. None: each item is a single sequence.
         costs_N: costs to balance over the ranks; None: the padded lengths. See `flop_cost`.
-        partition: the function that splits the sequences over ranks. None: `equal_count_partition` if `max_sequences`
-            is set without `counts_N`, because the rank with the most sequences then determines the number of
-            micro-batches; else `greedy_partition`.
+        partition: the function that splits the sequences over ranks. None: `greedy_partition`, or
+            `equal_count_partition` if `max_sequences` is set without `counts_N`. With these limits, the rank with the
+            most sequences determines the number of micro-batches.
 
     Returns:
         plan[data_rank][micro_batch]: ascending int64 sequence indices. Equal arguments always give the same plan.

@@ -108,8 +108,8 @@ def families(
     max_sequences: int | None = None,
     num_data_ranks: int = 1,
 ) -> tuple[list[IntArray], IntArray]:
-    """Groups the sequences into families, which share enough tokens to be computed in the same micro-batch. Each family
-    fits into the limits of a micro-batch, except that a sequence longer than `max_tokens` is a family of its own.
+    """Groups the sequences into families. Sequences of a family share enough tokens to be computed in the same
+    micro-batch, and fit into its limits. A sequence longer than `max_tokens` is a family of its own.
 
     With several ranks, large families are cut if this improves the balance of tokens over ranks. Shared tokens are then
     computed once per part of a family.

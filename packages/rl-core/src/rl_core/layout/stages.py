@@ -88,7 +88,7 @@ def _slots_of_stages(
     if rest < 0 or (rest > 0 if middle == 0 else rest % middle):
         raise ConfigError(
             f"pipeline: cannot divide {slots} layers (including embedding and loss if counted) over {pipeline} stages: "
-            f"{len(ends)} stages with a set number of layers take {sum(ends)}, and the remaining {rest} cannot be "
+            f"{len(ends)} stages with a set number of layers have {sum(ends)}, and the remaining {rest} cannot be "
             f"divided evenly over the other {middle}{suggestion}"
         )
     counts = [rest // middle if middle else 0] * pipeline
