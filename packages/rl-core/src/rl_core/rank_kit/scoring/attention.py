@@ -1,11 +1,11 @@
 """Causal attention inside a packed stream: every sequence attends only to itself, without a mask over the stream.
 
-All models use the same kernels: on CUDA in half precision, torch's variable-length flash attention, if it supports the
-size of the heads; otherwise SDPA over rectangles. A rectangle holds sequences of similar length as right-padded rows.
-Under a causal mask no real token sees padding on its right, so `is_causal` is exact and needs no mask tensor. Only a
-sliding window needs a mask, [width, width] for a rectangle of this width. `shared_attention.py` has the kernels for
-sequences that share prefixes. With Ulysses, an all-to-all before attention gives each rank all tokens of the sequences
-for a part of the heads (`ulysses.py`).
+All models use the same kernels. On CUDA in half precision, torch's variable-length flash attention is used if it
+supports the size of the heads. In all other cases, SDPA over rectangles is used. A rectangle contains sequences of
+similar length as right-padded rows. Under a causal mask no real token sees padding on its right, so `is_causal` is
+exact and needs no mask tensor. Only a sliding window needs a mask, [width, width] for a rectangle of this width.
+`shared_attention.py` has the kernels for sequences that share prefixes. With Ulysses, an all-to-all before attention
+gives each rank all tokens of the sequences for a part of the heads (`ulysses.py`).
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def packed_attention(
 
 
 def _bounds_in_masks(module: nn.Module, sliding_window: int | None) -> list[str]:
-    """Names the layer's kind if only a mask contains the bounds of what a token sees, because `packed_attention` reads
-    no mask. These kinds are chunked attention, and a sliding window that the model's code does not pass as
-    `sliding_window`. Empty for other layers."""
+    """Returns the kinds of attention of this layer whose bounds are only in a mask, which `packed_attention` does not
+    read: chunked attention, and a sliding window that the model's code does not pass as `sliding_window`. Empty for
+    other layers."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None or layer is None:

@@ -145,8 +145,8 @@ def model_input(
         positions_BL = torch.from_numpy(cells.position_C).view(1, -1)
         cell_T = torch.from_numpy(cells.cell_T)
         packed = PackedSequences.of_nodes(cells, device, ulysses=ulysses)
-        # The number of cells decides, not `packed.shared`. Sequences that differ only in their last tokens, which are
-        # not in the input, share cells, but `packed.shared` is None.
+        # Compare the number of cells instead of reading `packed.shared`: if sequences differ only in their last tokens,
+        # which are not in the input, they share cells although `packed.shared` is None.
         if forest.num_cells < batch.num_tokens:
             index_S, score_S = _first_of_each(index_S, torch.from_numpy(forest.cell_T))
     else:
@@ -199,7 +199,7 @@ def predicting_states(model: PreTrainedModel, inputs: ModelInput, compute_dtype:
 
 
 def autocast(model: PreTrainedModel, compute_dtype: torch.dtype) -> torch.autocast:
-    """Returns a context that autocasts to bfloat16 if this is the compute dtype, and else has no effect."""
+    """Returns a context that autocasts to bfloat16 if this is the compute dtype, and otherwise has no effect."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=compute_dtype == torch.bfloat16)
 
 

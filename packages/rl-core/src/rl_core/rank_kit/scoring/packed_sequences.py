@@ -124,7 +124,7 @@ class AttentionBlocks:
     def of(
         cls, query_length_B: IntArray, key_length_B: IntArray, device: torch.device, *, pads_keys: bool = False
     ) -> AttentionBlocks:
-        """Puts blocks with similar numbers of queries into one rectangle. Unless `pads_keys` is True, blocks of a
+        """Puts blocks with similar numbers of queries into one rectangle. If `pads_keys` is False, blocks of a
         rectangle also have equal numbers of keys. Keys may be padded only under a causal mask."""
         rows = rectangle_rows(query_length_B, None if pads_keys else key_length_B)
         query_shapes, query_slot_Q = rectangle_cells(query_length_B, *rows)

@@ -27,15 +27,15 @@ class ActivationBytes:
     hidden: float
     """Hidden states between two layers."""
     inputs: float
-    """What one layer keeps until backward: with recomputation, the layer's input; with selective checkpointing, also
-    the results of its matrix products; without checkpointing, as much as `kept`."""
+    """Tensors that one layer keeps until backward. With full recomputation: the layer's input. With selective
+    checkpointing: also the results of its matrix products. Without checkpointing: as much as `kept`."""
     kept: float
-    """What the largest layer keeps while it is computed with gradients."""
+    """Tensors that the largest layer keeps while it is computed with gradients."""
     passing: float
     """Gradients that exist in addition to `kept` at the peak of the layer's backward."""
     after_layers: float
-    """What exists after the last layer: a float32 copy of the last norm's input, the norm's results, the hidden states
-    of the scored tokens, and their gradient."""
+    """Tensors after the last layer: a float32 copy of the last norm's input, the norm's results, the hidden states of
+    the scored tokens, and their gradient."""
     logits: float
 
     @classmethod

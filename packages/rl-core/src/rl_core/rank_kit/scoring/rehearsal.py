@@ -1,8 +1,8 @@
 """Runs one rank's step with the worker's own code on tensors without data, to measure peak memory.
 
 Tensors on the rank's device are `FakeTensor`s: shapes and dtypes without values. The batch, its layout and everything
-else in host memory are real. Collectives do nothing (torch's process group `fake`), so this rank's values stand for
-those of all ranks.
+else in host memory are real. Collectives do nothing (torch's process group `fake`), so this rank's values are used in
+place of other ranks' values.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _shards(
 
 
 def _replace_tensors(scorer: Scorer, fake_mode: FakeTensorMode) -> None:
-    """Replaces the scorer's tensors with fake ones on the rank's device; tied tensors share one."""
+    """Replaces the scorer's tensors with fake ones on the rank's device; tied tensors share one fake."""
     # The tensors are kept alive with their fakes, because a freed tensor's id may be used again.
     fakes: dict[int, tuple[Tensor, Tensor]] = {}
     for module in scorer.modules():

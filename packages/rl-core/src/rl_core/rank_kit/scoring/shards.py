@@ -39,7 +39,7 @@ class Shards(Protocol):
         """Scales and clips the gradients, takes a step, and clears the gradients. Returns the global L2 norm of the
         scaled gradients before clipping.
 
-        If the norm is not finite, it only clears the gradients.
+        If the norm is not finite, only clears the gradients.
         """
         ...
 

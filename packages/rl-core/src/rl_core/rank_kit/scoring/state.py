@@ -89,8 +89,8 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMes
         ranks: the ranks, which read collectively; None for a single rank.
 
     Raises:
-        CheckpointError: a file is missing, truncated or changed, or the saved tensors do not fit this model (`tensors`
-            are then unchanged); or reading failed after these checks.
+        CheckpointError: a file is missing, truncated or changed, or the saved tensors do not fit this model; in these
+            cases, `tensors` are unchanged. Also raised if reading fails after these checks.
     """
 
     # In two rounds, so that all files are checked, each by one rank, before any rank unpickles the index.

@@ -94,7 +94,7 @@ Scorer = TokenScorer | ValueScorer
 def load_scorer(
     spec: WorkerSpec, device: torch.device, *, routes_key: str | None = None, keeps_float32: bool = True
 ) -> Scorer:
-    """Loads the model of `spec`, for training or (without an optimizer) frozen; a critic gets a value head.
+    """Loads the model of `spec`: for training, or frozen if the spec has no optimizer. A critic gets a value head.
 
     Parameters are float32 if they are trained or if float32 is the compute dtype, else bfloat16. Without
     `spec.bf16`, a checkpoint stored in float64 keeps float64.
@@ -283,7 +283,7 @@ def require_close(found: Tensor, expected: Tensor, compute_dtype: torch.dtype, m
 
 
 def _two_token_sequences(model: PreTrainedModel, spec: WorkerSpec) -> list[Tensor]:
-    """Two sequences of 7 and 5 tokens; if prefixes are shared, after a common prefix of 20 tokens."""
+    """Two sequences of 7 and 5 tokens. If prefixes are shared, both are preceded by the same 20 tokens."""
     generator, vocab_size = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
     start_T, *ends = (torch.randint(vocab_size, (n,), generator=generator) for n in (20, 7, 5))
     return [torch.cat([start_T, end_T]) if spec.share_prefixes else end_T for end_T in ends]

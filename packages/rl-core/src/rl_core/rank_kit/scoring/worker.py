@@ -119,7 +119,7 @@ class ScoringWorker:
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Adds the gradient of `loss`. Scores only trained tokens, because no loss reads the scores of others."""
+        """Adds the gradient of `loss`. Scores only trained tokens, because no loss reads the scores of other tokens."""
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         self._require_fitting_routes(batch)
         objective = objective_from_spec(loss)
@@ -243,7 +243,7 @@ class ScoringWorker:
         self._move(self.device, parameters=parameters, optimizer=optimizer)
 
     def close(self) -> None:
-        """Drops model and optimizer, and leaves the process group unless a background save is still using it."""
+        """Drops model and optimizer, and leaves the process group if no background save is still using it."""
         is_busy = self.background is not None and self.background.is_busy
         was_open = self.__dict__.pop("shards", None) is not None
         self.__dict__.pop("scorer", None)
@@ -277,9 +277,9 @@ class ScoringWorker:
         return dict(zip(names, scores_S, strict=True))
 
     def _micro_batches(self, batch: Batch, plan: Plan) -> Iterator[tuple[list[int], Batch]]:
-        """Yields each micro-batch's sequences and the batch to compute. For an empty micro-batch, the batch is one
-        sequence without trained tokens, because the other ranks wait for this one in every layer; a single rank skips
-        the micro-batch."""
+        """Yields each micro-batch's sequences and the batch to compute. A single rank skips empty micro-batches. With
+        several ranks, the batch of an empty micro-batch is one sequence without trained tokens, because the other ranks
+        wait for this rank in every layer."""
         for sequences in plan:
             if len(sequences):
                 yield list(sequences), batch.select(list(sequences))
