@@ -66,8 +66,8 @@ class ExpertChoices:
 
     def follow(self, routes_CLK: Tensor | None, routed_C: Tensor | None) -> None:
         """Sets the routes of the next forward pass over C cells (rows × positions, row-major). Cells in which
-        `routed_C` is True follow `routes_CLK`; in all other cells, and in all cells if `routes_CLK` is None, the
-        routers choose. Recomputation repeats the routes of the pass."""
+        `routed_C` is True follow `routes_CLK`; in other cells, the routers choose. If `routes_CLK` is None, the routers
+        choose in all cells. Recomputation repeats the routes of the forward pass."""
         for layer, block in self._blocks.items():
             block.given = None if routes_CLK is None else (routes_CLK[:, layer], routed_C)
             block.taken_CK = None

@@ -100,7 +100,7 @@ def write_config(config: Any, directory: Path, *, dtype: torch.dtype, generation
     """
     config.save_pretrained(directory)
     if generation is not None:
-        # `save_pretrained` refuses what some public models have, such as a temperature without `do_sample`.
+        # `save_pretrained` rejects settings that some public models have, such as a temperature without `do_sample`.
         generation.to_json_file(directory / "generation_config.json", keys_to_pop=["compile_config"])
     file = directory / "config.json"
     fields = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")} | changes
@@ -118,7 +118,7 @@ def read_generation(model: str) -> Any:
 
 
 def require_all_weights(missing: Collection[str], what: str) -> None:
-    """Requires that a model's files have every weight: transformers fills in random values for those that are missing.
+    """Requires that a model's files have every weight: transformers fills in random values for missing weights.
 
     Args:
         missing: `missing_keys` of `from_pretrained(…, output_loading_info=True)`.

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "RL_CACHE_DIR"
-"""Environment variable with the directory whose folder `model_proofs` has the cached proofs; default `~/.cache/rl`."""
+"""Environment variable with a cache directory, default `~/.cache/rl`. Its folder `model_proofs` contains the cached
+proofs."""
 ALONE = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -57,7 +58,7 @@ def require_proof(backend: Backend, spec: WorkerSpec) -> str | None:
     """Proves that the backend computes the model as transformers does, unless this was proved before.
 
     Args:
-        backend: any backend; one that is not `ModelProving` has nothing to prove.
+        backend: any backend; a backend that is not `ModelProving` has nothing to prove.
         spec: the spec of one model of a run.
 
     Returns:
@@ -113,7 +114,7 @@ def written_config(path: str) -> Mapping[str, Any] | None:
 
 
 def config_at_hand(path: str, where: str) -> Any:
-    """transformers' configuration of a model in a local directory or in the hub's cache; else None.
+    """transformers' configuration of a model in a local directory or in the hub's cache; None if it is in neither.
 
     Raises:
         ConfigError: the configuration cannot be read. If transformers rejects its content, the message begins with

@@ -27,7 +27,7 @@ def objective_from_spec(spec: LossSpec, *, key: str | None = None) -> Objective:
         key: the configuration key that chose the loss, for messages.
 
     Raises:
-        PluginError: the function does not exist, or its parameters or result are not those of a loss.
+        PluginError: the function does not exist, or it does not have the parameters or the result of a loss.
         ConfigError: a setting is unknown, missing or out of range.
     """
     function = load_function("rl_core.policy_losses", spec.name, spec.params, key=key)

@@ -24,7 +24,8 @@ def shipped_config(path: str | None) -> Path | None:
 
 
 def known_config(path: str | None) -> Mapping[str, Any] | None:
-    """The fields of the `config.json` of a local or cached model, else of a shipped one; None if there is none."""
+    """The fields of a local or cached model's `config.json`, else of a shipped configuration; None if neither
+    exists."""
     written = None if path is None else written_config(path)
     if written is None and (directory := shipped_config(path)) is not None:
         return read_config(str(directory))

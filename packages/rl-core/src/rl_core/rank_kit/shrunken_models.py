@@ -30,9 +30,9 @@ sizes is detected."""
 _HIDDEN_PER_HEAD = 20
 _WINDOWS = {"sliding_window": 24, "attention_chunk_size": 24}
 _FIRST_LAYERS = ("first_k_dense_replace", "max_window_layers")
-"""Fields with the number of leading layers that are of another kind."""
+"""Fields with the number of leading layers whose kind differs from the other layers' kind."""
 _SOME_LAYERS = ("mlp_only_layers",)
-"""Fields with a list of the layers that are of another kind."""
+"""Fields with a list of the layers whose kind differs from the other layers' kind."""
 _EVERY_NTH_LAYER = (
     "decoder_sparse_step",
     "moe_layer_freq",
@@ -100,9 +100,9 @@ def _few(count: int, most: int) -> int:
 
 
 def _hidden_size(config: Mapping[str, Any], small_heads: int) -> int:
-    """Returns the small model's hidden size. The hidden size per head equals the head size if they are equal in the
-    model and attention is not latent; otherwise, they differ. Adds a remainder if the model's hidden size is not a
-    multiple of its number of heads."""
+    """Returns the small model's hidden size. If attention is not latent, and the hidden size per head equals the head
+    size in the model, they are also equal in the small model; otherwise, they differ. Adds a remainder if the model's
+    hidden size is not a multiple of its number of heads."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     per_head = hidden // heads

@@ -1,4 +1,4 @@
-"""Buckets hold the data of a weight sync; with manifests, both sides check that the data arrived completely."""
+"""Packs the data of a weight sync into buckets, and checks with manifests that the data arrived completely."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: 
     """Puts tensors into buckets of at most `max_bucket_bytes` (a larger tensor gets a separate bucket).
 
     Args:
-        named_tensors: full tensors, drained lazily: at most one bucket exists at a time. A tensor must not change until
-            the caller has drawn the bucket after the one that contains it.
+        named_tensors: full tensors, drained lazily: at most one bucket exists at a time. A tensor must not change
+            before the caller has drawn the bucket that follows the tensor's bucket.
         max_bucket_bytes: largest size of a bucket's data.
     """
     pending: list[tuple[str, Tensor]] = []

@@ -145,8 +145,8 @@ def received(
             dropped if `delta` is None or an error occurs.
 
     Raises:
-        WeightSyncError: `receiver` raised it; or the engine does not hold the base; or a tensor differs from the rank's
-            after its changes; or tables and data are incomplete or do not fit each other.
+        WeightSyncError: `receiver` raised it; or the engine does not hold the base; or a tensor, with its changes
+            applied, differs from the rank's; or tables and data are incomplete or do not fit each other.
     """
     arriving = receiver.receive(version)
     base, held.tensors = dict(held.tensors), {}
