@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class StepLog:
     """Appends rows to a file. Opening the file drops the rows of steps that will be run again.
 
-    If the process is killed while it writes a row, the last line is truncated, and the next `StepLog` on the file (like
-    `read_rows`) skips this line. Written rows are flushed to disk, so a crash of the machine loses none. If the disk is
+    If the process is killed while it writes a row, the last line is truncated; `read_rows` and the next `StepLog` on
+    the file skip this line. Written rows are flushed to disk, so a crash of the machine loses none. If the disk is
     full, rows are kept in memory and written with later rows when there is space.
     """
 

@@ -122,8 +122,8 @@ class WandbTracker:
     set, no network is needed.
 
     A resumed run continues the run whose id is in `wandb_run_id.txt`. Weights & Biases does not accept a step twice: it
-    ignores repeated steps with a warning. When the run ends, uploads get five minutes more, or the seconds of
-    `WANDB_FINISH_TIMEOUT`; `wandb sync` sends the rest.
+    ignores repeated steps with a warning. When the run ends, uploads may take five more minutes, or as many seconds as
+    `WANDB_FINISH_TIMEOUT` says. `wandb sync` sends the rest.
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
