@@ -84,7 +84,7 @@ __all__ = ["BackendConformance", "Case", "Tolerances", "VARIANTS", "Variant", "m
 
 @attrs.frozen(kw_only=True)
 class Tolerances:
-    """Largest allowed differences from the reference. All are above those measured with correct workers."""
+    """Largest allowed differences from the reference. All are above the differences measured with correct workers."""
 
     logprob: float = 1e-5
     """Absolute difference of log-probs and entropies, from rounding in about ten successive sums. Measured: 1.4e-6."""
@@ -544,8 +544,9 @@ class BackendConformance:
         self.check_offloading(case, group, num_steps=3)
 
     def check_offloading(self, case: Case, group: RankGroup, num_steps: int) -> None:
-        """Checks steps before each of which parameters and optimizer state are offloaded. The parameters return before
-        the training pass, the optimizer state after it. Ranks and the case's reference must have the same state."""
+        """Takes steps, with parameters and optimizer state offloaded before each step, and checks the weights. The
+        parameters return before the training pass, the optimizer state after it. Ranks and the case's reference must
+        begin with the same state."""
         for batch in steps_of(case.batch)[:num_steps]:
             group.call(Offloadable.offload, parameters=True, optimizer=True)
             group.call(Offloadable.onload, parameters=True, optimizer=False)

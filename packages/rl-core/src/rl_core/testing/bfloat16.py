@@ -87,7 +87,7 @@ class Results:
 
 @attrs.frozen(kw_only=True)
 class Errors:
-    """Differences between a worker's results and those in float32."""
+    """Differences between a worker's results and the float32 results."""
 
     logprobs: float
     """Mean |difference| in nats."""
@@ -142,8 +142,8 @@ class Baseline:
 
     @classmethod
     def of(cls, spec: WorkerSpec, batches_of: Callable[[ReferenceWorker], Sequence[Batch]]) -> Baseline:
-        """Computes both results on the batches that `batches_of` makes with the float32 worker. The checkpoint of
-        `spec.model` must be stored in bfloat16."""
+        """Computes the float32 and the bfloat16 results on the batches that `batches_of` makes with the float32 worker.
+        The checkpoint of `spec.model` must be stored in bfloat16."""
         reference = ReferenceWorker(spec)
         before, batches = weights_of(reference), batches_of(reference)
         exact = measure_results(reference, batches, None, partial(weights_of, reference))
@@ -153,7 +153,7 @@ class Baseline:
         return cls(batches=batches, before=before, exact=exact, plain=plain)
 
     def errors(self, found: Results) -> tuple[Errors, Errors]:
-        """Returns the errors of `found` and those of `plain`. Weights are compared in the dtype of `found`."""
+        """Returns the errors of `found` and of `plain`. Weights are compared in the dtype of `found`."""
         rounded = {name: self.plain.weights[name].to(weight.dtype) for name, weight in found.weights.items()}
         plain = attrs.evolve(self.plain, weights=rounded)
         return errors(found, self.exact, self.before), errors(plain, self.exact, self.before)

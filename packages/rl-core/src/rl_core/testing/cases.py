@@ -39,7 +39,7 @@ class Variant:
 
     world_size: int = 1
     options: Any = None
-    """Options of the backend; None: those of the suite."""
+    """Options of the backend; None: the suite's options."""
     spec: Mapping[str, Any] = attrs.field(factory=dict)
     """Fields of `WorkerSpec` that differ, e.g. `{"use_sample_packing": False}`."""
     checkpoint: Mapping[str, Any] = attrs.field(factory=dict)
@@ -48,8 +48,8 @@ class Variant:
     """For a Mixture-of-Experts checkpoint: the batch has routes (`make_routes`) that the model must follow. `options`
     must enable this in the backend."""
     parity_only: bool = False
-    """Whether only the checks of the parity table run: for combinations of settings that other variants check one by
-    one."""
+    """Whether only the checks of the parity table run. Set for combinations of settings that other variants check one
+    by one."""
     marks: tuple[str, ...] = attrs.field(default=(), eq=False)
     """Names of pytest markers for the variant's checks, with which they can be deselected."""
 

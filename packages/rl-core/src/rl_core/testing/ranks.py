@@ -348,7 +348,7 @@ def fork_server() -> ForkServerContext:
 
 
 class _ShuffledGroup(WorkerGroup):
-    """Gives each rank its sequences in another order than the batch's, and a plan that is not `0, 1, 2, …`."""
+    """Gives each rank its sequences in an order that differs from the batch's, and a plan that is not `0, 1, 2, …`."""
 
     def _parts(self, batch: Batch, limits: MicroBatchLimits) -> list[Part]:
         return [_shuffled(part) for part in super()._parts(batch, limits)]

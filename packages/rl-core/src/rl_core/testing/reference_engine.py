@@ -41,7 +41,7 @@ class ReferenceEngine:
     """An `InferenceClient` without key/value cache and batching, which computes on the event loop. Accepts weights
     through any transport.
 
-    The engine is `Sleepable`: sleeping releases the weights, and it generates nothing until new weights arrive.
+    The engine is `Sleepable`: sleeping releases the weights, and the engine generates nothing until new weights arrive.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, timeout_s: float = 240.0) -> None:

@@ -108,8 +108,8 @@ class ReferenceWorker:
         return {"loss": (total, 1.0), **returned}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Scales the gradients. If their global norm is finite, clips them by this norm and takes an AdamW step. Unless
-        `update` sets the learning rate, the rate rises linearly during warm-up, then stays constant."""
+        """Scales the gradients. If their global norm is finite, clips them by this norm and takes an AdamW step. If
+        `update` does not set the learning rate, it rises linearly during warm-up, then stays constant."""
         assert self.optimizer is not None
         assert self.spec.optimizer is not None
         config, update = self.spec.optimizer, update or OptimizerUpdate()

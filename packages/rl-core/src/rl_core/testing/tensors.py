@@ -24,7 +24,8 @@ def require_close(actual: Tensor, expected: Tensor, tolerance: float, what: str)
 
 
 def multiple_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """The end of a message that says by which factor all gradients differ; empty if no single factor, or 1, fits."""
+    """The end of a message that says by which factor all gradients differ. Empty if no single factor fits, or if it is
+    1."""
     whole = torch.cat([gradient.flatten() for gradient in expected.values()])
     found = torch.cat([actual[name].flatten() for name in expected])
     factor = torch.dot(found, whole) / torch.dot(whole, whole)
