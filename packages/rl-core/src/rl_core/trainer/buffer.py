@@ -150,7 +150,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def drop(self, group_id: int) -> None:
-        """Gives up a started group; its place becomes free for another."""
+        """Discards a started group; its place becomes free for another."""
         async with self._changed:
             del self._outstanding[group_id]
             self._given_up.add(group_id)
@@ -200,7 +200,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def rejected(self) -> None:
-        """Gives up the groups of the last `take`, so that the step takes others."""
+        """Discards the groups of the last `take`; the step then takes others."""
         async with self._changed:
             self._given_up.update(self._taken)
             self._taken = {}

@@ -19,11 +19,11 @@ from rl_core.trainer.step_merging import merge_steps
 def collate(trajectories: Sequence[Trajectory]) -> Batch:
     """Makes a batch with one sequence per step of every trajectory, in the given order.
 
-    The batch has the columns tokens, sampled, loss_mask (equal to sampled, unless the step has `loss_mask`),
-    rollout_logprobs, policy_version, rewards (on a step's last sampled token, unless the step has `token_rewards`),
-    group_id, trajectory_id (index in `trajectories`), step_index and is_last_step. It also has greedy_score if greedy
-    answers were played, and routed_experts and `routed` (whether a token's routes are known) if the engine returned
-    routes.
+    The batch has the columns tokens, sampled, loss_mask, rollout_logprobs, policy_version, rewards, group_id,
+    trajectory_id (index in `trajectories`), step_index and is_last_step. If a step has no `loss_mask`, its loss_mask
+    equals sampled. If a step has no `token_rewards`, its reward is at its last sampled token. The batch also has
+    greedy_score if greedy answers were played, and routed_experts and `routed` (whether a token's routes are known) if
+    the engine returned routes.
 
     Raises:
         GenerationError: a trajectory has no steps; a step has no sampled token, fields of different lengths, a

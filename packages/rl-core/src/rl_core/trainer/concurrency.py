@@ -1,4 +1,4 @@
-"""Runs a coroutine while a block runs, or until a stop is requested. Neither function leaves a task behind."""
+"""Runs a coroutine while a block runs, or until a stop is requested. The functions leave no task behind."""
 
 from __future__ import annotations
 

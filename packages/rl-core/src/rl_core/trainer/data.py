@@ -234,8 +234,8 @@ def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Splits a whole conversation, as in TRL's data sets: if the last message is the assistant's, it is the completion
-    and the messages before it are the prompt; otherwise all messages are the prompt."""
+    """Splits a whole conversation, as in TRL's data sets. If the last message is the assistant's, it is the completion,
+    and the messages before it are the prompt. Otherwise, all messages are the prompt."""
     messages = row["messages"]
     if not _is_chat(messages):
         shown = repr(messages)[:80]

@@ -26,7 +26,8 @@ class DeltaSyncs:
         self._num_since_whole = 0
 
     def next(self, version: int, *, must_be_whole: bool) -> Mapping[str, Any]:
-        """The delta of the sync that begins now. Unless `succeeded` is called, the next sync sends whole weights."""
+        """The delta of the sync that begins now. If `succeeded` is not called for this delta, the next sync sends whole
+        weights."""
         is_whole = must_be_whole or self._base is None or self._num_since_whole + 1 >= self._interval
         delta = {"id": f"{version} ({uuid.uuid4().hex})", "base": None if is_whole else self._base}
         self._base = None

@@ -36,7 +36,7 @@ async def evaluate(
     timeout_s: float,
     failures: FailureAccount | None = None,
 ) -> Evaluation:
-    """Plays every row (`play_rows`), and returns the samples and their mean metrics. Raises GenerationError also if all
+    """Plays every row (`play_rows`), and returns the samples and their mean metrics. Also raises GenerationError if all
     samples failed."""
     failures = failures or evaluation_failures(rows, settings)
     trajectories = await play_rows(
@@ -71,8 +71,8 @@ async def play_rows(
         timeout_s: deadline for all rows together.
         failures: account that records failed samples, so that the caller knows them even if this call raises. None: a
             new account.
-        finished: gets the samples of each row when the row is finished, under its index, so that the caller has them
-            even if this call raises. None: a new dictionary.
+        finished: dictionary that gets the samples of each finished row, under the row's index, so that the caller has
+            them even if this call raises. None: a new dictionary.
 
     Raises:
         GenerationError: more samples failed than `settings.max_failure_rate` allows, or the generator's answer does not

@@ -17,7 +17,7 @@ class FailureAccount:
 
     `add` warns of the first failure of each kind. It raises an error if the number of failures exceeds `max_rate` times
     the number of samples that have ended since the last `lap`. If fewer than `num_expected` samples have ended,
-    `num_expected` counts instead.
+    `num_expected` is used instead.
     """
 
     def __init__(self, name: str, *, max_rate: float, num_expected: int):
@@ -57,8 +57,8 @@ class FailureAccount:
             )
 
     def restore(self, trajectories: Sequence[Trajectory]) -> None:
-        """Records samples of an earlier run. Raises no error for failed samples: the earlier run accepted their number,
-        which it compared with samples that this account does not have."""
+        """Records samples of an earlier run. Raises no error for failed samples, because the earlier run accepted their
+        rate, which this account cannot compute without that run's other samples."""
         self._record(trajectories)
 
     def _record(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -1,8 +1,8 @@
 """Computes the fingerprint of a run, which records its prompts and settings, and compares it when the run resumes.
 
-The rows, their order, the number of prompts that are short enough, the shuffling and the seed determine which prompt a
-group number means. If they changed, the group numbers in a checkpoint would mean other prompts, so a resume refuses
-such changes. It warns of changes of all other settings, except those in `_OF_THE_PROCESS`.
+The rows, their order, the number of prompts that are short enough, the shuffling and the seed determine to which prompt
+a group number refers. If they changed, the group numbers in a checkpoint would refer to other prompts, so a resume
+refuses such changes. It warns of changes of all other settings, except those in `_OF_THE_PROCESS`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl_core.trainer.data import DataRow
 logger = logging.getLogger(__name__)
 
 _NUMBER_GROUPS = ("trainer.seed", "data.shuffle")
-"""Keys that, together with the rows, determine which prompt a group number means."""
+"""Keys that, together with the rows, determine to which prompt a group number refers."""
 _OF_THE_PROCESS = frozenset(
     {
         "trainer.resume_mode",
@@ -75,11 +75,11 @@ def with_prompts(run: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
 
 
 def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
-    """Requires that the group numbers of the checkpoint mean the same prompts now.
+    """Requires that the group numbers of the checkpoint still refer to the same prompts.
 
     Raises:
-        ConfigError: the rows or a setting changed so that the numbers mean other prompts; ConfigErrors: several such
-            changes.
+        ConfigError: the rows or a setting changed, and the numbers would refer to other prompts; ConfigErrors: several
+            such changes.
         CheckpointError: the checkpoint's fingerprint cannot be read.
     """
     before = load_fingerprint(checkpoint)
@@ -100,8 +100,8 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
 
 
 def plays_alike(checkpoint: Path, now: Mapping[str, Any]) -> bool:
-    """Whether all settings that determine how a group is played are those of the checkpoint, so that the checkpoint's
-    stored groups can be used. False if the checkpoint has no fingerprint."""
+    """Whether all settings that determine how a group is played are the same as in the checkpoint, so that the
+    checkpoint's stored groups can be used. False if the checkpoint has no fingerprint."""
     before = load_fingerprint(checkpoint)
     if before is None:
         return False
