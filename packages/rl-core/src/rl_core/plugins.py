@@ -156,8 +156,8 @@ def _how_to_import(module: str) -> str:
 
 
 def _of_own_file(name: str) -> str:
-    """Returns a sentence that explains how to name an object in a Python file of the current directory. Empty unless
-    `name` is such a file (`mine`, `mine.py`) or an object in it (`mine.loss`)."""
+    """If `name` is a Python file of the current directory (`mine`, `mine.py`) or an object in it (`mine.loss`), returns
+    a sentence that explains how to name such an object; else an empty string."""
     module, _, attribute = name.removesuffix(".py").partition(".")
     is_file = module.isidentifier() and is_found(f"{module}.py")
     return f" To use an object in your {module}.py, write {module}:{attribute or 'NAME'}" if is_file else ""
@@ -199,7 +199,7 @@ def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
         _require(seam, plugin, name, where)
         return plugin
     stated = getattr(plugin, "contract_version", contract.unstated)
-    if type(stated) is not int:  # report first if the object is of the wrong kind, such as a class
+    if type(stated) is not int:  # an object of the wrong kind, such as a class, is reported first
         _require(seam, plugin, name, where, contract.oldest)
     problem = _version_problem(contract, stated)
     if stated is None or problem is not None:
@@ -323,7 +323,7 @@ def import_object(path: str, where: str = "") -> Any:
     if not attribute:
         raise PluginError(f"{where}{path!r}: write the object's name after the colon, as in {module_name}:NAME")
     if not hasattr(module, attribute):
-        # The module may be another one of the same name, such as one of the standard library.
+        # The module may be a different one with the same name, for example from the standard library.
         source = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "Python itself")
         remedy = nearest(attribute, dir(module)) or f" It was imported from {source}"
         raise PluginError(f"{where}{path!r}: {module_name} has no {attribute!r}.{remedy}")

@@ -84,7 +84,7 @@ def remove(directory: str) -> None:
 
 def _found(path: str) -> tuple[Any, str]:
     """The file system of an address, and the path in it. Some stores connect when their file system is created, so this
-    function raises the same errors as requests."""
+    function raises the same errors as later requests to the store."""
     try:
         import fsspec
     except ImportError as error:

@@ -80,7 +80,8 @@ def _of_factory(group: str, call: type, made: type, found: Any, version: int | N
 
 
 def _of_generator(found: Any, version: int | None) -> str | None:
-    """Why an object is not a generator plug-in: in version 1 a callable that creates generators, later an object."""
+    """Why an object is not a generator plug-in; None if it is one. In version 1, a plug-in is a callable that creates
+    generators; later, it is an object."""
     if version == 1:
         return _of_factory("rl_core.generators", GeneratorFactory, Generator, found, version)
     return _of_object("rl_core.generators", GeneratorPlugin, found, version)

@@ -54,8 +54,8 @@ class FileRecord:
 
 
 def is_found(path: str | Path) -> bool:
-    """Whether the path exists. Also False if this cannot be determined, because the user lacks a permission or the name
-    is too long (`Path.exists` would raise); `config.file_checks` reports these cases."""
+    """Whether the path exists. Unlike `Path.exists`, returns False instead of raising if the user lacks a permission or
+    the name is too long; `config.file_checks` reports these cases."""
     try:
         return Path(path).exists()
     except OSError:
