@@ -123,8 +123,8 @@ def test_too_many_failures_stop_the_run_with_a_checkpoint_and_are_all_written(tm
     )
     run = ScriptedRun(tmp_path, script)
     message = (
-        r"rollout: \d+ of \d+ finished samples failed \(\d+ OSError\), and a step or evaluation needs 8: more than "
-        r"trainer\.max_failure_rate=0\.5 allows; the last one: OSError: gone"
+        r"rollout: \d+ of \d+ finished samples failed \(\d+ OSError\), more than trainer\.max_failure_rate=0\.5 "
+        r"allows for a step or evaluation of 8 samples; the last failure: OSError: gone"
     )
     with pytest.raises(GenerationError, match=message):
         run.go()
@@ -175,7 +175,7 @@ def test_too_many_failures_in_an_evaluation_stop_the_run_with_a_checkpoint(tmp_p
         max_failure_rate=0.5,
     )
     run = ScriptedRun(tmp_path, script)
-    with pytest.raises(GenerationError, match=r"eval: 4 of 6 finished samples failed \(4 OSError\), .* needs 6"):
+    with pytest.raises(GenerationError, match=r"eval: 4 of 6 finished samples failed \(4 OSError\), .* of 6 samples"):
         run.go()
     assert run.events_of("evaluated", "row", "checkpoint") == ["row 1", "checkpoint 1"]
     assert run.reports.failed_in_evaluation == 4

@@ -187,10 +187,10 @@ def test_a_model_that_calls_its_experts_twice_in_a_layer_is_refused(tmp_path: Pa
 def test_routes_without_replay_and_replay_without_routes_are_errors(tmp_path: Path):
     spec = spec_of(make_checkpoint(tmp_path, family="qwen3_moe"))
     batch = make_batch(ReferenceWorker(spec), forced_routes=True)
-    with pytest.raises(ConfigError, match="carries routed_experts and routed, but router replay is off"):
+    with pytest.raises(ConfigError, match="the batch has routed_experts and routed, but router replay is off"):
         FsdpWorker(spec, RankInfo()).forward_backward(batch, PLAN, LOSS, temperature=1.0)
     following = FsdpWorker(attrs.evolve(spec, options=FOLLOWING), RankInfo())
-    with pytest.raises(ConfigError, match="replay is on, but the batch carries no routes"):
+    with pytest.raises(ConfigError, match="replay is on, but the batch has no routes"):
         following.forward(batch.without_columns("routed_experts", "routed"), PLAN, temperature=1.0)
 
 

@@ -266,7 +266,7 @@ def test_every_replay_switch_requires_routes_from_the_engine(key: str):
 def test_errors_name_the_key_that_switches_replay_on(switch, key, open_forced):
     with open_forced(1, options_of(switch), {}, QWEN, forced_routes=True) as case:
         without = case.batch.without_columns("routed_experts", "routed")
-        with pytest.raises(ConfigError, match=f"^{key}: router replay is on, but the batch carries no routes.*{key}=f"):
+        with pytest.raises(ConfigError, match=f"^{key}: router replay is on, but the batch has no routes.*{key}=f"):
             case.start().forward(without, LIMITS, temperature=TEMPERATURE)
         with pytest.raises(
             ConfigError, match=r"^trainer\.policy\.megatron_config\.moe_enable_routing_replay: .* is off"

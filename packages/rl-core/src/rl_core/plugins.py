@@ -132,8 +132,8 @@ def _is_receiver(found: Any) -> bool:
 
 
 def _import_problem(error: BaseException, module: str) -> str:
-    """The error of an import as text. Adds the file and line that raised it, unless the message already names a file or
-    the module does not exist."""
+    """The error of an import as text. If the module exists and the message names no file, adds the file and line that
+    raised the error."""
     names_file = isinstance(error, SyntaxError) or ".py:" in str(error)
     place = "" if names_file or _is_absent(error, module) else raised_at(error)
     problem = f"{type(error).__name__}: {error} {place}".strip()
@@ -156,8 +156,8 @@ def _how_to_import(module: str) -> str:
 
 
 def _of_own_file(name: str) -> str:
-    """If `name` is a Python file of the current directory (`mine`, `mine.py`) or an object in it (`mine.loss`), returns
-    a sentence that explains how to name such an object; else an empty string."""
+    """Returns a sentence that explains how to name an object in a Python file. Empty if `name` is neither a Python file
+    of the current directory (`mine`, `mine.py`) nor an object in one (`mine.loss`)."""
     module, _, attribute = name.removesuffix(".py").partition(".")
     is_file = module.isidentifier() and is_found(f"{module}.py")
     return f" To use an object in your {module}.py, write {module}:{attribute or 'NAME'}" if is_file else ""

@@ -33,7 +33,7 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """Returns the first error in a task group's errors, which may be nested: the one that cancelled the other tasks."""
+    """Returns the error that cancelled the other tasks: the first error of a task group, whose errors may be nested."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
@@ -84,7 +84,7 @@ def code_of(whose: str) -> Iterator[None]:
         if not is_foreign(error, task):
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        # Trackers may wrap `sys.exit` (wandb's ExitHooks); the frame to name is the one that called it.
+        # Trackers may wrap `sys.exit` (wandb's ExitHooks); name the frame that called the wrapper.
         frame = next((frame for frame in reversed(frames) if frame.name != "exit"), frames[-1])
         raise ForeignCodeError(
             f"{whose} raised {error!r} ({Path(frame.filename).name}:{frame.lineno}); code that fails must raise an "

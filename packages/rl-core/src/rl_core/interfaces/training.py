@@ -33,7 +33,7 @@ Role = Literal["policy", "reference", "critic"]
 HeldKind = Literal["parameters", "gradients", "optimizer"]
 """A kind of state that a rank keeps between steps."""
 Metrics = Mapping[str, tuple[float, float]]
-"""Name → (sum, weight). Both are summed over micro-batches and ranks, and the quotient is taken once at the end."""
+"""Name → (sum, weight). Sums and weights are added up over micro-batches and ranks, and divided once at the end."""
 Plan = Sequence[Sequence[int]]
 """One rank's micro-batches, in the order in which they run. Each is a list of indices of sequences in the rank's batch.
 All ranks of a group have the same number of micro-batches."""
@@ -131,8 +131,8 @@ class WorkerSpec:
     """Compute in bfloat16; trained parameters stay float32. False: compute in float32."""
     gradient_checkpointing: bool | Literal["selective"]
     """Recompute activations in the backward pass; `"selective"`: all but the results of matrix products and
-    attention. A backend that supports only one of these settings may use it for both, because the gradient is the
-    same."""
+    attention. A backend that supports only one of these two settings may use it in place of the other, because the
+    gradient is the same."""
     use_sample_packing: bool
     """Pack a micro-batch into one stream without padding. False: pad it to a rectangle."""
     share_prefixes: bool = False
@@ -183,8 +183,8 @@ class LossSpec:
     """Sets `loss[t]` to 0 for tokens with negative advantage if the log-probs of their sequence have dropped, since
     sampling, by more than this many nats per token. None: off."""
     old_is_current: bool = False
-    """True: the weights are still those of the start of the update. The batch then has no column `old_logprobs`, and
-    the loss uses the detached log-probs of this pass instead. Since contract version 3."""
+    """True: the weights have not changed since the start of the update. The batch then has no column `old_logprobs`,
+    and the loss uses the detached log-probs of this pass instead. Since contract version 3."""
     measures_entropy: bool = True
     """Report the metric `entropy`. False: compute entropies only if the loss reads them."""
 
@@ -441,7 +441,7 @@ class RehearsedPhase:
     parts: Mapping[str, int]
     """Kind → bytes: `parameters`, `gradients`, `optimizer`, `gathered`, `activations` (everything else)."""
     flops: int
-    """Operations of matrix products and attention, including recomputation. Causal attention counts half of full
+    """Operations of matrix products and attention, including recomputation. Causal attention counts as half of full
     attention."""
 
 
@@ -554,8 +554,8 @@ class OwnLosses(Protocol):
     """A backend that can add its own losses to the policy's, such as losses that balance experts."""
 
     def has_own_losses(self, options: Any) -> bool:
-        """Whether these options of the policy enable any such loss. Each call of `forward_backward` adds an enabled
-        loss with the weight of a whole mini-batch."""
+        """Whether the policy's options enable any of the backend's own losses. Each call of `forward_backward` adds an
+        enabled loss with the weight of a whole mini-batch."""
         ...
 
 

@@ -152,7 +152,7 @@ def _largest_load(tokens: list[int], num_ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InputCells:
-    """The model's input for predicting the tokens of a stream: the cells of a `PrefixForest`, without those that
+    """The model's input for predicting the tokens of a stream: the cells of a `PrefixForest`, without cells that
     predict nothing (the last cells of nodes without children). Nodes have the same meaning as in `PrefixForest`."""
 
     index_C: IntArray
@@ -236,7 +236,7 @@ def prefix_blocks(length_M: IntArray, parent_M: IntArray) -> PrefixBlocks:
 
 
 def _sorted_sequences(offsets: IntArray, columns: tuple[npt.NDArray[np.generic], ...]) -> IntArray:
-    """[N] the sequences, ordered so that those with equal prefixes are neighbours."""
+    """[N] the sequences, ordered so that sequences with equal prefixes are neighbours."""
     num_tokens = int(offsets[-1])
     parts = [np.ascontiguousarray(column).reshape(num_tokens, -1).view(np.uint8) for column in columns]
     keys = np.concatenate(parts, 1) if len(parts) > 1 else parts[0]

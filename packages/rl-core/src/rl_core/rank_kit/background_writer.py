@@ -21,8 +21,8 @@ class BackgroundWriter:
 
     def __init__(self, *, is_alone: bool) -> None:
         self.group: dist.ProcessGroup | None = None if is_alone else new_cpu_group()
-        """Process group for the collectives of writing, which must not mix with those of training. None for a single
-        rank."""
+        """Process group for the collectives of writing, which must not mix with training's collectives. None for a
+        single rank."""
         self._writing: Future[Any] | None = None
         self._found_no_room = False
         self._directory = Path()

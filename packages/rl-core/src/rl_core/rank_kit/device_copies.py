@@ -19,6 +19,6 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def is_pinned_first(tensor: Tensor, device: torch.device) -> bool:
-    """Whether the copy goes through page-locked memory: from host memory to a GPU, except for empty tensors and for
-    tensor subclasses, such as the fake tensors of rehearsals, which have no data."""
+    """Whether the copy goes through page-locked memory. True for copies of non-empty plain tensors from host memory to
+    a GPU. Tensor subclasses, such as the fake tensors of rehearsals, may have no data."""
     return device.type == "cuda" and tensor.device.type == "cpu" and type(tensor) is Tensor and tensor.numel() > 0

@@ -172,7 +172,7 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
         where: section of the configuration, for messages.
 
     Raises:
-        ConfigError: names or shapes are not the expected ones, or the file is damaged.
+        ConfigError: names or shapes differ from those of `expected`, or the file is damaged.
     """
     file = Path(directory) / HEAD_FILE
     if not file.is_file():

@@ -53,13 +53,13 @@ def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
     if shape is None:
         if arrived:
             raise ConfigError(
-                f"{key}: the batch carries {' and '.join(arrived)}, but router replay is off; set {key}=true, or "
+                f"{key}: the batch has {' and '.join(arrived)}, but router replay is off; set {key}=true, or "
                 "generator.inference_engine.enable_return_routed_experts=false"
             )
         return
     if len(arrived) < 2:
         raise ConfigError(
-            f"{key}: router replay is on, but the batch carries {arrived[0] if arrived else 'no routes'}; expected "
+            f"{key}: router replay is on, but the batch has {arrived[0] if arrived else 'no routes'}; expected "
             "routed_experts and routed. Set generator.inference_engine.enable_return_routed_experts=true, or "
             f"{key}=false"
         )

@@ -186,8 +186,8 @@ def _kept_layers(config: Mapping[str, Any], count: int, lists: Sequence[Sequence
 
 
 def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a small threshold and a small maximum length if rotary frequencies depend on the sequence length; else
-    nothing."""
+    """If rotary frequencies depend on the sequence length, returns a small threshold and a small maximum length;
+    otherwise, an empty dict."""
     rope = config.get("rope_parameters") or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]
     if all(part.get(key) in _SAME_AT_ANY_LENGTH for part in parts for key in ("rope_type", "type")):

@@ -37,8 +37,8 @@ class Series:
     color: int
     """Number of the curve's colour: the curve has the class `s<color>` of the page's style."""
     is_sparse: bool = False
-    """Whether the curve has values only at some steps. If so, each value is drawn with a dot, unless the curve
-    has more than `_MAX_DOTS` points."""
+    """Whether the curve has values only at some steps. The values of such a curve are drawn with dots if there are at
+    most `_MAX_DOTS`."""
 
 
 @attrs.frozen(kw_only=True)

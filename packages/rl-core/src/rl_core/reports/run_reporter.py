@@ -17,8 +17,8 @@ from rl_core.tasks import code_of
 
 
 class RunReporter:
-    """Writes metrics to `metrics.jsonl` and the configured trackers, and a few samples of each step and all failed ones
-    to `samples.jsonl`."""
+    """Writes metrics to `metrics.jsonl` and the configured trackers, and a few samples of each step and all failed
+    samples to `samples.jsonl`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RunReporter:
         self._samples.write([self._sample(trajectory, step, purpose) for trajectory in trajectories])
 
     def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Writes a few of an evaluation's samples, evenly spread over all, and all failed ones."""
+        """Writes all failed samples of an evaluation, and a few of its samples, evenly spread over all."""
         failed = {index for index, trajectory in enumerate(trajectories) if trajectory.failure is not None}
         chosen = sorted(failed.union(_evenly_spread(len(trajectories), self._num_samples)))
         self._samples.write([self._sample(trajectories[index], step, "eval") for index in chosen])

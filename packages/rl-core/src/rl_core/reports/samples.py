@@ -49,7 +49,7 @@ class Sample:
     """For an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each turn."""
     tokens: Sequence[Sequence[int]] | None = None
     """All tokens, including prompts and observations, of each sequence that was trained on. This field and the next two
-    are None unless `trainer.log_sample_logprobs` is set."""
+    are None if `trainer.log_sample_logprobs` is false."""
     rollout_logprobs: Sequence[Sequence[float]] | None = None
     """Aligned with `tokens`: log-probs of the engine, 0.0 for tokens that the policy did not sample. NaN for tokens
     of forced responses (`Constraining`), whose log-probs are not known; the file has null there."""

@@ -150,8 +150,8 @@ class BackendConformance:
     variants: ClassVar[Sequence[Variant]] = VARIANTS
     """Combinations of world size, options, spec and checkpoint with which the checks run."""
     resumes: ClassVar[Sequence[tuple[Variant, Variant]] | None] = None
-    """Pairs: the first saves a state, the second loads it. None: every ordered pair of world sizes, with the first
-    variant of each, if both have the same checkpoint."""
+    """Pairs of a variant that saves a state and a variant that loads it. None: of the first variants of all world
+    sizes, every ordered pair with the same checkpoint."""
     left_out: ClassVar[Mapping[str, str]] = {}
     """Checks that do not apply → why; they are shown as skipped with the reason."""
     preload: ClassVar[Sequence[str]] = ()

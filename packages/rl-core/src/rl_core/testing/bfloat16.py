@@ -178,7 +178,7 @@ def measure_results(
     gradients = worker.gradients()
     worker.optim_step()
     for pair in pairs[:2]:
-        # This loss has no clipped ratio, which the rounding errors of earlier steps could move across the bound.
+        # This loss has no clipped ratio. Rounding errors of earlier steps could move a ratio across its bound.
         worker.forward_backward(*pair, LossSpec(name="cross_entropy"), temperature=TEMPERATURE)
         worker.optim_step()
     scored = [scores_T[is_scored(batch)] for scores_T, batch in zip(scores, batches, strict=True)]

@@ -10,7 +10,7 @@ A plug-in's author writes
             return await MyEngine.start(model_path)
 
 and runs pytest. The engine must serve `model_path` (a tiny Qwen3 with one token per character) in float32. It is
-started once for the class; its log-probs are compared with those of a plain forward pass of the same weights.
+started once for the class; its log-probs are compared with the log-probs of a plain forward pass of the same weights.
 """
 
 from __future__ import annotations

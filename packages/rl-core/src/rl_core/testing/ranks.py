@@ -1,7 +1,7 @@
 """The ranks of a backend under test, and a handle (`RankGroup`) that calls them as the controller does.
 
-A single rank runs in the test's process, where a debugger works, unless the backend needs a separate process. In all
-other cases, ranks run in processes forked from a server that has imported torch, transformers and the backend, but
+If the backend does not need a separate process, a single rank runs in the test's process, where a debugger works. In
+all other cases, ranks run in processes forked from a server that has imported torch, transformers and the backend, but
 computed nothing. Two ranks then start in 0.15 s; new interpreters would take 7 s. No test gets ranks that another test
 has changed. Ray is not needed (the extra `testing` does not contain it); other tests check that ranks work as Ray
 actors, which does not depend on the backend.
@@ -314,9 +314,9 @@ class _Activity:
         self._last_active_ns: dict[str, int] = {}
 
     def has_worked(self) -> bool:
-        """Whether the process has worked since the last call: a thread waits for a disk now, or has computed or waited
-        for a processor for more than `_WORK_SHARE` of the time. A new thread counts from its start. Always False if the
-        system does not count this time, as outside Linux."""
+        """Whether the process has worked since the last call. It has if a thread waits for a disk now, or has computed
+        or waited for a processor for more than `_WORK_SHARE` of the time. A new thread's activity is measured from its
+        start. Always False if the system does not measure this time, as outside Linux."""
         now_s, active_ns, states = time.monotonic(), {}, set()
         try:
             for task in self._tasks.iterdir():

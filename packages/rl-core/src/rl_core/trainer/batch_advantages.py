@@ -141,9 +141,9 @@ def _require_steps_in_order(batch: Batch) -> None:
 
 
 def chosen_tokens(batch: Batch) -> Tensor:
-    """bool [T]: the sampled tokens without those of forced responses (`Constraining`), which have no rollout log-prob
-    and are not trained on. A trained token is included even if its log-prob is NaN, so that an engine's fault is not
-    hidden."""
+    """bool [T]: the sampled tokens without the tokens of forced responses (`Constraining`), which have no rollout
+    log-prob and are not trained on. A trained token is included even if its log-prob is NaN, so that an engine's fault
+    is not hidden."""
     if "rollout_logprobs" not in batch:
         return batch["sampled"]
     return batch["sampled"] & (batch["loss_mask"] | ~batch["rollout_logprobs"].isnan())

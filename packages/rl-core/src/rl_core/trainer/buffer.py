@@ -90,9 +90,9 @@ class GroupBuffer:
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Groups that no finished step accounts for. A resumed run starts them again, except those that its checkpoint
-        stores. They include groups that a step took but has not finished training on, and groups dropped or rejected
-        since the last finished step."""
+        """Groups that no finished step accounts for, including groups that a step took but has not finished training
+        on, and groups dropped or rejected since the last finished step. A resumed run starts these groups again if its
+        checkpoint does not store them."""
         return tuple(sorted((*self._outstanding, *self._taken, *self._given_up)))
 
     @property
@@ -226,8 +226,8 @@ class GroupBuffer:
             return []
         chosen, spare = [], self._spare_places()
         for group in sorted(self._finished.values(), key=lambda group: (group.start_version, group.group_id)):
-            # The spare places of this group's start version and of younger versions already count a place for it. So
-            # choosing it can take a place only from older groups.
+            # The spare places of this group's start version and of younger versions already exclude a place for this
+            # group. So choosing this group can take a place only from older groups.
             older = [version for version in spare if version < group.start_version]
             if len(chosen) == self._places or any(spare[version] <= 0 for version in older):
                 break

@@ -51,9 +51,9 @@ class FailureAccount:
         num_ended = self._num_ended.total()
         if failed and len(self._failed) > self._max_rate * max(num_ended, self._num_expected):
             raise GenerationError(
-                f"{self._name}: {len(self._failed)} of {num_ended} finished samples failed ({self._kinds()}), and a "
-                f"step or evaluation needs {self._num_expected}: more than trainer.max_failure_rate={self._max_rate:g} "
-                f"allows; the last one: {failed[-1].failure}"
+                f"{self._name}: {len(self._failed)} of {num_ended} finished samples failed ({self._kinds()}), "
+                f"more than trainer.max_failure_rate={self._max_rate:g} allows for a step or evaluation of "
+                f"{self._num_expected} samples; the last failure: {failed[-1].failure}"
             )
 
     def restore(self, trajectories: Sequence[Trajectory]) -> None:

@@ -90,8 +90,8 @@ def packed_attention(
 
 def _bounds_in_masks(module: nn.Module, sliding_window: int | None) -> list[str]:
     """Returns the kinds of attention of this layer whose bounds are only in a mask, which `packed_attention` does not
-    read: chunked attention, and a sliding window that the model's code does not pass as `sliding_window`. Empty for
-    other layers."""
+    read. These are chunked attention, and a sliding window that the model's code does not pass as `sliding_window`.
+    Empty for other layers."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None or layer is None:

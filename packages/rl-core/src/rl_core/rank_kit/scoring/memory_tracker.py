@@ -37,7 +37,8 @@ class _Storage:
 class MemoryTracker(TorchDispatchMode):
     """While active, follows every tensor of `fake_mode` on the CPU.
 
-    Tensors created while it is active count as activations, unless FSDP gathers into them or `name` sets another kind.
+    Tensors created while it is active have the kind `activations` until FSDP gathers into them or `name` sets another
+    kind.
     """
 
     def __init__(self, fake_mode: FakeTensorMode):

@@ -207,8 +207,8 @@ def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> N
 
 
 def _require_same_states(model: PreTrainedModel, spec: WorkerSpec, compute_dtype: torch.dtype, where: str) -> None:
-    """Requires that the hidden states from which values are computed agree with those of the model's own code, computed
-    one sequence at a time."""
+    """Requires that the hidden states from which values are computed agree with the hidden states of the model's own
+    code, computed one sequence at a time."""
 
     def as_trained(inputs: ModelInput) -> Tensor:
         states_SH = predicting_states(model, inputs, compute_dtype)
