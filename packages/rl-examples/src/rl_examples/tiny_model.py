@@ -117,8 +117,8 @@ def add_chat_template(directory: Path, template: str) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Writes a model and its tokenizer in Hugging Face format. Without a GPU, sets DS_ACCELERATOR, because
-    `save_pretrained` imports DeepSpeed if installed, which would otherwise guess the device and print a warning."""
+    """Writes a model and its tokenizer in Hugging Face format. Without a GPU, sets DS_ACCELERATOR. Otherwise DeepSpeed,
+    which `save_pretrained` imports if it is installed, would guess the device and print a warning."""
     import torch
 
     if not torch.cuda.is_available():

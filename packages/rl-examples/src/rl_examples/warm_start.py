@@ -55,7 +55,7 @@ def warm_start(
     """Trains the model at `trainer.policy.model.path` on `rows` (prompt and answer) and writes it to `directory`.
 
     Args:
-        check_rows: problems that are played to measure the accuracy; None: `rows`.
+        check_rows: problems on which the accuracy is measured; None: `rows`.
 
     Raises:
         RLError: the target was not reached within `max_updates`.

@@ -12,8 +12,8 @@ from rl_core.rank_kit.perturbation import Piece
 
 
 def trained_pieces(state: Mapping[str, Tensor]) -> Iterator[Piece]:
-    """Yields one piece for every parameter in `state`, which is a `Shards.state` without optimizer. Parameters of which
-    this rank holds no element are left out."""
+    """Yields one piece for every parameter of which this rank holds an element. `state` is a `Shards.state` without
+    optimizer."""
     for name, tensor in state.items():
         local, offset = tensor, (0,) * tensor.dim()
         if isinstance(tensor, DTensor):

@@ -20,8 +20,8 @@ Generation = Literal["fsdp2", "fsdp1"]
 
 
 class FsdpWorker(ScoringWorker):
-    """A `ScoringWorker` whose parameters FSDP shards. A single rank shards nothing and joins no process group, unless
-    it offloads its parameters from an accelerator to CPU memory."""
+    """A `ScoringWorker` whose parameters FSDP shards. A single rank shards nothing. It joins a process group only to
+    offload its parameters from an accelerator to CPU memory."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo, generation: Generation = "fsdp2"):
         if spec.num_threads is not None:
