@@ -101,8 +101,8 @@ class MegatronBackend:
         return None
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """See `ModelProving`. If Transformer Engine is installed, sequences are not packed, because its attention,
-        which is to be checked, cannot pack float32."""
+        """See `ModelProving`. If Transformer Engine is installed, sequences are not packed, because the check uses
+        Transformer Engine's attention, which cannot pack float32."""
         from rl_megatron.rank.worker import MegatronWorker
 
         is_packed = find_spec("transformer_engine") is None

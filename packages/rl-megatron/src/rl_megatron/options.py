@@ -42,7 +42,7 @@ class MegatronOptions:
     that end in `_config_kwargs`."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that split each matrix and, between matrices, the tokens (this includes sequence parallelism)."""
+    """Ranks that split each matrix and, between matrices, the tokens (sequence parallelism)."""
     pipeline_model_parallel_size: int = 1
     """Ranks that split the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
@@ -52,7 +52,7 @@ class MegatronOptions:
     num_layers_in_last_pipeline_stage: int | None = None
     """Number of layers on the last pipeline stage; None: an equal share."""
     context_parallel_size: int = 1
-    """Number n of ranks that split each sequence. It is cut into 2n chunks; rank i gets chunks i and 2n - 1 - i."""
+    """Number n of ranks that split each sequence into 2n chunks; rank i gets chunks i and 2n - 1 - i."""
     expert_model_parallel_size: int = 1
     """Ranks that split the experts of a layer."""
     expert_tensor_parallel_size: int | None = None
@@ -72,11 +72,11 @@ class MegatronOptions:
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """Dtype of the router's logits and probabilities; None: the model's dtype (DeepSeek: `fp32`)."""
     moe_enable_routing_replay: bool = False
-    """Mixture-of-Experts policy: route tokens to recorded experts in training and recomputation, and in scoring unless
-    scoring records them."""
+    """Mixture-of-Experts policy: route tokens to recorded experts in training and recomputation, and also in scoring if
+    the engine recorded them."""
     moe_routing_replay_source: Literal["rollout", "scoring"] = "rollout"
-    """Where routes are recorded: `rollout` in the engine (R3; needs
-    `generator.inference_engine.enable_return_routed_experts`), `scoring` in the policy's own scoring pass (R2)."""
+    """Where routes are recorded. `rollout`: in the engine (R3; needs
+    `generator.inference_engine.enable_return_routed_experts`); `scoring`: in the policy's own scoring pass (R2)."""
     moe_per_layer_logging: bool = False
     """Report auxiliary losses also per layer."""
     freeze_moe_router: bool = False

@@ -121,8 +121,9 @@ def _micro_batches_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> 
 def _activation_elements(
     spec: WorkerSpec, setup: Setup, mesh: Mesh, layers: Sequence[int], tokens: float, in_flight: float
 ) -> float:
-    """Counts the activation elements of the transformer layers: normally those of all layers; with recomputation, the
-    inputs of all layers and everything in the largest layer; without an optimizer, only the largest layer."""
+    """Counts the activation elements of the transformer layers that are in memory at a time. In training, these are the
+    activations of all layers or, with recomputation, the inputs of all layers and everything in the largest layer.
+    Without an optimizer, they are only the activations of the largest layer."""
     shape = setup.shape
     assert shape is not None
     sizes = {"tensor": mesh.tensor, "expert_tensor": mesh.expert_tensor}

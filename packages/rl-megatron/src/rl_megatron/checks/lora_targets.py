@@ -55,8 +55,8 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
 
 
 def bridge_layers(lora: LoraConfig, lora_type: str, section: str) -> list[str]:
-    """Returns Bridge's names of the adapted layers. Raises ConfigError for what `adapted_layers` refuses, or if only
-    parts of a fused matrix are named."""
+    """Returns Bridge's names of the adapted layers. Raises ConfigError if `adapted_layers` does, or if the names cover
+    only some parts of a fused matrix."""
     wanted = adapted_layers(lora, section)
     for parts, fused in _FUSED.items():
         if 0 < len(parts & set(wanted)) < len(parts):

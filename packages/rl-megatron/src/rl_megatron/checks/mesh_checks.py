@@ -173,7 +173,7 @@ def _expert_gradients_are_summed(setup: Setup) -> str | None:
 
 
 def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
-    """Refuses layer counts for both of two stages if there are virtual stages. In megatron-core 0.16.1,
+    """Refuses layer counts for both stages of a two-stage pipeline with virtual stages. In megatron-core 0.16.1,
     `get_transformer_layer_offset` then divides by the number of stages without a count, which is 0."""
     has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and setup.is_interleaved:

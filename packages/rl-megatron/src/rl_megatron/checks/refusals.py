@@ -179,8 +179,8 @@ def _sequence_parallelism(setup: Setup) -> str | None:
 
 
 def _interleaved_sends(setup: Setup) -> str | None:
-    """Refuses sends that two interleaved stages would mix up. The previous and the next stage are then the same rank,
-    and batched sends to that rank may arrive in the wrong order."""
+    """Refuses sends that two interleaved stages would mix up. With two stages, the previous and the next stage are the
+    same rank, and batched sends to that rank may arrive in the wrong order."""
     if not setup.is_interleaved or setup.size("pipeline_model_parallel_size") != 2:
         return None
     for name, right in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):

@@ -60,7 +60,7 @@ def _require_sums(options: MegatronOptions, where: str) -> None:
 
 
 def _require_optimizer_fields(options: MegatronOptions, where: str, section: str) -> None:
-    """Refuses every field of `optimizer_config_kwargs` that is not in `_FIXED`, or whose value differs from the one
+    """Refuses every field of `optimizer_config_kwargs` that is not in `_FIXED`, or whose value differs from the value
     there."""
     for name, value in optimizer_fields(options, where).items():
         key = f"{where}.optimizer_config_kwargs.{name}"

@@ -1,8 +1,9 @@
 """Imports Megatron-Bridge, which converts Hugging Face models to Megatron's and back.
 
 Bridge 0.3.1 imports Transformer Engine (in two of its LoRA modules) and triton (in a Mamba layer) whether or not they
-are used. If Transformer Engine is not installed, a stand-in replaces it while Bridge is imported; another replaces
-triton if that is missing too. Flags that Megatron and Bridge set because of the stand-ins are reset afterwards.
+are used. If Transformer Engine is not installed, a stand-in replaces it while Bridge is imported. If triton is missing
+too, a second stand-in replaces triton. Flags that Megatron and Bridge set because of the stand-ins are reset
+afterwards.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
 
 
 def _local(spec: ModuleSpec) -> ModuleSpec:
-    """Replaces norms, core attention and MLA's down-projections with ones that support sequence and context
+    """Replaces norms, core attention and MLA's down-projections with modules that support sequence and context
     parallelism."""
     spec = _with_own_attention(spec)
     layer: Any = spec.submodules

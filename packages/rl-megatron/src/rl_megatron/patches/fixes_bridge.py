@@ -1,6 +1,6 @@
 """Fixes for bugs of Megatron-Bridge 0.3.1 that occur with gloo, or with experts that are not grouped (local experts).
-tests/megatron/test_needed.py leaves out each fix except `fix_expert_mappings`, and expects the fault. Remove a fix when
-its bug is gone."""
+For every fix other than `fix_expert_mappings`, tests/megatron/test_needed.py checks that the fault occurs without the
+fix. Remove a fix when its bug is gone."""
 
 from __future__ import annotations
 

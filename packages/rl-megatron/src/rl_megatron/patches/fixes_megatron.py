@@ -1,5 +1,5 @@
-"""Fixes for bugs of Megatron-Core 0.16.1. tests/megatron/test_needed.py leaves out each fix except
-`fix_expert_bias`, and expects the fault. Remove a fix when its bug is gone."""
+"""Fixes for bugs of Megatron-Core 0.16.1. For every fix other than `fix_expert_bias`, tests/megatron/test_needed.py
+checks that the fault occurs without the fix. Remove a fix when its bug is gone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def fix_router_gating() -> None:
-    """Defines `moe_utils.te_general_gemm` as None. `RouterGatingLinearFunction`, used if `moe_router_dtype` is set,
-    reads this name, which exists only with Transformer Engine, and would raise NameError."""
+    """Defines `moe_utils.te_general_gemm` as None. `RouterGatingLinearFunction`, which is used if `moe_router_dtype` is
+    set, reads this name. Without Transformer Engine the name does not exist, so the function would raise NameError."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -47,8 +47,8 @@ def fix_expert_bias() -> None:
 
 
 def fix_balancing_without_tokens() -> None:
-    """Divides by 1 instead of 0 in the load-balancing losses of a micro-batch that is all padding (a rank without
-    sequences has one). These losses divide by the number of tokens, so all gradients would be NaN."""
+    """Divides by 1 instead of 0 in the load-balancing losses of a micro-batch that is all padding, as on a rank without
+    sequences. These losses divide by the number of tokens, so all gradients would be NaN."""
     from megatron.core.transformer.moe import router
 
     def count(*args: Any, **settings: Any) -> tuple[Any, Any, Any]:

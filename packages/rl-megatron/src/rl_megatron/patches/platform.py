@@ -31,7 +31,8 @@ def install_cpu() -> None:
     global _mode
     if _mode is not None:
         return
-    # Megatron wraps functions in `torch.compile` at import; on the CPU that would call a C++ compiler in every process.
+    # Megatron wraps functions in `torch.compile` at import, which on the CPU would call a C++ compiler in every
+    # process.
     torch.compiler.set_stance("force_eager")
     _replace_cuda_functions()
     _replace_random_states()
@@ -153,7 +154,7 @@ def _replace_collectives() -> None:
 
     def to_cpu(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # Megatron converts split sizes to NumPy arrays only when it moves them from a GPU. Here they are on the CPU
-        # already, and the collectives do not take tensors as sizes.
+        # already, and the collectives do not accept tensors as sizes.
         return value.numpy() if as_numpy and isinstance(value, Tensor) else value
 
     replace(moe_utils, "maybe_move_tensor_to_cpu", to_cpu)

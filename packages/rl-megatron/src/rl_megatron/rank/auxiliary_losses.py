@@ -47,7 +47,8 @@ class AuxiliaryLosses:
 
     @contextmanager
     def weighted(self, num_tokens: int) -> Iterator[None]:
-        """Within the context, gradients of these losses are divided by the number of tokens on all data-parallel ranks.
+        """Within the context, gradients of the auxiliary losses are divided by the number of tokens on all
+        data-parallel ranks.
 
         Args:
             num_tokens: number of tokens in this rank's part of the call's batch.
@@ -96,7 +97,7 @@ def _recorded_names(config: Any) -> list[str]:
 
 
 def _sum(name: str) -> dict[str, Any]:
-    """Returns the group of ranks over which Megatron's routers sum a loss, in the form in which they record it."""
+    """Returns the fields in which Megatron records the group of ranks over which the routers sum a loss."""
     group = None
     if name == "global_load_balancing_loss":
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

@@ -86,7 +86,7 @@ class _FilesInBackground(_PlainFiles):
 
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-"""Writes background checkpoints one after another; its thread starts with the first one."""
+"""Writes background checkpoints one after another; its thread starts with the first checkpoint."""
 
 
 def start_writing(

@@ -1,4 +1,5 @@
-"""Micro-batches as inputs of one rank's model, and `to_stream`, which puts its outputs back in the stream's order."""
+"""Micro-batches as inputs of one rank's model, and `to_stream`, which puts the model's outputs back in the stream's
+order."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class MicroBatch:
     """The micro-batch's sequences. None: there are none; the micro-batch runs only because other ranks wait for this
     rank."""
     sequences: tuple[int, ...]
-    """Indices of these sequences in the rank's batch."""
+    """Indices of the micro-batch's sequences in the rank's batch."""
     tokens_BS: Tensor
     positions_BS: Tensor
     segments: Segments | None

@@ -47,8 +47,8 @@ def run_schedule(
     """Runs all micro-batches. On the last stage, returns the reports of `finish` in the order of the micro-batches; on
     other stages, an empty list.
 
-    Unless `forward_only`, gradients are added to the chunks' main gradients. They are summed over ranks only in the
-    optimizer step, because several calls may accumulate gradients.
+    Unless `forward_only`, gradients are added to the chunks' main gradients. The main gradients are summed over ranks
+    only in the optimizer step, because several calls may accumulate gradients.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:

@@ -14,8 +14,8 @@ def mark_shards(chunks: Sequence[Any], expert_tensor_size: int) -> None:
     """Corrects the attribute by which Megatron decides which ranks' gradients enter the norm.
 
     Transformer Engine sets this attribute from incomplete information that Megatron passes. A linear layer that every
-    tensor rank holds whole (the down-projections of latent attention) is marked as a shard, so its gradient counts once
-    per rank. An expert that is on only one tensor rank may be marked as a copy, so its gradient counts only on the
+    tensor rank holds whole, such as a down-projection of latent attention, is marked as a shard, so its gradient counts
+    once per rank. An expert that is on only one tensor rank may be marked as a copy, so its gradient counts only on the
     first rank; Megatron-LM's pull request 5916 describes this case.
 
     Args:

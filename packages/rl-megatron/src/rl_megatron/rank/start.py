@@ -57,7 +57,7 @@ def join(info: RankInfo, mesh: Mesh, seed: int) -> Place:
     Args:
         info: this rank's number and the address where the ranks meet.
         mesh: how the ranks are arranged in groups.
-        seed: random seed of the initial values that no checkpoint contains (those of adapters).
+        seed: random seed of the adapters' initial values, which no checkpoint contains.
     """
     device = own_device(info)
     prepare_process()

@@ -180,8 +180,8 @@ class MegatronWorker:
         """Returns the accumulated gradients, summed over all ranks, in float32 on the CPU, under Hugging Face names;
         zeros for parameters that are not trained.
 
-        If the model has adapters, returns only their gradients, under peft's names, and those of a critic's head. With
-        `lora_type=lora`, parts of a fused matrix share A, and each part is given its whole gradient.
+        If the model has adapters, returns only the gradients of the adapters, under peft's names, and of a critic's
+        head. With `lora_type=lora`, parts of a fused matrix share A, and each part gets the whole gradient of A.
         """
         optimizer = require_optimizer(self.optimizer, self.spec, "gradients")
         of_gradients = WeightExport(self.bridge, self.chunks)  # `self.export` caches the weights' dtype
@@ -264,7 +264,7 @@ class MegatronWorker:
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
         """Moves parameters, gradients and optimizer state to CPU memory and frees their memory on the accelerator.
-        Without an accelerator this does nothing, because they are in CPU memory anyway."""
+        Does nothing without an accelerator, because the tensors are in CPU memory anyway."""
         if self.place.device.type == "cpu":
             return
         self.give_back(parameters=parameters, optimizer=optimizer)
@@ -321,8 +321,8 @@ class MegatronWorker:
     def _on_stream(
         self, batch: Batch, plan: Plan, names: Sequence[str], parts: Sequence[Sequence[Tensor]]
     ) -> dict[str, Tensor]:
-        """Assembles the scores of the whole batch from those of its micro-batches. A micro-batch without sequences has
-        no scores."""
+        """Assembles the scores of the whole batch from the scores of its micro-batches. A micro-batch without sequences
+        has no scores."""
         scores = {name: torch.zeros(batch.num_tokens) for name in names}
         for sequences, part in zip(plan, parts, strict=True):
             if len(sequences):
