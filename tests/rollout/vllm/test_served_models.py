@@ -84,7 +84,7 @@ def lora(**fields: object) -> dict[str, object]:
         (
             "large",
             lora(**ALONE),
-            "model: got .* its rank is 16, but the servers take ranks up to 8; raise trainer.policy.model.lora",
+            "model: got .* its rank is 16, but the servers accept ranks up to 8; raise trainer.policy.model.lora",
         ),
         ("cut", lora(**ALONE), "model: got .* its adapter_config.json cannot be read"),
     ],

@@ -127,7 +127,7 @@ async def play(
 def _what_follows(
     result: StepResult, history: History, prompt: Tokens, completion: Completion, num_turns: int, limits: Limits
 ) -> tuple[Tokens, TrajectoryEnd | None]:
-    """Returns the next turn's prompt and None or, if the episode ends, a prompt that is not used and the reason."""
+    """Returns the next turn's prompt and None. If the episode ends, returns an unused prompt and the reason."""
     if result.done:
         return (), "done"
     if limits.max_turns == 1:

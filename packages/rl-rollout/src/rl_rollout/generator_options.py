@@ -43,7 +43,7 @@ class DatasetGeneratorOptions:
     would begin to sample; a message of another role is trained on in full, with the header that the template writes.
     The first token of a sequence is never trained on, because nothing precedes it."""
     trained_turns: Literal["all", "last"] = "all"
-    """Which messages of these roles are trained on."""
+    """Which messages of the `trained_roles` are trained on."""
     scored_at_end: bool = False
     """Append one end-of-sequence token to each response and train only on it. A value head's prediction there depends
     on the whole response: it is the score that a reward model gives."""

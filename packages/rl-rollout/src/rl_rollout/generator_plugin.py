@@ -21,7 +21,7 @@ class EnvironmentGeneratorPlugin:
     options_class: type = EnvironmentGeneratorOptions
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Checks the environment that the configuration names, but not those that rows name.
+        """Checks the environment that the configuration names, but not the environments that rows name.
 
         Raises:
             PluginError: the environment is unknown, or a reward function cannot be imported.

@@ -62,8 +62,8 @@ class RewardFunction:
 
 
 def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
-    """Returns the parameters of a function. For a decorator's wrapper that takes any names, returns the parameters of
-    the decorated function if that takes `completions`."""
+    """Returns the parameters of a function. For a decorator's wrapper that takes any names, returns the decorated
+    function's parameters if they accept `completions`."""
     own = list(inspect.signature(function, follow_wrapped=False).parameters.values())
     decorated = list(inspect.signature(function).parameters.values())
     fits = _takes_any(decorated) or "completions" in [one.name for one in decorated]
@@ -182,8 +182,8 @@ def _number(name: str, answer: Any) -> float | None:
 
 
 def require_functions(options: Mapping[str, Any]) -> None:
-    """Imports all functions, and checks that there are no other options, and either no weights or one per function.
-    Raises ConfigError, and the errors of `functions_at`."""
+    """Imports all functions. Checks that there are no other options and, if weights are given, that there is one per
+    function. Raises ConfigError, and the errors of `functions_at`."""
     others = [name for name in options if f"environment.{name}" not in (KEY, WEIGHTS)]
     if others:
         raise ConfigError(

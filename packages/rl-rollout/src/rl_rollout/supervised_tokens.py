@@ -133,7 +133,7 @@ class RowEncoder:
             if not before.startswith(written) or not whole.startswith(before):
                 raise DataError(
                     "the chat template changes earlier turns (many templates drop the thinking), so one sequence "
-                    "cannot hold all turns; train only on the last one with generator.trained_turns=last"
+                    "cannot hold all turns; train only on the last turn with generator.trained_turns=last"
                 )
             response = self._until_end(whole[len(before) :])
             if before or is_answer:

@@ -64,7 +64,7 @@ class LocalEngine:
         self._closed = False
         self._answers: set[asyncio.Future[Any]] = set()
         self._held = HeldWeights()
-        # One thread: a sync that missed its deadline still uses `_held`, so the next sync waits until it has ended.
+        # One thread: a sync that missed its deadline still uses `_held`, so the next sync waits for its end.
         self._staging = ThreadPoolExecutor(1, "rl-rollout-local-staging")
         self._staged: tuple[Rendezvous, StagedWeights] | None = None
         self._when_still: list[Callable[[], None]] = []

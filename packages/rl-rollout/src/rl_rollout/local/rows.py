@@ -110,7 +110,7 @@ class Rows:
         return self._take(rows_F, reasons)
 
     def rows_of(self, owners: set[Any] | None) -> list[int]:
-        """Returns the indices of the rows of these owners; None: of all rows."""
+        """Returns the indices of the rows of these owners; None: all owners."""
         return [row for row, sample in enumerate(self._samples) if owners is None or sample.owner in owners]
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ def _widened(values: npt.NDArray[Any], num_columns: int) -> npt.NDArray[Any]:
 
 
 def _chunks(lengths: Sequence[int], max_tokens: int) -> Iterable[range]:
-    """Divides sequences into consecutive ranges, each with at most `max_tokens` tokens including padding, unless one
-    sequence alone is longer. `lengths` must ascend."""
+    """Divides sequences into consecutive ranges of at most `max_tokens` tokens each, including padding. A longer
+    sequence has a range of its own. `lengths` must ascend."""
     start = 0
     for i, length in enumerate(lengths):
         if i > start and (i - start + 1) * length > max_tokens:

@@ -56,8 +56,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row; returns it with its log-prob in the distribution that it was drawn from.
 
-    Logits are divided by the temperature, then filtered by top-k, top-p and min-p, in this order; the log-prob is that
-    of the renormalised remaining distribution. At temperature 0 the most likely token is taken, with the log-prob of
+    Logits are divided by the temperature, then filtered by top-k, top-p and min-p, in this order; the log-prob is taken
+    from the renormalised remaining distribution. At temperature 0 the most likely token is taken, with the log-prob of
     the unscaled, unfiltered distribution.
 
     Args:

@@ -1,1 +1,1 @@
-"""Weight transports. Each has a module of its name; the streaming ones also have a module `<name>_ends`."""
+"""Weight transports. Each transport has a module of its name; a streaming transport also has a module `<name>_ends`."""

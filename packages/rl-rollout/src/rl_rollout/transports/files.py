@@ -73,8 +73,8 @@ class FilesTransport:
             )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Creates the sync's directory and, if no `directory` is configured and /dev/shm is writable, a second one in
-        memory. Only this user can read them."""
+        """Creates the sync's directory. If no `directory` is configured and /dev/shm is writable, also creates a
+        directory in memory. Only this user can read the directories."""
         del num_engines  # any number of engines may read
         directories = [make_folder(self.directory, self.run)]
         if self.directory is None and os.access(_SHARED_MEMORY, os.W_OK):

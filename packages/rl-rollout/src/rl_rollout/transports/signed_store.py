@@ -20,8 +20,8 @@ _NUM_BYTES = 32
 
 
 class SignedStore(Store):
-    """Implements those methods of a store that a sync and gloo use. Counts (`add`) are not signed: a sync numbers its
-    messages and receivers with them. A program that changes a count can make the sync fail, but cannot forge a
+    """Implements those methods of a store that a sync and gloo use. Counts (`add`), by which a sync numbers its
+    messages and receivers, are not signed. A program that changes a count can make the sync fail, but cannot forge a
     value."""
 
     def __init__(self, plain: Store, secret: str) -> None:
@@ -40,8 +40,8 @@ class SignedStore(Store):
         self.plain.set(key, self._signature(key, content) + content)  # pyright: ignore[reportArgumentType]
 
     def get(self, key: str) -> bytes:
-        """Waits, as long as the plain store does, for the value and returns it. Raises WeightSyncError if it was not
-        signed with the secret."""
+        """Returns the value; waits for it as long as the plain store does. Raises WeightSyncError if it was not signed
+        with the secret."""
         stored = self.plain.get(key)
         signature, content = stored[:_NUM_BYTES], stored[_NUM_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, content)):

@@ -71,7 +71,7 @@ def description(bucket: WeightBucket, rank: int) -> dict[str, Any]:
 
 
 def end_message(tensors: Mapping[str, TensorRecord], rank: int, version: int) -> dict[str, Any]:
-    """Makes the message that a rank has sent all of its buckets, with the checksums of all tensors."""
+    """Makes the message that announces the end of a rank's buckets, with the checksums of all tensors."""
     checksums = {name: record.checksum for name, record in tensors.items()}
     return {"kind": "end", "rank": rank, "version": version, "checksums": checksums}
 

@@ -145,7 +145,7 @@ class RemoteInferenceClient:
         Args:
             messages: the conversation so far, which the server converts to tokens.
             options: further fields of the request, such as `max_tokens`, or `model` to choose an adapter. `session_id`
-                is not sent: requests with the same value go to the same server.
+                is not sent; it makes requests with the same value go to the same server.
         """
         session_id = options.pop("session_id", None)
         arguments = {"model": self._model, "messages": [dict(message) for message in messages], **options}
@@ -401,8 +401,8 @@ class RemoteInferenceClient:
 
     async def _on_all_or_none(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
         """Like `_on_all`, for a weight sync that succeeds only if all servers succeed: raises the first failure without
-        waiting for the other calls. Those fail too once the caller aborts the sync. A server whose call is still
-        running 30 s later is marked as hung, and the supervisor gives it up.
+        waiting for the other calls. The other calls fail too once the caller aborts the sync. A server whose call is
+        still running 30 s later is marked as hung, and the supervisor gives it up.
 
         Raises:
             WeightSyncError: a server failed or is gone.

@@ -15,8 +15,8 @@ from rl_rollout.vllm import wire
 from rl_rollout.vllm.tokens import CONTROL_FILE_VARIABLE, CONTROL_VARIABLE
 
 _KEEP_ALIVE_S = 60.0
-"""Seconds until the client closes an idle connection. The server closes one after 75 s, so the server never closes a
-connection that the client is about to use."""
+"""Seconds until the client closes an idle connection. The server waits 75 s, so it never closes a connection that the
+client is about to use."""
 CONNECT_S = 10.0
 """Timeout for a server to accept a connection."""
 _REFUSED, _BAD_WEIGHTS, _LOST, _UNAVAILABLE = 400, 409, 502, 503

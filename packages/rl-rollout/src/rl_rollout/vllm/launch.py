@@ -102,7 +102,7 @@ async def supervised_client(
 ) -> RemoteInferenceClient:
     """Starts the servers and returns a client for them. Its `close` stops the servers that the run started, then calls
     `after`. Raises the errors of `Supervisor.start`, and ConfigError if the router cannot listen at its address. Before
-    it raises, it stops the servers that the run started."""
+    raising, stops the servers that the run started."""
     pool = Pool(len(servers))
     supervisor = Supervisor(pool, servers, settings.heartbeat, control_token=settings.tokens.control)
     await supervisor.start()

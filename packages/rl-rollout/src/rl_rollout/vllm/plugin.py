@@ -86,7 +86,7 @@ class VLLMPlugin:
         return await client.serve_model(adapter)
 
     async def create(self, spec: EngineSpec) -> InferenceClient:
-        """Starts the servers, or waits for those of `external_server_urls`."""
+        """Starts the servers, or waits for the servers at `external_server_urls`."""
         from rl_rollout.vllm.launch import create_client
 
         self.validate(spec)
@@ -136,8 +136,8 @@ def _check_adapter(directory: Path, *, max_rank: int) -> None:
         raise ConfigError(f"its adapter_config.json cannot be read ({error!r}); save the adapter again") from error
     if not isinstance(rank, int) or rank > max_rank:
         raise ConfigError(
-            f"its rank is {rank}, but the servers take ranks up to {max_rank}; raise trainer.policy.model.lora.rank, "
-            "or use a smaller adapter"
+            f"its rank is {rank}, but the servers accept ranks up to {max_rank}; raise "
+            "trainer.policy.model.lora.rank, or use a smaller adapter"
         )
 
 

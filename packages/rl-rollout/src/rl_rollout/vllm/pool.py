@@ -18,8 +18,8 @@ ALL_MEMORY = frozenset({"weights", "kv_cache"})
 """The parts of memory that a sleeping server frees."""
 MAX_LOST = 3
 """When this many servers were lost while they had the same request, the request is not sent to another server, because
-the request may be the cause. A server that was restarted counts again. Several failures before it is given up count
-once, because a proxy may answer 502 for as long as a server is down."""
+the request may be the cause. A server that was restarted counts again. Several failures of a server before it is given
+up count once, because a proxy may answer 502 for as long as a server is down."""
 _MAX_SESSIONS = 100_000
 
 

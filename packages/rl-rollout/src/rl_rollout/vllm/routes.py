@@ -236,8 +236,8 @@ def _error_record(message: str, status: int) -> dict[str, Any]:
 
 
 class CheckBody:
-    """Reads a request's body, up to a size limit, and checks it before the routes do. Refuses websockets, whose
-    messages would not be checked: vLLM's only websocket is for audio, which no policy here takes."""
+    """Reads a request's body, up to a size limit, and checks it before the routes do. Refuses websockets, because their
+    messages would not be checked. vLLM's only websocket is for audio, which no policy here accepts."""
 
     def __init__(self, app: ASGIApp, timeout_s: float = _BODY_S) -> None:
         self._app = app

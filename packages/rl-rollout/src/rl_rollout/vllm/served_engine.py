@@ -74,8 +74,8 @@ class ServedEngine:
         """Number of workers that hold weights, of all data-parallel engines together."""
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
         """Request id → a pair for each version that was replaced since the request started: the number of tokens that
-        the request had at that time, and the replaced version. The number is None if the request was already finished:
-        all its tokens that no earlier pair counts have this version."""
+        the request had at that time, and the replaced version. The number is None if the request was already finished;
+        then this version sampled all tokens that no earlier pair counts."""
         self._aborted: set[str] = set()
         """Ids of requests that a caller has aborted. Any other request that ends with the finish reason `abort` was
         ended by quarantine or by the end of the core."""
@@ -172,14 +172,14 @@ class ServedEngine:
             self._is_paused = True
 
     async def resume(self) -> None:
-        """Resumes sampling, unless the server is asleep or quarantined."""
+        """Resumes sampling if the server is neither asleep nor quarantined."""
         async with self._changing:
             self._is_paused = False
             await self._serve_unless_held()
 
     async def abort(self, sample_ids: Sequence[str] | None) -> list[str]:
-        """Ends the requests with these sample ids (None: all requests). They return the tokens sampled so far. Returns
-        the sample ids of the requests that were running."""
+        """Ends the requests with these sample ids (None: all requests); their callers get the tokens sampled so far.
+        Returns the sample ids of the requests that were running."""
         under_way: dict[str, list[str]] = {}
         for request_id in self._spans:
             under_way.setdefault(request_id.rpartition("/")[0], []).append(request_id)
@@ -204,12 +204,12 @@ class ServedEngine:
         Tokens sampled so far keep the version that sampled them. Running requests continue with the new weights and a
         recomputed cache; the prefix cache is empty afterwards. If the engine returns routes (the experts that
         processed each token), running requests are aborted instead, and the generator continues them in new requests.
-        Otherwise the routes of their prompts would be those under the old weights, because vLLM 0.30 reads them only
-        once, at the first sampled token.
+        Otherwise their prompts would keep the routes under the old weights, because vLLM 0.30 reads a prompt's routes
+        only once, at the first sampled token.
 
         Raises:
-            WeightSyncError: the version was refused or did not arrive in time, or its receiver is not allowed. The old
-                version is still served; but if `quarantine` is set, nothing is served.
+            WeightSyncError: the version was refused or did not arrive in time, or its receiver is not allowed. If
+                `quarantine` is set, nothing is served; otherwise the old version is still served.
         """
         require_allowed(rendezvous.receiver, self._receivers)
         async with self._changing:
@@ -236,8 +236,8 @@ class ServedEngine:
             self._asleep = {"weights", "kv_cache"}
 
     async def wake(self, tags: Sequence[str] | None) -> None:
-        """Allocates device memory again: all of it, or a part (`weights`, `kv_cache`). When all memory is allocated,
-        requests continue, unless the server is paused or quarantined."""
+        """Allocates device memory again: all of it, or a part (`weights`, `kv_cache`). When all memory is allocated and
+        the server is neither paused nor quarantined, requests continue."""
         async with self._changing:
             waking = self._asleep & set(self._asleep if tags is None else tags)
             if waking:
@@ -248,7 +248,7 @@ class ServedEngine:
 
     async def check(self) -> None:
         """Returns when the core process has answered. During an update, which keeps the core process busy, only checks
-        that it is alive.
+        that the process is alive.
 
         Raises:
             Unavailable: the core process is dead.

@@ -4,7 +4,7 @@ answers at one HTTP address.
 consumes     HTTP requests; `load`, `start` and `stop` from the controller
 produces     answers; log lines in its own file
 waits for    the next request or call, until `stop` or until its process is killed
-unblocked by the arrival of either, on one event loop that the actor and uvicorn share
+unblocked by the arrival of a request or call, on one event loop that the actor and uvicorn share
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rl_rollout.vllm.tokens import Tokens
 
 T = TypeVar("T")
 _KEEP_ALIVE_S = 75
-"""Seconds until the server closes an idle connection. The client closes it after 60 s, so the server never closes a
+"""Seconds until the server closes an idle connection. The client waits only 60 s, so the server never closes a
 connection that the client is about to use."""
 _BACKLOG = 4096
 _STARTED = "---- this server's process started"
@@ -107,7 +107,7 @@ class VLLMServerActor:
         return os.getpid()
 
     async def load(self, settings: ServerSettings) -> StartFailure | None:
-        """Loads the model. Returns None, or why it failed."""
+        """Loads the model. Returns None if this succeeded, else why it failed."""
         self._server = HTTPServer(settings)
         return await self._attempted(self._server.load())
 
@@ -241,8 +241,8 @@ def _allow_many_connections() -> None:
 
 
 def reachable(host: str) -> str:
-    """Returns `host` as it is written in a URL; if it means all interfaces, the node's own address instead, to which
-    other machines can connect."""
+    """Returns `host` as it is written in a URL. If `host` means all interfaces, returns the node's own address, to
+    which other machines can connect."""
     if host not in ("0.0.0.0", "::"):
         return f"[{host}]" if ":" in host else host
     import ray.util

@@ -98,8 +98,8 @@ class Server:
         return answer
 
     def _log(self, lines: str | None = None) -> str:
-        """Formats log lines for a message. `lines` are those that the server itself has read, perhaps on another node;
-        None: reads the log file on this node."""
+        """Formats log lines for a message. `lines` are log lines that the server itself has read, perhaps on another
+        node; None: reads the log file on this node."""
         lines = log_excerpt(Path(self.settings.log_path)) if lines is None else lines
         return f"from its log ({self.settings.log_path}):\n{lines}"
 

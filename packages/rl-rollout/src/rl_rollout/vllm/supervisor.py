@@ -207,8 +207,8 @@ class ExternalServer:
     timeout_s: float
 
     async def start(self) -> ServerAddress:
-        """Waits until the server answers, and ends a pause, which a killed run may have left behind, or which may have
-        begun before the server became unreachable. Raises DeadlineError after `timeout_s`."""
+        """Waits until the server answers, and ends any pause. A killed run may have left a pause behind, or a pause may
+        have begun before the server became unreachable. Raises DeadlineError after `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         reason = "it did not answer"
         async with open_session(self.control_token) as session:

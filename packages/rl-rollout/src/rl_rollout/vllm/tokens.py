@@ -1,4 +1,5 @@
-"""Authorization: a run's control token opens every route of a server, an agent's access token only those for agents.
+"""Authorization: a run's control token opens every route of a server, an agent's access token only the routes for
+agents.
 
 Routes for agents are the OpenAI API and routes that only read, such as `/metrics`; they cannot change a server.
 
@@ -103,7 +104,7 @@ def given_tokens(*, makes_file: bool = False, environment: Mapping[str, str] = o
     """Reads the tokens of external servers, on their side and in the runs that use them.
 
     Args:
-        makes_file: whether to write a new control token to the file if it is missing, which only servers do.
+        makes_file: whether to write a new control token to the file if the file is missing; only servers do this.
         environment: the process's environment variables.
 
     Raises:

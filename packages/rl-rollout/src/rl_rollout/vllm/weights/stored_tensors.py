@@ -120,7 +120,7 @@ def require_matrix(name: str, given: StoredTensor, stored: Mapping[str, StoredTe
         rank: the adapter's rank.
 
     Raises:
-        WeightSyncError: the matrix has a wrong shape, or its dtype is not a floating-point one.
+        WeightSyncError: the matrix has a wrong shape, or its dtype is not a floating-point dtype.
     """
     if given.dtype not in _DTYPES.values():
         raise WeightSyncError(f"{name} has the dtype {given.dtype}; expected one of {[*_DTYPES.values()]}")
