@@ -1,9 +1,9 @@
 """Checks, without a GPU, the names from GPU libraries that the packages use: `make gpu-check`.
 
-The libraries are vLLM, Megatron-Core, Megatron-Bridge and Transformer Engine. Every name of theirs that the packages
-import, read, patch, pass as a keyword or quote ("megatron.core.optimizer") is looked up in the syntax trees of the
-wheels that a GPU machine installs. The wheels are unpacked, not installed, because CUDA builds cannot be imported here.
-A fix for a library's fault names the version in which the fault was seen; that version has to be the pinned one.
+The libraries are vLLM, Megatron-Core, Megatron-Bridge and Transformer Engine. Every name from these libraries that the
+packages import, read, patch, pass as a keyword or quote ("megatron.core.optimizer") is looked up in the syntax trees of
+the wheels that a GPU machine installs. The wheels are unpacked, not installed, because CUDA builds cannot be imported
+here. A fix for a library's fault names the version in which the fault was seen; that version has to be the pinned one.
 
     python -m tools.gpu_check WHEELS               # a folder of unpacked wheels
     python -m tools.gpu_check --fetch WHEELS       # fills the folder first, with pip
@@ -41,7 +41,7 @@ LIBRARIES = {
     "transformer-engine": "transformer_engine",
 }
 """Distribution → its package. The GPU locks pin the versions. Transformer Engine has three distributions:
-transformer-engine has the Python sources, the other two a library for CUDA 13 and its torch bindings."""
+transformer-engine has the Python sources; the other two have a library for CUDA 13 and its torch bindings."""
 TELLING_ATTRIBUTES = {
     "transformer_engine.pytorch.Linear": "parallel_mode",
     "transformer_engine.pytorch.LayerNormLinear": "parallel_mode",

@@ -25,7 +25,7 @@ BEGIN, END = "<!-- keys: made by python -m tools.key_table -->\n", "<!-- end of 
 _CONTEXT = {"generator.inference_engine.backend": "vllm"}
 """Makes the keys of the vLLM engine known."""
 _PATHS = ("trainer.ckpt_path", "trainer.export_path")
-"""Keys whose defaults are derived from other keys here, so that the table shows none."""
+"""Keys whose defaults are derived from other keys here, so the table shows no default."""
 _BACKEND_SECTION = re.compile(r"trainer\.\w+\.(fsdp|megatron)_config\.")
 """Matches keys of backends. A `Config` does not contain their defaults; docs/configuration.md lists them."""
 _SOURCE = re.compile(r" \(code(, with .*?)?\)\.?$")

@@ -48,8 +48,9 @@ but not 2.8.3.post1."""
 BUILD_TOOLS = ("hatchling>=1.27", "ninja", "packaging", "pybind11", "setuptools", "wheel")
 """The packages that must be installed before a build with --no-build-isolation."""
 KERNELS = ("flash-attn", "transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
-"""flash-attn and transformer-engine-torch are source distributions that need torch for their build. The other two do
-not, but are useless without transformer-engine-torch, and would make Transformer Engine look installed."""
+"""flash-attn and transformer-engine-torch are source distributions that need torch for their build. The other two
+packages do not, but are useless without transformer-engine-torch, and would make Transformer Engine look
+installed."""
 WITHOUT_DEPENDENCIES = "megatron-bridge"
 """Its metadata contradicts the other requirements (docs/install_gpu.md), so it is added after the resolution."""
 NOT_WITH_CUDA_13 = "transformer-engine-cu12; sys_platform == 'never'"

@@ -33,11 +33,10 @@ LENGTHS = (7, 3, 10, 5)
 _INTRODUCTION = """\
 # Megatron: how models and data are distributed
 
-`trainer.strategy=megatron` trains with Megatron-Core 0.16.1 and its kinds of parallelism, in any combination that is
-not [refused](#what-is-refused).
-`make docs` generates this page with `rl_core.layout`, the functions that a run uses, so it shows the actual layout.
-`rl plan RECIPE` shows the layout of your own model and mesh, with bytes, without starting a run.
-[install_gpu.md](install_gpu.md) has the installation on GPUs.
+`trainer.strategy=megatron` trains with Megatron-Core 0.16.1 and any combination of its kinds of parallelism that is not
+[refused](#what-is-refused). `make docs` generates this page with `rl_core.layout`, the functions that a run uses, so it
+shows the actual layout. `rl plan RECIPE` shows the layout of your own model and mesh, with bytes, without starting a
+run. [install_gpu.md](install_gpu.md) has the installation on GPUs.
 
 | key in `trainer.policy.megatron_config` | splits | here |
 |---|---|---|
@@ -55,14 +54,14 @@ _KEYS = {
 _MODELS = """\
 ## Models
 
-A model is trained if Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute it as transformers does. To verify this,
-Megatron and transformers both run a small copy of the model (fewer layers, narrower, otherwise the same configuration)
-with random weights, and log-probs (to 2e-5) and gradients are compared. This check runs before any rank loads the
-model, also in a dry run and in `rl plan`. Its result is cached in `~/.cache/rl` (or `RL_CACHE_DIR`) for the same
-configuration, options, versions and code. The check may be impossible before the start: the model has not been created
-or downloaded, or Transformer Engine is installed but there is no GPU. Then a dry run reports this, and rank 0 runs the
-check before any rank loads the model. `trainer.strategy=fsdp` trains transformers' own models, so models that are
-refused here train there.
+A model is trained if Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute it as transformers does. This is verified
+for each model: Megatron and transformers both run a small copy of the model with random weights, and their log-probs
+(to 2e-5) and gradients are compared. The copy has the model's configuration, but fewer and narrower layers. This check
+runs before any rank loads the model, also in a dry run and in `rl plan`. Its result is cached in `~/.cache/rl` (or
+`RL_CACHE_DIR`) for the same configuration, options, versions and code. The check may be impossible before the start:
+the model has not been created or downloaded, or Transformer Engine is installed but there is no GPU. In these cases a
+dry run reports the obstacle, and rank 0 runs the check before any rank loads the model. `trainer.strategy=fsdp` trains
+transformers' own models, so models that are refused here train there.
 
 Cost (24 November 2026, two cores under a load of 40): a dry run of the quick start with SmolLM2-135M takes 19.1 s of
 processor time the first time and 6.8 s the second (130 s and 47 s of wall-clock time on this busy machine). The check's
@@ -85,7 +84,7 @@ _COMPARED = {
 }
 _MODEL_RULES = """\
 
-This package corrects what Megatron or Bridge computes wrongly for these types: rotary frequencies of scalings (from
+This package corrects what Megatron or Bridge computes wrongly for them: rotary frequencies of scalings (from
 transformers' own functions), the score of a group of experts, the eps of latent norms, and whether Qwen3-MoE's routers
 normalise before or after they choose experts. Not supported, and detected by the check: frequencies that depend on the
 length of the sequence (`dynamic`, `longrope`), partial rotary embeddings, sliding windows, biases that a type does not

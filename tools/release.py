@@ -74,7 +74,7 @@ def problems(folder: Path) -> list[str]:
     expected = 2 * len(projects())
     files = sorted(path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz")))
     if len(files) > expected:
-        found.append(f"{len(files)} files, {expected} expected: remove those of other versions")
+        found.append(f"{len(files)} files, {expected} expected: remove files of other versions")
     command = [sys.executable, "-m", "twine", "check", "--strict", *files]
     twine = subprocess.run(command, capture_output=True, text=True, check=False)
     if twine.returncode:
