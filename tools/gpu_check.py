@@ -9,8 +9,9 @@ here. A fix for a library's fault names the version in which the fault was seen;
     python -m tools.gpu_check --fetch WHEELS       # fills the folder first, with pip
     python -m tools.gpu_check --resolve UV WHEELS  # also checks that the Dockerfile's requirements are compatible
 
-Names that cannot be determined statically are not checked: attributes of objects without an annotated class, and of
-classes that inherit from libraries other than these and torch. torch is read from its installation.
+Names that cannot be determined statically are not checked: attributes of objects without an annotated class, and
+attributes of classes that inherit from any library other than these four and torch. torch is read from its
+installation.
 """
 
 from __future__ import annotations

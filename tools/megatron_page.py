@@ -84,7 +84,7 @@ _COMPARED = {
 }
 _MODEL_RULES = """\
 
-This package corrects what Megatron or Bridge computes wrongly for them: rotary frequencies of scalings (from
+This package corrects what Megatron or Bridge computes wrongly for these types: rotary frequencies of scalings (from
 transformers' own functions), the score of a group of experts, the eps of latent norms, and whether Qwen3-MoE's routers
 normalise before or after they choose experts. Not supported, and detected by the check: frequencies that depend on the
 length of the sequence (`dynamic`, `longrope`), partial rotary embeddings, sliding windows, biases that a type does not
@@ -143,7 +143,7 @@ features that run without an error but compute wrong results. This package does 
 - 12 (layers' names in Megatron-FSDP's checkpoints): Megatron-FSDP is not used. A state has each layer's number in the
   whole model, and the conformance suite reads states on other pipeline meshes
 
-Findings 7 and 13 and the issue's appendix could not be read when this was written, so it is not known whether they
+Findings 7 and 13 and the issue's appendix could not be read when this page was written, so it is not known whether they
 affect this package.
 
 The check of a model before a run uses a small copy of the model on one rank, so it cannot detect errors that only a
@@ -151,9 +151,9 @@ combination of parallelism kinds causes. Known errors of this kind are refused (
 and tests compare meshes with transformers in one process: the meshes of the conformance suite ([parity.md](parity.md))
 and random ones (`make soak`). A mesh that is neither refused nor compared is not verified.
 
-Pull request 5916 fixes another bug, in versions newer than the pinned one: with Transformer Engine, the gradient norm
-omits experts that tensor ranks hold unsharded and counts the down-projections of latent attention once per tensor rank.
-`rank/shard_marks.py` corrects the parameter attributes from which the norm is computed
+Pull request 5916 fixes another bug in versions newer than the pinned one. With Transformer Engine, the pinned version's
+gradient norm omits experts that tensor ranks hold unsharded, and counts the down-projections of latent attention once
+per tensor rank. `rank/shard_marks.py` corrects the parameter attributes from which the norm is computed
 (`tests/megatron/test_gradient_norm.py`).
 """
 

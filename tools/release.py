@@ -2,9 +2,9 @@
 
     python -m tools.release dist      # `make release` builds the folder, runs this and installs from it
 
-Twine checks the metadata. This script checks the project's own promises: every package is there once, in the version of
-its pyproject.toml, which the requirements of the other packages accept; README, licence and py.typed are included; the
-README has no relative link, which would lead nowhere outside of the repository.
+Twine checks the metadata. This script checks the project's own promises. Every package is there once, in the version of
+its pyproject.toml, and the requirements of the other packages accept this version. README, licence and py.typed are
+included. The README has no relative link, because such a link would lead nowhere outside of the repository.
 """
 
 from __future__ import annotations
