@@ -27,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpec) -> TensorShards:
     """Shards rank 0's weights over the scorers of all ranks.
 
-    Apart from the model that rank 0 loaded, a rank holds its shards and at most one whole unit at a time.
+    A rank holds its shards and at most one whole unit at a time; rank 0 also holds the model that it loaded.
 
     Args:
         scorer: on rank 0, loaded on the CPU; on the other ranks, on device `meta`.

@@ -159,7 +159,7 @@ _WITHOUT_EFFECT_ON_LOGPROBS = frozenset(
         "recompute_modules",
     }
 )
-"""Further fields of `TransformerConfig` that do not change the log-probs of a batch without recorded routes: they
+"""Further fields of `TransformerConfig` that do not change the log-probs of a batch without recorded routes. They
 determine where, when or with which kernel something is computed, add to the loss, or replay routes."""
 
 

@@ -35,7 +35,7 @@ class EnvironmentFailure(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Describes `error`, with the line of code that raised it unless `error` is an RLError."""
+        """Describes `error`. If `error` is not an RLError, names the line of code that raised it."""
         place = "" if isinstance(error, RLError) else raised_at(error)
         return cls(type(error).__name__, f"{error} {place}".strip())
 
@@ -84,8 +84,8 @@ def _rest(coroutine: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, A
 
 
 async def caught(call: Callable[[], Awaitable[T]]) -> T:
-    """Awaits `call` and returns its result. Converts whatever it raises to EnvironmentFailure, except KeyboardInterrupt
-    and the cancellation of this task."""
+    """Awaits `call` and returns its result. KeyboardInterrupt and the cancellation of this task are raised unchanged;
+    any other exception is converted to EnvironmentFailure."""
     task = asyncio.current_task()
     try:
         return await call()

@@ -106,8 +106,8 @@ def _transformer_engine() -> dict[str, types.ModuleType]:
 
 
 class _Anything(types.ModuleType):
-    """A module in which every name, unless it begins with `__`, is a decorator that returns the function unchanged. The
-    decorator may be called with or without arguments."""
+    """A module in which every name that does not begin with `__` is a decorator that returns the function unchanged.
+    The decorator may be called with or without arguments."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

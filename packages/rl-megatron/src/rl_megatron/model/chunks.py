@@ -136,7 +136,7 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
         "gradient_accumulation_fusion": find_spec(GRADIENT_KERNEL) is not None,
         **rotary_fields(hf_config, is_latent=provider.multi_latent_attention),
         "transformer_layer_spec": partial(layer_specs, packs_float32=spec.use_sample_packing and not spec.bf16),
-        # Weights come from the checkpoint, but initialisation also marks those that are split over tensor ranks;
+        # Weights come from the checkpoint, but initialisation also marks the weights that are split over tensor ranks;
         # without the marks the gradient norm counts only the first rank's parts.
         "perform_initialization": True,
         "moe_router_bias_update_rate": 0.0,  # the bias stays the checkpoint's, as in the engine

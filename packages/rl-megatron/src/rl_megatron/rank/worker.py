@@ -289,7 +289,7 @@ class MegatronWorker:
             self._optimizer_out.bring_back()
 
     def close(self) -> None:
-        """Drops the model and the optimizer, and leaves the process groups unless a background save still uses them."""
+        """Drops the model and the optimizer, and leaves the process groups if no background save uses them any more."""
         if self.chunks:
             self.chunks, self.optimizer, self.scorer = [], None, None
             del self.export

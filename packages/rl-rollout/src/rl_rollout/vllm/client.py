@@ -256,8 +256,8 @@ class RemoteInferenceClient:
                 )
 
     async def serve_model(self, adapter: Path | None) -> ServedModel:
-        """See `ModelServing.serve_model`. Requests go through the router, which listens on loopback unless it already
-        listens for outside agents."""
+        """See `ModelServing.serve_model`. Requests go through the router. If the router does not listen for outside
+        agents yet, it starts to listen on loopback."""
         assert self._router is not None, "a client of servers that serve adapters has a router"
         name = BASE_MODEL_NAME
         if adapter is not None:
@@ -387,8 +387,8 @@ class RemoteInferenceClient:
             return await ask(connection, timeout_s)
 
     async def _on_all(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
-        """Calls all servers that are up, and returns the answers of those that were not lost meanwhile. When all calls
-        have ended, raises the first error that is not ServerGone."""
+        """Calls all servers that are up, and returns the answers of the servers that were not lost meanwhile. When all
+        calls have ended, raises the first error that is not ServerGone."""
         asked = self._ask_all(method, arguments, timeout_s)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for member, answer in zip(asked.values(), answers, strict=True):

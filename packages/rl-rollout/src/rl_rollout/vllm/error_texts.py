@@ -16,8 +16,8 @@ _TAKEN_OUT = "(a path of the server)"
 
 
 def without_other_paths(text: str, body: bytes) -> str:
-    """Returns `text` with absolute paths replaced, except for paths that occur as a string in the request `body` or lie
-    below such a path."""
+    """Returns `text` with absolute paths replaced. Keeps paths that occur as a string in the request `body`, and paths
+    below them."""
     try:
         sent = {value.rstrip("/") for value in _strings(wire.decode(body))} - {""}
     except (msgspec.DecodeError, RecursionError):

@@ -193,8 +193,8 @@ def receivers_of(spec: EngineSpec) -> tuple[str, ...]:
 
 
 def cpu_environment(num_ranks: int) -> dict[str, str]:
-    """Returns environment variables for engines on CPUs. Each rank gets an equal share of the machine's cores as its
-    number of threads, unless OMP_NUM_THREADS is set.
+    """Returns environment variables for engines on CPUs. If OMP_NUM_THREADS is not set, the ranks share the machine's
+    cores equally, and each rank has one thread per core of its share.
 
     Binding of threads to cores is switched off by default, because vLLM would bind every engine's ranks to the same
     cores.

@@ -116,7 +116,7 @@ class Pool:
         """Set after the first server has answered."""
         self.version = -1
         self.wanted = Wanted()
-        """State into which every server is brought, apart from its weights."""
+        """State into which every server is brought; weights are not part of it."""
         self.num_left = 0
         """How many times a server was given up so far; the same server may be given up several times."""
         self.num_updates = 0

@@ -147,7 +147,7 @@ class Router:
         return response
 
     async def _answered(self, request: web.Request, path: str, deadline: float) -> web.StreamResponse:
-        """Returns the answer, which is either not sent yet or a stream that is sent except for its end."""
+        """Returns the answer: a response that is not sent yet, or a stream of which everything but the end is sent."""
         try:
             async with asyncio.timeout_at(deadline):
                 body = await request.read()
@@ -194,8 +194,8 @@ class Router:
     async def _ask(
         self, member: Member, request: web.Request, path: str, body: bytes, deadline: float
     ) -> web.StreamResponse:
-        """Forwards a request to the server and returns the answer. A stream has been sent to the agent except for its
-        end.
+        """Forwards a request to the server and returns the answer. If the answer is a stream, everything but its end
+        has been sent to the agent.
 
         Raises:
             ServerGone, TimeoutError: the server did not answer, and the agent has received nothing.
@@ -293,7 +293,7 @@ def _session_id(request: web.Request, body: bytes) -> str | None:
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers to pass on: all except those that apply to a single connection."""
+    """Returns the headers to pass on. Headers that apply to a single connection are left out."""
     return {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
 
 

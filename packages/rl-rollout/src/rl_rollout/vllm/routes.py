@@ -177,7 +177,7 @@ class _OnlyWhileServing:
     request, so that the router tries another server. A stream that has begun ends with an error event.
 
     A status 500 of vLLM while the engine is alive becomes 422, because no other server could compute the request
-    either: for example, with vllm 0.30, `response_format={"type": "json_object"}` for a model without tokens for
+    either. With vllm 0.30, an example is `response_format={"type": "json_object"}` for a model without tokens for
     braces.
     """
 

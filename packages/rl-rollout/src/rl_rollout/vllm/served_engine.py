@@ -198,7 +198,7 @@ class ServedEngine:
         await prepared(self._engine, rendezvous, version, timeout_s=timeout_s)
 
     async def update_weights(self, rendezvous: Rendezvous, version: int, *, timeout_s: float) -> Mapping[str, Any]:
-        """Pauses requests, receives a version unless it is prepared, and loads it. Returns the manifest of what
+        """Pauses requests, receives the version if it is not prepared yet, and loads it. Returns the manifest of what
         arrived, as plain data, after every worker of every data-parallel engine has reported it.
 
         Tokens sampled so far keep the version that sampled them. Running requests continue with the new weights and a

@@ -57,7 +57,8 @@ class ServerSettings:
     tokens: Tokens
     """The control and the access token, with which requests are authorized."""
     receivers: tuple[str, ...] = ()
-    """Weight receivers that the server may load besides those of installed transports, as `package.module:Class`."""
+    """Weight receivers that the server may load besides the receivers of installed transports, as
+    `package.module:Class`."""
     log_path: str
     """Log file on the server's machine."""
 

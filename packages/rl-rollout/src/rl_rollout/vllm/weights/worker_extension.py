@@ -107,7 +107,7 @@ class WeightReceiverExtension:
         adapter: Mapping[str, Any] | None,
         delta: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """Receives `version`, unless it is prepared, and loads it; called on every worker of the engine through
+        """Receives `version` if it is not prepared yet, and loads it; called on every worker of the engine through
         `collective_rpc`.
 
         Versions of a staged transport, and adapters by any transport, are loaded after all workers have received and
