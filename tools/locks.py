@@ -206,7 +206,7 @@ def _resolved(uv: Path, arguments: Sequence[str], asked: str = "", folder: Path 
 
 
 def _write_lock(name: str, pins: Sequence[Pin]) -> None:
-    """Writes a lock file; the marker that most lines have applies to the whole file and is left out."""
+    """Writes a lock file. The marker that most lines share is left out, because it applies to the whole file."""
     ((usual, _),) = Counter(pin.marker for pin in pins).most_common(1)
     kept = [attrs.evolve(pin, marker="" if pin.marker == usual else _short(pin.marker)) for pin in pins]
     (ROOT / name).write_text("".join(f"{pin}\n" for pin in sorted(kept, key=lambda pin: (pin.name, pin.version))))
