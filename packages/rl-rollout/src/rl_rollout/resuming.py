@@ -1,4 +1,4 @@
-"""Requests one response, and joins its parts if the engine returns it in several.
+"""Requests one response, and joins its parts if the engine returns several parts.
 
 After `pause("abort")`, a running request returns the tokens sampled so far, which are only a part of the response. A
 new request, whose prompt ends with this part, samples the rest; the part keeps its tokens, log-probs and versions. A

@@ -120,8 +120,8 @@ class RewardFunctionsEnvironment:
 
 @cache
 def functions_at(paths: tuple[str, ...]) -> dict[str, RewardFunction]:
-    """Imports the functions and returns them by name, in order. If two have the same name, the later one's name gets a
-    number.
+    """Imports the functions and returns them by name, in order. If two functions have the same name, the name of the
+    later function gets a number.
 
     Raises:
         ConfigError: no function is named, a path has no colon, or a function cannot be called by name with
@@ -182,8 +182,8 @@ def _number(name: str, answer: Any) -> float | None:
 
 
 def require_functions(options: Mapping[str, Any]) -> None:
-    """Imports all functions. Checks that there are no other options and, if weights are given, that there is one per
-    function. Raises ConfigError, and the errors of `functions_at`."""
+    """Imports all functions. Checks that there are no other options and, if weights are given, that each function has
+    one. Raises ConfigError, and the errors of `functions_at`."""
     others = [name for name in options if f"environment.{name}" not in (KEY, WEIGHTS)]
     if others:
         raise ConfigError(

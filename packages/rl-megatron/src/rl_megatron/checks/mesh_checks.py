@@ -29,8 +29,8 @@ def refuse_mesh(setup: Setup) -> None:
 
 
 def _nearest_mesh(setup: Setup) -> str:
-    """Returns a sentence for the error message. It names the sizes nearest to those of `setup` among all that pass the
-    mesh checks, or says that no sizes pass."""
+    """Returns a sentence for the error message. It names the sizes that pass the mesh checks and are nearest to the
+    sizes of `setup`, or says that no sizes pass."""
     names = [name for name in SIZES if (setup.fields.get(name) or 1) > 1]
     best = min(
         (candidate for candidate in _meshes(setup, names) if first_complaint(_MESH_CHECKS, candidate) is None),

@@ -70,7 +70,7 @@ class AuxiliaryLosses:
         """Returns each loss averaged over the call's micro-batches: the mean over the layers with experts and, with
         `moe_per_layer_logging`, the loss of each layer.
 
-        All ranks must call this method. An empty micro-batch counts as one with a loss of 0.
+        All ranks must call this method. An empty micro-batch has a loss of 0 in the average.
         """
         if not self._is_on:
             return {}

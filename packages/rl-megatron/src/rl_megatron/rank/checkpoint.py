@@ -158,8 +158,8 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
     """Loads what `write_state` wrote, on any mesh; returns the number of optimizer steps done.
 
     Raises:
-        CheckpointError: a file is missing, truncated or modified (nothing is loaded then), or the state belongs to
-            another model.
+        CheckpointError: the state belongs to another model; or a file is missing, truncated or modified, in which case
+            nothing is loaded.
     """
     steps_done = agree(lambda: require_complete_state(directory))
     try:

@@ -142,7 +142,7 @@ class Channel:
 
     def receivers(self) -> list[dict[str, Any]]:
         """Waits until all receivers have registered, and returns their descriptions, ordered by number. Raises
-        DeadlineError if one has not registered in time."""
+        DeadlineError if a receiver has not registered in time."""
         deadline, joined = time.monotonic() + self.join_timeout_s, []
         while len(joined) < self.num_receivers:
             names = ", ".join(receiver["process"] for receiver in joined) or "none"
@@ -159,8 +159,8 @@ class Channel:
             raise _closed(error) from error
 
     def wait_until_taken(self, place: int, numbers: Sequence[int]) -> None:
-        """Returns when all these receivers have taken the bucket of message `place`. Raises DeadlineError if one does
-        not take it in time."""
+        """Returns when all these receivers have taken the bucket of message `place`. Raises DeadlineError if a receiver
+        does not take it in time."""
         for number in numbers:
             self._get(f"taken/{place}/{number}", f"receiver {number} to take bucket {place}", timeout_s=self.timeout_s)
 

@@ -206,8 +206,8 @@ class RemoteInferenceClient:
 
         Raises:
             WeightSyncError: a live server did not get the version, servers received different weights, all servers were
-                lost, or one was lost in a sync that is not staged. In all these cases the pool's version does not
-                change, so servers that loaded the new one leave service at their next heartbeat.
+                lost, or a server was lost in a sync that is not staged. In all these cases the pool's version does not
+                change, so servers that loaded the new version leave service at their next heartbeat.
             DeadlineError: no server was up in time, or a server did not answer in time.
         """
         arguments = self._update_arguments(rendezvous, version)

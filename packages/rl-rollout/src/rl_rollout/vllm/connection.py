@@ -1,5 +1,5 @@
-"""Calls one server over HTTP, with a deadline for each call. The exceptions distinguish a server that is gone from one
-that refused the request."""
+"""Calls one server over HTTP, with a deadline for each call. The exceptions distinguish a server that is gone from a
+server that refused the request."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ClientSettings:
     start_timeout_s: float
     """Deadline for a server to start."""
     heartbeat: Heartbeat
-    """How often servers are checked, and when one is given up."""
+    """How often servers are checked, and when a server is given up."""
     served_model_name: str
     """The model's name in vLLM's own routes."""
     run_dir: Path

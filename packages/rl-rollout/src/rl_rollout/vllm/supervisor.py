@@ -48,7 +48,7 @@ class Startable(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Heartbeat:
-    """How often servers are checked, and how long one may take to answer."""
+    """How often servers are checked, and how long a server may take to answer."""
 
     interval_s: float
     """Seconds between two heartbeats."""
