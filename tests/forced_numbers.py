@@ -41,13 +41,13 @@ class ForcedNumbers:
 
     @classmethod
     def of(cls, reference: ReferenceWorker, batch: Batch) -> Self:
-        """Computes them with `reference`, whose gradients must be empty."""
+        """Computes the numbers of `batch` with `reference`, whose gradients must be empty."""
         logprobs_T = expected_scores(reference, batch)["logprobs"]
         return cls(logprobs_T=logprobs_T, loss=backward(reference, batch, LOSS), gradients=reference.gradients())
 
 
 def require_replayed(group: RankGroup, batch: Batch, expected: ForcedNumbers) -> dict[str, Tensor]:
-    """Raises AssertionError unless the ranks' scores, loss and gradient are the expected ones; returns the scores."""
+    """The ranks' scores. Raises AssertionError if log-probs, loss or gradient differ from the expected numbers."""
     scores = group.forward(batch, LIMITS, temperature=TEMPERATURE)
     difference = float((scores["logprobs"] - expected.logprobs_T).abs().max())
     assert difference <= LOGPROB_TOLERANCE, f"log-probs differ by {difference:.1e}"

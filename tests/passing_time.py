@@ -1,5 +1,5 @@
-"""Lets deadlines pass at once. A short real deadline would make tests fail on a machine that pauses, because it may end
-a call before the one that the test is about.
+"""Lets deadlines pass at once. If a test had a short real deadline and the machine paused, the deadline could end a
+call that precedes the tested call.
 """
 
 from __future__ import annotations

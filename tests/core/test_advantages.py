@@ -281,7 +281,7 @@ def test_an_estimator_equals_its_slow_definition_in_any_row_order(name: str, row
     for group in group_N.unique():
         members = (group_N == group).nonzero().flatten()
         expected_N[members] = torch.tensor(slow(scores_N[members].tolist()), dtype=torch.float64)
-    # The mean of equal float64 scores is off by one rounding; division by GRPO's 1e-6 amplifies that to 1e-10.
+    # The mean of equal float64 scores is off by one rounding; division by GRPO's 1e-6 amplifies this error to 1e-10.
     torch.testing.assert_close(estimator(scores_N, group_N), expected_N, rtol=1e-9, atol=1e-9)
 
 
@@ -346,7 +346,7 @@ def test_gae_in_float32_stays_close_to_a_float64_recurrence(lengths: list[int]):
         last = t + 1 == num_tokens or sequence_T[t + 1] != sequence_T[t]
         running = rewards[t] + (0.0 if last else values[t + 1] + running) - values[t]
         expected[t] = running
-    # Sums of 40,000 normals reach 400; block-wise float32 sums keep 6 digits of that, a float32 recurrence 4 to 5.
+    # Sums of 40,000 normals reach 400; block-wise float32 sums have 6 correct digits, a float32 recurrence 4 to 5.
     torch.testing.assert_close(result.advantages_T, torch.tensor(expected), rtol=1e-5, atol=5e-4)
 
 

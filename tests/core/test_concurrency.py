@@ -10,7 +10,7 @@ from rl_core.trainer.concurrency import alongside
 
 
 async def test_a_task_cancelled_while_the_other_task_ends_stays_cancelled():
-    """A second Ctrl-C while the groups of a stopped run end cancels a task in this way."""
+    """This happens if Ctrl-C is pressed again while the groups of a stopped run end."""
     ending, may_end, events = asyncio.Event(), asyncio.Event(), list[str]()
 
     async def work() -> None:

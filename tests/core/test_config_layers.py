@@ -60,7 +60,7 @@ def test_every_value_says_where_it_comes_from():
     assert sources["trainer.policy.fsdp_config.cpu_offload"] == "default"
 
 
-def test_a_files_values_carry_their_line_and_may_be_nested_or_dotted(tmp_path: Path):
+def test_values_of_a_file_have_their_line_and_may_be_nested_or_dotted(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("trainer:\n  seed: 1\n\ntrainer.epochs: 4\ngenerator: {n_samples_per_prompt: 2}\n")
     loaded = load(str(file))
@@ -74,7 +74,7 @@ def test_a_files_values_carry_their_line_and_may_be_nested_or_dotted(tmp_path: P
     assert sources["generator.n_samples_per_prompt"] == f"{file}:5"
 
 
-def test_a_key_set_twice_on_the_command_line_warns_and_the_last_value_counts():
+def test_a_key_set_twice_on_the_command_line_warns_and_the_last_value_is_used():
     with pytest.warns(ConfigWarning, match=r"trainer\.seed: set twice \(command line\): 3, then 4"):
         config = from_mapping({}, ["trainer.seed=3", "trainer.epochs=2", "trainer.seed=4"])
     assert (config.trainer.seed, config.trainer.epochs) == (4, 2)
@@ -102,7 +102,7 @@ def test_overriding_a_key_of_a_file_causes_no_warning(tmp_path: Path):
     assert load(str(file), ["trainer.seed=2"]).config.trainer.seed == 2
 
 
-def test_an_empty_section_clears_what_earlier_layers_said():
+def test_an_empty_section_clears_what_earlier_layers_set():
     assert load("layered", ["environment.options={}"]).config.environment.options == {}
     assert load("layered", ["environment.options=null"]).config.environment.options == {}
     assert load("layered", ["trainer=null"]).config.trainer.epochs == 1

@@ -12,7 +12,7 @@ def tilted(scores_N, group_N, /, lengths_N, *rest, scale, power=2.0, **others):
     """A function with every kind of parameter."""
 
 
-def test_columns_come_by_position_and_settings_by_keyword():
+def test_columns_are_passed_by_position_and_settings_by_keyword():
     assert positional_parameters(tilted) == ["scores_N", "group_N", "lengths_N"]
     assert list(keyword_parameters(tilted)) == ["scale", "power"]
 

@@ -178,7 +178,7 @@ class LogitsMemory(TorchDispatchMode):
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("function", [chunked_logprobs, full_logprobs])
 def test_never_more_than_one_chunk_of_logits_is_alive(function, with_entropy):
-    """Forward and backward; the version with full logits is the negative control."""
+    """Covers forward and backward pass. The version with full logits is the negative control."""
     num_tokens, vocabulary, chunk_tokens = 64, 1000, 8
     tensors, targets_T = inputs(num_tokens, vocabulary, 4, torch.float32)
     settings = {"chunk_tokens": chunk_tokens, "with_entropy": with_entropy} if function is chunked_logprobs else {}

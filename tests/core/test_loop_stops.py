@@ -258,7 +258,7 @@ def test_a_resumed_run_publishes_its_version_and_plays_unfinished_groups_first(t
     assert list(resumed.reports.rows) == [3, 4], "the evaluation before training must not be repeated"
 
 
-def test_a_second_stop_before_all_stored_groups_restarted_loses_none(tmp_path: Path):
+def test_a_second_stop_before_all_stored_groups_have_restarted_loses_none(tmp_path: Path):
     """The second run generates less far ahead, so it starts only two of the first run's groups. The others wait, and
     the third run starts them before new ones."""
     run = ScriptedRun(tmp_path, Script(steps=6, max_staleness=3))

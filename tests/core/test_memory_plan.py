@@ -77,7 +77,7 @@ def test_engine_and_policy_take_turns_on_shared_devices():
     assert found["save policy"].device_bytes == 10 + 20 + 40 + 5 + 2 * MAX_FILE_BYTES + 7 + processes
 
 
-def test_a_sleeping_engine_counts_on_the_host_even_if_it_keeps_nothing_on_the_device():
+def test_a_sleeping_engine_uses_host_memory_even_if_it_keeps_nothing_on_the_device():
     engine = attrs.evolve(ENGINE, asleep_bytes=0)
     found = by_phase(peaks(config_of(), [policy()], engine, context=10, device_bytes=10_000))
     assert found["train policy"].host_bytes == 2 * 200
@@ -97,14 +97,14 @@ def test_on_separate_devices_nothing_is_offloaded():
     assert (generate.devices, generate.device_bytes) == ("engine", 200 + 50 + 4 * 10 * 2)
 
 
-def test_the_engine_of_an_asynchronous_run_counts_during_training():
+def test_the_engine_of_an_asynchronous_run_uses_device_memory_during_training():
     asynchronous = config_of(trainer__max_staleness=1)
     found = by_phase(peaks(asynchronous, [policy()], ENGINE, context=10, device_bytes=10_000))
     assert found["train policy"].device_bytes == 10 + 20 + 40 + 81 + 3 + 5_000 + 2 * PROCESS_BYTES
     assert "generate" not in found
 
 
-def test_offloaded_and_freed_tensors_do_not_count_on_the_device():
+def test_offloaded_and_freed_tensors_use_no_device_memory():
     on_host = policy(on_host=("parameters", "gradients", "optimizer"), frees_gradients=True)
     found = by_phase(peaks(config_of(), [on_host], None, context=10))
     assert found["train policy"].device_bytes == 81 + 3
@@ -114,7 +114,7 @@ def test_offloaded_and_freed_tensors_do_not_count_on_the_device():
     assert "gradients" not in freed["sync"].parts
 
 
-def test_an_optimizer_that_is_not_offloaded_counts_during_generation():
+def test_an_optimizer_that_is_not_offloaded_uses_device_memory_during_generation():
     found = by_phase(peaks(config_of(), [policy(keeps_optimizer=True)], ENGINE, context=10, device_bytes=10_000))
     assert found["generate"].device_bytes == 5_000 + 40 + 2 * PROCESS_BYTES
     assert found["generate"].host_bytes == 2 * 10
@@ -135,7 +135,7 @@ def test_a_reference_on_the_same_devices_waits_in_host_memory():
     assert by_phase(peaks(apart, [policy(), reference], None, context=10))["train policy"].host_bytes == 0
 
 
-def test_the_longest_sequence_counts_the_prompts_of_later_turns():
+def test_the_longest_sequence_includes_the_prompts_of_later_turns():
     lengths = {"trainer__max_prompt_length": 500, "generator__sampling_params__max_generate_length": 100}
     assert longest_sequence(config_of(**lengths)) == 600
     later = lengths | {"generator__max_input_length": 900}

@@ -27,7 +27,7 @@ def test_an_outcome_sits_on_the_last_sampled_token():
     assert outcome_rewards(torch.tensor([2.0, 3.0]), MASK, SEQUENCE).tolist() == [0, 0, 0, 0, 2, 3]
 
 
-def test_an_outcome_that_no_sampled_token_can_carry_is_refused():
+def test_an_outcome_of_a_sequence_without_a_sampled_token_is_refused():
     mask_T = torch.tensor([True, False])
     assert outcome_rewards(torch.tensor([2.0, 0.0]), mask_T, torch.tensor([0, 1])).tolist() == [2.0, 0.0]
     with pytest.raises(ShapeError, match=r"sequence 1 has the score 5, but no sampled token.* set the score to 0"):

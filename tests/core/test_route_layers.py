@@ -55,7 +55,7 @@ def test_routes_of_neighbouring_layers_are_not_copied():
         assert routes_of(part, [3, 4]).data_ptr() == batch["routed_experts"][0, 3].data_ptr()
 
 
-def test_a_batch_is_returned_unchanged_if_all_layers_are_wanted_or_it_has_no_routes_or_has_route_layers():
+def test_a_batch_is_returned_unchanged_if_no_routes_have_to_be_selected():
     batch, without = batch_of([2, 1]), batch_of([2, 1]).without_columns("routed_experts", "routed")
     part = with_routes_of(batch, [1, 2])
     assert with_routes_of(batch, None) is batch

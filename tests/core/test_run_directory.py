@@ -226,7 +226,7 @@ async def test_resuming_from_another_run_moves_the_existing_run_aside(tmp_path: 
     assert saved(tmp_path / "first" / "checkpoints") == ["step_000004"]
 
 
-async def test_a_replaced_branch_can_be_taken_up_again(tmp_path: Path):
+async def test_a_replaced_branch_can_be_resumed(tmp_path: Path):
     run_dir = tmp_path / "run"
     await write_run(run_dir, rows=range(7), checkpoints=[2, 6])
     set_aside_later_steps(config_of(run_dir), 2)

@@ -117,7 +117,7 @@ def test_a_process_works_if_one_thread_is_busy_but_not_if_dozens_of_threads_poll
     activity = ranks._Activity(tmp_path)
 
     def has_worked(**busy_ms: float) -> bool:
-        """Whether it worked in another 0.1 s. The named threads were busy for the given time, all others for 1 ms."""
+        """Whether the process worked in another 0.1 s. The named threads are busy as given, all others for 1 ms."""
         nonlocal clock_s
         clock_s += 0.1
         for name in run_ms:
@@ -130,7 +130,7 @@ def test_a_process_works_if_one_thread_is_busy_but_not_if_dozens_of_threads_poll
             (tmp_path / name / "stat").write_text(f"{name} (gloo (1)) {state} 1 1\n")
         return activity.has_worked()
 
-    assert has_worked(), "the first look cannot tell"
+    assert has_worked(), "the first look has nothing to compare with"
     assert not has_worked()
     assert has_worked(thread_7=11.0)
     assert not has_worked(thread_7=9.0)

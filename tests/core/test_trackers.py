@@ -282,7 +282,7 @@ def test_wandb_keeps_its_run_over_a_resume_and_its_last_uploads_have_a_deadline(
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
 
 
-def test_the_console_shows_the_numbers_a_reader_follows(tmp_path, capsys):
+def test_the_console_shows_steps_accuracy_reward_and_speed(tmp_path, capsys):
     tracker = ConsoleTracker(None, tmp_path / "quickstart", total_steps=2, first_step=0)
     tracker.log(0, {"eval/accuracy": 0.25})
     tracker.log(2, {"reward/mean": 0.5, "policy/kl": 0.1, "tokens_per_second": 3600.0})

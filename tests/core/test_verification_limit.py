@@ -1,4 +1,4 @@
-"""The limit of the weight proof grows for a model that finds the fixed tokens unlikely, unless the user set it.
+"""The limit of the weight proof grows for a model that finds the fixed tokens unlikely; a limit set by the user stays.
 
 The scores are scripted; tests/rollout/test_verification.py and tests/real_model use real weights.
 """

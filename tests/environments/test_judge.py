@@ -143,7 +143,7 @@ def test_the_marks_around_an_answer_are_new_each_time(judge: Judge):
     assert marks[0] != marks[1]
 
 
-def test_a_second_try_may_bring_the_score(judge: Judge):
+def test_a_second_try_may_give_the_score(judge: Judge):
     judge.replies = [lambda: (503, "loading"), said("Score: 10")]
     result = step(judge)
     assert (result.reward, result.metrics["judge_tries"]) == (1.0, 2.0)

@@ -208,8 +208,8 @@ async def test_the_probe_detects_a_readable_file_of_the_run():
         await probe_sandbox("landlock", readable=[tempfile.gettempdir()])
 
 
-async def test_landlock_holds_where_nothing_can_be_mounted():
-    """As in a container: root without CAP_SYS_ADMIN and CAP_SYS_PTRACE."""
+async def test_no_program_escapes_from_landlock_where_nothing_can_be_mounted():
+    """Runs as root without CAP_SYS_ADMIN and CAP_SYS_PTRACE, as in a container."""
     await sandbox_by("landlock")
     script = f"""
 import asyncio
@@ -228,8 +228,8 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="without root, the other tests already cover this")
-async def test_bubblewrap_holds_for_a_user_without_rights():
-    """As on a laptop. All imports happen as root, because the other user may be unable to read the files."""
+async def test_no_program_escapes_from_bubblewrap_started_by_a_user_without_rights():
+    """Runs as on a laptop. All imports happen as root, because the other user may be unable to read the files."""
     await sandbox_by("bubblewrap")
     script = f"""
 import asyncio, os

@@ -1,7 +1,7 @@
 """Programs that try to escape from the sandbox, to take more than their share, or to outlive their test. Every
 mechanism must stop each of them.
 
-Attacks on files, processes and sockets also run without a sandbox, where those that do no harm must succeed: an attack
+Attacks on files, processes and sockets that do no harm also run without a sandbox, where they must succeed: an attack
 that fails everywhere proves nothing.
 """
 
@@ -458,7 +458,7 @@ async def test_dangerous_system_calls_are_refused(sandbox):
 
 
 async def test_without_a_sandbox_system_calls_are_answered(no_sandbox):
-    """Makes only the calls that affect nothing but the program."""
+    """Makes only calls that affect the program alone."""
     assert await answer_of(no_sandbox, _CALLS, ["memfd", "hide"]) == ["memfd", "hide"]
 
 

@@ -49,7 +49,7 @@ def test_the_schema_has_what_hints_and_docstring_say():
     assert parameters["additionalProperties"] is False
 
 
-def test_the_schema_agrees_with_that_of_transformers():
+def test_the_schema_agrees_with_the_schema_of_transformers():
     from transformers.utils import get_json_schema
 
     def add(first: int, second: float, names: list[str], kind: Literal["a", "b"]) -> float:

@@ -78,9 +78,9 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """The first strikes of all cases together cover fixed combinations. Without Ray, the controller is struck twice in
-    each phase for every pair of staleness bound and pipeline depth. On Ray, each process of `OF_RAY` is struck once in
-    each phase, and the controller once in total. Everything else is drawn at random.
+    """The case of a seed. The first strikes of all cases together cover fixed combinations. Without Ray, the controller
+    is struck twice in each phase for every pair of staleness bound and pipeline depth. On Ray, each process of `OF_RAY`
+    is struck once in each phase, and the controller once in total. Everything else is drawn at random.
     """
     dice = random.Random(seed)
     (max_staleness, pipeline_depth), victim, first, num_ranks = _enumerated()[seed]

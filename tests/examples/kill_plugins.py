@@ -97,7 +97,7 @@ def reached(phase: str) -> None:
 
 
 def await_strike() -> None:
-    """Waits for a strike that has begun, if the run ended before the signal."""
+    """Waits until a strike that has begun has sent its last signal."""
     if _armed.thread is not None:
         _armed.thread.join()
 

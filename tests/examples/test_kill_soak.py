@@ -118,7 +118,7 @@ def test_a_run_killed_at_a_random_moment_loses_nothing(
     assert played.strikes, "no strike took place"
     require_nothing_left(place, before)
     require_nothing_lost(small_run, case, place, played, uninterrupted)
-    # `--junitxml` writes these.
+    # `--junitxml` writes these properties to its report.
     record_property("ahead", case.runs_ahead)
     record_property("strikes", len(played.strikes))
     record_property("kills", sum("SIGKILL" in strike for strike in played.strikes))

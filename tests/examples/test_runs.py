@@ -310,7 +310,7 @@ def test_a_row_of_an_unknown_environment_is_refused_before_anything_is_made(
 def test_a_row_of_an_unknown_environment_ends_the_run_with_a_plugin_error(
     small_run: BuildConfig, tmp_path: Path, unknown_environment: dict[str, Any], evaluates: bool
 ):
-    """Before a run, rows' environments are checked only if `generator.type` is `environment`, not an import path."""
+    """Before a run, rows' environments are checked only if `generator.type` is `environment`. Here it is a path."""
     changes = {
         **unknown_environment,
         "generator__type": "rl_rollout.generator_plugin:environment",

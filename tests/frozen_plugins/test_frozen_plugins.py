@@ -133,5 +133,5 @@ def test_frozen_plugins_train_together_under_the_names_that_a_user_writes(enviro
     events = (tmp_path / "run" / "events.txt").read_text()
     assert events == EVENTS
     assert "step 2: reward" in (tmp_path / "run" / "metrics.txt").read_text()
-    # The engine samples with the trained weights, so the transport brought them after every step.
+    # This holds only if the transport sends the trained weights to the engine after every step.
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)

@@ -36,7 +36,7 @@ DENSE_FIRST = MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0]}
 
 
 def experts(world_size: int, **options: Any) -> list[Variant]:
-    """Variants of Qwen3-MoE, with the routers' own choices and with forced routes; each packed, and padded with
+    """Variants of Qwen3-MoE: the routers' own choices and forced routes, each packed, and each padded with
     recomputation."""
     own = Variant(world_size=world_size, checkpoint=MOE, options=FsdpOptions(**options), parity_only=True)
     forced = attrs.evolve(own, options=FsdpOptions(**FOLLOWING, **options), forced_routes=True)

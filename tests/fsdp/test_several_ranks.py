@@ -23,7 +23,7 @@ from rl_fsdp import FsdpOptions, fsdp, fsdp1
 from tests.fsdp.conftest import spec_of
 
 UNTIED = {"tie_word_embeddings": False}
-"""Most tests use this. With tied embeddings, gradients are added in another order, which needs a larger tolerance
+"""Most tests use this model. With tied embeddings, gradients are added in another order, which needs a larger tolerance
 (`Tolerances.tied_weight`) that would hide errors."""
 
 
@@ -75,7 +75,7 @@ def test_an_index_with_changed_content_is_a_checkpoint_error_on_all_ranks(case: 
 
 
 def test_bfloat16_scores_are_near_those_of_one_rank(case: Case):
-    """Compares log-probs, because parameters after bfloat16 steps differ as much as those of a broken run."""
+    """Compares log-probs: after a bfloat16 step, a correct run's parameters differ as much as a broken run's."""
     spec = attrs.evolve(case.spec, bf16=True)
     scores = []
     for backend, size in ((fsdp, 1), (fsdp, 2), (fsdp1, 2)):

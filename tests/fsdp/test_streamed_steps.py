@@ -142,7 +142,7 @@ async def test_a_step_without_trained_tokens_is_the_same_in_parts(reduction: str
 
 
 async def test_a_gradient_that_is_not_divided_at_the_end_is_noticed(checkpoint: Path):
-    """Negative control: without the scale, the gradient is that of a sum instead of a mean."""
+    """Negative control: without the scale, the ranks have the gradient of a sum instead of a mean."""
     expected, metrics, _ = await stepped(checkpoint, played_batch(), None)
     found, found_metrics, _ = await stepped(checkpoint, played_batch(), PARTS[1], scales=False)
     assert relative(found, expected) > 10.0

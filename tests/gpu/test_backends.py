@@ -34,7 +34,7 @@ def variants_of(routed: Any, **plain: Any) -> tuple[Variant, ...]:
 
 
 def with_two_ranks(one: Variant) -> tuple[tuple[Variant, Variant], ...]:
-    """One rank's state resumed by two, and the other way round."""
+    """Pairs of a variant that saves a state and one that resumes it: one rank and two ranks, in both orders."""
     two = attrs.evolve(one, world_size=2)
     return (one, two), (two, one)
 
@@ -44,8 +44,8 @@ class TestFsdp(BackendConformance):
     options = FsdpOptions()
     variants = (
         *variants_of(FsdpOptions(moe_enable_routing_replay=True)),
-        # On an H100, the bfloat16 error of weights in the second variant was 1.6 times that of plain transformers.
-        # The next three variants have one of its settings each, to show which setting is the cause.
+        # On an H100, the bfloat16 error of weights in the second variant was 1.6 times the error of plain transformers.
+        # Each of the next three variants has one setting of the second, to show which setting is the cause.
         Variant(parity_only=True),
         Variant(checkpoint=UNTIED, spec={"use_sample_packing": False}, parity_only=True),
         Variant(checkpoint=UNTIED, spec={"gradient_checkpointing": True}, parity_only=True),

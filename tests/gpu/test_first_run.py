@@ -30,8 +30,8 @@ SAYS = {
 
 
 def output_of(commands: list[str]) -> str:
-    """Runs the commands in the repository, without variables of the tests and of make that change what they do. Returns
-    their output."""
+    """Runs the commands in the repository and returns their output. Removes variables of the tests and of make that
+    would change what the commands do."""
     of_tests = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "RL_CACHE_DIR", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     ran = subprocess.run(

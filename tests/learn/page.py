@@ -61,7 +61,7 @@ _AHEAD = """
 ## How far generation runs ahead
 
 Accuracy after the quick start by `trainer.pipeline_depth` (rows) and `trainer.max_staleness` (columns), for each of the
-seeds 0, 1 and 2 that was run; depth 0 with bound 0 is synchronous training. With a depth above 0, importance weights
+seeds 0, 1 and 2 that was run. Depth 0 with bound 0 is synchronous training. With a depth above 0, importance weights
 correct for the age of groups by default. The bound hardly matters here, because no group takes long: with depth 1, 99 %
 of the groups are one version old, whether the bound is 1 or 4.
 

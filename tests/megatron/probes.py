@@ -143,7 +143,7 @@ def _counted(calls: list[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _peak_of_kept_bytes(run: Any, parameters: set[int]) -> int:
-    """Peak bytes of the storages that autograd keeps. Each counts once, and parameters do not count."""
+    """Peak bytes of the storages that autograd keeps. Each storage is counted once; parameters are left out."""
     live: dict[int, tuple[int, int]] = {}
     total = peak = 0
 

@@ -56,7 +56,7 @@ def slow_attention(query: Tensor, key: Tensor, value: Tensor, boundaries: np.nda
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_outputs_and_gradients_are_those_of_a_mask_over_the_stream(size, kv_heads, monkeypatch):
+def test_outputs_and_gradients_equal_masked_attention_over_the_stream(size, kv_heads, monkeypatch):
     generator = torch.Generator().manual_seed(size)
     lengths = np.random.default_rng(size).integers(1, 40, 9) * 2 * size
     boundaries = np.concatenate([[0], np.cumsum(lengths)])

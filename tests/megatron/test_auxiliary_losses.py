@@ -89,7 +89,7 @@ def test_a_rank_without_sequences_adds_nothing_to_the_balancing_gradient(case: C
     assert errors.norm() <= 1e-5 * norm
 
 
-def test_a_stage_without_experts_reports_the_losses_of_the_others(tmp_path: Path):
+def test_a_stage_without_experts_reports_the_losses_of_the_other_stages(tmp_path: Path):
     checkpoint = {"family": "deepseek_v3", "tie_word_embeddings": False}
     losses = {**BALANCED, "transformer_config_kwargs": {"moe_z_loss_coeff": 0.01}}
     with open_case(megatron, MegatronOptions(), Variant(checkpoint=checkpoint), tmp_path, timeout_s=120) as case:

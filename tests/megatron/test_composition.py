@@ -35,5 +35,5 @@ def test_a_single_trained_token_on_either_context_rank_gives_the_gradient_of_one
             error = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()]).norm()
             size = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
             assert error < 1e-5 * size, (
-                "the ranks' gradients must add up to that of one process, up to float32 rounding"
+                "the ranks' gradients must add up to the gradient of one process, up to float32 rounding"
             )

@@ -19,7 +19,7 @@ def test_the_layout_page_matches_the_generated_drawing():
     assert (ROOT / "docs/megatron.md").read_text() == page(), "docs/megatron.md is out of date: run `make docs`"
 
 
-def test_the_page_is_about_sixteen_ranks_and_names_each():
+def test_the_page_names_each_of_its_sixteen_ranks():
     assert MESH.world_size == 16
     cells = {cell.strip() for cell in page().split("## Layers")[0].split("|")}
     assert {str(rank) for rank in range(16)} <= cells

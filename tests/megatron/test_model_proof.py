@@ -311,7 +311,7 @@ def test_a_second_start_skips_the_proof_but_a_torn_record_does_not_count(kept, m
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["Qwen3-8B", "DeepSeek-V3, without quantisation"])
-def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_none(kept, tmp_path, monkeypatch, name):
+def test_a_first_start_takes_under_fifteen_seconds_of_cpu_time_and_a_second_none(kept, tmp_path, monkeypatch, name):
     """Measures CPU time, because other processes may use the machine too."""
     monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # the function that a run uses
     (tmp_path / "config.json").write_text(json.dumps(RIGHT[name]))

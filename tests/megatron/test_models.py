@@ -129,11 +129,11 @@ def test_bfloat16_keeps_float32_sums_and_scores_as_transformers_does(tmp_path: P
         group.call(Worker.save_model, tmp_path / "saved")
         saved = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(tmp_path / "saved"))))
         assert all(weight.bfloat16().equal(group.weights()[name]) for name, weight in weights(saved).items())
-        # Reading gradients must not disturb those of the next step.
+        # Reading the gradients of a step must not change the gradients of the next step.
         group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
         backward(saved, case.batch, LOSS)
         assert gradient_error(group.gradients(), saved.gradients()) < 0.05  # bfloat16; measured: 0.015
-        assert gradient_error(first, saved.gradients()) > 0.5, "a gradient of the step before would pass"
+        assert gradient_error(first, saved.gradients()) > 0.5, "a gradient of the previous step would pass"
 
 
 @pytest.mark.parametrize("name", ["qwen3, yarn", "deepseek_v3, yarn"])

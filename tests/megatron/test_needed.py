@@ -1,4 +1,4 @@
-"""Fixes of other libraries and parts of this backend are needed: without one, training fails or gives wrong numbers.
+"""Fixes of other libraries and parts of this backend are needed: if one is removed, training fails or is wrong.
 
 `rl_megatron.patches` names the two fixes that are not tested.
 """
@@ -65,7 +65,7 @@ def test_without_the_fix_gradients_are_wrong(change, checkpoint, sizes, tmp_path
     assert backward_error(case, group) > 0.01
 
 
-def test_norm_gradients_differ_between_ranks_without_their_mark(tmp_path, request):
+def test_without_their_mark_norm_gradients_differ_between_ranks(tmp_path, request):
     case, group = start("leave_out_norm_mark", tmp_path, request, **{TP: 2})
     with pytest.raises(AssertionError, match="rank 1 has a different gradient"):
         backward_error(case, group)

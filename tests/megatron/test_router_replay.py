@@ -120,7 +120,7 @@ def test_ranks_follow_the_routes_of_their_layers_and_return_them(mesh, open_forc
         layers_of_ranks = [list(of_rank) for of_rank in group.call(RankHost.route_layers)]
         assert layers_of_ranks == LAYERS_OF_RANKS[mesh]
 
-        # Negative control: in place of its own routes, each rank gets those of the next layers with experts.
+        # Negative control: each rank gets the routes of the next layers with experts instead of its own.
         def with_routes_of_next_layers(batch, layers_of_rank):
             routes_TLK = batch["routed_experts"].clone()
             routes_TLK[:, layers] = routes_TLK[:, layers].roll(-1, 1)

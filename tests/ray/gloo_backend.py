@@ -227,7 +227,7 @@ class GlooWorker:
         if options.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif options.fault == "stop":
-            # A SIGSTOP sent to the process may be taken by another thread, and this one would run on for a while.
+            # Another thread may receive a SIGSTOP sent to the process; this thread would then run on for a while.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif options.fault == "raise":
             raise ValueError(f"told to fail in {phase}")

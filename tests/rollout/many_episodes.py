@@ -149,7 +149,7 @@ async def play_all(generator: EnvironmentGenerator, first_version: int) -> list[
 def require_own_logprobs(
     bench: Bench, weights: dict[int, dict[str, Tensor]], trajectories: Sequence[Trajectory]
 ) -> Counter[int]:
-    """Compares every sampled token's log-prob with a plain forward pass of the weights of the token's version. Returns
+    """Compares every sampled token's log-prob with a plain forward pass by the weight version that sampled it. Returns
     the number of tokens of each version.
     """
     counts: Counter[int] = Counter()

@@ -87,7 +87,7 @@ RAISED = {
 
 
 class HasASynchronousMethod(Blocks):
-    """Its method `row["synchronous"]`, `reset` or `step`, returns its result instead of an awaitable."""
+    """The method that `row["synchronous"]` names, `reset` or `step`, returns its result instead of an awaitable."""
 
     def reset(self) -> Any:
         return self._row["prompt"] if self._row["synchronous"] == "reset" else super().reset()

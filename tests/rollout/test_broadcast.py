@@ -238,7 +238,7 @@ def fails_after_a_bucket(rendezvous, failed):
         raise ValueError("this engine cannot load it")
 
 
-def test_a_receiver_that_fails_ends_the_others_long_before_their_deadline_though_its_error_is_kept(threads):
+def test_a_receiver_that_fails_ends_the_others_long_before_their_deadline_even_if_its_error_is_kept(threads):
     transport = BroadcastTransport(timeout_s=250.0, join_timeout_s=120.0)
     rendezvous = transport.open(num_ranks=1, num_engines=2)
     failed, kept = threading.Event(), []

@@ -167,7 +167,7 @@ def stored_of(started: StartedGroup, sample_index: int) -> Sampled:
 
 
 def trained_by(*runs: ScriptedRun) -> dict[tuple[int, int], Trajectory]:
-    """The trained trajectory of each group and sample. If two runs trained the same step, the later one counts."""
+    """The trained trajectory of each group and sample. If two runs trained the same step, the later run's is used."""
     steps = {step: trajectories for run in runs for step, trajectories in run.reports.groups.items()}
     return {(one.group_id, one.sample_index): one for trajectories in steps.values() for one in trajectories}
 

@@ -382,13 +382,13 @@ async def test_aborted_samples_are_continued():
     assert num_parts > 100
 
 
-async def test_an_engine_that_aborts_forever_is_given_up():
+async def test_a_request_that_the_engine_aborts_forever_fails():
     rng = random.Random(0)
     with pytest.raises(AssertionError, match=r"GenerationError: request '.*-0' was aborted 100 times without a token"):
         await play("chatml", random_row("chatml", rng, 1), lambda request: [5, 6], abort_after=lambda request: 0)
 
 
-async def test_a_stop_string_across_two_parts_ends_the_response_where_it_ends():
+async def test_a_response_ends_where_a_stop_string_across_two_parts_ends():
     tokenizer = tokenizer_of("chatml")
     said = tokenizer("it is <answer>7</answer> and so on")["input_ids"]
     inside = next(i for i in range(len(said)) if "</answer>" in tokenizer.decode(said[:i])) - 2

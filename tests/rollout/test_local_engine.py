@@ -337,7 +337,7 @@ async def test_the_event_loop_goes_on_while_the_engine_computes(model):
     gate, engine = Gate(model), await start(model)
     task = asyncio.ensure_future(engine.generate(request_of("slow", SamplingParams(max_tokens=8, ignore_eos=True))))
     await gate.until_reached()
-    for _ in range(20):  # if the model computed on the event loop, this would not run before the gate gives up
+    for _ in range(20):  # if the model computed on the event loop, this would run only after the gate's timeout
         await asyncio.sleep(0.005)
     assert not task.done()
     gate.go_on.set()
@@ -416,7 +416,7 @@ async def test_an_error_in_loading_the_model_reaches_the_caller():
 
 
 async def test_an_engine_that_loads_too_slowly_ends_when_it_has_loaded(model):
-    """Its caller has no engine to close, so otherwise the model would stay in memory."""
+    """The caller has no engine to close, so an engine that did not end would keep the model in memory."""
     may_load, before = threading.Event(), set(threading.enumerate())
 
     def load():

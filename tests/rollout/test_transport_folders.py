@@ -51,7 +51,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in /dev/shm that stands for /dev/shm, because the syncs of other processes would clean up there too."""
+    """A folder in /dev/shm that replaces /dev/shm itself, because syncs of other processes clean up there."""
     assert files_module._SHARED_MEMORY == held_folders._MEMORY == Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="rl-test-", dir="/dev/shm") as folder:
         monkeypatch.setattr(files_module, "_SHARED_MEMORY", Path(folder))
@@ -60,9 +60,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("transport", [files, shared_memory], ids=lambda transport: transport.name)
-def test_folders_of_a_killed_run_carry_its_name_and_the_next_sync_removes_them(
-    transport, temporary: Path, memory: Path
-):
+def test_folders_of_a_killed_run_have_its_name_and_the_next_sync_removes_them(transport, temporary: Path, memory: Path):
     pid = in_killed_process(lambda: transport.of_run("my run/1").open(num_ranks=1, num_engines=1))
     left = [*temporary.glob("rl-weights-*"), *memory.glob("rl-weights-*")]
     rendezvous = transport.open(num_ranks=1, num_engines=1)

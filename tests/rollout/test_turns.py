@@ -108,7 +108,7 @@ async def test_an_episode_of_text_is_one_sequence_with_observations_masked():
     assert len({request.seed for request in requests}) == 3
 
 
-async def test_steps_have_their_own_rewards_and_count_in_the_length():
+async def test_steps_have_their_own_rewards_and_their_lengths_are_added_up():
     trajectory = await play(saying("a", "aa", "b"), step_wise=True)
     assert [step.reward for step in trajectory.steps] == [0.5, 0.5, 0.5]
     assert trajectory_means([trajectory])["response_length"] == 2 + 3 + 2

@@ -143,7 +143,7 @@ async def test_noise_fits_small_adapters(model_path, targets, caplog):
     engine = await local_engine(model_path)
     async with policy_of(model_path, LoraConfig(rank=1, alpha=1, target_modules=targets)) as policy:
         trainer = Trainer(policy, engine, "files")
-        # The limit for bfloat16 is 60 times that for float32, in which this model computes.
+        # The limit for bfloat16 is 60 times the limit for float32, in which this model computes.
         trainer.verification._settings = attrs.evolve(
             trainer.verification._settings, limit=verification.LIMITS["bfloat16"]
         )

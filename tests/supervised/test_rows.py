@@ -80,7 +80,7 @@ def test_the_response_and_its_end_are_trained_on(row: dict[str, Any], expected: 
     assert shown(codec, encode.response(row)) == expected
 
 
-def test_if_the_template_drops_earlier_thoughts_only_the_last_turn_can_be_trained_on():
+def test_only_the_last_turn_can_be_trained_on_if_the_template_drops_earlier_thoughts():
     row = {"messages": say("a", "think!b", "c", "hm!d")}
     with pytest.raises(DataError, match=r"generator\.trained_turns=last"):
         encoder(DROPS_THOUGHTS)[1].response(row)
@@ -198,7 +198,7 @@ def test_prompts_of_token_id_rows_and_preference_pairs_are_read(tmp_path: Path):
     assert rows == ["3 token ids", [{"role": "user", "content": "a"}]]
 
 
-def test_a_pair_is_two_trajectories_the_preferred_one_with_the_reward(tmp_path: Path):
+def test_a_pair_becomes_two_trajectories_of_which_the_preferred_one_has_the_reward(tmp_path: Path):
     from rl_core.testing.models import make_checkpoint
 
     model = make_checkpoint(tmp_path / "model")
@@ -212,7 +212,7 @@ def test_a_pair_is_two_trajectories_the_preferred_one_with_the_reward(tmp_path: 
 
 
 @pytest.mark.parametrize("of_pairs", [False, True])
-def test_lengths_of_prompt_and_response_encode_each_response_once(of_pairs: bool, monkeypatch: pytest.MonkeyPatch):
+def test_measuring_prompt_and_response_encodes_each_response_once(of_pairs: bool, monkeypatch: pytest.MonkeyPatch):
     codec, encode = encoder()
     encoded: list[object] = []
     joined = RowEncoder._joined

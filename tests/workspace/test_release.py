@@ -80,6 +80,6 @@ def test_every_missing_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFi
     assert printed.err.count("is missing") == 2 * len(projects())
 
 
-def test_every_package_carries_the_licence():
+def test_every_package_contains_the_licence():
     for name in projects():
         assert (ROOT / "packages" / name / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()

@@ -95,7 +95,7 @@ def test_both_parts_of_the_cluster_and_the_run_share_a_token_that_is_new_in_ever
 
 
 def _of_cluster(directory: Path) -> list[str]:
-    """Program, mode and token of the two `ray start`, of the query of the cluster's size, and of the run."""
+    """Program, mode and token of the two `ray start` commands, of the query of the cluster's size, and of the run."""
     lines = (directory / "calls.auth").read_text().splitlines()
     programs = [line for line in lines if line.partition(" ")[0] in ("ray", "python", "rl")][1:]  # without the dry run
     assert {line.partition(" ")[0] for line in programs} == {"ray", "python", "rl"}

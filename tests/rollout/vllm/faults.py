@@ -74,7 +74,7 @@ class Fault:
     """`generating`: when some of the requests are done. `idle`: before the first request. Otherwise a phase of a sync.
     """
     transport: str = "files"
-    """The transport of the sync that the fault hits or, if it hits none, of the next sync."""
+    """The transport of the sync that the fault hits. If the fault hits no sync: the transport of the next sync."""
     whom: Whom = "server"
     """The process that is killed, frozen or paused. The other faults hit the sender."""
     moment: float = 0.5
@@ -403,7 +403,7 @@ class FaultInjection:
             delattr(client, name)
 
     def among(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
-        """Yields the buckets. Triggers the fault before one of them or after the last, if the fault belongs there."""
+        """Yields the buckets. A fault in a transfer is triggered before one of them or after the last."""
         every = list(buckets)
         place = round(self._fault.moment * (len(every) - 1)) if self._fault.when == "receiving" else None
         for i, bucket in enumerate(every):

@@ -105,7 +105,7 @@ class HostileRequest:
 
 
 def hostile_request(seed: int, *, to_router: bool) -> HostileRequest:
-    """The request of this seed. For a router: no control routes, and of the routes in WHOLE only those under /v1."""
+    """The request of this seed. A request to a router uses no control route, and no route in WHOLE outside of /v1."""
     dice = random.Random(seed)
     kinds = [_wrong_field, _wrong_field, _wrong_field, _broken_body, _odd_path, _odd_head, _departure]
     paths = [path for path in WHOLE if path.startswith("/v1/") or not to_router]
@@ -209,7 +209,7 @@ def _departure(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
 
 
 def _wrong_control(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
-    """A request to a control route; only to routes that leave the server as it is even if the request is valid."""
+    """A request to a control route that would leave the server unchanged even if the request were valid."""
     del paths
     name = dice.choice(
         ["generate", "score", "cancel", "abort", "load_adapter", "prepare_weights", "update_weights", "wake", "health"]

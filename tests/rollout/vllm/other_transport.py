@@ -1,5 +1,5 @@
-"""A transport without the attribute that names its receiver, like transports written before this attribute existed; and
-a function that a request must not be able to call.
+"""A transport without the attribute that names its receiver, like transports written before this attribute existed.
+Also a function that a request must not be able to call.
 
 The receiver can be told to fail in some of a server's workers.
 """
@@ -31,8 +31,8 @@ class OtherTransport:
     name: str = f"{__name__}:other"
     is_staged: bool = True
     fault: Fault | None = None
-    """What goes wrong in the last tensor-parallel rank: of every data-parallel engine if the value says so, otherwise
-    of the last engine."""
+    """What goes wrong in the last tensor-parallel rank of the last data-parallel engine or, if the value says so, of
+    every engine."""
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         opened = _files.open(num_ranks=num_ranks, num_engines=num_engines)
@@ -67,7 +67,7 @@ class OtherReceiver(FilesReceiver):
 
 
 def _is_last(*, of_every_engine: bool) -> bool:
-    """Whether this worker has the last tensor-parallel rank, in any engine or in the last of two data-parallel ones."""
+    """Whether this worker has the last tensor-parallel rank of the last engine or, with `of_every_engine`, of any."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     engine = psutil.Process().parent()

@@ -1,5 +1,5 @@
 """Tries what another user of this machine can do with a server's address but without its token. Root starts this
-script, which first gives up root's rights. Before that, it imports all it needs from the standard library.
+script, which imports all it needs from the standard library and then gives up root's rights.
 """
 
 from __future__ import annotations

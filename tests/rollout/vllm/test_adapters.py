@@ -87,7 +87,7 @@ async def test_five_adapter_syncs_match_the_trainer_and_a_stale_adapter_is_found
     await client.close()
 
 
-async def test_requests_under_way_go_on_under_the_new_adapter(adapter_server: RunningServer):
+async def test_requests_under_way_continue_with_the_new_adapter(adapter_server: RunningServer):
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, LORA) as policy:
         trainer = trained(client, policy)
@@ -264,7 +264,9 @@ async def greedy(client: RemoteInferenceClient, name: str) -> list[int]:
     return list(completion.tokens)
 
 
-async def test_two_named_adapters_score_as_in_peft_and_the_policy_stays(adapter_server: RunningServer, tmp_path: Path):
+async def test_two_named_adapters_score_as_in_peft_and_the_policy_stays_unchanged(
+    adapter_server: RunningServer, tmp_path: Path
+):
     client = await connect(adapter_server)
     expected = {name: write_adapter(adapter_server.model_path, tmp_path / name, i) for i, name in enumerate("abc")}
     async with policy_of(adapter_server.model_path, LORA) as policy:

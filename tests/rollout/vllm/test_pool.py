@@ -126,7 +126,7 @@ async def test_a_server_that_restarts_while_an_update_begins_and_ends_comes_back
 
     server.during_heartbeats = [begins_or_ends, begins_or_ends]
     await _restarted(supervisor, pool)
-    assert server.during_heartbeats == [], "the server must be asked once more after each of the two"
+    assert server.during_heartbeats == [], "the server must be asked again after the beginning and after the end"
     await supervisor.close()
 
 

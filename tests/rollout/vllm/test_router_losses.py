@@ -54,7 +54,7 @@ class ScriptedServer:
 
 @attrs.frozen
 class Scene:
-    """A router, and one HTTP server that stands for all servers behind it."""
+    """A router, and one HTTP server that answers for all servers behind the router."""
 
     server: ScriptedServer
     pool: Pool
@@ -64,7 +64,7 @@ class Scene:
 
 @pytest_asyncio.fixture
 async def start() -> AsyncIterator[Callable[..., Awaitable[Scene]]]:
-    """Starts a router and one HTTP server that stands for all servers of the pool."""
+    """Starts a router and one HTTP server that answers for all servers of the pool."""
     ends: list[Callable[[], Awaitable[None]]] = []
 
     async def make(*scripts: Callable[[web.Request], Awaitable[web.StreamResponse]], timeout_s: float = 120.0) -> Scene:

@@ -130,7 +130,7 @@ def test_a_key_for_the_runs_own_servers_is_refused():
     assert asked_models({"judge": options | {"url": "http://host/v1"}}) == {}
 
 
-def test_each_requested_url_becomes_its_model_and_other_options_stay():
+def test_each_requested_url_becomes_its_model_and_other_options_stay_unchanged():
     options = {"url": "inference_engine", "model": "base", "judge": {"url": "inference_engine", "model": "a/b"}}
     others = {"code": {"url": "http://host/v1", "model": "base"}, "top_k": 1}
     assert asked_models({**options, **others}) == {

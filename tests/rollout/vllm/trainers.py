@@ -28,7 +28,7 @@ REFUSED = "does not compute with the trainer's weights"
 def policy_spec(
     model_path: Any, options: Any, *, optimizer: OptimizerConfig | None, bf16: bool, lora: LoraConfig | None = None
 ) -> WorkerSpec:
-    """The model's spec with a backend's options; `lora` trains an adapter, otherwise all weights are trained."""
+    """The model's spec with a backend's options. With `lora`, only an adapter is trained; otherwise all weights."""
     return WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(model_path), lora=lora or LoraConfig()),
@@ -99,7 +99,7 @@ class Trainer:
         self.verification = WeightVerification(settings, policy, client, self.publish)
 
     async def publish(self) -> None:
-        """Publishes under a new version number, so answers of earlier versions cannot be mistaken for this one's."""
+        """Publishes under a new version number, so that no answer of an earlier version can pass for a new one."""
         self.version += 1
         await publish_weights(
             self.policy,
