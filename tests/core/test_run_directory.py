@@ -1,5 +1,5 @@
-"""A run directory loses nothing but an unfinished checkpoint when its run resumes or goes back to an earlier step, or
-when another run takes the directory."""
+"""If a run resumes or goes back to an earlier step, or another run takes its directory, the directory loses at most an
+unfinished checkpoint."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def overrides(rng: random.Random) -> dict[str, Any]:
 
 
 def is_of_one_process(config: Config) -> bool:
-    """Whether the run fits into this process: one rank on FSDP, without vLLM. Others get a dry run only."""
+    """Whether the run fits into this process: one rank on FSDP, without vLLM. Other runs get only a dry run."""
     trainer = config.trainer
     return (
         trainer.strategy == "fsdp"

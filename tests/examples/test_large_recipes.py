@@ -102,7 +102,7 @@ def test_the_planner_agrees_with_published_results_for_megatron_and_qwen3_30b(
 @pytest.mark.slow
 @pytest.mark.parametrize("third", ["pipeline_model_parallel_size", "context_parallel_size"])
 def test_other_readings_of_dp4_tp2_ep8_fit_too(third: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """DP4·TP2 accounts for only 4 × 2 = 8 of the 32 ranks. The recipe reads 4 as the number of copies of the experts.
+    """DP4·TP2 accounts for only 4 × 2 = 8 of the 32 ranks. The recipe takes DP4 to mean four copies of the experts.
     Four data-parallel ranks with a third parallel size of 4 fit as well.
     """
     monkeypatch.chdir(tmp_path)
@@ -187,7 +187,7 @@ def beside_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_the_tiny_form_trains_on_ranks_of_megatron_and_deepspeed(
     name: str, overrides: tuple[str, ...], beside_ray: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """On two ranks for models with experts, and on one for the dense model."""
+    """Models with experts train on two ranks, the dense model on one."""
     monkeypatch.chdir(beside_ray)
     rows = trained(name, *overrides)
     # A step of an asynchronous run need not train on tokens of its own version; the first step does.

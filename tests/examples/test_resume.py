@@ -259,8 +259,8 @@ def test_the_comparison_notices_a_changed_reward_or_weight(name: str, finished: 
 def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(
     seed: int, small_run: BuildConfig, finished: Path, tmp_path: Path
 ):
-    """Every attempt is killed at a random moment, which may be within a save, until one finishes. After an attempt
-    without a new checkpoint, the next one gets a little more time."""
+    """Kills attempts at random moments, some of them within a save, until an attempt finishes. After an attempt
+    without a new checkpoint, the next attempt gets a little more time."""
     rng, scale, num_saved = random.Random(seed), 1.0, 0
     config = small_run(tmp_path / "run", trainer__ckpt_interval=1)
     for _ in range(40):

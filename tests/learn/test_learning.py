@@ -40,7 +40,7 @@ class Case:
     at_least: float = 0.0
     """The lowest allowed value of `measure` after the last step."""
     below: float = 1.01
-    """`measure` after the last step must stay below this; a control that must not learn sets it."""
+    """An upper bound for `measure` after the last step, for a control that must not learn."""
     starts_below: float = 0.35
     """The highest allowed value of `measure` before training: a better start leaves too little to learn."""
     max_rl_seconds: float = 600.0

@@ -106,7 +106,7 @@ def leave_out_gradient_kernel_check() -> None:
 
 
 def use_transformer_engines_attention() -> None:
-    """Builds layers as if Transformer Engine were installed. Its attention raises, as without a kernel."""
+    """Builds layers as if Transformer Engine were installed. Its attention raises an error, as without a kernel."""
     from rl_megatron.model import layers
 
     block_spec, local = layers.get_gpt_decoder_block_spec, layers._local

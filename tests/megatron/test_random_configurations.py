@@ -19,7 +19,7 @@ from rl_megatron.checks.refusals import refuse
 
 PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker"]))
 NUM_QUICK, NUM_ALL = 16, 200
-"""The quick ones include seed 15, in which a recomputed pipeline stage returns a transposed view."""
+"""The quick seeds include 15, with which a recomputed pipeline stage returns a transposed view."""
 LIMITS = MicroBatchLimits(max_tokens=72)
 """The suite's limit of 70 tokens is too small where six ranks split sequences, because they pad the longest sequence to
 72."""

@@ -1,5 +1,5 @@
 """Random models of ten families, sensible or not. Each is refused before a rank loads it, or Megatron computes the same
-as transformers. This is measured on the full-size model, with other weights and another batch than in the proof."""
+as transformers. The comparison uses the full-size model, with other weights and another batch than in the proof."""
 
 from __future__ import annotations
 
