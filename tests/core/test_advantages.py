@@ -134,7 +134,7 @@ def test_gae_is_return_minus_value_at_lambda_one_and_the_td_error_at_zero():
     assert gae_advantages(*stream, lambd=0.0, whiten_advantages=False).advantages_T.tolist() == [0.75, 3.75, 1.0]
 
 
-def test_gae_carries_no_gradient_to_the_critic():
+def test_gae_passes_no_gradient_to_the_critic():
     values_T = torch.zeros(2, requires_grad=True)
     ones_T = torch.ones(2, dtype=torch.bool)
     result = gae_advantages(torch.ones(2), values_T, ones_T, torch.zeros(2, dtype=torch.int64))

@@ -83,7 +83,7 @@ def test_other_spellings_of_values_are_accepted():
         ("generator.enable_http_endpoint=true", r"set generator\.inference_engine\.router_port"),
     ],
 )
-def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, successor: str):
+def test_the_error_for_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, successor: str):
     with pytest.raises(ConfigError, match=successor):
         from_mapping({}, [override])
 
@@ -179,7 +179,7 @@ def test_merge_lora_of_the_megatron_section_sets_the_models_key():
     assert not config.trainer.policy.model.lora.merge_lora
 
 
-def test_false_does_not_pass_for_a_harmless_zero():
+def test_false_is_not_read_as_a_harmless_zero():
     with pytest.raises(ConfigError, match=r"generator\.inference_engine\.num_prefill: not supported"):
         from_mapping({}, ["generator.inference_engine.num_prefill=false"])
 

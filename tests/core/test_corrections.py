@@ -87,7 +87,7 @@ def test_one_outlier_drops_its_whole_sequence():
     ]
 
 
-def test_without_settings_every_trained_token_weighs_one():
+def test_without_settings_every_trained_token_has_weight_one():
     weights, mask, metrics = corrected()
     assert weights == [1, 1, 1, 1, 1, 0, 1]
     assert mask == MASK.tolist()

@@ -391,7 +391,7 @@ def named_by_another_host(run_dir: Path) -> Path:
     return path
 
 
-def test_a_lock_of_another_host_holds_while_its_file_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_lock_of_another_host_is_respected_while_its_file_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_lock, "_WATCH_S", 200.0)
     path, config = named_by_another_host(tmp_path / "run"), config_of(tmp_path / "run")
     gone = r"process 1 on another-host, .*; if that machine is gone for good, remove "

@@ -279,7 +279,7 @@ def model(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_start_skips_the_proof_but_a_torn_record_does_not_count(kept, model, monkeypatch):
+def test_a_second_start_skips_the_proof_unless_its_record_is_torn(kept, model, monkeypatch):
     monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # the function that a run uses
     compared = []
     compare = model_proof._compare_in_process
@@ -332,7 +332,7 @@ def test_a_first_start_takes_under_fifteen_seconds_of_cpu_time_and_a_second_none
     assert second == 0
 
 
-def test_a_recorded_proof_holds_only_for_the_same_inputs(kept, model, tmp_path, monkeypatch):
+def test_a_recorded_proof_is_used_only_for_the_same_inputs(kept, model, tmp_path, monkeypatch):
     compared = []
 
     def right(*_):

@@ -34,7 +34,7 @@ def test_views_of_one_memory_are_copied_once_and_stay_valid():
     assert gradients.equal(torch.zeros(5)), "memory that was dropped without a copy must be zero, as after a step"
 
 
-def test_bringing_back_a_second_time_does_nothing():
+def test_bringing_tensors_back_a_second_time_does_nothing():
     tensor, copy = torch.ones(3), HostCopy()
     copy.take_out([tensor])
     copy.bring_back()

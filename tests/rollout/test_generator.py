@@ -237,7 +237,7 @@ async def test_a_cancelled_group_is_cancelled_and_its_environments_are_closed(to
 
 
 @pytest.mark.parametrize(("stop_reason", "reward"), [("stop", 1.0), ("length", 0.0)])
-async def test_a_response_that_did_not_end_by_itself_can_be_worth_nothing(tokenizer, stop_reason, reward):
+async def test_a_response_that_did_not_end_by_itself_can_get_reward_zero(tokenizer, stop_reason, reward):
     client = EchoClient(tokenizer, stop_reason)
     (trajectory,) = await generator_of(tokenizer, client, zero_reward_on_non_stop=True).generate(request_of(1))
     assert trajectory.reward == reward

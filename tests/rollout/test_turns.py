@@ -152,7 +152,7 @@ async def test_a_conversation_that_outgrows_the_context_is_cut_and_marked(limits
     assert sample_of(trajectory, step=1, purpose="train").end == "context"
 
 
-async def test_a_cut_episode_can_be_worth_nothing_and_be_left_out_of_training():
+async def test_a_cut_episode_can_get_reward_zero_and_be_left_out_of_training():
     settings = {"limits": Limits(max_turns=4, max_input_length=11)}
     trajectory = await play(saying("a", "a"), zero_reward_on_non_stop=True, **settings)
     assert trajectory.reward == 0.0
