@@ -45,7 +45,7 @@ class Batch:
         Raises:
             ShapeError: there are no sequences, a sequence has no tokens, a column is unknown, a sequence lacks a column
                 of the first one, a list's length differs from the number of tokens, a per-sequence value is text, or a
-                value of an integer column is not a whole number or out of the column's range.
+                value of an integer column is out of the column's range or is not a whole number.
         """
         if not sequences:
             raise ShapeError("Batch.from_sequences: got no sequences")
@@ -127,7 +127,7 @@ class Batch:
 
     def select(self, sequences: Sequence[int] | Tensor) -> Batch:
         """A batch of the given sequences (indices in any order, repeats allowed). It is a view if the indices are
-        consecutive and ascending. Raises ShapeError for anything but integers, such as a mask."""
+        consecutive and ascending. Raises ShapeError for a mask and for indices that are not integers."""
         index = torch.as_tensor(sequences)
         if index.dim() != 1 or (len(index) and (index.dtype == torch.bool or index.is_floating_point())):
             raise ShapeError(
@@ -337,7 +337,7 @@ def _one_per_sequence(name: str, values: Sequence[Any], dtypes: Sequence[torch.d
     if wrong:
         i, value = wrong[0]
         raise ShapeError(
-            f"sequence {i}: {name} is the text {value!r}; expected a number: use the same number for the same text"
+            f"sequence {i}: {name} is the text {value!r}; expected a number. Replace equal texts by equal numbers"
         )
     if dtypes[0] == torch.int64:
         return _laid_end_to_end(name, [[value] for value in values], dtypes)

@@ -130,6 +130,7 @@ class WeightTransportConformance:
         plugins.fitted("rl_core.weight_transports", self.transport, self.transport.name)
 
     def test_both_ends_say_alike_whether_a_sync_is_staged(self) -> None:
+        """The transport and its receiver have the same value of `is_staged`."""
         rendezvous = self.transport.open(num_ranks=1, num_engines=1)
         self._close(rendezvous)
         receiver = plugins.load_receiver(rendezvous.receiver)
@@ -159,6 +160,7 @@ class WeightTransportConformance:
         require_same(expected, received)
 
     def test_every_rank_drains_its_weights_also_one_that_sends_nothing(self) -> None:
+        """A rank that has nothing to send must drain its iterator of buckets too."""
         with self._sync([sample_tensors(), {}]) as (ranks, start):
             receiving = start("an engine's `receive`", _receive, ranks.rendezvous, 0)
             self._send_all(ranks, 0, start)
@@ -202,6 +204,7 @@ class WeightTransportConformance:
 
     @pytest.mark.parametrize("num_ranks", [1, 3])
     def test_what_changed_since_the_last_sync_arrives_as_the_whole(self, num_ranks: int) -> None:
+        """The second and the third sync send only changes. The engine must still receive all tensors."""
         of_ranks, of_engine = [HeldWeights() for _ in range(num_ranks)], HeldWeights()
         tensors, base = sample_tensors(), None
         for version in (1, 2, 3):

@@ -1,18 +1,18 @@
 """Locks a run's directories for one process. A second process gets an error that names the holder, and changes nothing.
 
 A lock is flock(2) on a file that contains the process's id and host, and the time at which it took the lock. The kernel
-releases the lock however the process ends, so the lock file of a killed run blocks no other run. The lock file is next
-to the directory, as `.<name>.rl-lock`, because a run that moves an earlier run away would move a lock file inside the
-directory too. The lock file is inside only if the directory cannot be moved, because it is a mount point or its parent
-is not writable.
+releases the lock however the process ends, so the lock file of a killed run blocks no other run. A run may move an
+earlier run's directory away together with all files in it. So the lock file is next to the directory, as
+`.<name>.rl-lock`. It is inside the directory only if the directory cannot be moved, because the directory is a mount
+point or its parent is not writable.
 
 A host may not see the locks of another host on a shared file system, and some file systems have no locks. So a run also
 touches its lock files every few seconds. The process named in a lock file may still be alive although this host sees no
 lock of that process. A new run then watches the file for a touch before it takes the lock over.
 
-A directory inside another directory of the run needs no lock of its own, because every run also looks for lock files
-above its directories and directly inside them, but not deeper. It looks before and after taking its own locks, so two
-runs that start at the same time do not miss each other's locks in these places.
+Every run also looks for lock files above its directories and directly inside them, but not deeper. So a directory that
+is inside another directory of the same run needs no separate lock. A run looks before and after it takes its own locks,
+so two runs that start at the same time do not miss each other's locks in these places.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def held_directories(config: Config) -> Iterator[None]:
     """Context in which only this run may use its run, checkpoint and export directories.
 
     Raises:
-        ConfigError: another run holds one of them, or a directory above or directly inside one; or a lock file cannot
-            be created.
+        ConfigError: another run holds one of these directories, a directory above them, or a directory directly inside
+            them; or a lock file cannot be created.
     """
     directories, pid = _directories(config), os.getpid()
     taken: dict[Path, int] = {}
@@ -91,7 +91,8 @@ def require_unused(config: Config) -> None:
     """Makes the checks of `held_directories`, but keeps no lock and writes nothing.
 
     Raises:
-        ConfigError: another run holds one of the directories, or a directory above or directly inside one.
+        ConfigError: another run holds one of these directories, a directory above them, or a directory directly inside
+            them.
     """
     _require_unused(config, _directories(config), {})
 
