@@ -121,7 +121,7 @@ def make_groups(**fields: Any) -> tuple[list[str], FakeGroup, FakeGroup]:
     return events, FakeGroup("policy", events), FakeGroup("critic", events, value=0.25, **fields)
 
 
-async def test_the_critics_values_become_the_baseline_and_the_returns_its_target():
+async def test_the_baseline_is_the_critics_values_and_the_critics_target_is_the_returns():
     _, policy, critic = make_groups()
     update = ppo(policy, critic)
     batch, _ = update.prepare(await update.score(make_batch()))

@@ -207,8 +207,8 @@ class GlooWorker:
         return self.received
 
     def received_before(self) -> dict[str, Any]:
-        """What `columns_of` last received on this rank. Tests call this on all ranks, because a call with a batch
-        returns the results of only some ranks."""
+        """What `columns_of` last received on this rank. Tests call `received_before` on all ranks, because a call of
+        `columns_of` returns the results of only the last pipeline stage."""
         return self.received
 
     def _require_same_number_of(self, plan: Plan) -> None:

@@ -92,7 +92,7 @@ async def test_a_damaged_update_leaves_the_old_version_or_nothing(dense_server, 
     await client.close()
 
 
-async def test_a_tensor_that_is_left_out_later_is_refused_by_the_engine(dense_server):
+async def test_the_engine_refuses_a_later_update_that_lacks_a_tensor(dense_server):
     client = await connect(dense_server)
     async with policy_of(dense_server.model_path) as policy:
         trainer = trained(client, policy, "files")
@@ -107,7 +107,7 @@ async def test_a_tensor_that_is_left_out_later_is_refused_by_the_engine(dense_se
 
 
 def with_tensors(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[..., Iterator[WeightBucket]]:
-    """Sends one layer's `gate_proj` as changed by `change`. The checksums match."""
+    """Returns a function that applies `change` to one layer's `gate_proj`. It sends the checksums of the result."""
 
     def spoil(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
         tensors = (pair for bucket in buckets for pair in unpack_bucket(bucket))
@@ -165,7 +165,7 @@ async def test_a_rank_that_never_sends_leaves_the_old_version(dense_server):
 
 @pytest.mark.parametrize("transport", ["files", "shared_memory"])
 async def test_a_server_samples_while_a_staged_version_arrives(dense_server, transport):
-    """Before the rank sends its second bucket, the server must answer a request that arrived after the first."""
+    """A request is sent after the first bucket. The rank sends its second bucket only after the server's answer."""
     client, loop = await connect(dense_server), asyncio.get_running_loop()
     async with policy_of(dense_server.model_path) as policy:
         trainer = trained(client, policy, transport)
@@ -380,7 +380,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_in_engine(model_path, _moe)
 
 
-def test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails(found: dict[str, Any]):
+def test_five_syncs_of_a_moe_model_pass_and_the_proof_fails_without_the_moe_fix(found: dict[str, Any]):
     for transport in TRANSPORTS:
         assert len(found[transport]) == 5
         assert max(found[transport]) < LIMIT
@@ -389,5 +389,5 @@ def test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails(found: d
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_tensor_that_is_left_out_from_the_first_version_on_fails_the_proof(found: dict[str, Any], name: str):
+def test_the_proof_fails_if_every_sync_leaves_out_the_same_tensor(found: dict[str, Any], name: str):
     assert REFUSED in found[name]

@@ -36,7 +36,7 @@ def repack_moe_experts_on_cpu() -> None:
     vllm 0.30.0, fused_moe/unquantized_fused_moe_method.py: on CPU every reload leaves the old experts in place. The CPU
     kernel computes with a packed copy of the experts, which `_setup_kernel` makes only on the first load. So a reload
     reports success, but the log-probs are wrong by several nats. Remove the fix when its test fails:
-    tests/rollout/vllm/test_weights.py::test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails.
+    tests/rollout/vllm/test_weights.py::test_five_syncs_of_a_moe_model_pass_and_the_proof_fails_without_the_moe_fix.
     """
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
