@@ -107,7 +107,7 @@ async def test_the_engine_refuses_a_later_update_that_lacks_a_tensor(dense_serve
 
 
 def with_tensors(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[..., Iterator[WeightBucket]]:
-    """Returns a function that applies `change` to one layer's `gate_proj`. It sends the checksums of the result."""
+    """Returns a function that applies `change` to one layer's `gate_proj`. The buckets have the result's checksums."""
 
     def spoil(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
         tensors = (pair for bucket in buckets for pair in unpack_bucket(bucket))
