@@ -40,7 +40,7 @@ def test_an_unknown_key_has_no_row():
         row("trainer.zero_variance", 1)
 
 
-def test_an_error_while_a_default_is_read_is_raised(monkeypatch: pytest.MonkeyPatch):
+def test_a_default_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch):
     def broken(config: Config, key: str) -> None:
         raise AttributeError(key)
 

@@ -267,7 +267,7 @@ def test_an_error_names_the_pass_through_section_if_it_set_the_value(spec_of):
     assert message.startswith(f"trainer.policy.megatron_config.transformer_config_kwargs.{TP}: 3")
 
 
-def test_without_config_json_checks_of_the_model_are_skipped_and_others_run(spec_of):
+def test_a_missing_config_json_skips_only_the_checks_that_read_it(spec_of):
     refuse(spec_of(None, {TP: 3}), 3)
     assert "does not divide the 4 ranks" in refusal(spec_of(None, {TP: 3}), 4)
 

@@ -100,7 +100,7 @@ def test_a_missing_tensor_and_swapped_names_are_refused(sync, threads, spoil):
         receiving.result(60)
 
 
-def test_a_receiver_that_never_joins_ends_all_sides_long_before_the_deadline_of_a_message(threads):
+def test_if_a_receiver_never_joins_all_participants_fail_long_before_the_deadline_of_a_message(threads):
     assert BroadcastTransport().join_timeout_s <= 30.0
     transport = BroadcastTransport(timeout_s=250.0, join_timeout_s=1.0)
     rendezvous = transport.open(num_ranks=1, num_engines=2)
@@ -238,7 +238,7 @@ def fails_after_a_bucket(rendezvous, failed):
         raise ValueError("this engine cannot load it")
 
 
-def test_a_receiver_that_fails_ends_the_others_long_before_their_deadline_even_if_its_error_is_kept(threads):
+def test_a_receiver_that_fails_ends_the_other_participants_long_before_their_deadline(threads):
     transport = BroadcastTransport(timeout_s=250.0, join_timeout_s=120.0)
     rendezvous = transport.open(num_ranks=1, num_engines=2)
     failed, kept = threading.Event(), []
@@ -254,7 +254,8 @@ def test_a_receiver_that_fails_ends_the_others_long_before_their_deadline_even_i
     for future, kind in [(failing, ValueError), (sending, WeightSyncError), (healthy, WeightSyncError)]:
         with pytest.raises(kind) as error:
             future.result(60)
-        kept.append(error)  # keeps the frames of its traceback, so that collecting them cannot end a participant
+        # If an error were freed, Python would also free the frames of its traceback, which could end a participant.
+        kept.append(error)
     transport.close(rendezvous)
 
 
