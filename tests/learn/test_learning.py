@@ -327,7 +327,7 @@ CASES = (
             ("reasoning_gym", "a small model learns to spell words backward, scored by reasoning-gym"),
             ("gsm8k_turns", "a small model learns to solve word problems in three tries"),
             ("skyrl_gym", "a small model learns word problems in two turns of skyrl-gym's `gsm8k_multi_turn`"),
-            ("judge", "a small model learns to answer correctly and in a sentence, as a judge behind HTTP scores it"),
+            ("judge", "a small model learns to answer correctly and in a sentence, scored by a judge behind HTTP"),
         )
         for seed in (0, 1)
     ),
@@ -399,7 +399,7 @@ CASES = (
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory of all runs; cases with the same seed share its warm-started model."""
+    """The working directory of all runs; cases with the same seed share a warm-started model."""
     return tmp_path_factory.mktemp("learning")
 
 
