@@ -1,7 +1,7 @@
 """Every backend passes its suite on one GPU.
 
-The suite's reference is transformers on the CPU. Groups of two ranks run on the CPU if the machine has only one GPU, so
-states that one device saves are also resumed on the other.
+The suite's reference is transformers on the CPU. If the machine has only one GPU, groups of two ranks run on the
+CPU. A state saved on the GPU is then resumed on the CPU, and the other way round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An FSDP backend whose first rank finds no disk space in directories named `full`, and a transport that finds none."""
+"""An FSDP backend and a weight transport that run out of disk space."""
 
 from __future__ import annotations
 
