@@ -192,7 +192,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("group", "path", "problem"), WRONG)
-def test_an_unfit_plug_in_is_named_with_its_key_and_what_is_expected(group: str, path: str, problem: str):
+def test_the_error_about_an_unfit_plug_in_states_key_problem_and_expectation(group: str, path: str, problem: str):
     with pytest.raises(PluginError) as refusal:
         plugins.load(group, path, key="some.key")
     message = str(refusal.value)
@@ -237,7 +237,7 @@ def test_prepare_of_a_recipe_must_accept_the_configuration(path: str):
         plugins.load_preparation(path)
 
 
-def test_a_receiver_is_built_with_a_rendezvous_and_receives():
+def test_a_receiver_of_weights_must_accept_a_rendezvous():
     receiver = "rl_core.testing.reference_transport:MemoryReceiver"
     assert plugins.load_receiver(receiver) is plugins.load("rl_core.weight_transports", receiver)
     for path in (f"{IDLE}:transport", f"{IDLE}:Event", "math:pi"):

@@ -44,12 +44,12 @@ FIELDS: dict[str, Field] = {
     "greedy_score": Field("N", _FLOAT, "reward of the policy's greedy answer to the prompt, if the estimator reads it"),
     "trajectory_id": Field("N", ("int64",), "equal for the steps of one trajectory"),
     "step_index": Field("N", ("int64",), "position of the sequence among its trajectory's steps"),
-    "is_last_step": Field("N", ("bool",), "the sequence is its trajectory's last step; true for exactly one of them"),
+    "is_last_step": Field("N", ("bool",), "true for exactly one sequence of each trajectory, its last step"),
 }
 PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "computed by a loss's `prepare`")
 """Describes every column that a loss's `prepare` computes. The names of these columns begin with `x_`."""
 ROUTE_COLUMNS = ("routed_experts", "routed")
-"""Columns that record the experts to which tokens were routed, and for which tokens these are known."""
+"""Columns that record each token's experts, and whether the experts are known."""
 INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS, "route_layers")
 """Columns that a model reads."""
 STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")

@@ -6,9 +6,9 @@ Reward:    the number after the judge's last `Score:`, divided by `highest_score
 Options:   `url` (the API's address, `http://host:port/v1`, or `inference_engine` for the run's servers), `model` (the
            model's name on the server; on the run's servers, `base` or the directory of an adapter), `timeout_s` (60,
            for each try), `tries` (2), `max_tokens` (512), `temperature` (0), `highest_score` (10), `instructions`
-           (replaces `INSTRUCTIONS`; without {answer} the judge does not see the answer; may contain {question},
-           {reference}, {mark}, {highest}), `key_variable` (the environment variable that holds the API key; refused
-           with the run's servers, which have their own key)
+           (replaces `INSTRUCTIONS`; may contain {question}, {reference}, {answer}, {mark} and {highest}; without
+           {answer} the judge does not see the answer), `key_variable` (the environment variable that holds the API key;
+           refused with the run's servers, which have their own key)
 Metrics:   `accuracy` (the reward), `judge_tries`
 
 If the judge does not answer, refuses, or gives no score, the sample fails and has no reward at all
@@ -109,7 +109,7 @@ class JudgeEnvironment:
     def require_options(options: Mapping[str, Any]) -> None:
         """See `OptionsChecking`."""
         own = own_options(options, "judge", _OPTIONS)
-        if own.get("url") != _ENGINE:  # the run itself checks the rest
+        if own.get("url") != _ENGINE:  # the run itself checks `model` and `key_variable`
             _server(own)
         _Settings.of(own)
 

@@ -36,7 +36,7 @@ def pipeline_chunks(
         num_layers: number of transformer layers.
         pipeline: number of stages.
         virtual_pipeline: chunks per stage.
-        num_first: number of layers on the first stage, in all its chunks; None: as many as on the middle stages.
+        num_first: total number of layers in the first stage's chunks; None: as many as on the middle stages.
         num_last: the same for the last stage.
         count_embedding: whether the embedding counts as a layer of the first chunk.
         count_loss: whether output layer and loss together count as a layer of the last chunk.
@@ -47,8 +47,8 @@ def pipeline_chunks(
     """
     if (num_first is not None or num_last is not None) and (count_embedding or count_loss):
         raise ConfigError(
-            "pipeline: got numbers of layers for the first or last stage, and embedding or loss counted as layers; "
-            "expected only one of the two"
+            "pipeline: got a set number of layers for the first or last stage although embedding or loss counts as a "
+            "layer; remove the set numbers, or count neither embedding nor loss"
         )
     for name, value in (("num_layers", num_layers), ("pipeline", pipeline), ("virtual_pipeline", virtual_pipeline)):
         if value < 1:
@@ -86,10 +86,13 @@ def _slots_of_stages(
         raise ConfigError(f"pipeline: got {min(ends)} layers for the first or last stage; expected at least 0")
     rest, middle = slots - sum(ends), pipeline - len(ends)
     if rest < 0 or (rest > 0 if middle == 0 else rest % middle):
+        layers, fails = f"{slots} layers (including embedding and loss if counted)", "cannot be divided evenly over"
+        if not ends:
+            raise ConfigError(f"pipeline: {layers} {fails} {pipeline} stages{suggestion}")
+        names = " and ".join(name for name, n in (("first", num_first), ("last", num_last)) if n is not None)
         raise ConfigError(
-            f"pipeline: cannot divide {slots} layers (including embedding and loss if counted) over {pipeline} stages: "
-            f"{len(ends)} stages with a set number of layers have {sum(ends)}, and the remaining {rest} cannot be "
-            f"divided evenly over the other {middle}{suggestion}"
+            f"pipeline: {sum(ends)} of {layers} are set for the {names} stage, and the remaining {rest} {fails} the "
+            f"other {middle}{suggestion}"
         )
     counts = [rest // middle if middle else 0] * pipeline
     if num_first is not None:

@@ -36,8 +36,8 @@ async def evaluate(
     timeout_s: float,
     failures: FailureAccount | None = None,
 ) -> Evaluation:
-    """Plays every row (`play_rows`), and returns the samples and their mean metrics. Also raises GenerationError if all
-    samples failed."""
+    """Plays every row (`play_rows`), and returns the samples and their mean metrics. Raises the errors of `play_rows`,
+    and GenerationError if all samples failed."""
     failures = failures or evaluation_failures(rows, settings)
     trajectories = await play_rows(
         generator, rows, settings, version=version, batch_size=batch_size, timeout_s=timeout_s, failures=failures
