@@ -46,6 +46,16 @@ OWN_SERVERS = (
 )
 """Tests that start their own ranks and servers: one lane of `make test`. The other lane's tests share servers."""
 
+LONG = (
+    "tests/examples/test_fuzzed_configurations.py",
+    "tests/examples/test_large_recipes.py",
+    "tests/frozen_plugins",
+    "tests/real_model",
+    "tests/workspace/test_wheels.py",
+)
+"""Tests that run first, because they take longest: as the last ones, they would keep one core busy and leave the others
+idle."""
+
 
 class Lanes(LoadScopeScheduling):
     """Two lanes, each in one process. Each test server takes long to start and keeps a core busy, so few start at
@@ -84,13 +94,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the bfloat16 check of a backend's suite `parity`, except on the variants in the module's `IN_BFLOAT16`.
-    On a `parity_only` variant, the bfloat16 check takes as long as all other checks together.
+    On a `parity_only` variant, the bfloat16 check takes as long as all other checks together. Puts LONG tests first.
     """
     for item in items:
         if isinstance(item, pytest.Function) and item.originalname.startswith("test_bfloat16_errs"):
             measured = getattr(item.module, "IN_BFLOAT16", None)
             if measured is not None and item.callspec.params["variant"] not in measured:
                 item.add_marker("parity")
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.hookimpl(wrapper=True)
