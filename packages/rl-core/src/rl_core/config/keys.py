@@ -19,6 +19,9 @@ from rl_core.errors import ConfigError, Mistakes
 
 ALIASES = {
     "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
+    "trainer.eval.interval": "trainer.eval_interval",
+    "trainer.eval.before_train": "trainer.eval_before_train",
+    "trainer.eval.batch_size": "trainer.eval_batch_size",
     "trainer.policy.megatron_config.async_dist_ckpt_save": "trainer.async_save",
     "trainer.policy.megatron_config.lora_config.merge_lora": "trainer.policy.model.lora.merge_lora",
     "trainer.policy.sequence_parallel_size": "trainer.policy.fsdp_config.sequence_parallel_size",
@@ -165,6 +168,7 @@ _OWN_SECTION = "how sequences are split over ranks is set in the backend's own s
 _CHUNKS = "trainer.logprobs_chunk_size limits how many tokens' logits are in memory at a time"
 _NO_ENGINE = "no engine of this version supports it"
 _SAMPLES = "samples are written to samples.jsonl"
+_OVERLONG = "the environment adds such a penalty to its reward; the recipe dapo does this with soft_overlong_penalty"
 _AGENTS = "set generator.inference_engine.router_port if agents outside the run use the policy"
 _ALLOCATOR = "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
 
@@ -219,13 +223,15 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.print_example_interval": Unsupported(_SAMPLES, is_harmless=True),
     "trainer.log_example_interval": Unsupported(_SAMPLES, is_harmless=True),
     "trainer.num_logger_eval_samples": Unsupported(_SAMPLES, is_harmless=True),
+    "trainer.eval.dump_results": Unsupported(_SAMPLES, (True, False)),
+    "trainer.eval.num_logger_samples": Unsupported(_SAMPLES, is_harmless=True),
     "trainer.vocab_entropy_chunk_size": Unsupported(_CHUNKS, is_harmless=True),
     "trainer.vocab_entropy_chunk_memory_mb": Unsupported(_CHUNKS, is_harmless=True),
     "trainer.fused_lm_head_logprob": Unsupported(_CHUNKS, is_harmless=True),
     "trainer.fused_lm_head_logprob_backend": Unsupported(_CHUNKS, is_harmless=True),
-    "trainer.algorithm.overlong_buffer": Unsupported(
-        "the environment adds such a penalty to its reward; the recipe dapo does this with soft_overlong_penalty"
-    ),
+    "trainer.algorithm.overlong_buffer": Unsupported(_OVERLONG),
+    "trainer.algorithm.overlong_buffer_len": Unsupported(_OVERLONG),
+    "trainer.algorithm.overlong_buffer_penalty_factor": Unsupported(_OVERLONG),
     "trainer.algorithm.zero_variance_filter_tol": Unsupported(
         "rewards of a group that differ by at most 1e-6 count as equal", (0, 0.0, 1e-6)
     ),
@@ -256,6 +262,11 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     "generator.inference_engine.enable_pd": Unsupported(_NO_ENGINE, (False,)),
     "generator.inference_engine.num_prefill": Unsupported(_NO_ENGINE, (0,)),
+    "generator.inference_engine.prefill_init_kwargs": Unsupported(_NO_ENGINE, ({},)),
+    "generator.inference_engine.decode_init_kwargs": Unsupported(_NO_ENGINE, ({},)),
+    "generator.inference_engine.fp8_weight_sync_mode": Unsupported(
+        "weights are sent in generator.inference_engine.model_dtype", (None,)
+    ),
     "generator.inference_engine.language_model_only": Unsupported("only text models are supported", (False, True)),
 }
 for _model in ("policy", "ref", "critic"):
