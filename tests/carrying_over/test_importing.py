@@ -287,10 +287,94 @@ def test_an_environment_of_skyrl_gym_keeps_its_name_and_its_section(tmp_path: Pa
     assert translation.left == ()
     environment = load(str(write(tmp_path, "run.yaml", translation.as_yaml()))).config.environment
     assert environment.env_class == "skyrl_gym"
-    assert environment.options == {"env": "text2sql", "config": {"db_path": "/d/sql"}}
+    assert environment.options == {"env": "text2sql", "config": {"db_path": "/d/sql"}, "max_turns": 1}
     assert any("text2sql is taken from skyrl-gym" in said for said in translation.changed)
     own = translate(read(write(tmp_path, "own.sh", text.replace("=text2sql ", "=mine.module:Mine "))))
     assert own.values["environment.env_class"] == "mine.module:Mine"
+
+
+def test_an_environment_with_options_of_skyrl_gym_is_not_replaced_by_one_of_the_same_name(tmp_path: Path):
+    """SkyRL passes the turns of the generator to the environment, whose own default is another number."""
+    text = (
+        "python -m skyrl.train.main trainer.epochs=2 environment.env_class=search generator.max_turns=4 "
+        "environment.skyrl_gym.search.topk=3 environment.skyrl_gym.search.search_url=http://localhost:8000/retrieve\n"
+    )
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.left == ()
+    environment = load(str(write(tmp_path, "run.yaml", translation.as_yaml()))).config.environment
+    config = {"topk": 3, "search_url": "http://localhost:8000/retrieve"}
+    assert (environment.env_class, environment.options) == (
+        "skyrl_gym",
+        {"env": "search", "config": config, "max_turns": 4},
+    )
+    here = translate(read(write(tmp_path, "here.sh", "python -m skyrl.train.main environment.env_class=gsm8k\n")))
+    assert here.values["environment.env_class"] == "gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("module", "keys", "values", "said"),
+    [
+        (
+            "examples.train.async.main_async",
+            "trainer.epochs=2",
+            {"trainer.max_staleness": 1},
+            "trainer.max_staleness=1: main_async generates one step ahead",
+        ),
+        (
+            "examples.train.fully_async.main_fully_async",
+            "trainer.fully_async.max_staleness_steps=2 trainer.fully_async.num_parallel_generation_workers=64 "
+            "generator.n_samples_per_prompt=4",
+            {"trainer.max_staleness": 2, "generator.max_concurrency": 256},
+            "",
+        ),
+        (
+            "skyrl.train.entrypoints.main_base",
+            "trainer.fully_async.enabled=true trainer.fully_async.num_parallel_generation_workers=64",
+            {"trainer.max_staleness": 4, "generator.max_concurrency": 320},
+            "trainer.max_staleness=4: ",
+        ),
+        (
+            "skyrl.train.entrypoints.main_base",
+            "trainer.fully_async.enabled=false trainer.fully_async.num_parallel_generation_workers=64",
+            {},
+            "",
+        ),
+    ],
+)
+def test_a_script_of_an_asynchronous_trainer_stays_asynchronous(
+    tmp_path: Path, module: str, keys: str, values: dict[str, Any], said: str
+):
+    text = f"python -m {module} {keys} trainer.seed=3\n"
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.left == ()
+    config = load(str(write(tmp_path, "run.yaml", translation.as_yaml()))).config
+    assert {key: value_at(config, key) for key in values} == values
+    assert ("trainer.max_staleness" in translation.values) is bool(values)
+    assert said in "\n".join(translation.added)
+
+
+def test_what_a_scripts_own_module_does_is_listed(tmp_path: Path):
+    module = "examples.train.algorithms.dapo.main_dapo"
+    translation = translate(read(write(tmp_path, "run.sh", f"uv run -m {module} trainer.epochs=2 trainer.seed=3\n")))
+    assert len(translation.left) == 1
+    assert translation.left[0].startswith(f"{module}: the code of this module is not translated")
+    generating = "python -m skyrl.train.entrypoints.main_generate trainer.epochs=2 trainer.seed=3\n"
+    result = CliRunner().invoke(import_config, [str(write(tmp_path, "generate.sh", generating))])
+    assert result.exit_code == 0
+    assert "main_generate: only evaluates; the command here is rl eval" in result.stderr
+    supervised = "python -m skyrl.train.main_sft strategy=fsdp num_steps=3\n"
+    with pytest.raises(ConfigError, match=r"main_sft: .*docs/supervised\.md"):
+        translate(read(write(tmp_path, "sft.sh", supervised)))
+
+
+def test_a_slash_in_the_name_of_a_run_is_replaced(tmp_path: Path):
+    text = (
+        "M=org/model\npython -m skyrl.train.main trainer.epochs=2 trainer.run_name=gsm8k_$M trainer.ckpt_path=/d/$M\n"
+    )
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.values["trainer.run_name"] == "gsm8k_org_model"
+    assert translation.values["trainer.ckpt_path"] == "/d/org/model"
+    assert "trainer.run_name: each / became _; here the name is also that of a directory" in translation.changed
 
 
 def test_keys_in_arrays_of_a_script_are_read(tmp_path: Path):
@@ -408,6 +492,63 @@ def test_a_variable_set_in_a_branch_is_listed_for_checking(tmp_path: Path, lines
     )
 
 
+BRANCHES = """\
+: "${MODE:=slow}"
+LEVEL=2
+ARGS=""
+if [ "$MODE" = "slow" ]; then # the default
+  ARGS="trainer.epochs=3"
+  if [[ "$LEVEL" -gt 1 ]]; then
+    ARGS="$ARGS trainer.seed=5"
+  fi
+elif [ "$MODE" != quick ]
+then
+  ARGS="trainer.epochs=4"
+  case "$MODE" in other) ;; esac
+else
+  ARGS="trainer.epochs=5"
+  for LEVEL in 1 2; do
+    ARGS=none; done
+fi
+if [ -z "$ARGS" ]; then
+  python -m skyrl.train.main trainer.epochs=99 trainer.seed=99
+fi
+python -m skyrl.train.main $ARGS trainer.train_batch_size=8 trainer.policy_mini_batch_size=8
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "epochs", "seed"),
+    [(None, 3, 5), ("slow", 3, 5), ("other", 4, None)],
+)
+def test_a_condition_whose_values_are_known_chooses_its_branch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str | None, epochs: int, seed: int | None
+):
+    monkeypatch.delenv("MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("MODE", mode)
+    translation = translate(read(write(tmp_path, "run.sh", BRANCHES)))
+    assert translation.left == ()
+    assert (translation.values["trainer.epochs"], translation.values.get("trainer.seed")) == (epochs, seed)
+
+
+def test_a_loop_in_the_branch_that_runs_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MODE", "quick")
+    translation = translate(read(write(tmp_path, "run.sh", BRANCHES)))
+    assert [reason.partition(":")[0] for reason in translation.left] == ["ARGS"]
+
+
+@pytest.mark.parametrize("test", ["-f run.sh", '"$UNSET_OF_MINE" = a', "a -a b", '"$A" == a*', "$(date) = now"])
+def test_a_condition_that_is_not_evaluated_lists_what_it_sets(tmp_path: Path, test: str):
+    text = (
+        f"A=a\nEPOCHS=2\nif [[ {test} ]]; then\n  EPOCHS=3\nelse\n  EPOCHS=4\nfi\n"
+        "python -m skyrl.train.main trainer.epochs=$EPOCHS trainer.seed=1\n"
+    )
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert [reason.partition(":")[0] for reason in translation.left] == ["EPOCHS"]
+    assert translation.values["trainer.epochs"] == 4
+
+
 def test_mappings_are_merged_and_need_no_space_after_a_colon(tmp_path: Path):
     section = "trainer.policy.megatron_config.transformer_config_kwargs"
     text = (
@@ -502,9 +643,12 @@ def test_messages_about_keys_without_a_counterpart_name_the_alternative(tmp_path
         "+trainer.algorithm.overlong_buffer.len=512 trainer.policy.use_torch_compile=true\n"
     )
     translation = translate(read(write(tmp_path, "run.sh", text)))
-    assert written(translation) == {"trainer.epochs": 2, "trainer.max_staleness": 2}
-    workers, overlong = translation.left
-    assert "set generator.max_concurrency, which counts episodes" in workers
+    assert written(translation) == {
+        "trainer.epochs": 2,
+        "trainer.max_staleness": 2,
+        "generator.max_concurrency": 320,
+    }
+    (overlong,) = translation.left
     assert "overlong_buffer" in overlong
     assert "the recipe dapo" in overlong
     assert any("use_torch_compile: has no effect" in said for said in translation.changed)

@@ -238,7 +238,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "data.dataloader": Unsupported("all prompts are read into memory at the start", is_harmless=True),
     "generator.batched": Unsupported("each prompt is a separate request, and all run concurrently", is_harmless=True),
     "generator.use_conversation_multi_turn": Unsupported(
-        "responses are kept as tokens and never re-rendered as text", (True,)
+        "responses are kept as tokens and never re-rendered as text; turns are messages if the prompt is a list of "
+        "messages, and continue the text if it is text",
+        (True,),
     ),
     "generator.append_eos_token_after_stop_str_in_multi_turn": Unsupported(
         "if a stop string ends a turn, the chat template closes the turn", (True,)

@@ -15,7 +15,7 @@ import yaml
 
 from rl_core.config.yaml12 import Yaml12Loader
 from rl_core.errors import ConfigError
-from rl_examples.importing.shell import DECLARING, expanded, set_in_branches, unexpanded, unquoted, words
+from rl_examples.importing.shell import DECLARING, Branches, expanded, set_in_branches, unexpanded, unquoted, words
 
 _ASSIGNMENT = re.compile(rf"^(?:(?:{DECLARING})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+)(:?)=(.*?)\}"?\s*(?:#.*)?$""", re.DOTALL)
@@ -67,9 +67,12 @@ def script(text: str, name: str) -> Read:
     does.
     """
     variables, found, unread = dict(os.environ), Read(module=None, values={}), []
-    commands = list(_commands(_without_arrays(text)))
-    branches = set_in_branches(commands)
-    for line in commands:
+    branches, followed = Branches(), []
+    for command in _commands(_without_arrays(text)):
+        line = branches.followed(command, variables)
+        if line is None:
+            continue
+        followed.append(line)
         for word in _assignments(line):
             if default := _DEFAULT.match(word):
                 name_set, replaces_empty, value = default.groups()
@@ -87,7 +90,7 @@ def script(text: str, name: str) -> Read:
             continue
         uncertain = [
             f"{used}: is set in a branch or a loop, and {variables[used]!r} was used; check the keys that use {used}"
-            for used in sorted(branches & set(_USED.findall(line)) & variables.keys())
+            for used in sorted(set_in_branches(followed) & set(_USED.findall(line)) & variables.keys())
         ]
         for arguments in _python_commands(all_words):
             read_here = _arguments_read(arguments, name)

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import attrs
 import yaml
 
-from rl_core import plugins
 from rl_core.config import ConfigWarning, Given, from_mapping
 from rl_core.config.keys import translated
 from rl_core.config.plugin_options import is_known
 from rl_core.config.yaml12 import Yaml12Dumper
-from rl_core.errors import ConfigErrors, Mistakes, RLError, install
+from rl_core.errors import ConfigErrors, Mistakes, RLError
 from rl_examples.importing.reading import Read
+from rl_examples.importing.skyrl import meaning
 from rl_examples.importing.verl_keys import KEYS, NO_EFFECT
 
 Dialect = Literal["skyrl", "verl"]
@@ -50,7 +50,7 @@ _CLIP = "actor_rollout_ref.actor.clip_ratio"
 _KL_PENALTY = "algorithm.kl_penalty"
 _CORRECTION = "algorithm.rollout_correction.rollout_is"
 _OF_A_MODEL = re.compile(r"^megatron_config\.(policy|ref)\.")
-_ENV_CLASS = "environment.env_class"
+_RUN_NAME = "trainer.run_name"
 _NAMES = {"skyrl": "SkyRL", "verl": "verl"}
 _ADDED = "the script does not set it; this is SkyRL's default, which differs from the default here"
 SKYRL_DEFAULTS: Mapping[str, Any] = {
@@ -73,12 +73,14 @@ def translate(found: Read) -> Translation:
     dialect = dialect_of(found)
     # SkyRL's separate Megatron file has keys such as `megatron_config.policy.…`, with section and model swapped.
     values = {_OF_A_MODEL.sub(r"trainer.\1.megatron_config.", key): value for key, value in found.values.items()}
-    changed, left = [], []
+    changed, added, left = [], [], []
     if dialect == "verl":
         values, changed, left = _from_verl(values)
     else:
-        values, changed = _skyrl_gym(values)
+        script = meaning(found.module, values)
+        values, changed, added, left = script.values, script.changed, script.added, script.left
     values, more, refused = _loadable(values)
+    changed += _without_slash(values)
     # A YAML file may be only a part of a configuration, so nothing is added to it.
     is_whole = dialect == "skyrl" and found.module is not None
     defaults = {key: value for key, value in SKYRL_DEFAULTS.items() if is_whole and key not in values}
@@ -86,7 +88,7 @@ def translate(found: Read) -> Translation:
         dialect=dialect,
         values={**values, **defaults},
         changed=(*changed, *more),
-        added=tuple(f"{key}={json.dumps(value)}: {_ADDED}" for key, value in defaults.items()),
+        added=(*added, *(f"{key}={json.dumps(value)}: {_ADDED}" for key, value in defaults.items())),
         left=(*found.remarks, *left, *refused),
     )
 
@@ -128,17 +130,13 @@ def _key_here(key: str, given: Mapping[str, Any]) -> str:
     return here.replace(".token_", ".sequence_") if is_of_sequences else here
 
 
-def _skyrl_gym(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """If the script names an environment that is not installed, selects skyrl-gym's environment of this name."""
-    name = given.get(_ENV_CLASS)
-    here = [plugin.name for plugin in plugins.installed("rl_core.environments")]
-    if not isinstance(name, str) or name in here or ":" in name:
-        return dict(given), []
-    section = f"environment.skyrl_gym.{name}."
-    values = {key.replace(section, "environment.options.config.", 1): value for key, value in given.items()}
-    values |= {_ENV_CLASS: "skyrl_gym", "environment.options.env": name}
-    remark = f"{_ENV_CLASS}: {name} is taken from skyrl-gym ({install('rl-environments[skyrl-gym]')})"
-    return values, [f"{remark}; if it is your own, set environment.options.env=package.module:Class"]
+def _without_slash(values: dict[str, Any]) -> list[str]:
+    """Replaces slashes in the run's name, which scripts often build from the model's. Returns the remark on it."""
+    name = values.get(_RUN_NAME)
+    if not isinstance(name, str) or "/" not in name:
+        return []
+    values[_RUN_NAME] = name.replace("/", "_")
+    return [f"{_RUN_NAME}: each / became _; here the name is also that of a directory"]
 
 
 def _set_engines(given: Mapping[str, Any], values: dict[str, Any]) -> None:
