@@ -400,6 +400,48 @@ python -m skyrl.train.main "${MORE[@]}" trainer.strategy=fsdp2 "$@"
     }
 
 
+@pytest.mark.parametrize(
+    ("lines", "steps", "left"),
+    [
+        ('if [ "$QUICK" = 1 ]; then\n  ARGS+=(\n    trainer.max_training_steps=3\n  )\nfi', {"0": None, "1": 3}, []),
+        ('[ "$QUICK" = 1 ] && ARGS+=(trainer.max_training_steps=$((1 + 2)))', {"0": 3}, ["ARGS"]),
+        ("if [ -f x ]; then ARGS+=(trainer.max_training_steps=3); fi", {"0": 3}, ["ARGS"]),
+    ],
+)
+def test_what_a_branch_appends_to_an_array_is_not_read_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, steps: dict[str, int | None], left: list[str]
+):
+    text = f"ARGS=(trainer.epochs=2 trainer.seed=1)\n{lines}\npython -m skyrl.train.main ${{ARGS[@]}}\n"
+    for quick, expected in steps.items():
+        monkeypatch.setenv("QUICK", quick)
+        translation = translate(read(write(tmp_path, "run.sh", text)))
+        assert (translation.values["trainer.epochs"], translation.values.get("trainer.max_training_steps")) == (
+            2,
+            expected,
+        )
+        assert [reason.partition(":")[0] for reason in translation.left] == left
+
+
+def test_keys_after_a_value_that_only_bash_can_compute_are_read(tmp_path: Path):
+    text = """\
+N=$(nvidia-smi -L | wc -l)
+python -m skyrl.train.main trainer.placement.policy_num_gpus_per_node=$N trainer.epochs=2 trainer.run_name=a`b | c` \\
+  trainer.seed=3
+"""
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert written(translation) == {"trainer.epochs": 2, "trainer.seed": 3}
+    assert translation.left == (
+        "trainer.placement.policy_num_gpus_per_node=$(nvidia-smi -L | wc -l): $(nvidia-smi -L | wc -l) is not "
+        "computed; write its value into the script",
+        "trainer.run_name=a`b | c`: `b | c` is not computed; write its value into the script",
+    )
+
+
+def test_the_command_of_a_batch_job_is_read(tmp_path: Path):
+    text = 'sbatch -N 2 --wrap="python -m skyrl.train.main trainer.epochs=2 trainer.seed=3"\n'
+    assert written(translate(read(write(tmp_path, "run.sh", text)))) == {"trainer.epochs": 2, "trainer.seed": 3}
+
+
 def test_bash_expansions_are_replaced_by_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/elsewhere/me")
     monkeypatch.setenv("SEED_OF_MINE", "11")

@@ -20,6 +20,7 @@ from rl_examples.importing.shell import DECLARING, Branches, expanded, set_in_br
 _ASSIGNMENT = re.compile(rf"^(?:(?:{DECLARING})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+)(:?)=(.*?)\}"?\s*(?:#.*)?$""", re.DOTALL)
 _ARRAY = re.compile(r"^[ \t]*(?:[a-z]+\s+(?:-a\s+)?)?(\w+)(\+?)=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
+_ARRAY_SET = re.compile(r"(?:^|[\s;&|])(\w+)(\+?)=\((.*)\)\s*(?:[;#].*)?$")
 _WHOLE_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
 _USED = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _KEY = re.compile(r"^(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w-]+)*)(?:=(.*))?$", re.DOTALL)
@@ -66,31 +67,27 @@ def script(text: str, name: str) -> Read:
     Substitutes the script's variables. Variables that the script does not set are read from the environment, as bash
     does.
     """
-    variables, found, unread = dict(os.environ), Read(module=None, values={}), []
+    variables, arrays = dict(os.environ), {}
     branches, followed = Branches(), []
-    for command in _commands(_without_arrays(text)):
+    found, unread = Read(module=None, values={}), []
+    for command in _commands(_with_arrays_on_one_line(text)):
         line = branches.followed(command, variables)
         if line is None:
             continue
         followed.append(line)
-        for word in _assignments(line):
-            if default := _DEFAULT.match(word):
-                name_set, replaces_empty, value = default.groups()
-                if name_set not in variables or (replaces_empty and not variables[name_set]):
-                    variables[name_set] = unquoted(expanded(value, variables))
-            elif assignment := _ASSIGNMENT.match(word):
-                name_set, appends, value = assignment.groups()
-                before = variables.get(name_set, "") if appends else ""
-                variables[name_set] = before + unquoted(expanded(value, variables))
+        used = sorted(set_in_branches(followed) & set(_USED.findall(line)) & {*variables, *arrays})
+        line = _WHOLE_ARRAY.sub(lambda array: arrays.get(array[1], array[0]), line)
+        _assign(line, variables, arrays)
         try:
-            all_words = _of_the_shell(shlex.split(" ".join(words(expanded(line, variables)))))
+            all_words = _of_the_shell(_unquoted_words(expanded(line, variables)))
         except ValueError as error:
             if _MAY_SET_KEYS.search(line):
                 unread.append(f"{name}: {line[:60]!r} cannot be read as a command ({error})")
             continue
         uncertain = [
-            f"{used}: is set in a branch or a loop, and {variables[used]!r} was used; check the keys that use {used}"
-            for used in sorted(set_in_branches(followed) & set(_USED.findall(line)) & variables.keys())
+            f"{each}: is set in a branch or a loop, and {(variables | arrays)[each]!r} was used; check the keys that use "
+            f"{each}"
+            for each in used
         ]
         for arguments in _python_commands(all_words):
             read_here = _arguments_read(arguments, name)
@@ -98,6 +95,37 @@ def script(text: str, name: str) -> Read:
             if len(dict(_pairs(arguments))) > 1 or not found.values:
                 found = attrs.evolve(read_here, remarks=(*uncertain, *read_here.remarks))
     return attrs.evolve(found, remarks=(*unread, *found.remarks))
+
+
+def _assign(line: str, variables: dict[str, str], arrays: dict[str, str]) -> None:
+    """Adds what the line assigns to the variables and to the arrays, whose elements are words that keep their
+    quotes."""
+    if array := _ARRAY_SET.search(line):
+        name, appends, elements = array.groups()
+        before = arrays.get(name, "") if appends else ""
+        arrays[name] = f"{before} {expanded(elements, variables)}".strip()
+        return
+    for word in _assignments(line):
+        if default := _DEFAULT.match(word):
+            name, replaces_empty, value = default.groups()
+            if name not in variables or (replaces_empty and not variables[name]):
+                variables[name] = unquoted(expanded(value, variables))
+        elif assignment := _ASSIGNMENT.match(word):
+            name, appends, value = assignment.groups()
+            before = variables.get(name, "") if appends else ""
+            variables[name] = before + unquoted(expanded(value, variables))
+
+
+def _unquoted_words(command: str) -> list[str]:
+    """The words of a command, without their quotes. Text that only bash can compute, such as `$(a | b)`, is one word.
+
+    Raises ValueError if a quote is not closed.
+    """
+    return [
+        piece
+        for word in words(command)
+        for piece in ([" ".join(shlex.split(word))] if unexpanded(word) else shlex.split(word))
+    ]
 
 
 def _yaml(text: str, name: str) -> Read:
@@ -154,20 +182,14 @@ def _commands(text: str) -> Iterator[str]:
         yield whole.strip()
 
 
-def _without_arrays(text: str) -> str:
-    """Returns the script with each use of a whole array, `"${NAME[@]}"`, replaced by the elements in `NAME=(…)`."""
-    arrays: dict[str, str] = {}
+def _with_arrays_on_one_line(text: str) -> str:
+    """Returns the script with each `NAME=(…)` over several lines on one line, without the comments in it."""
 
-    def keep(found: re.Match[str]) -> str:
-        before = arrays.get(found[1], "") if found[2] else ""
+    def one_line(found: re.Match[str]) -> str:
         elements = [word for line in found[3].splitlines() for word in words(line.strip().removesuffix("\\"))]
-        arrays[found[1]] = " ".join([before, *elements]).strip()
-        return ""
+        return f"{found[1]}{found[2]}=({' '.join(elements)})"
 
-    text = _ARRAY.sub(keep, text)
-    for _ in range(3):  # arrays of arrays
-        text = _WHOLE_ARRAY.sub(lambda found: arrays.get(found[1], found[0]), text)
-    return text
+    return _ARRAY.sub(one_line, text)
 
 
 def _assignments(line: str) -> list[str]:
@@ -178,7 +200,10 @@ def _assignments(line: str) -> list[str]:
 
 
 def _of_the_shell(all_words: list[str]) -> list[str]:
-    """Returns the words of the command that `bash -c` runs; without `bash -c`, `all_words`."""
+    """Returns the words of the command that `bash -c` or `sbatch --wrap=` runs; without these, `all_words`."""
+    for word in all_words:
+        if word.startswith("--wrap="):
+            return shlex.split(word.removeprefix("--wrap="))
     for shell, option, command in zip(all_words, all_words[1:], all_words[2:], strict=False):
         if Path(shell).name in ("bash", "sh") and re.fullmatch(r"-\w*c", option):
             return shlex.split(command)
