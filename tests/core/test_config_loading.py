@@ -114,6 +114,13 @@ def test_a_wrong_override_is_an_error_with_the_reason(override: str, message: st
         ("n_samples_per_prompt=2", r"Did you mean generator\.n_samples_per_prompt\?"),
         ("trainer.policy.optimiser_config.lr=1", r"Did you mean trainer\.policy\.optimizer_config\?"),
         ("data.zzz=1", r"data has train_data, val_data, prompt_key, shuffle, on_long_prompt\."),
+        (
+            "trainer.zzz=1",
+            r"^trainer\.zzz: unknown key \(command line\)\. trainer has \d+ keys; rl config RECIPE lists them",
+        ),
+        ("TRAINER.seed=1", r"TRAINER: unknown key .*Did you mean trainer\?"),
+        ("trainer.Epochs=1", r"Did you mean trainer\.epochs\?"),
+        ("trainer.algorithm.loss_reduction=TOKEN_MEAN", r"Did you mean 'token_mean'\?"),
         ("trainer.policy.backend_sections={a: 1}", r"unknown key"),
         ("trainer.policy.foo_config.a=1", r"trainer\.policy\.foo_config: unknown key"),
     ],

@@ -162,12 +162,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The sentence ` Did you mean 'x'?` for the closest known name, or an empty string.
 
     If `name` has at least three characters, a known name that begins with `name` is preferred, then one that contains
-    `name`. Otherwise, the known name that is most similar to `name` is used.
+    `name`. Otherwise, the known name that is most similar to `name` is used. Upper and lower case count as equal.
     """
-    names = list(known)
+    name, names = name.lower(), {each.lower(): each for each in known}
     longer = [k for k in names if k.startswith(name)] or [k for k in names if name in k]
     close = longer if len(name) >= 3 and longer else difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return f" Did you mean {names[close[0]]!r}?" if close else ""
 
 
 def raised_at(error: BaseException) -> str:

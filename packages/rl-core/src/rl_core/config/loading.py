@@ -26,6 +26,8 @@ from rl_core.config.layers import Given, plain
 from rl_core.errors import ConfigError, Mistakes, nearest
 
 _T = TypeVar("_T")
+_MOST_LISTED = 20
+"""An error lists the keys of a section that has at most this number of keys."""
 OF_PLUGINS = ("backend_sections", "plugin_options")
 """Fields of the core's classes that contain the options of plug-ins."""
 
@@ -245,10 +247,11 @@ def unknown_key(
 
     section, _, key = path.rpartition(".")
     elsewhere = [known for known in (*known_paths(Config), *paths) if known.rpartition(".")[2] == key]
-    close = difflib.get_close_matches(key, siblings, n=1)
+    close = difflib.get_close_matches(key.lower(), siblings, n=1)
     near = elsewhere or [f"{section}.{name}{siblings[name]}" if section else name for name in close]
-    read = ", ".join(name for name in siblings if not siblings[name])
-    remedy = f"Did you mean {' or '.join(near)}?" if near else f"{section or 'The top level'} has {read}."
+    read = [name for name in siblings if not siblings[name]]
+    has = ", ".join(read) if len(read) <= _MOST_LISTED else f"{len(read)} keys; rl config RECIPE lists them"
+    remedy = f"Did you mean {' or '.join(near)}?" if near else f"{section or 'The top level'} has {has}."
     place = next(_leaves(node)).source + (f", with {chosen}" if chosen else "")
     return ConfigError(f"{path}: unknown key ({place}). {remedy}")
 
