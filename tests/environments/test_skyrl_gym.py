@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any, ClassVar
 
 import pytest
 
-from rl_core.errors import DataError, RLError
+from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.interfaces import Action, StepResult
 from rl_core.testing.environments import EnvironmentConformance
 from rl_environments.skyrl_gym import SkyrlGymEnvironment
@@ -49,6 +50,22 @@ class Plain:
         Plain.closed += 1
 
 
+@dataclasses.dataclass
+class Settings:
+    address: str
+    topk: int = 3
+
+
+class Configured(Plain):
+    """A user's environment that declares its configuration."""
+
+    def __init__(self, env_config: Settings | dict[str, Any], extras: dict[str, Any]) -> None:
+        super().__init__(env_config, extras)
+
+    def init(self, prompt: Any) -> Any:
+        return [{"role": "user", "content": f"{self.config.address} {self.config.topk}"}], {}
+
+
 PLAIN = {"env": "tests.environments.test_skyrl_gym:Plain", "config": {"inner": {"text": "hello"}}}
 
 
@@ -63,6 +80,22 @@ def play(row: dict[str, Any], options: dict[str, Any]) -> tuple[Any, StepResult]
             await environment.close()
 
     return asyncio.run(steps())
+
+
+def test_a_declared_configuration_has_its_defaults_and_no_other_names():
+    options = {"env": "tests.environments.test_skyrl_gym:Configured", "config": {"address": "here"}}
+    SkyrlGymEnvironment.require_options(options)
+    prompt, _ = play({**ROW, "x": 1}, options)
+    assert prompt == [{"role": "user", "content": "here 3"}]
+    for config, message in (
+        ({"address": "here", "top_k": 5}, r"config\.top_k: .*expected address, topk\. Did you mean 'topk'\?"),
+        ({}, r"config\.address: is missing; Settings of .* has no default for it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            SkyrlGymEnvironment.require_options({**options, "config": config})
+    search = {"env": "search", "config": {"topk": 5}}
+    SkyrlGymEnvironment.require_options(search)
+    assert asyncio.run(SkyrlGymEnvironment(ROW, search).reset()) == ROW["prompt"]
 
 
 def test_a_users_environment_gets_its_configuration_and_row():

@@ -4,7 +4,8 @@ Row:       as in SkyRL: `prompt` (messages) and the columns that the environment
            row becomes the environment's `extras`. An empty `extra_info` is added if the row has none. If the option
            `max_turns` is set, it replaces the row's `max_turns`
 Options:   `env` (the environment's id in skyrl-gym, e.g. `gsm8k_multi_turn`, or `package.module:Class`
-           of your own), `config` (its `env_config`: a mapping, passed as an object with attributes), `max_turns`
+           of your own), `config` (its `env_config`: a mapping, passed as the dataclass that annotates this parameter,
+           else as an object with attributes), `max_turns`
 Reward:    the environment's reward of each turn
 Metrics:   the numbers in its `get_metrics()`; if `accuracy` is not among them, it is the reward of the last turn
 
@@ -14,11 +15,12 @@ sample fails. Set `generator.max_turns` to the environment's `max_turns` or more
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from rl_core import plugins
 from rl_core.errors import ConfigError, DataError, install, nearest
@@ -38,7 +40,7 @@ class SkyrlGymEnvironment:
         extras: dict[str, Any] = {"extra_info": {}, **row}
         if "max_turns" in options:
             extras["max_turns"] = whole_number(options, "max_turns", 1)
-        self._environment = _maker(options)(env_config=_attributes(_config(options)), extras=extras)
+        self._environment = _maker(options)(env_config=_env_config(options), extras=extras)
         self._is_closed = False
 
     @staticmethod
@@ -46,8 +48,8 @@ class SkyrlGymEnvironment:
         """See `OptionsChecking`."""
         own = own_options(options, "skyrl_gym", _OPTIONS)
         whole_number(own, "max_turns", 1)
-        _config(own)
         _maker(own)
+        _env_config(own)
 
     @staticmethod
     def require_row(row: Row) -> None:
@@ -113,11 +115,43 @@ def _maker(options: Mapping[str, Any]) -> Callable[..., Any]:
     return partial(skyrl_gym.make, name)
 
 
-def _config(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = options.get("config")
+def _env_config(options: Mapping[str, Any]) -> Any:
+    """Returns the option `config` as an instance of the dataclass that the environment declares for it, else as an
+    object with attributes."""
+    given, key = options.get("config"), key_of(options, "config")
     if not isinstance(given, Mapping | None):
-        raise ConfigError(f"{key_of(options, 'config')}: got {given!r:.80}; expected a mapping")
-    return given or {}
+        raise ConfigError(f"{key}: got {given!r:.80}; expected a mapping")
+    values = {str(name): _attributes(value) for name, value in (given or {}).items()}
+    declared = _declared(options)
+    if declared is None:
+        return SimpleNamespace(**values)
+    fields = {field.name: field for field in dataclasses.fields(declared) if field.init}
+    for name in values:
+        if name not in fields:
+            raise ConfigError(
+                f"{key}.{name}: {declared.__name__} of the environment has no such field; expected "
+                f"{', '.join(fields)}.{nearest(name, fields)}"
+            )
+    for name, field in fields.items():
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{key}.{name}: is missing; {declared.__name__} of the environment has no default for it")
+    return declared(**values)
+
+
+def _declared(options: Mapping[str, Any]) -> type | None:
+    """The dataclass in the annotation of the environment's parameter `env_config`; None if there is none."""
+    name = text(options, "env")
+    if ":" not in name:
+        import skyrl_gym
+
+        name = skyrl_gym.registry[name].entry_point
+    maker = plugins.import_object(name) if isinstance(name, str) else name
+    try:
+        annotation = get_type_hints(maker.__init__ if isinstance(maker, type) else maker).get("env_config")
+    except (NameError, TypeError, AttributeError):  # annotations that only a type checker resolves
+        return None
+    each = (annotation, *get_args(annotation))
+    return next((kind for kind in each if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def _attributes(value: Any) -> Any:
