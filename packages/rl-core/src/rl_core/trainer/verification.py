@@ -141,7 +141,8 @@ class WeightVerification:
             await self._policy.perturb(self._settings.seed, factor * LEAST_NOISE)
             noisy_T = await self._trainer_logprobs()
             moved_before, moved = moved, float((noisy_T - clean_T).abs().mean())
-            is_enough = moved >= _LEAST_EFFECT * _NOISY_LIMIT * self._limit(noisy_T)
+            least = _LEAST_EFFECT * _NOISY_LIMIT * self._limit(noisy_T)
+            is_enough = moved >= least
             is_saturated = is_enough and moved < _GROWTH * moved_before
             # `not <` instead of `>=`, so that a NaN ends the loop too.
             if not moved < _WANTED_EFFECT or is_saturated or factor == _LARGEST_FACTOR:
@@ -150,9 +151,10 @@ class WeightVerification:
         if not is_enough:
             raise WeightSyncError(
                 f"noise on every trained weight, {factor * LEAST_NOISE:g} times its size, moved the trainer's own "
-                f"log-probs by {moved:.3g} on average: too little to prove that weights arrive. Do these weights "
-                "take part in the forward pass? Switch the proof off with "
-                "generator.inference_engine.weight_verification.prove_at_start=false"
+                f"log-probs by {moved:.3g} on average: too little to prove that weights arrive (it takes {least:.3g}). "
+                "Do these weights take part in the forward pass? Adapters of a small model move it too little for "
+                "bfloat16: set trainer.bf16=false and generator.inference_engine.model_dtype=float32. Or switch the "
+                "proof off with generator.inference_engine.weight_verification.prove_at_start=false"
             )
         return moved
 
