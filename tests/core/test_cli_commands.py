@@ -526,6 +526,24 @@ def test_eval_and_generate_ignore_mistakes_in_keys_that_only_training_reads(
     assert (code, err) == (0, "")
 
 
+@pytest.mark.parametrize("command", PLAYING, ids=["eval", "generate"])
+def test_eval_and_generate_name_the_trained_model_if_they_play_another(
+    rl: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]
+):
+    play_nothing(monkeypatch)
+    trained = Path("done/model")
+    trained.mkdir(parents=True)
+    assert rl(*command, "small", "trainer.run_dir=done")[2] == ""
+    (trained / "config.json").write_text("{}")
+    Path("samples.jsonl").unlink(missing_ok=True)
+    code, _, err = rl(*command, "small", "trainer.run_dir=done")
+    assert code == 0
+    assert err.startswith("warning: ")
+    assert err.endswith(
+        " is used, not this run's trained model; to use that, add trainer.policy.model.path=done/model\n"
+    )
+
+
 @pytest.mark.parametrize(
     "command", [["train"], ["train", "--dry-run"], *PLAYING], ids=["train", "dry run", "eval", "generate"]
 )

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 failure, 2 a mistake in the command, configuration, plu
 from __future__ import annotations
 
 import atexit
+import inspect
 import io
 import logging
 import os
@@ -138,7 +139,7 @@ def _configured(command: _Command) -> _Command:
     )
     command = click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")(command)
     command = click.argument("source", metavar="RECIPE")(command)
-    command.__doc__ = f"{command.__doc__}\n\n{_SOURCE_HELP}"
+    command.__doc__ = f"{inspect.getdoc(command)}\n\n{_SOURCE_HELP}"
     return command
 
 
@@ -166,7 +167,11 @@ def train(source: str, overrides: tuple[str, ...], tiny: bool, dry_run: bool) ->
 @rl.command("eval")
 @_configured
 def evaluate(source: str, overrides: tuple[str, ...], tiny: bool) -> int:
-    """Evaluate the model on the held-out prompts."""
+    """Evaluate the model on the held-out prompts.
+
+    The model is that of the recipe, usually the one before training. For the trained model of a run, add
+    trainer.policy.model.path=RUN/model.
+    """
     from rl_core.cli import runs
 
     _log_to_stderr()

@@ -70,6 +70,7 @@ def evaluate(loaded: configuration.Loaded) -> int:
     """Evaluates the model and prints its metrics."""
     from rl_core.trainer.run import run_evaluation
 
+    _warn_of_start_model(loaded)
     for name, value in sorted(run_evaluation(loaded).items()):
         click.echo(f"{name}  {value:.6g}")
     return 0
@@ -79,10 +80,20 @@ def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> i
     """Writes samples of all prompts, or of the first `limit`, to `output`. Prints a few multi-turn episodes."""
     from rl_core.trainer.run import run_generation
 
+    _warn_of_start_model(loaded)
     count = run_generation(loaded, output, limit=limit)
     show_episodes(output)
     click.echo(f"{count} samples in {output}")
     return 0
+
+
+def _warn_of_start_model(loaded: configuration.Loaded) -> None:
+    """Says so if the run has a trained model and the configuration names another one, usually that before training."""
+    model, trained = loaded.config.policy_model_path, loaded.config.export_dir
+    played = Path(model).absolute()
+    if (trained / "config.json").is_file() and trained.absolute() not in (played, *played.parents):
+        remedy = f"to use that, add trainer.policy.model.path={shlex.quote(str(trained))}"
+        say(f"warning: {model} is used, not this run's trained model; {remedy}")
 
 
 def _planned_steps(loaded: configuration.Loaded) -> str:
