@@ -229,6 +229,11 @@ def test_data_sets_are_read_by_directory_and_split(tmp_path: Path, monkeypatch: 
         read(f"{tmp_path}/two")
     with pytest.raises(DataError, match="has no splits; remove @train"):
         read(f"{tmp_path}/one@train")
+    (tmp_path / "broken").mkdir()
+    write_lines(tmp_path / "broken" / "a.jsonl", *rows)
+    write_lines(tmp_path / "broken" / "b.jsonl", {"other": {"column": 1}})
+    with pytest.raises(ConfigError, match=r"broken cannot be loaded: (?!DatasetGenerationError).*column"):
+        read(f"{tmp_path}/broken")
 
 
 def test_a_data_set_of_the_hub_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -237,6 +237,15 @@ def test_a_run_resumed_from_an_older_checkpoint_can_be_resumed_with_latest(
     assert [row["step"] for row in without_times(run_dir / "replaced_2")] == [3]
 
 
+def test_a_finished_run_says_that_nothing_is_left_to_train(
+    small_run: BuildConfig, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    shutil.copytree(finished, tmp_path / "run")
+    assert run_training(small_run(tmp_path / "run")).steps == 6
+    assert "step_000006 is the end of the run, which has 6 steps, so nothing is trained" in caplog.text
+    require_same_run(tmp_path / "run", finished)
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "model/model.safetensors"])
 def test_the_comparison_notices_a_changed_reward_or_weight(name: str, finished: Path, tmp_path: Path):
     """Negative control."""

@@ -60,7 +60,10 @@ def read_data_set(path: str, *, key: str) -> Iterator[dict[str, Any]]:
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # broken files and unknown names may raise anything
-        raise ConfigError(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}") from error
+        # The library wraps the reason in an error that only says that there was one.
+        reason = error.__cause__ or error
+        said = " ".join(str(reason).split())
+        raise ConfigError(f"{key}: {path} cannot be loaded: {type(reason).__name__}: {said:.400}") from error
     yield from _split_of(found, split, path, key)
 
 

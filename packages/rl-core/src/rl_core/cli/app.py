@@ -44,8 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # Make modules in the current directory importable (trainer.callbacks=my_module:Class). The directory comes last, so
     # that these modules hide no others.
     sys.path.append(str(_current_directory()))
-    # transformers reads this variable when it is imported. Its progress bars would mix with the output of a run.
+    # transformers and datasets read these when they are imported. Their progress bars would mix with a run's output.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     _escape_unwritable_characters()
     settings: dict[str, Any] = {"traceback": bool(os.environ.get("RL_DEBUG"))}
     with warnings.catch_warnings():

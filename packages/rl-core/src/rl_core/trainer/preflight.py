@@ -429,7 +429,8 @@ def _gather_environments(rows: Sequence[DataRow], mistakes: Mistakes) -> None:
 def _require_environment(row: DataRow, name: str | None) -> None:
     if name is None:
         raise ConfigError(
-            f"{row.place}: the row has no 'env_class' and environment.env_class is not set; set one of the two"
+            f"{row.place}: the row has no 'env_class' and environment.env_class is not set; set one of the two, "
+            "or environment.reward_functions"
         )
     plugins.load("rl_core.environments", name, key=f"{row.place}: env_class")
 

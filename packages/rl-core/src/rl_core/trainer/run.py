@@ -253,6 +253,13 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
         else:
             require_same_groups(checkpoint, run_is)
             logger.info("continuing from %s", checkpoint)
+            if state.step >= total_steps:
+                logger.warning(
+                    "%s is the end of the run, which has %d steps, so nothing is trained; to train on, raise "
+                    "trainer.epochs or trainer.max_training_steps",
+                    checkpoint.name,
+                    total_steps,
+                )
             await models.load_state(checkpoint)
             set_aside_later_steps(config, state.step)
         prompts = PromptSource(train_rows, seed=trainer.seed, shuffle=config.data.shuffle)
