@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import click
 
 from rl_core import config as configuration
 from rl_core import plugins
 from rl_core.cli import commands
+from rl_core.cli.messages import say
 from rl_core.config.checks import check_function_params
 from rl_core.errors import PluginError, RLError
 from rl_core.interfaces import Recipe
@@ -21,8 +23,11 @@ def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
     invalid."""
     check_function_params(loaded.config)
     if as_yaml:
+        text = configuration.dump_yaml(loaded.config)
         # As bytes, because `rl train` reads UTF-8, whatever the encoding of the terminal.
-        click.echo(configuration.dump_yaml(loaded.config).encode(), nl=False)
+        click.echo(text.encode(), nl=False)
+        if missing := sorted(path for path in loaded.makes if path in text and not Path(path).exists()):
+            say(f"warning: only the recipe creates {', '.join(missing)}; run rl train RECIPE before the new file")
         return
     rows = [
         (origin.key, json.dumps(origin.value, ensure_ascii=False), origin.source)
