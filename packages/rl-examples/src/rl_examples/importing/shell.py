@@ -22,6 +22,10 @@ _EXPANSION = re.compile(
     )""",
     re.VERBOSE,
 )
+_REPLACEMENT = re.compile(
+    r"(?<!\\)\$\{(\w+)(?:(?P<all>//?)(?P<old>(?:\\.|[^/}*?\[#%\\])+)/(?P<new>[^}]*)|##\*(?P<end>[^}*?\[\\]+))\}"
+)
+"""`${NAME//old/new}`, `${NAME/old/new}` and `${NAME##*end}` without patterns in `old` and `end`."""
 _LEFT = re.compile(r"(?<!\\)(?:\$\([^)]*\)*|\$\{[#!][^}]*\}|\$\{\w+(?:(?![\w.:])|:[-=?+\d])[^}]*\}?|\$\w+|`[^`]*`?)")
 _WORD = re.compile(
     r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|\$\(\(.*?\)\)|\$\([^)]*\)|\$\{[^}]*\}|`[^`]*`|\S)+""", re.DOTALL
@@ -55,8 +59,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Replaces `$NAME`, `${NAME}`, `${NAME:-default}` (also with `=` or `?`, or without the colon) and `$((2 * NAME))`
-    with their values.
+    """Replaces `$NAME`, `${NAME}`, `${NAME:-default}` (also with `=` or `?`, or without the colon), `${NAME//old/new}`,
+    `${NAME##*end}` and `$((2 * NAME))` with their values.
 
     Leaves everything else as it is: variables without a value, other forms of `${…}`, and `$(command)`.
     """
@@ -72,7 +76,17 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
             return found[0]
         return unquoted(expanded(found["default"], variables))
 
-    return _EXPANSION.sub(value, text)
+    return _EXPANSION.sub(value, _REPLACEMENT.sub(lambda found: _replaced(found, variables), text))
+
+
+def _replaced(found: re.Match[str], variables: Mapping[str, str]) -> str:
+    before = variables.get(found[1])
+    if before is None:
+        return found[0]
+    if found["end"]:
+        return before.rpartition(found["end"])[2]
+    old = re.sub(r"\\(.)", r"\1", found["old"])
+    return before.replace(old, expanded(found["new"], variables), -1 if found["all"] == "//" else 1)
 
 
 def unexpanded(text: str) -> list[str]:
