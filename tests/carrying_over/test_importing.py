@@ -358,6 +358,10 @@ def test_what_a_scripts_own_module_does_is_listed(tmp_path: Path):
     translation = translate(read(write(tmp_path, "run.sh", f"uv run -m {module} trainer.epochs=2 trainer.seed=3\n")))
     assert len(translation.left) == 1
     assert translation.left[0].startswith(f"{module}: the code of this module is not translated")
+    own = "python -m examples.train.algorithms.dapo.main_dapo_fully_async trainer.fully_async.max_staleness_steps=2\n"
+    asynchronous = translate(read(write(tmp_path, "async.sh", own)))
+    assert asynchronous.values["trainer.max_staleness"] == 2
+    assert len(asynchronous.left) == 1
     generating = "python -m skyrl.train.entrypoints.main_generate trainer.epochs=2 trainer.seed=3\n"
     result = CliRunner().invoke(import_config, [str(write(tmp_path, "generate.sh", generating))])
     assert result.exit_code == 0

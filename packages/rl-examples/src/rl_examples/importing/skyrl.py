@@ -57,9 +57,9 @@ def _read_module(module: str, found: Meaning) -> None:
     elif name in ("main_async", "async_main") and _STALENESS not in found.values:
         found.values[_STALENESS] = 1
         found.added.append(f"{_STALENESS}=1: {name} generates one step ahead")
-    elif name == "main_fully_async":
+    elif "fully_async" in name:
         found.values.setdefault(f"{_ASYNC}enabled", True)
-    elif package in ("examples", "integrations") and name not in _TRANSLATED_MODULES:
+    if package in ("examples", "integrations") and name not in _TRANSLATED_MODULES:
         found.left.append(
             f"{module}: the code of this module is not translated; what it registers or replaces (an environment, a "
             "loss, a reward) has to be written as a plug-in (docs/plugins.md)"
