@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from rl_core.reports.jsonl import read_rows
 from tests.rollout.vllm.runs import prepare, started
-from tests.rollout.vllm.servers import IN_CORE
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +17,6 @@ FEW = {
     "trainer.train_batch_size": 8,
     "trainer.policy_mini_batch_size": 8,
     "generator.n_samples_per_prompt": 8,
-    **{f"generator.inference_engine.engine_init_kwargs.{name}": value for name, value in IN_CORE.items()},
 }
 
 

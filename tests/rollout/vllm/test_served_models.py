@@ -124,7 +124,9 @@ def test_each_judges_adapter_needs_a_slot(tmp_path: Path):
 
 def test_a_key_for_the_runs_own_servers_is_refused():
     options = {"url": "inference_engine", "model": "base", "key_variable": "JUDGE_KEY"}
-    with pytest.raises(ConfigError, match=r"environment\.options\.judge\.key_variable: got 'JUDGE_KEY' .*remove it"):
+    with pytest.raises(
+        ConfigError, match=r"environment\.options\.judge\.key_variable: got 'JUDGE_KEY' .*remove key_variable"
+    ):
         asked_models({"judge": options})
     assert asked_models({"judge": options | {"key_variable": None}}) == {"environment.options.judge": None}
     assert asked_models({"judge": options | {"url": "http://host/v1"}}) == {}

@@ -245,10 +245,10 @@ async def test_the_probe_finds_an_engine_that_still_computes_with_old_weights(
 
 @pytest.mark.asyncio
 async def test_a_dying_core_returns_no_partial_answers(servers: dict[str, RunningServer]):
-    """Must be the last test, because it kills an engine core. vLLM then ends the other cores and their requests."""
+    """Must be the last test, because it kills an engine core."""
     running = servers[QUICK_SPLIT]
     processes = psutil.Process(running.pid).children(recursive=True)
-    core, other = (process for process in processes if command_line(process).startswith("VLLM::EngineCore"))
+    core = next(process for process in processes if command_line(process).startswith("VLLM::EngineCore"))
     client = await connect(running)
     waiting: list[asyncio.Future[tuple[Completion, ...]]] = []
 
@@ -260,8 +260,7 @@ async def test_a_dying_core_returns_no_partial_answers(servers: dict[str, Runnin
     await paused_under_way(client, ask, num_running=16)
     await client.resume()
     core.kill()
-    await asyncio.to_thread(other.wait, 60)
-    done, lost = await asyncio.wait(waiting, timeout=3)
+    done, lost = await asyncio.wait(waiting, timeout=15)
     for task in lost:
         task.cancel()
     await asyncio.gather(*lost, return_exceptions=True)

@@ -85,8 +85,8 @@ def script(text: str, name: str) -> Read:
                 unread.append(f"{name}: {line[:60]!r} cannot be read as a command ({error})")
             continue
         uncertain = [
-            f"{each}: is set in a branch or a loop, and {(variables | arrays)[each]!r} was used; check the keys that use "
-            f"{each}"
+            f"{each}: is set in a branch or a loop, and {(variables | arrays)[each]!r} was used; check the keys that "
+            f"use {each}"
             for each in used
         ]
         for arguments in _python_commands(all_words):
