@@ -52,7 +52,7 @@ def test_grpo_measures_distance_from_the_prompts_mean_in_standard_deviations():
     torch.testing.assert_close(grpo_advantages(SCORES, GROUPS), expected, **ONE_ROUNDING)
 
 
-def test_dr_grpo_leaves_the_deviation_out():
+def test_dr_grpo_does_not_divide_by_the_standard_deviation():
     assert grpo_advantages(SCORES, GROUPS, grpo_norm_by_std=False).tolist() == [1.5, -1.5, -1.5, 1.5, 0.0]
 
 
@@ -90,7 +90,7 @@ def test_opo_gives_a_group_without_tokens_zero_advantages():
     assert opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), lengths_N).tolist() == [0.0, 0.0]
 
 
-def test_reinforce_plus_plus_baseline_standardises_over_tokens_and_leaves_a_group_of_one_out():
+def test_reinforce_plus_plus_baseline_standardises_over_tokens_and_excludes_a_group_of_one():
     # Centred 1.5, −1.5, −1.5, 1.5 with 1, 3, 2, 1 tokens: mean −4.5/7, mean square 2.25. The last row, a
     # group of one, is left out.
     mean = -4.5 / 7
@@ -112,7 +112,7 @@ def test_reinforce_plus_plus_discounts_then_standardises():
     torch.testing.assert_close(advantages_T, expected, **ONE_ROUNDING)
 
 
-def test_gae_worked_by_hand():
+def test_gae_equals_values_worked_by_hand():
     # Token 1 is an observation, so sequence 0 has the time steps 0, 2 and 3. Their TD errors: 0 + .5·2 − 1 = 0;
     # 0 + .5·4 − 2 = 0; 1 − 4 = −3.
     rewards_T = torch.tensor([0.0, 0.0, 0.0, 1.0, 5.0])
@@ -126,7 +126,7 @@ def test_gae_worked_by_hand():
     assert returns_T.tolist() == [0.8125, 0.0, 1.25, 1.0, 5.0]
 
 
-def test_gae_is_return_minus_value_at_lambda_one_and_the_td_error_at_zero():
+def test_gae_is_return_minus_value_at_lambda_1_and_the_td_error_at_lambda_0():
     rewards_T, values_T = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 0.25, 2.0])
     mask_T, sequence_T = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     stream = (rewards_T, values_T, mask_T, sequence_T)
@@ -142,7 +142,7 @@ def test_gae_passes_no_gradient_to_the_critic():
     assert not result.returns_T.requires_grad
 
 
-def test_pass_at_k_advantages_worked_by_hand():
+def test_pass_at_k_advantages_equal_values_worked_by_hand():
     # 4 samples, 1 success, k = 2: q = C(3,2)/C(4,2) = 1/2, so success +1, failure −1/3.
     scores_N = torch.tensor([1.0, 0.0, 0.0, 0.0])
     advantages_N = pass_at_k_advantages(scores_N, torch.zeros(4, dtype=torch.int64), k=2)
@@ -381,7 +381,7 @@ def test_token_estimators_ignore_the_order_of_sequences(stream: Stream):
 
 
 @given(stream=streams())
-def test_whitening_gives_mean_zero_and_variance_one_over_the_mask_and_zero_outside(stream: Stream):
+def test_whitening_gives_mean_0_and_variance_1_within_the_mask_and_zeros_outside_it(stream: Stream):
     whitened_T = whiten(stream.normal() * 3 + 100, stream.mask_T)
     assert not whitened_T[~stream.mask_T].any()
     inside = whitened_T[stream.mask_T]
@@ -437,7 +437,7 @@ def test_a_score_that_is_not_finite_is_named(score: float):
 
 
 @pytest.mark.parametrize("ids", [["a", "b"], ("a", "b"), np.array(["a", "b"]), np.array(["a", "b"], dtype=object)])
-def test_group_ids_that_are_text_are_refused_with_what_to_do(ids: Any):
+def test_the_error_for_group_ids_that_are_text_says_to_use_numbers(ids: Any):
     scores_N = torch.ones(2)
     message = "group_N: expected a tensor, got .* of str_?; replace strings by numbers"
     for function in (grpo_advantages, rloo_advantages, pass_at_k, zero_variance_groups, group_mean, group_sum):

@@ -56,7 +56,7 @@ def test_the_generation_config_of_a_model_is_read_by_directory_and_by_name(tmp_p
         assert read_generation(model).eos_token_id == [7, 8]
 
 
-def test_a_generation_config_that_transformers_reads_but_would_not_save_is_written(tmp_path):
+def test_a_generation_config_is_written_even_if_transformers_would_not_save_it(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 2}))
     generation = GenerationConfig.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="temperature"):
@@ -67,7 +67,7 @@ def test_a_generation_config_that_transformers_reads_but_would_not_save_is_writt
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_disk_that_is_full_when_the_tokenizer_is_written_counts_as_full(file: str, tmp_path):
+def test_running_out_of_disk_space_for_the_tokenizer_is_a_disk_full_error(file: str, tmp_path):
     """The tokenizers library writes tokenizer.json and raises a plain Exception; transformers writes the other file."""
     model, directory = make_checkpoint(tmp_path / "model"), tmp_path / "saved"
     directory.mkdir()

@@ -478,7 +478,7 @@ def test_the_suite_finds_a_wrong_worker(worker_class, variant: Variant, check: s
         run_check(worker_class, variant, check, tmp_path)
 
 
-def test_a_worker_that_loses_its_gradients_when_it_scores_is_right_if_it_only_trains(tmp_path: Path):
+def test_a_worker_that_only_trains_may_lose_its_gradients_when_it_scores(tmp_path: Path):
     run_check(LosesItsGradientsWhenItScores, ONE, "test_loss_and_every_gradient", tmp_path)
 
 

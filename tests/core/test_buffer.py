@@ -123,7 +123,7 @@ async def test_after_a_rejected_batch_the_same_step_takes_another_one():
     assert [group.group_id for group in await buffer.take(1)] == [1]
 
 
-async def test_training_waits_for_a_group_that_would_expire_although_enough_others_are_finished():
+async def test_training_waits_for_an_expiring_group_even_if_enough_others_are_finished():
     buffer = make_buffer(groups_per_step=1, max_staleness=1, steps=9)
     assert await start_all_possible(buffer, 0) == 2
     await buffer.finish(0, ())
@@ -199,7 +199,9 @@ def test_each_group_is_trained_on_within_the_bound_in_any_order_of_finishing(
     assert max(staleness for _, staleness in trained) <= max_staleness
 
 
-async def test_without_the_rule_training_does_not_wait_for_an_expiring_group(monkeypatch: pytest.MonkeyPatch):
+async def test_a_buffer_that_ignores_the_age_of_groups_does_not_wait_for_an_expiring_group(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Negative control: `_choice` ignores the age of groups."""
     monkeypatch.setattr(
         GroupBuffer,

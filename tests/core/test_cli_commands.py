@@ -571,7 +571,7 @@ def test_an_existing_directory_that_the_recipe_would_create_is_checked(rl: Run):
     assert not Path("prepared").exists()
 
 
-def test_for_a_directory_the_error_names_its_config_yaml_unless_a_recipe_has_the_same_name(rl: Run):
+def test_a_directory_given_for_a_config_file_is_refused_unless_a_recipe_has_its_name(rl: Run):
     Path("run").mkdir()
     Path("run/config.yaml").touch()
     assert "error: run: is a directory; use run/config.yaml" in rl("train", "run")[2]
@@ -579,7 +579,7 @@ def test_for_a_directory_the_error_names_its_config_yaml_unless_a_recipe_has_the
     assert rl("config", "small")[0] == 0
 
 
-def test_a_key_without_effect_is_a_warning_if_the_user_set_it_but_not_if_the_recipe_did(rl: Run):
+def test_a_key_without_effect_causes_a_warning_only_if_the_user_set_it(rl: Run):
     assert "clip_ratio_c" not in rl("train", "cli_recipes:with_unread_key", "--dry-run")[2]
     err = rl("train", "cli_recipes:with_unread_key", "--dry-run", "trainer.algorithm.clip_ratio_c=6")[2]
     assert "warning: trainer.algorithm.clip_ratio_c: has no effect with" in err

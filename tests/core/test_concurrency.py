@@ -9,7 +9,7 @@ import pytest
 from rl_core.trainer.concurrency import alongside
 
 
-async def test_a_task_cancelled_while_the_other_task_ends_stays_cancelled():
+async def test_a_task_stays_cancelled_if_it_was_cancelled_while_the_other_task_ended():
     """This happens if Ctrl-C is pressed again while the groups of a stopped run end."""
     ending, may_end, events = asyncio.Event(), asyncio.Event(), list[str]()
 

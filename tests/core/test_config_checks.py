@@ -171,7 +171,7 @@ def mistaken(check: Callable[[], object]) -> list[str]:
     return [str(error).partition(":")[0] for error in errors]
 
 
-def test_missing_files_are_named_together_and_each_once(files: Path):
+def test_one_error_names_every_missing_file_once(files: Path):
     config = from_mapping(
         {
             "data.train_data": ["a.parquet", "train.parquet", "b.parquet"],
@@ -228,7 +228,7 @@ def test_an_empty_path_does_not_mean_the_current_directory(key: str):
 
 
 @pytest.mark.parametrize("name", ["run", "a.b", "a..b", "x.", "a b", "-", "läuft", "007"])
-def test_other_run_names_are_accepted(name: str):
+def test_a_run_name_that_is_a_directory_name_is_accepted(name: str):
     check_values(from_mapping({"trainer.run_name": name}))
 
 
@@ -294,7 +294,7 @@ def test_names_of_models_and_unused_references_are_not_checked_as_paths(files: P
     )
 
 
-def test_own_functions_are_accepted_everywhere(functions: dict[str, Any]):
+def test_functions_and_plug_ins_of_the_user_are_accepted(functions: dict[str, Any]):
     check_plugins(from_mapping(functions))
 
 
@@ -389,7 +389,7 @@ def test_a_transport_of_one_machine_is_refused_if_the_policy_trains_on_several()
     cuda_ipc.validate_nodes(1)
 
 
-def test_weight_sync_delta_is_refused_for_adapters_and_engines_that_take_whole_weights_only(functions: dict[str, Any]):
+def test_weight_sync_delta_is_refused_for_adapters_and_for_engines_without_deltas(functions: dict[str, Any]):
     key, model = "generator.inference_engine.weight_sync_delta", {"trainer.policy.model.path": "model", **functions}
     check_plugins(from_mapping({**model, key: True, "generator.inference_engine.backend": "local"}))
     with pytest.raises(

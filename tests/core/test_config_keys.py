@@ -57,7 +57,7 @@ def test_a_documented_key_loads_without_a_warning(override: str):
         from_mapping({"trainer.strategy": "deepspeed"} if "deepspeed" in override else {}, [override])
 
 
-def test_a_backend_section_without_a_model_applies_to_trained_models_or_the_reference():
+def test_a_backend_section_outside_of_a_model_applies_to_trained_models_or_the_reference():
     keys = ["train.zero_optimization.sub_group_size=1e8", "eval.zero_optimization.offload_param.device=cpu"]
     config = from_mapping({"trainer.strategy": "deepspeed"}, [f"deepspeed_config.{key}" for key in keys])
     options = [model.options("deepspeed_config") for model in (config.trainer.policy, config.trainer.critic)]
@@ -147,7 +147,7 @@ def test_a_key_with_another_name_here_is_read_with_a_warning(overrides: list[str
         assert from_mapping({}, overrides) == from_mapping({}, same)
 
 
-def test_fully_async_runs_are_described_by_their_staleness():
+def test_settings_of_fully_async_runs_are_read_as_max_staleness():
     staleness = "trainer.fully_async.max_staleness_steps=2"
     with pytest.warns(ConfigWarning) as said:
         config = from_mapping({}, ["trainer.fully_async.enabled=true", staleness])

@@ -187,7 +187,7 @@ def test_a_functions_own_default_is_shown_as_the_value_of_its_key(tmp_path: Path
     assert shown(**{f"{key}.policy_loss_type": "mine"})["eps_clip_low"][0] is None
 
 
-def test_a_plug_in_name_of_two_packages_is_refused_and_an_import_path_is_not(
+def test_a_plug_in_name_of_two_packages_is_refused_but_an_import_path_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     group, source = "rl_core.environments", "from tests.core.idle_plugins import Environment"

@@ -24,7 +24,7 @@ def forget_installed() -> Iterator[None]:
     plugins._installed.cache_clear()
 
 
-def test_importing_the_configuration_and_loading_one_imports_no_torch():
+def test_loading_a_configuration_does_not_import_torch():
     program = (
         "import sys, rl_core.config as c\n"
         "c.check_values(c.from_mapping({'trainer.seed': 3}, ['trainer.epochs=2']))\n"
@@ -160,7 +160,9 @@ def test_a_missing_file_is_refused(tmp_path: Path):
         load(str(tmp_path / "missing.yaml"))
 
 
-def test_an_installed_backends_section_is_loaded_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_keys_and_values_in_the_section_of_an_installed_backend_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     install_backend(tmp_path, monkeypatch, "slim")
     config = from_mapping({"trainer.policy.slim_config.width": 3, "trainer.ref.slim_config.nested.dtype": "fp32"})
     assert config.trainer.policy.options("slim_config").width == 3

@@ -36,7 +36,7 @@ def test_derived_values_follow_from_the_given_keys():
     assert (config.temperature, config.engine_dtype) == (0.7, "float32")
 
 
-def test_evaluation_is_greedy_with_the_length_limit_and_stop_strings_of_training_unless_set_otherwise():
+def test_evaluation_is_greedy_and_takes_length_limit_and_stop_strings_of_training_by_default():
     config = from_mapping(
         {
             "generator.sampling_params": {"max_generate_length": 7, "top_p": 0.9, "stop": ["\n"]},

@@ -58,7 +58,7 @@ def test_a_ratio_outside_the_mask_may_be_nan():
     assert truncated_ratios(log_ratios_T, MASK, high=2.0)[5] == 0
 
 
-def test_levels_of_ratios_by_hand():
+def test_sequence_ratios_equal_products_and_geometric_means_worked_by_hand():
     # Products 8, 1/4, 1 (the token outside the mask does not count); geometric means 2, 1/2, 1.
     products = sequence_log_ratios(LOG_RATIOS, MASK, SEQUENCE).exp()
     torch.testing.assert_close(products, torch.tensor([8, 8, 8, 0.25, 0.25, 1, 1], dtype=torch.float64))
@@ -66,7 +66,7 @@ def test_levels_of_ratios_by_hand():
     torch.testing.assert_close(means, torch.tensor([2, 2, 2, 0.5, 0.5, 1, 1], dtype=torch.float64))
 
 
-def test_truncation_caps_and_masking_drops():
+def test_truncation_caps_ratios_and_masking_drops_tokens():
     assert truncated_ratios(LOG_RATIOS, MASK, high=2.0).tolist() == pytest.approx([1, 2, 2, 0.5, 0.5, 0, 1])
     assert masked_ratios(LOG_RATIOS, MASK, low=0.6, high=3.0).tolist() == pytest.approx([1, 2, 0, 0, 0, 0, 1])
     assert ratio_mask(LOG_RATIOS, MASK, low=0.6).tolist() == [True, True, True, False, False, False, True]
@@ -96,20 +96,20 @@ def test_without_settings_every_trained_token_has_weight_one():
     assert metrics["off_policy/logprob_diff"] == (pytest.approx(5 * math.log(2)), 6)
 
 
-def test_token_truncation_weights_by_the_token_and_counts_the_truncated():
+def test_token_truncation_weights_each_token_by_its_ratio_and_counts_truncated_tokens():
     weights, mask, metrics = corrected(tis_ratio_type="token", token_tis_ratio_clip_high=3.0)
     assert weights == [1, 2, 3, 0.5, 0.5, 0, 1]
     assert mask == MASK.tolist()
     assert metrics["off_policy/truncated_tokens"] == (1, 6)
 
 
-def test_sequence_truncation_weights_by_the_product():
+def test_sequence_truncation_weights_each_token_by_the_product_of_its_sequences_ratios():
     weights, _, metrics = corrected(tis_ratio_type="sequence", sequence_tis_ratio_clip_high=5.0)
     assert weights == [5, 5, 5, 0.25, 0.25, 0, 1]
     assert metrics["off_policy/truncated_tokens"] == (3, 6)
 
 
-def test_sequence_masks_drop_by_geometric_mean_or_product():
+def test_sequence_masks_drop_sequences_by_the_geometric_mean_or_product_of_their_ratios():
     geometric = corrected(sequence_mask_metric="geometric", geo_mask_low=0.4, geo_mask_high=1.5)
     assert geometric[1] == [False] * 3 + [True, True, False, True]
     assert geometric[2]["off_policy/masked_sequences"] == (1, 3)

@@ -26,7 +26,7 @@ SAMPLED = torch.tensor([False, True, True, False, True, True])
         (0.5, [0.0, 0.5, -0.5, 0.0, -0.5, 0.0]),
     ],
 )
-def test_distillation_advantages_worked_by_hand(clip: float, expected: list[float]):
+def test_distillation_advantages_equal_values_worked_by_hand(clip: float, expected: list[float]):
     found = distillation_advantages(STUDENT, TEACHER, SAMPLED, distillation_clip=clip)
     assert found.advantages_T.tolist() == expected
     assert found.returns_T.tolist() == expected

@@ -109,7 +109,7 @@ def test_closing_an_unfinished_coroutine_raises_no_error():
     coroutine.close()
 
 
-async def test_unless_set_returns_none_only_after_the_event():
+async def test_the_result_of_unless_set_is_none_only_after_the_event():
     async def gives_up() -> int:
         raise asyncio.CancelledError
 

@@ -73,7 +73,9 @@ def test_correction_weights_are_refused_for_losses_whose_use_of_weights_is_unkno
 
 
 @pytest.mark.parametrize("loss", UNKNOWN)
-def test_stale_samples_need_off_or_depth_0_if_the_losss_use_of_weights_is_unknown(functions: dict[str, Any], loss: str):
+def test_stale_samples_need_tis_ratio_type_off_or_depth_0_if_a_losss_use_of_weights_is_unknown(
+    functions: dict[str, Any], loss: str
+):
     stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
     message = rf"'token' is the default with trainer\.pipeline_depth=1.*'{loss}'.*=off.*pipeline_depth=0"
     for refuses in (check_plugins, update_settings):
@@ -203,12 +205,12 @@ def test_thresholds_of_a_correction_are_checked(functions: dict[str, Any]):
         check_plugins(from_mapping(functions | {key: 0.5}))
 
 
-def test_a_key_that_no_chosen_function_reads_warns_when_it_was_changed(functions: dict[str, Any]):
+def test_a_changed_key_that_no_chosen_function_reads_causes_a_warning(functions: dict[str, Any]):
     with pytest.warns(ConfigWarning, match=r"trainer\.algorithm\.clip_ratio_c: has no effect with"):
         check_plugins(from_mapping(functions | {"trainer.algorithm.clip_ratio_c": 5.0}))
 
 
-def test_nothing_warns_of_a_key_that_the_user_did_not_choose(functions: dict[str, Any]):
+def test_a_key_that_the_user_did_not_choose_causes_no_warning(functions: dict[str, Any]):
     check_plugins(from_mapping(functions | {"trainer.algorithm.clip_ratio_c": 5.0}), chosen={"trainer.epochs"})
 
 
@@ -226,7 +228,7 @@ def test_filters_of_equal_rewards_are_refused_with_a_greedy_baseline(functions: 
         check_plugins(from_mapping(remax | {f"trainer.algorithm.{key}": value}))
 
 
-def test_parameters_come_from_the_params_key_and_otherwise_from_their_own_key(functions: dict[str, Any]):
+def test_parameters_are_read_from_their_own_key_unless_the_params_key_has_them(functions: dict[str, Any]):
     config = from_mapping(functions | {"trainer.algorithm.eps_clip_low": 0.1, "trainer.algorithm.gamma": 0.9})
     assert loss_params(config) == {"eps_clip_low": 0.1}
     assert advantage_params(config) == {"gamma": 0.9, "grpo_norm_by_std": True}

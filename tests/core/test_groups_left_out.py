@@ -92,7 +92,7 @@ def test_a_resumed_run_plays_greedy_answers_of_unfinished_groups_again(tmp_path:
 
 
 @STALENESS
-def test_failed_samples_are_written_with_their_step_counted_by_kind_and_warned_of_at_once(
+def test_failed_samples_are_written_and_counted_by_kind_and_the_first_causes_a_warning_at_once(
     tmp_path: Path, max_staleness: int, caplog: Any
 ):
     warned_at: list[int] = []

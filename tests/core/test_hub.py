@@ -165,7 +165,7 @@ def test_for_a_name_that_the_hub_does_not_allow_the_error_asks_about_spelling(hu
     assert result.stderr.rstrip().endswith("Is the name spelled correctly?")
 
 
-def test_a_request_to_a_hub_that_never_answers_ends_at_its_deadline(tmp_path: Path):
+def test_a_request_ends_at_its_deadline_if_the_hub_never_answers(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         code = f"hub.TIMEOUT_S = 0.2\n{FETCH}"
         result = python(code, tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -195,7 +195,7 @@ hub.TIMEOUT_S, hub.LOOK_UP_S = 0.2, 0.3
 """
 
 
-def test_a_request_to_a_name_server_that_never_answers_ends_at_its_deadline(tmp_path: Path):
+def test_a_request_ends_at_its_deadline_if_the_name_server_never_answers(tmp_path: Path):
     """If the download waited for the name server, `python` would fail at its deadline."""
     result = python(SILENT_NAMES + FETCH, tmp_path, "http://hub.invalid")
     assert "http://hub.invalid cannot be reached (no answer within 0.5 s)" in result.stderr

@@ -34,7 +34,9 @@ def press(number: int = signal.SIGINT) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_stops_and_its_bounce_is_ignored(number: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_first_signal_requests_one_stop_and_its_immediate_repeats_are_ignored(
+    number: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(module, "_BOUNCE_S", 600.0)  # on a busy machine, more than 1 s may pass between two signals
     interrupts, stops = Interrupts(), []
 

@@ -25,7 +25,7 @@ REF_LOGPROBS_V = torch.tensor([0.1, 0.4, 0.7, -0.6], dtype=torch.float64).log_so
         ("abs", [0.5, 0.5]),
     ],
 )
-def test_estimates_by_hand(estimator, expected):
+def test_kl_estimates_equal_values_worked_by_hand(estimator, expected):
     logprobs_T, ref_logprobs_T = (
         torch.tensor([-1.0, -1.5], dtype=torch.float64),
         torch.tensor([-1.5, -1.0], dtype=torch.float64),
@@ -49,7 +49,7 @@ def test_k1_and_k3_have_the_kl_as_expectation(estimator):
     ("estimator", "is_right"),
     [(name, name.endswith("+") or name in ("k2", "k3_unbiased")) for name in KL_ESTIMATORS],
 )
-def test_only_the_straight_through_forms_k2_and_the_unbiased_form_have_the_gradient_of_the_kl(estimator, is_right):
+def test_only_k2_the_straight_through_forms_and_the_unbiased_form_have_the_gradient_of_the_kl(estimator, is_right):
     """Compares the expected gradient E[∇ estimate] with the exact gradient of the KL with respect to the logits."""
     logits_V = LOGITS_V.clone().requires_grad_()
     logprobs_V = logits_V.log_softmax(0)
@@ -127,7 +127,7 @@ def test_the_error_for_an_unknown_estimator_names_the_nearest():
         estimate_kl(torch.zeros(2), torch.zeros(2), ALL, estimator="k3x")
 
 
-def test_adaptive_coefficient_by_hand():
+def test_the_adaptive_coefficient_equals_values_worked_by_hand():
     step = {"kl_target": 0.1, "horizon": 1000, "num_samples": 100}
     assert adaptive_kl_coef(1.0, 0.11, **step) == pytest.approx(1.01)  # error +10 %
     assert adaptive_kl_coef(1.0, 9.0, **step) == pytest.approx(1.02)  # error limited to +20 %

@@ -48,7 +48,7 @@ def fewest_bins(lengths, max_tokens, max_sequences) -> int:
 # --- partitions -----------------------------------------------------------------------------------------------------
 
 
-def test_greedy_gives_the_next_largest_to_the_smallest_sum():
+def test_the_greedy_partition_adds_the_next_largest_item_to_the_smallest_sum():
     assert greedy_partition([8, 7, 6, 5, 4], 2).tolist() == [0, 1, 1, 0, 0]  # 17 and 13
 
 

@@ -39,7 +39,7 @@ def merge_of(steps):
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def test_two_steps_that_continue_each_other_by_hand():
+def test_two_steps_that_continue_each_other_become_one_sequence():
     steps = [
         step(7, 1, [1, 2, 3, 4], [5], last=True, rollout_logprobs=[0, 0, 0, 0, -0.5], rewards=[0, 0, 0, 0, 1.0]),
         step(7, 0, [1], [2, 3], rollout_logprobs=[0, -0.2, -0.3], rewards=[0, 0, 0.5]),

@@ -30,7 +30,7 @@ def offsets_of(lengths) -> np.ndarray:
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_packed_micro_batch_by_hand():
+def test_a_packed_micro_batch_equals_one_laid_out_by_hand():
     layout = packed_layout([0, 3, 4, 6], [2, 0], sequence_multiple=4, total_multiple=12)
     assert layout.index.tolist() == [4, 5, -1, -1, 0, 1, 2, -1, -1, -1, -1, -1]
     assert layout.target_index.tolist() == [5, -1, -1, -1, 1, 2, -1, -1, -1, -1, -1, -1]
@@ -38,7 +38,7 @@ def test_a_packed_micro_batch_by_hand():
     assert layout.boundaries.tolist() == [0, 4, 8, 12]
 
 
-def test_a_padded_micro_batch_by_hand():
+def test_a_padded_micro_batch_equals_one_laid_out_by_hand():
     layout = padded_layout([0, 3, 4, 6], [0, 2], width_multiple=2)
     assert layout.index.reshape(2, -1).tolist() == [[0, 1, 2, -1], [4, 5, -1, -1]]
     assert layout.target_index.reshape(2, -1).tolist() == [[1, 2, -1, -1], [5, -1, -1, -1]]
@@ -107,7 +107,7 @@ def test_shards_partition_the_tokens_and_the_inverse_restores_the_stream(lengths
 
 @settings(max_examples=500)
 @given(LENGTHS, meshes(), st.integers(0, 200))
-def test_ranks_of_one_replica_hold_equally_many_tokens_and_tensor_ranks_the_same(lengths, mesh, slack):
+def test_ranks_of_a_replica_hold_equally_many_tokens_and_tensor_ranks_hold_the_same_tokens(lengths, mesh, slack):
     budget = -(-max(lengths) // mesh.sequence_multiple) * mesh.sequence_multiple + slack
     by_rank: dict[int, list[np.ndarray]] = {}
     for rank, layout, positions in layouts_of_ranks(lengths, mesh, budget):

@@ -119,7 +119,7 @@ def test_extreme_logits_stay_finite():
 
 @pytest.mark.parametrize("use", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
 @pytest.mark.parametrize("function", ["chunked", "full"])
-def test_a_bias_of_minus_infinity_is_a_vocabulary_without_that_token(function, use):
+def test_a_bias_of_minus_infinity_removes_its_token_from_the_vocabulary(function, use):
     """Values and gradients equal those of a vocabulary without the masked tokens. The rows of the masked tokens get
     zero gradients."""
     tensors, targets_T = inputs()

@@ -305,7 +305,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 @pytest.mark.parametrize("error", [FULL, WeightSyncError("rank 0 could not write to /tmp/x: No space left on device")])
 @STALENESS
-def test_a_weight_sync_without_disk_space_is_repeated_once_there_is_some(
+def test_a_weight_sync_that_fails_for_lack_of_disk_space_is_repeated(
     tmp_path: Path, max_staleness: int, error: Exception, caplog: pytest.LogCaptureFixture
 ):
     script = Script(max_staleness=max_staleness, errors=Once({"send 2": error}))

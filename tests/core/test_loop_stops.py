@@ -130,7 +130,7 @@ def test_a_failed_sample_of_a_waiting_group_is_counted_once_after_an_error(tmp_p
     assert sum(row["rollout/failed"] for row in resumed.reports.rows.values()) == 1.0
 
 
-def test_require_nothing_is_lost_detects_a_group_missing_from_a_checkpoint(tmp_path: Path):
+def test_the_check_for_lost_groups_detects_a_group_missing_from_a_checkpoint(tmp_path: Path):
     """Negative control of `require_nothing_is_lost`."""
     run = ScriptedRun(tmp_path, attrs.evolve(EVERYTHING, steps=6), buffer_class=ForgetsWhatIsFinished)
     run.log.when("finish 2", run.loop.stop, after_s=0.5)
@@ -258,7 +258,7 @@ def test_a_resumed_run_publishes_its_version_and_plays_unfinished_groups_first(t
     assert list(resumed.reports.rows) == [3, 4], "the evaluation before training must not be repeated"
 
 
-def test_a_second_stop_before_all_stored_groups_have_restarted_loses_none(tmp_path: Path):
+def test_a_second_stop_before_all_stored_groups_have_restarted_loses_no_group(tmp_path: Path):
     """The second run generates less far ahead, so it starts only two of the first run's groups. The others wait, and
     the third run starts them before new ones."""
     run = ScriptedRun(tmp_path, Script(steps=6, max_staleness=3))

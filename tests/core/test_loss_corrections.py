@@ -102,7 +102,7 @@ def verl_losses(name: str, columns, logprobs_T, settings) -> list[float]:
         ("clip_cov", {"clip_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 1.5}),
     ],
 )
-def test_covariance_losses_under_a_correction_equal_verls(name, settings):
+def test_covariance_losses_under_a_correction_equal_those_of_verl(name, settings):
     columns, logprobs_T, sequence_T = mini_batch(seed=3)
     objective = objective_from_spec(LossSpec(name=name, params=settings))
     actual_T = token_losses(objective, columns, logprobs_T, sequence_T)

@@ -115,7 +115,7 @@ def by_hand(case_function, **lists) -> list[float]:
     return case_function(**tensors, **settings).loss_T.tolist()
 
 
-def test_ppo_clips_gains_above_and_losses_below_and_nothing_else():
+def test_ppo_clips_only_high_ratios_of_positive_and_low_ratios_of_negative_advantages():
     # ratios 2, ½, 2, ½ with A = 1, 1, −1, −1: −min(2, 1.3), −min(½, 0.8), −min(−2, −1.3), −min(−½, −0.8)
     losses = by_hand(
         algorithms.ppo_clip_loss,
@@ -152,7 +152,7 @@ def test_sapos_temperature_has_the_precision_of_the_log_probs():
     assert loss_T.item() == pytest.approx(2.0 / 1.05, rel=1e-14)
 
 
-def test_rollout_is_drops_tokens_outside_the_open_interval():
+def test_rollout_importance_sampling_drops_tokens_outside_the_open_interval():
     arguments = {
         "logprobs_T": [0.0, TWO, 0.1],
         "rollout_logprobs_T": [0.0] * 3,
@@ -178,7 +178,7 @@ def test_dppo_drops_only_updates_that_increase_a_divergence_above_its_bound():
     assert by_hand(algorithms.dppo_loss, dppo_type="binary_kl", delta_high=0.223, **arguments)[0] == 0.0
 
 
-def test_decoupled_ppo_weights_by_behaviour_and_drops_above_the_cap():
+def test_decoupled_ppo_weights_tokens_by_the_behaviour_ratio_and_drops_those_above_the_cap():
     losses = by_hand(
         algorithms.decoupled_ppo_loss,
         logprobs_T=[-1.0, -1.0],
@@ -247,7 +247,7 @@ def test_rounding_never_removes_the_gradient_of_a_value_that_is_not_clipped():
     assert not metrics["value_clip_fraction"].any()
 
 
-def test_covariance_columns_by_hand():
+def test_covariance_columns_equal_values_worked_by_hand():
     # log-probs −1, −2, −3 (mean −2), advantages 2, 0, −2 (mean 0): covariances 2, 0, 2; the fourth is not trained.
     columns = {
         "old_logprobs_T": torch.tensor([-1.0, -2.0, -3.0, 50.0]),

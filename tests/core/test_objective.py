@@ -96,7 +96,7 @@ def test_columns_are_those_that_the_terms_read():
     assert full.reads == {"logprobs", "entropies"}
 
 
-def test_prepared_columns_are_read_by_the_call_and_their_sources_by_the_controller():
+def test_the_call_reads_prepared_columns_and_the_controller_reads_their_sources():
     objective = objective_from_spec(LossSpec(name="top_entropy"))
     assert "x_top_entropy" in objective.call_columns
     assert "old_entropies" not in objective.call_columns
@@ -218,7 +218,7 @@ def test_the_table_of_contents_is_complete():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_metrics_of_a_loss_may_be_yes_or_no_or_counts(dtype):
+def test_metrics_of_a_loss_may_be_booleans_integers_or_floats(dtype):
     def loss(logprobs_T):
         return TokenLoss(-logprobs_T, {"likely": (logprobs_T > -1.0).to(dtype)})
 
@@ -256,7 +256,7 @@ def test_variable_arguments_cannot_be_bound():
         Objective(bad_loss)
 
 
-def test_own_columns_need_a_prepare_function():
+def test_a_losss_own_columns_need_a_prepare_function():
     def bad_loss(logprobs_T, x_mark_T): ...
 
     with pytest.raises(PluginError, match="prepared_by"):

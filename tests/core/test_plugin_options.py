@@ -253,7 +253,7 @@ def test_the_specs_are_plain_data_and_every_field_has_a_text():
         ("trainer.beam_width=2", rf"Did you mean {ENGINE}\.beam_width\?"),
     ],
 )
-def test_a_wrong_own_key_is_reported_like_a_key_of_the_core(override: str, message: str):
+def test_a_wrong_plug_in_key_is_reported_like_a_wrong_key_of_the_core(override: str, message: str):
     with pytest.raises(ConfigError, match=message):
         from_mapping({f"{ENGINE}.backend": "beam"}, [override])
 
@@ -271,7 +271,7 @@ def test_the_plug_in_validates_its_options_before_a_run():
         check_plugins(refused)
 
 
-def test_own_keys_are_shown_with_their_source_and_written_into_the_runs_file(tmp_path: Path):
+def test_a_plug_ins_keys_are_shown_with_their_source_and_written_into_the_runs_file(tmp_path: Path):
     loaded = load("rl_beam:recipe", [f"{ENGINE}.backend=beam", f"{ENGINE}.decay=0.25"])
     shown = sources(loaded)
     assert shown[f"{ENGINE}.beam_width"] == (7, "recipe rl_beam:recipe")

@@ -36,26 +36,26 @@ def weights_of(name: str, mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -
     return REDUCTIONS[name](**{parameter: given_by_name[parameter] for parameter in parameters})
 
 
-def test_token_mean_by_hand():
+def test_token_mean_equals_weights_worked_by_hand():
     assert token_mean(MASK).tolist() == [0, 0.25, 0.25, 0.25, 0, 0, 0.25]
 
 
-def test_sequence_mean_by_hand_leaves_a_sequence_without_trained_tokens_out():
+def test_sequence_mean_equals_weights_worked_by_hand_and_excludes_an_untrained_sequence():
     expected = torch.tensor([0, 1 / 6, 1 / 6, 1 / 3, 0, 0, 1 / 3])
     torch.testing.assert_close(sequence_mean(MASK, SEQUENCE), expected)
 
 
-def test_prompt_mean_by_hand_leaves_a_prompt_without_trained_tokens_out():
+def test_prompt_mean_equals_weights_worked_by_hand_and_excludes_an_untrained_prompt():
     expected = torch.tensor([0, 1 / 6, 1 / 6, 1 / 2, 0, 0, 1 / 6])
     torch.testing.assert_close(prompt_mean(MASK, SEQUENCE, GROUPS), expected)
 
 
-def test_the_sequence_sum_over_a_constant_by_hand():
+def test_the_sequence_sum_over_a_constant_equals_weights_worked_by_hand():
     expected = torch.tensor([0, 1 / 30, 1 / 30, 1 / 30, 0, 0, 1 / 30])
     torch.testing.assert_close(seq_mean_token_sum_norm(MASK, SEQUENCE, max_seq_len=10), expected)
 
 
-def test_the_token_sum_of_prompts_by_hand():
+def test_the_token_sum_of_prompts_equals_weights_worked_by_hand():
     expected = torch.tensor([0, 1 / 2, 1 / 2, 1 / 2, 0, 0, 1 / 2])
     torch.testing.assert_close(prompt_token_sum(MASK, SEQUENCE, GROUPS), expected)
 

@@ -198,7 +198,7 @@ class SilentStore(AbstractFileSystem):
         return False
 
 
-async def test_a_run_waits_for_a_store_that_never_answers_only_until_the_deadline(
+async def test_a_run_waits_only_until_the_deadline_for_a_store_that_never_answers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     fsspec.register_implementation("silent", SilentStore, clobber=True)

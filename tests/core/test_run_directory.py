@@ -169,7 +169,7 @@ async def test_nothing_is_moved_or_written_in_a_directory_that_is_no_run(tmp_pat
     open_run_directory(config_of(other, resume_mode=mode))
 
 
-async def test_a_run_is_recognised_by_its_mark_or_without_one_by_its_files(tmp_path: Path):
+async def test_a_run_directory_is_recognised_by_its_mark_or_else_by_the_files_of_a_run(tmp_path: Path):
     new, old, fetched = (tmp_path / name for name in ("new", "old", "fetched"))
     open_run_directory(config_of(new))
     open_run_directory(config_of(new, seed=2))

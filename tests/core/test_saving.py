@@ -123,7 +123,7 @@ async def test_an_error_in_the_background_is_raised_at_the_next_wait(wait, tmp_p
     assert list_checkpoints(tmp_path) == []
 
 
-async def test_a_kill_while_a_model_is_replaced_leaves_no_part_of_it_under_its_name(
+async def test_a_kill_during_the_replacement_of_a_model_leaves_no_part_of_it_under_its_name(
     tmp_path: Path, new_saver: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch
 ):
     saver, model = new_saver(), tmp_path / "step_000002"

@@ -125,7 +125,7 @@ def test_every_group_is_counted_once_as_kept_or_dropped(stream: Stream, num_grou
     assert selection.group_R.unique().numel() == selection.metrics["selection/kept_groups"][0]
 
 
-def test_a_seed_always_draws_the_same_copies_and_seeds_differ():
+def test_a_seed_always_draws_the_same_copies_and_other_seeds_draw_other_copies():
     group_N = torch.arange(40).repeat_interleave(2)
     scores_N = torch.tensor([0.0, 1.0] * 20 + [0.0, 0.0] * 20)
     draws = [tuple(dynamic_sampling_replace(scores_N, group_N, seed=s).rows_R.tolist()) for s in (0, 1, 2, 0, 1, 2)]

@@ -20,7 +20,7 @@ def shares(strategy: str, role: Role = "policy", **trainer: Any) -> bool:
 
 
 @pytest.mark.parametrize("role", ["policy", "reference", "critic"])
-def test_auto_shares_where_the_backend_can_and_micro_batches_are_packed(role: Role):
+def test_auto_shares_prefixes_only_if_the_backend_can_and_micro_batches_are_packed(role: Role):
     assert [shares(strategy, role) for strategy in ("fsdp", "fsdp1", "deepspeed", "megatron")] == [
         True,
         True,

@@ -125,7 +125,7 @@ def test_rope_parameters_that_do_not_depend_on_length_are_kept(kind):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "unknown_kind"])
-def test_length_dependent_or_unknown_rope_switches_within_a_test_sequence(kind):
+def test_length_dependent_or_unknown_rope_scaling_starts_within_a_test_sequence(kind):
     rope = {"rope_type": kind, "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
     found = small(rope_parameters=rope, max_position_embeddings=131072)
     original = found["rope_parameters"]["original_max_position_embeddings"]

@@ -109,7 +109,7 @@ def test_a_mistake_that_all_ranks_find_leaves_them_running_until_the_case_ends(
     assert ended(pids), "a process is left after the case"
 
 
-def test_a_process_works_if_one_thread_is_busy_but_not_if_dozens_of_threads_poll(
+def test_a_process_counts_as_working_if_one_thread_is_busy_but_not_if_many_threads_only_poll(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     clock_s, run_ms, state = 0.0, dict.fromkeys(map(str, range(60)), 0.0), "S"

@@ -292,7 +292,7 @@ def test_the_console_shows_steps_accuracy_reward_and_speed(tmp_path, capsys):
     assert last.startswith("quickstart: 2/2 steps · held-out accuracy 0.250 · reward 0.500 · tokens/s 3,600 · after ")
 
 
-def test_the_console_shows_the_number_of_failed_samples_once_there_are_any(tmp_path, capsys, monkeypatch):
+def test_the_console_shows_the_number_of_failed_samples_if_there_are_any(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 600.0)  # else a slow machine shows the second step, too
     tracker = ConsoleTracker(None, tmp_path / "run", total_steps=9, first_step=0)
     tracker.log(0, {"eval/failed": 0.0})

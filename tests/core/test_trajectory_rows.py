@@ -35,7 +35,7 @@ def rows_of_whole_trajectories(draw: st.DrawFn) -> list[tuple[int, bool, int]]:
 
 
 @given(st.one_of(ROWS, rows_of_whole_trajectories()))
-def test_both_callers_refuse_the_rows_that_the_slow_version_refuses(rows: list[tuple[int, bool, int]]):
+def test_algorithms_and_layout_refuse_the_same_rows_as_the_slow_version(rows: list[tuple[int, bool, int]]):
     trajectory, is_last, step = ([row[i] for row in rows] for i in range(3))
     reason = why_incomplete(trajectory, is_last, step)
     assert (reason is None) == is_complete(rows)

@@ -61,7 +61,7 @@ def slow_advantages(episodes, groups, *, gamma: float, norm: bool) -> list[float
     return found
 
 
-def test_turn_level_advantages_by_hand():
+def test_turn_level_advantages_equal_values_worked_by_hand():
     # With a discount of ½ per turn, the returns are 1 + ½ · 4 = 3 and 4 for the first sample, and 1 for the second.
     episodes = [[(2, 1.0), (1, 4.0)], [(3, 1.0)]]
     batch = batch_of(episodes, [7, 7], step_wise=False)

@@ -51,7 +51,7 @@ def test_a_link_to_a_missing_directory_is_refused(rl: Run, key: str):
     assert "/link is a link to /unmounted, which does not exist" in rl("doctor", "--run-dir", "link/run")[1]
 
 
-def test_a_name_of_a_recipe_or_an_output_that_is_too_long_is_one_error(rl: Run):
+def test_a_recipe_name_or_output_path_that_is_too_long_is_one_error(rl: Run):
     for source in (LONG, f"{LONG}.yaml"):
         code, _, said = rl("train", source)
         assert code == 2, said

@@ -23,7 +23,7 @@ def test_checksums_are_those_of_zlib():
 
 
 @pytest.mark.parametrize("bucket_bytes", [32, 1 << 20])
-def test_packing_into_memory_gives_the_bytes_and_checksums_of_packing(bucket_bytes):
+def test_packing_into_given_memory_gives_the_same_bytes_and_checksums(bucket_bytes):
     tensors = {**sample_tensors(), "larger than a chunk": torch.randn(100_003)}
     packed_before = list(pack_buckets(tensors.items(), bucket_bytes))
     for late, packed in zip(pack_buckets(tensors.items(), bucket_bytes), packed_before, strict=True):

@@ -83,7 +83,7 @@ def test_long_distances_take_two_bytes_or_an_extra_element(distance, count, widt
     assert changes.data.numel() == count * (width + 2)
 
 
-def test_a_fiftieth_of_bfloat16_takes_less_than_4_percent():
+def test_changes_of_a_fiftieth_of_a_bfloat16_tensor_take_less_than_4_percent_of_its_bytes():
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(1 << 20, generator=generator).to(torch.bfloat16)
     new = torch.where(torch.rand(old.shape, generator=generator) < 0.02, old + 1, old)

@@ -70,7 +70,7 @@ async def test_a_turn_offloads_other_workers_and_loads_only_what_is_needed():
     ]
 
 
-async def test_keeps_optimizer_leaves_the_optimizer_state_on_the_devices():
+async def test_with_keeps_optimizer_the_optimizer_state_stays_on_the_devices():
     devices, policy, reference, events = tenants(keeps_optimizer=True)
     async with devices.given_to(reference):
         pass
