@@ -117,7 +117,7 @@ def test_if_a_receiver_never_joins_all_participants_fail_long_before_the_deadlin
     transport.close(rendezvous)
 
 
-def test_a_rank_that_never_sends_runs_into_the_deadline(monkeypatch):
+def test_receiving_from_a_rank_that_never_sends_ends_at_the_deadline(monkeypatch):
     connect = channel_module._connected
     # Otherwise a slow connection may miss the deadline first.
     monkeypatch.setattr(channel_module, "_connected", lambda host, port, within_s: connect(host, port, within_s=60.0))
@@ -155,7 +155,7 @@ def test_a_receiver_that_registers_without_the_secret_gets_nothing(sync):
 
 
 @pytest.mark.parametrize("key", ["log/0", "broken", "group/0/0/0"])
-def test_a_strangers_message_is_never_accepted_as_a_participants(sync, threads, key):
+def test_a_strangers_message_is_never_accepted_as_that_of_a_participant(sync, threads, key):
     """A stranger can end a sync, but cannot make a participant accept a message or connect to another address."""
     transport, rendezvous = sync
     stranger(rendezvous).set(key, json.dumps({"kind": "failed", "rank": 0, "error": "nothing failed"}))
@@ -194,7 +194,7 @@ def test_a_closed_sync_is_refused(sync):
 
 
 @pytest.mark.timeout(100)
-def test_a_sync_that_closes_while_a_participant_connects_is_refused_long_before_the_deadline(monkeypatch):
+def test_connecting_to_a_sync_that_is_being_closed_fails_long_before_the_deadline(monkeypatch):
     """Without the refusal, an engine that connects while the controller closes the sync would hang and be restarted."""
     transport, connect = BroadcastTransport(timeout_s=120.0), socket.create_connection
     monkeypatch.setattr("rl_rollout.transports.channel._CONNECT_S", 120.0)
@@ -276,7 +276,7 @@ class Endless:
         self.calls.append("shutdown")
 
 
-def test_a_participant_that_fails_ends_a_collective_that_does_not_notice(sync, threads):
+def test_a_participant_that_fails_ends_a_collective_that_would_wait_forever(sync, threads):
     _, rendezvous = sync
     stuck = Group(Endless(), Channel(rendezvous.data), torch.device("cpu"))
     stuck.start_broadcast(torch.ones(3))

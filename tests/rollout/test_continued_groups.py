@@ -296,7 +296,7 @@ def test_a_checkpoint_is_written_even_if_the_engine_aborts_nothing(
     require_nothing_is_lost(run, run.resumed())
 
 
-def test_a_synchronous_run_aborts_and_stores_nothing(tmp_path: Path):
+def test_a_synchronous_run_aborts_nothing_and_stores_nothing(tmp_path: Path):
     run = run_of(tmp_path, attrs.evolve(SCRIPT, max_staleness=0, pipeline_depth=0))
     run.log.when("train 2", run.loop.stop)
     run.go()

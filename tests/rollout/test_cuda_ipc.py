@@ -36,7 +36,7 @@ def test_without_cuda_the_error_names_a_transport_to_use():
 
 
 @without_gpu
-def test_weights_on_the_cpu_are_refused_and_drained_and_receivers_are_told(rendezvous):
+def test_weights_on_the_cpu_are_drained_and_refused_with_a_message_to_the_receivers(rendezvous):
     channel = Channel(rendezvous.data)
     channel.register_receiver({"version": 0})
     buckets = pack_buckets(sample_tensors().items(), 64)

@@ -114,7 +114,7 @@ async def test_wrong_weights_in_the_base_are_noticed_and_replaced(model_path, ca
     await other.close()
 
 
-async def test_after_a_sync_that_failed_the_next_is_whole(model_path, monkeypatch):
+async def test_the_sync_after_a_failed_sync_sends_whole_weights(model_path, monkeypatch):
     engine = await local_engine(model_path)
     async with policy_of(model_path, bf16=True) as policy:
         engines = serving(policy, engine)

@@ -84,7 +84,7 @@ def test_swapped_shapes_are_noticed(sync):
         list(FilesReceiver(sync[1]).receive(0))
 
 
-def test_a_rank_that_never_sends_runs_into_the_deadline(sync):
+def test_receiving_from_a_rank_that_never_sends_ends_at_the_deadline(sync):
     with pytest.raises(DeadlineError, match=r"waited 0\.2 s for ranks \[0\] of 1"):
         list(FilesReceiver(sync[1]).receive(0))
 
@@ -139,7 +139,7 @@ def test_a_bucket_goes_to_disk_if_other_ranks_fill_the_memory_first(sync, monkey
     assert received.keys() == manifest.tensors.keys()
 
 
-def test_closing_a_sync_while_a_manifest_is_read_is_an_error_of_the_sync(sync, monkeypatch):
+def test_reading_a_manifest_ends_with_an_error_of_the_sync_if_the_sync_is_closed(sync, monkeypatch):
     transport, rendezvous = sync
     send(transport, rendezvous)
     exists = Path.exists

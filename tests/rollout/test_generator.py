@@ -218,7 +218,7 @@ async def test_an_engine_client_that_gives_up_is_named_and_its_samples_fail(toke
     assert f"the engine client GivesUp raised {error!r} (test_generator.py:" in trajectories[0].failure
 
 
-async def test_a_cancelled_group_is_cancelled_and_its_environments_are_closed(tokenizer):
+async def test_the_cancellation_of_a_group_is_raised_and_closes_its_environments(tokenizer):
     all_asked = asyncio.Event()
 
     class Hangs(EchoClient):

@@ -148,7 +148,7 @@ async def test_partials_decorated_functions_and_callable_objects_are_accepted():
     assert decorations.metrics == {"reward_decorated": 7.0, "reward_adapted": 2.0}
 
 
-async def test_a_chat_prompt_has_completions_of_messages():
+async def test_completions_of_a_chat_prompt_are_messages():
     chat = {"prompt": [{"role": "user", "content": "6*7="}]}
     assert (await played(chat, "length")).reward == 2.0
 

@@ -64,7 +64,7 @@ def test_greedy_rows_ignore_filters_and_share_a_batch_with_sampled_ones():
     torch.testing.assert_close(logprobs[1], logits_V[2:].log_softmax(-1)[tokens[1] - 2])
 
 
-def test_top_k_keeps_exactly_k_among_equals():
+def test_top_k_keeps_exactly_k_tokens_even_if_all_logits_are_equal():
     tokens, logprobs = draw_with(torch.zeros(100, 8), SamplingParams(top_k=3), np.linspace(0, 1, 100, endpoint=False))
     assert set(tokens.tolist()) == {0, 1, 2}
     torch.testing.assert_close(logprobs, torch.full((100,), 1 / 3).log())
@@ -87,7 +87,7 @@ def numbers_of(seeds, positions):
     return uniforms(hashed_seeds(seeds), np.array(positions, dtype=np.int64))
 
 
-def test_a_number_depends_on_its_own_seed_and_position_only():
+def test_a_random_number_depends_only_on_its_own_seed_and_position():
     crowd = numbers_of([5, 6, 7, -1, 2**70], [0, 3, 9, 2, 1])
     alone = [numbers_of([seed], [position])[0] for seed, position in [(5, 0), (6, 3), (7, 9), (-1, 2), (2**70, 1)]]
     assert crowd.tolist() == alone

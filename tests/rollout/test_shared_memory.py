@@ -64,7 +64,7 @@ def test_a_changed_byte_names_the_tensor(sync):
         received(sync[1])
 
 
-def test_a_segment_is_reused_only_after_its_last_reader():
+def test_a_segment_is_reused_only_after_its_last_reader_has_released_it():
     def path_of(value, version):
         rendezvous = shared_memory.open(num_ranks=1, num_engines=1)
         send(shared_memory, rendezvous, value, version)
@@ -111,7 +111,7 @@ def test_swapped_buckets_of_equal_size_are_noticed(sync):
         received(rendezvous)
 
 
-def test_a_rank_that_never_sends_runs_into_the_deadline(sync):
+def test_receiving_from_a_rank_that_never_sends_ends_at_the_deadline(sync):
     with pytest.raises(DeadlineError, match=r"waited 0\.2 s for bucket 0 of rank 0"):
         received(sync[1])
 

@@ -148,7 +148,7 @@ async def test_the_check_notices_turns_that_were_cut_from_a_rendering_without_th
     assert await mismatches("tools_last", 20) > 10
 
 
-async def test_the_model_is_shown_the_tools_calls_and_results():
+async def test_the_prompt_shows_the_tools_the_calls_and_the_results():
     row = {
         "prompt": [
             {"role": "user", "content": "1+2?"},

@@ -100,7 +100,7 @@ def test_the_files_of_a_living_run_stay(temporary: Path):
     remove_folder(other)
 
 
-def test_a_young_unlocked_folder_stays_while_any_process_makes_one(temporary: Path):
+def test_a_young_unlocked_folder_stays_while_any_process_makes_a_folder(temporary: Path):
     """A young folder without a lock stays while any process is making a folder, because its maker may not have locked
     it yet. An old folder without a lock is removed all the same."""
     (temporary / "rl-weights-x-1-young").mkdir()
@@ -117,7 +117,7 @@ def test_a_young_unlocked_folder_stays_while_any_process_makes_one(temporary: Pa
     assert not list(temporary.iterdir())
 
 
-def test_processes_killed_while_making_and_removing_folders_leave_none(temporary: Path):
+def test_folders_of_processes_killed_at_any_moment_are_removed_by_the_next_process(temporary: Path):
     def make_and_remove() -> None:
         while True:
             remove_folder(make_folder(temporary, "x"))

@@ -80,7 +80,7 @@ async def test_stale_weights_stop_the_run_with_both_log_probs(trainer):
     assert "(limit 0.001)" in message
 
 
-async def test_nan_log_probs_are_a_breach(trainer, monkeypatch):
+async def test_nan_log_probs_fail_the_probe(trainer, monkeypatch):
     await trainer.publish()
 
     async def score(sequences):
@@ -104,7 +104,7 @@ async def test_without_a_running_engine_a_probe_warns_and_a_proof_fails(trainer,
         await trainer.verification.prove()
 
 
-async def test_each_engine_is_compared(trainer, monkeypatch):
+async def test_a_probe_compares_each_engine_and_names_the_wrong_one(trainer, monkeypatch):
     await trainer.publish()
     honest = trainer.client.score
 

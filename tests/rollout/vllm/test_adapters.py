@@ -125,7 +125,7 @@ async def test_a_missing_layer_fails_the_proof(adapter_server: RunningServer, la
     await client.close()
 
 
-async def test_a_tensor_that_is_left_out_is_refused_by_the_engine(adapter_server: RunningServer):
+async def test_the_engine_refuses_an_adapter_that_lacks_a_tensor(adapter_server: RunningServer):
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, new_configuration()) as policy:
         trainer = trained(client, policy)
@@ -356,7 +356,7 @@ def named_adapters(engine: Any) -> tuple[NamedAdapters, dict[str, Any]]:
     return NamedAdapters(engine, models), held
 
 
-async def test_an_adapter_that_one_data_parallel_engine_refuses_changes_none():
+async def test_if_one_data_parallel_engine_refuses_an_adapter_no_adapter_changes():
     engine = TwoCores({("collective_rpc", 1): [None, "its rank is too high"]})
     adapters, held = named_adapters(engine)
     before = dict(held)
@@ -386,7 +386,9 @@ async def test_an_adapter_is_loaded_by_every_data_parallel_engine_after_all_have
 
 @pytest.mark.soak
 @pytest.mark.timeout(2400)
-async def test_a_killed_server_gets_the_policys_adapter_and_the_others_again(ray_for_servers: None, tmp_path: Path):
+async def test_a_killed_server_gets_the_policys_adapter_and_the_other_adapters_again(
+    ray_for_servers: None, tmp_path: Path
+):
     model_path = write_model(tmp_path / "model")
     spec = make_spec(model_path, tmp_path, lora={"rank": 4, "merge_lora": False})
     client = await create_client(spec)

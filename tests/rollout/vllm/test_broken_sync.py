@@ -147,7 +147,7 @@ def test_a_staged_version_is_waited_for_on_every_server():
 
 
 @pytest.mark.parametrize(("comes_back_s", "expected_s"), [(0.0, 0.5), (40.0, 40.5), (None, 130.5)])
-def test_a_lost_server_is_reported_once_a_server_is_up_again(comes_back_s: float | None, expected_s: float):
+def test_a_lost_server_is_reported_as_soon_as_a_server_is_up_again(comes_back_s: float | None, expected_s: float):
     """The news that the server is dead comes half a second after its refusal, as if its core had been killed."""
 
     async def work() -> None:

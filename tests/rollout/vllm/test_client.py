@@ -147,7 +147,7 @@ async def test_scores_are_the_log_probs_of_generation(client: RemoteInferenceCli
     assert client.vocab_size > max(completion.tokens)
 
 
-async def test_chat_answers_in_text(client: RemoteInferenceClient):
+async def test_a_chat_request_is_answered_with_text(client: RemoteInferenceClient):
     answer = await client.chat([{"role": "user", "content": "12+3="}], max_tokens=5, seed=1)
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert isinstance(answer["choices"][0]["message"]["content"], str)

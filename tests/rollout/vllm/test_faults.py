@@ -120,7 +120,7 @@ async def test_a_sync_that_hangs_is_ended(within_s: float, given_up_s: float, er
 @pytest.mark.timeout(2400)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cluster", ["two engines without workers"], indirect=True)
-async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Cluster):
+async def test_killing_a_generating_server_changes_no_sample(cluster: Cluster):
     """The server dies when some requests are done. All requests return the same tokens as without the kill."""
     dice = random.Random(0)
     expected = await answered(cluster.client, batch_of_requests("calm", 48))

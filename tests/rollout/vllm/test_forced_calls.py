@@ -73,7 +73,7 @@ def scored(running: RunningServer, batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("step_wise", [False, True])
-async def test_a_forced_call_is_always_readable_and_only_other_turns_are_trained(
+async def test_a_forced_call_is_always_readable_and_only_other_turns_are_trained_on(
     dense_server: RunningServer, step_wise: bool
 ):
     trajectories, exchanges = await play(dense_server, Forces, step_wise=step_wise)
@@ -97,7 +97,7 @@ async def test_a_forced_call_is_always_readable_and_only_other_turns_are_trained
     assert float(batch["old_logprobs"][forced_T].max()) < -0.1
 
 
-async def test_without_a_grammar_the_same_model_never_calls(dense_server: RunningServer):
+async def test_without_a_grammar_the_same_model_never_makes_a_call(dense_server: RunningServer):
     trajectories, _ = await play(dense_server, ForcesNothing)
     assert not any(re.fullmatch(CALL, turn.response) for trajectory in trajectories for turn in trajectory.turns)
     batch = collate(trajectories)

@@ -115,7 +115,7 @@ async def _restarted(supervisor: Supervisor, pool: Pool) -> None:
     await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=60)
 
 
-async def test_a_server_that_restarts_while_an_update_begins_and_ends_comes_back():
+async def test_a_server_comes_back_if_it_restarted_while_an_update_began_and_ended():
     """A report is ignored if an update begins or ends meanwhile, so the server must be asked again."""
     pool, server = Pool(1), StartedAgain()
     supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=60.0), control_token="token")
@@ -250,7 +250,7 @@ async def test_an_answer_that_cannot_be_decoded_names_the_server_and_quotes_the_
     await server.stop()
 
 
-async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
+async def test_a_server_goes_to_sleep_if_the_others_sleep_when_it_starts():
     """A server takes its memory when it starts, but training needs that memory while the other servers sleep."""
     pool, server = Pool(1), StartedAgain()
     pool.wanted = Wanted(adapters={"judge": "/at"}, sleep_level=2)
@@ -392,7 +392,7 @@ class Paused(StartedAgain):
         return response
 
 
-async def test_an_external_server_that_was_unreachable_when_the_others_resumed_is_resumed(
+async def test_an_external_server_is_resumed_even_if_it_was_unreachable_when_the_others_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The server keeps its weights, so it returns to service at once. If it stayed paused, requests would time out."""
@@ -420,7 +420,7 @@ async def test_an_external_server_that_was_unreachable_when_the_others_resumed_i
         await server.stop()
 
 
-async def test_a_server_that_is_given_up_as_it_answers_causes_no_error():
+async def test_giving_up_a_server_while_it_answers_causes_no_error():
     errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     _, (member,) = await _pool(0)

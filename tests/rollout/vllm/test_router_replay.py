@@ -155,7 +155,7 @@ def test_replay_brings_the_trainer_closer_to_a_bf16_engine(bf16_server: RunningS
     assert found["replay"].largest < found["own routers"].largest
 
 
-def test_replay_agrees_with_a_float32_engine_as_well_as_the_routers_choices(moe_server: RunningServer, tmp_path: Path):
+def test_replay_is_as_close_to_a_float32_engine_as_the_routers_own_choices(moe_server: RunningServer, tmp_path: Path):
     found = differences(moe_server, tmp_path, bf16=False)
     print("\nfloat32", found)
     assert found["replay"].mean <= found["own routers"].mean + 1e-6, "replay may differ only by float32 rounding"

@@ -132,7 +132,7 @@ def test_a_key_for_the_runs_own_servers_is_refused():
     assert asked_models({"judge": options | {"url": "http://host/v1"}}) == {}
 
 
-def test_each_requested_url_becomes_its_model_and_other_options_stay_unchanged():
+def test_a_url_of_the_runs_engine_is_replaced_by_its_model_and_other_options_stay_unchanged():
     options = {"url": "inference_engine", "model": "base", "judge": {"url": "inference_engine", "model": "a/b"}}
     others = {"code": {"url": "http://host/v1", "model": "base"}, "top_k": 1}
     assert asked_models({**options, **others}) == {
@@ -250,7 +250,7 @@ def test_a_judge_on_the_runs_servers_is_the_base_or_an_adapter_and_never_the_pol
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_sync_of_the_policy_leaves_the_base_model(adapter_server: RunningServer):
+def test_a_sync_of_the_policy_does_not_change_the_base_model(adapter_server: RunningServer):
     tokens = torch.tensor([SEQUENCE])
     with torch.no_grad():
         logprobs_TV = base_model(adapter_server.model_path)(input_ids=tokens).logits[0, :-1].log_softmax(-1)

@@ -18,7 +18,7 @@ _versions = itertools.count(9000)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_served_teacher_scores_like_one_on_ranks(dense_server: RunningServer):
+async def test_a_served_teacher_scores_like_a_teacher_on_ranks(dense_server: RunningServer):
     """Agreement to 1e-4 nats in float32; other tests measure 1e-5."""
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(1, 48, (length,), generator=generator).tolist() for length in (2, 40, 17)]

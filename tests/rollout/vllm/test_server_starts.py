@@ -53,7 +53,7 @@ def started(
 
 
 @pytest.mark.parametrize("kind", ["killed", "engine died"])
-def test_a_server_whose_process_dies_while_it_starts_is_started_once_more(
+def test_a_server_is_started_once_more_if_its_process_dies_during_the_start(
     kind: str, ray_for_servers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     assert started(tmp_path, monkeypatch, kind=kind, deaths=1) == 2
@@ -85,7 +85,7 @@ def test_an_engine_that_refuses_its_arguments_is_not_started_again(
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
-def test_the_excerpt_of_a_long_log_begins_with_the_last_starts_errors(tmp_path: Path):
+def test_the_excerpt_of_a_long_log_begins_with_the_errors_of_the_last_start(tmp_path: Path):
     log = tmp_path / "log"
     before = ["---- this server's process started: pid 1", "ERROR of an earlier start"]
     stack = [f"(EngineCore pid=3)   File {i}" for i in range(60)]

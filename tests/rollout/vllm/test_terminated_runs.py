@@ -45,7 +45,7 @@ def terminated(tmp_path: Path, overrides: Mapping[str, Any], moment: str) -> str
     return said
 
 
-def test_a_run_terminated_while_servers_start_ends_cleanly(tmp_path: Path):
+def test_a_run_terminated_during_the_start_of_servers_ends_cleanly(tmp_path: Path):
     said = terminated(tmp_path, {"generator.inference_engine.backend": "vllm"}, "vLLM server 0: loading")
     assert "interrupted; the run has no checkpoint yet" in said
 

@@ -26,7 +26,7 @@ REQUEST = GenerateRequest(
 )
 
 
-def test_requests_completions_and_manifests_survive_the_wire():
+def test_requests_completions_and_manifests_are_received_as_they_were_sent():
     routed = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)
     whole = Completion(
         tokens=(4, 5, 6),
