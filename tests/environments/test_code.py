@@ -40,7 +40,7 @@ class TestCodeEnvironment(EnvironmentConformance):
     rewards: ClassVar[dict[Any, float]] = {RIGHT: 1.0, POSITIVE_ONLY: 2 / 3, "no program": 0.0, "```\nprint(\n```": 0.0}
 
 
-async def test_an_episode_runs_through_the_generator_and_a_hanging_program_is_wrong():
+async def test_an_episode_runs_through_the_generator_and_a_hanging_program_earns_no_reward():
     options = {"slots": SLOTS, "reward": "fraction", "limits": {"cpu_s": 1}, "max_tests": 2}
     responses = [RIGHT, POSITIVE_ONLY, ENDLESS, "I do not know."]
     trajectories = await played(CodeEnvironment, {**ROW, "prompt": "Add."}, responses, options)

@@ -185,7 +185,7 @@ def test_a_number_at_the_end_of_a_truncated_reply_is_not_a_grade(judge: Judge, b
     assert step(judge).reward == float(begun[7:]) / 10
 
 
-def test_the_error_of_a_judge_that_never_answers_names_its_address(judge: Judge):
+def test_a_deadline_error_names_the_address_of_the_judge(judge: Judge):
     judge.replies = [judge.hang]
     with pytest.raises(DeadlineError, match=f"the judge at {judge.url} did not answer within 0.5 s .*timeout_s"):
         step(judge, timeout_s=0.5, tries=1)

@@ -57,7 +57,7 @@ def test_a_row_of_another_version_is_refused():
         ReasoningGymEnvironment(row, {})
 
 
-def test_a_command_makes_rows_and_unknown_settings_are_refused(tmp_path: Path):
+def test_rows_are_made_by_a_command_and_unknown_settings_are_refused(tmp_path: Path):
     command = [sys.executable, "-W", "ignore", "-m", "rl_environments.reasoning_gym", "chain_sum", "--count", "3"]
     made = subprocess.run(
         [*command, "--output", "rows.parquet", "--set", "max_terms=2"], cwd=tmp_path, timeout=240, capture_output=True

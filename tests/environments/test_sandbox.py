@@ -86,7 +86,7 @@ async def test_a_check_runs_after_the_program_in_its_namespace(sandbox):
         "import os, sys; os.close(3); os._exit(0)",
     ],
 )
-async def test_a_program_that_ends_early_or_writes_its_own_record_passes_nothing(sandbox, program):
+async def test_a_program_that_ends_early_or_writes_its_own_record_passes_no_test(sandbox, program):
     outcomes = await sandbox.run(program, [Test(check="pass"), Test(function="f")], limits=LIMITS)
     for outcome in outcomes:
         assert outcome.is_clean
@@ -278,7 +278,7 @@ async def test_a_supervisor_that_hangs_is_killed_and_its_error_is_kept(tmp_path,
     assert "another one did not end them within 0.2 s" in caplog.text
 
 
-def test_a_process_that_ends_while_memory_is_counted_uses_none():
+def test_the_memory_of_an_ended_process_counts_as_zero():
     with subprocess.Popen(["true"]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         assert processes._share(ended.pid, 100 << 20) == 0

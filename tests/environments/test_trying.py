@@ -521,7 +521,7 @@ class Raising(TwoTurns):
         ),
     ],
 )
-def test_checks_before_an_episode_are_made(name: str, option: str, kind: type[RLError], message: str):
+def test_the_checks_of_an_environment_run_before_its_episode(name: str, option: str, kind: type[RLError], message: str):
     arguments = [f"{HERE_MODULE}:{name}", "--row", ROW, f"environment.options.{option}"]
     with pytest.raises(kind, match=message):
         try_environment.main(arguments, standalone_mode=False)
