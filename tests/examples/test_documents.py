@@ -68,7 +68,7 @@ def test_every_page_is_in_the_index():
     assert [page.name for page in DOCS.glob("*.md") if f"({page.name}" not in index and page.name != "README.md"] == []
 
 
-def test_every_test_file_benchmark_and_learning_case_of_the_bounds_exists():
+def test_every_test_file_benchmark_and_learning_case_that_the_bounds_page_names_exists():
     page = (DOCS / "bounds.md").read_text()
     paths = set(re.findall(r"(?:tests|benchmarks)/[a-z_0-9/]+(?:\.py)?", page))
     assert len(paths) > 40

@@ -126,7 +126,7 @@ def test_a_run_killed_at_a_random_moment_loses_nothing(
     record_property("waiting", played.num_waiting)
 
 
-def test_the_cases_cover_every_kind():
+def test_the_cases_cover_every_setting_victim_and_phase():
     cases = [case_of(seed) for seed in range(NUM_CASES)]
     kinds = {(case.max_staleness, case.pipeline_depth, case.dynamic_sampling) for case in cases}
     assert kinds == {(*bound, kind) for bound in BOUNDS_AND_DEPTHS for kind in (None, "filter", "replace")}

@@ -65,7 +65,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(pytest.param(phase, marks=pytest.mark.soak) for phase in SAVES),
     ],
 )
-def test_a_run_whose_rank_is_killed_while_saving_continues_from_the_previous_checkpoint(
+def test_a_run_continues_from_the_previous_checkpoint_if_a_rank_is_killed_while_saving(
     phase: str, small_run: BuildConfig, uninterrupted: Path, tmp_path: Path
 ):
     complete = [] if uninterrupted.exists() else [small_run(uninterrupted, **TWO_RANKS)]

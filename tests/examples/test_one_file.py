@@ -8,7 +8,7 @@ from pathlib import Path
 from rl_examples.one_file import train
 
 
-async def test_an_untrained_model_learns_to_answer_with_nothing_in_a_few_steps(start: Path):
+async def test_an_untrained_model_learns_in_a_few_steps_to_give_empty_answers(start: Path):
     """The right answer to every problem is the end of sequence alone, which an untrained model samples with probability
     1/24.
     """

@@ -191,7 +191,7 @@ def makes_held_out_rows(config: Config) -> None:
     rows_of(Path("made.jsonl"), reward_spec={"ground_truth": "3"}, env_class="arithmetic")
 
 
-def test_after_a_recipe_only_the_rows_that_it_created_cause_a_new_warning(
+def test_the_check_after_a_recipe_warns_only_of_rows_that_the_recipe_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.chdir(tmp_path)

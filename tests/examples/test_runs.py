@@ -233,7 +233,7 @@ def test_a_run_in_which_most_samples_fail_stops_with_a_checkpoint_and_says_why(
     assert len([sample for sample in read_samples(tmp_path / "run") if sample.failure]) > 16
 
 
-def test_a_signal_is_answered_while_the_environments_of_an_evaluation_block(small_run: BuildConfig, tmp_path: Path):
+def test_a_signal_is_answered_while_environments_block_in_an_evaluation(small_run: BuildConfig, tmp_path: Path):
     """Each environment would block for ten minutes, longer than a test may take."""
     changes = {
         "environment__env_class": "tests.examples.environments:PressesTheKey",
