@@ -87,7 +87,7 @@ def test_a_term_that_is_not_implemented_is_refused(others):
         packed_attention(nn.Module(), tensor, tensor, tensor, None, packed_sequences=packed, **others)
 
 
-def test_a_model_that_does_not_pass_the_sequence_bounds_on_is_refused():
+def test_a_model_that_does_not_forward_the_sequence_bounds_is_refused():
     tensor = torch.zeros(1, 1, 3, 8)
     with pytest.raises(ConfigError, match="does not pass on the bounds of the sequences"):
         packed_attention(nn.Module(), tensor, tensor, tensor, None)

@@ -183,7 +183,7 @@ def test_a_state_holds_the_adapters_only_and_continues_exactly(checkpoint: Path,
         adapted(checkpoint, LoraConfig(rank=2)).load_state(tmp_path / "adapters")
 
 
-def test_named_layers_are_adapted_and_excluded_ones_are_not(checkpoint: Path):
+def test_only_named_layers_that_are_not_excluded_are_adapted(checkpoint: Path):
     worker = adapted(
         checkpoint, LoraConfig(rank=2, target_modules=("q_proj", "v_proj"), exclude_modules="model.layers.1.*")
     )

@@ -137,7 +137,7 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
         fsdp.create_worker(spec_of(path), RankInfo())
 
 
-def test_a_model_that_looks_across_packed_sequences_is_refused_and_runs_unpacked(tmp_path: Path):
+def test_a_model_that_looks_across_packed_sequences_is_refused_packed_and_runs_unpacked(tmp_path: Path):
     path = random_model(tmp_path, "bloom", n_layer=2, n_head=4)  # BLOOM's attention code ignores the sequences' bounds
     with pytest.raises(ConfigError, match="use_sample_packing=false"):
         fsdp.create_worker(spec_of(path), RankInfo())
@@ -172,7 +172,7 @@ def test_packing_is_refused_if_a_sliding_window_exists_only_in_the_mask(
         ("jamba", "linear_attention", {"num_experts": 2, "num_experts_per_tok": 1}),
     ],
 )
-def test_layers_that_mix_packed_sequences_a_little_are_refused(
+def test_layers_that_mix_packed_sequences_even_slightly_are_refused(
     kind: str, layers: str, options: dict[str, Any], tmp_path: Path
 ):
     """With weights this small, the mixing changes scores by less than the check of scores allows in bfloat16."""

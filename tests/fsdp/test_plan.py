@@ -86,7 +86,7 @@ def test_ranks_hold_the_parameters_that_were_planned(world_size, options, checkp
 
 
 @pytest.mark.parametrize(("world_size", "family", "reshards"), [(2, "qwen2", False), (3, "qwen3_moe", True)])
-def test_flat_parameters_are_planned_with_their_padding_and_not_kept_gathered_after_scoring(
+def test_flat_parameters_are_planned_with_padding_and_none_stay_gathered_after_scoring(
     world_size, family, reshards, tmp_path
 ):
     options = FsdpOptions(reshard_after_forward=reshards)
@@ -127,7 +127,7 @@ def test_gathered_bytes_and_host_memory_follow_the_options(tmp_path):
     assert planned(tmp_path, options=FsdpOptions(cpu_offload=True)).on_host == ("parameters", "gradients", "optimizer")
 
 
-def test_adapters_alone_have_gradients_and_moments(tmp_path):
+def test_only_the_adapters_have_planned_gradients_and_moments(tmp_path):
     usual, adapted = planned(tmp_path), planned(tmp_path, lora=LoraConfig(rank=2))
     assert 0 < adapted.gradient_bytes < usual.gradient_bytes / 4
     assert adapted.parameter_bytes < 0.7 * usual.parameter_bytes, "the frozen weights must be planned in bfloat16"
