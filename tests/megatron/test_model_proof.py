@@ -311,7 +311,9 @@ def test_a_second_start_skips_the_proof_unless_its_record_is_torn(kept, model, m
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["Qwen3-8B", "DeepSeek-V3, without quantisation"])
-def test_a_first_start_takes_under_fifteen_seconds_of_cpu_time_and_a_second_none(kept, tmp_path, monkeypatch, name):
+def test_a_first_start_takes_under_15_seconds_of_cpu_time_and_a_second_start_takes_none(
+    kept, tmp_path, monkeypatch, name
+):
     """Measures CPU time, because other processes may use the machine too."""
     monkeypatch.setattr(model_proof, "run_interpreter", forked_proofs.run_interpreter)  # the function that a run uses
     (tmp_path / "config.json").write_text(json.dumps(RIGHT[name]))
@@ -374,7 +376,7 @@ def test_without_a_writable_cache_a_process_proves_once(model, tmp_path, monkeyp
     assert require_proof(megatron, model) is None
 
 
-def test_a_proof_that_cannot_run_here_is_left_to_the_start(kept, model, monkeypatch):
+def test_a_proof_that_this_machine_cannot_run_is_postponed_to_the_start(kept, model, monkeypatch):
     monkeypatch.setattr("rl_megatron.backend.find_spec", lambda name: name)
     monkeypatch.setattr("rl_megatron.backend._has_accelerator", lambda: False)
     assert "has no GPU" in (require_proof(megatron, model) or "")

@@ -137,7 +137,7 @@ def test_bfloat16_keeps_float32_sums_and_scores_as_transformers_does(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["qwen3, yarn", "deepseek_v3, yarn"])
-def test_scaled_rotary_embeddings_are_those_of_transformers_where_context_ranks_split_a_sequence(name, tmp_path: Path):
+def test_scaled_rotary_embeddings_equal_those_of_transformers_on_split_sequences(name, tmp_path: Path):
     options = MegatronOptions(context_parallel_size=2)
     variant = Variant(world_size=2, checkpoint=CHECKPOINTS[name])
     with open_case(megatron, options, variant, tmp_path, timeout_s=120) as case:

@@ -60,12 +60,12 @@ def backward_error(case: Case, group: RankGroup) -> float:
         ("leave_out_padding_token", DENSE, {}),
     ],
 )
-def test_without_the_fix_gradients_are_wrong(change, checkpoint, sizes, tmp_path, request):
+def test_gradients_are_wrong_without_the_fix(change, checkpoint, sizes, tmp_path, request):
     case, group = start(change, tmp_path, request, checkpoint, **sizes)
     assert backward_error(case, group) > 0.01
 
 
-def test_without_their_mark_norm_gradients_differ_between_ranks(tmp_path, request):
+def test_gradients_of_norms_without_their_mark_differ_between_ranks(tmp_path, request):
     case, group = start("leave_out_norm_mark", tmp_path, request, **{TP: 2})
     with pytest.raises(AssertionError, match="rank 1 has a different gradient"):
         backward_error(case, group)
@@ -92,18 +92,18 @@ def test_without_global_expert_numbers_scores_are_wrong(tmp_path, request):
         ("leave_out_router_gating", QWEN_MOE, "te_general_gemm", backward_error),
     ],
 )
-def test_without_the_fix_megatron_fails(change, checkpoint, fault, call, tmp_path, request):
+def test_megatron_fails_without_the_fix(change, checkpoint, fault, call, tmp_path, request):
     case, group = start(change, tmp_path, request, checkpoint)
     with pytest.raises(WorkerError, match=fault):
         call(case, group) if call is backward_error else call(group)
 
 
-def test_without_the_fix_deepseek_needs_an_apex_kernel(tmp_path, request):
+def test_deepseek_needs_an_apex_kernel_without_the_fix(tmp_path, request):
     with pytest.raises(WorkerError, match="gradient_accumulation_fusion set to True"):
         start("leave_out_gradient_kernel_check", tmp_path, request, DEEPSEEK)
 
 
-def test_without_the_fix_latent_attention_is_not_built(tmp_path, request):
+def test_latent_attention_is_not_built_without_the_fix(tmp_path, request):
     with pytest.raises(WorkerError, match=r"isinstance\(\) arg 2|linear_kv_down_proj|linear_q_down_proj"):
         start("leave_out_latent_attention", tmp_path, request, DEEPSEEK)
 

@@ -47,7 +47,7 @@ def run_plan(*overrides: str):
     return CliRunner().invoke(rl, ["plan", "quickstart", *overrides], obj={"traceback": False})
 
 
-def test_all_backends_plan():
+def test_every_backend_is_a_planner():
     assert all(isinstance(backend, Planner) for backend in (megatron, fsdp, deepspeed))
 
 

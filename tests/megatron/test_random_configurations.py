@@ -142,7 +142,7 @@ def require_loss_and_gradient_of_the_reference(case: Case) -> None:
     assert not group.optim_step().skipped
 
 
-def test_some_drawn_configurations_are_refused_and_some_are_not(tmp_path):
+def test_some_drawn_configurations_are_refused_and_others_are_accepted(tmp_path):
     """Starts no ranks."""
     refused = [seed for seed in range(NUM_QUICK) if is_refused(draw(seed), tmp_path / str(seed))]
     assert NUM_QUICK // 5 <= len(refused) <= NUM_QUICK * 4 // 5

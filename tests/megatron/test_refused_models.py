@@ -109,7 +109,7 @@ def dry_run(*overrides: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
-def test_a_dry_run_refuses_with_one_message_and_no_traceback(tmp_path):
+def test_a_dry_run_refuses_a_wrong_model_with_one_message_and_no_traceback(tmp_path):
     path = make_checkpoint(tmp_path / "model", is_causal=False)
     result = dry_run(f"trainer.policy.model.path={path}")
     assert result.returncode == 2, result.stderr

@@ -157,7 +157,7 @@ def test_ranks_that_follow_other_routes_are_found(change, mesh, complaint, tmp_p
             require_replayed(case.start(), case.batch, expected)
 
 
-def test_a_second_model_of_the_process_chooses_by_itself(open_forced):
+def test_a_second_model_of_the_process_chooses_its_own_experts(open_forced):
     with open_forced(1, options_of({}), {}, QWEN, forced_routes=True) as case:
         assert case.start().call(SuiteHost.ask, "untouched_second_model") == [True]
 

@@ -69,7 +69,7 @@ def test_only_the_first_data_parallel_rank_gathers_the_optimizer_state(tmp_path)
     )
 
 
-def test_if_one_rank_cannot_write_all_raise_and_the_next_state_is_written(tmp_path, request):
+def test_if_one_rank_cannot_write_every_rank_raises_and_the_next_state_is_written(tmp_path, request):
     case, group = start("write_to_two_bad_disks", tmp_path, request, **{TP: 2})
     bad = case.directory / "lost" / "state", case.directory / "full"
     for save in (Worker.save_state, BackgroundSaver.start_saving):
