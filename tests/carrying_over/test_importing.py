@@ -676,7 +676,7 @@ def test_an_empty_mapping_removes_no_keys(tmp_path: Path):
     assert "recompute_granularity: full" in translation.as_yaml()
 
 
-def test_a_single_key_is_read_unless_another_command_has_more(tmp_path: Path):
+def test_a_single_key_is_read_unless_another_command_has_more_keys(tmp_path: Path):
     single = "uv run -m skyrl.train.main trainer.epochs=3; python report.py a.b=2\n"
     assert written(translate(read(write(tmp_path, "run.sh", single)))) == {"trainer.epochs": 3}
     several = f"{single}python -m skyrl.train.main trainer.epochs=4 trainer.run_name=last;\npython report.py a.b=2\n"
