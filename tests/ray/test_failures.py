@@ -171,7 +171,7 @@ async def test_a_long_unresponsive_computation_is_waited_for(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["raise", "exit", "user"])
-async def test_other_faults_end_the_call_too(tmp_path, phase, fault):
+async def test_exceptions_exits_and_users_mistakes_in_any_phase_end_the_call(tmp_path, phase, fault):
     expected = CheckpointError if fault == "user" else WorkerError
     with pytest.raises(expected) as raised:
         await step(tmp_path, phase=phase, rank=1, fault=fault)
