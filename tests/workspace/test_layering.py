@@ -342,7 +342,7 @@ def test_layout_and_algorithms_work_without_other_packages(name):
     assert result.returncode == 0, result.stderr
 
 
-def test_the_blocker_blocks():
+def test_a_package_that_is_not_allowed_cannot_be_imported():
     result = run_python_with_only({"rl_core"} | with_requirements({"attrs", "numpy"}), "import rl_core.batch")
     assert "ModuleNotFoundError: torch is not here" in result.stderr
 

@@ -66,7 +66,7 @@ def test_every_declared_dependency_is_locked():
     assert {"bm25s", "math-verify"} <= {requirement.name for requirement in gpu_requirements()}
 
 
-def test_kernels_have_their_own_lock_and_bridge_is_locked_without_requirements():
+def test_bridge_is_locked_without_its_requirements_and_kernels_have_a_lock_of_their_own():
     assert {pin.name for pin in pins_of(KERNELS_LOCK)} == set(KERNELS)
     on_gpu = {pin.name for pin in pins_of(GPU_LOCK)}
     assert WITHOUT_DEPENDENCIES in on_gpu

@@ -40,7 +40,7 @@ def test_every_entry_point_names_something_that_exists(package):
         assert hasattr(importlib.import_module(module_name), attribute), line
 
 
-def test_a_new_public_name_is_seen_and_a_private_one_is_not(tmp_path, monkeypatch):
+def test_a_new_public_name_is_listed_and_a_private_name_is_ignored(tmp_path, monkeypatch):
     (tmp_path / "made_up.py").write_text("from math import pi\nLIMIT: int = 3\n_secret = 1\ndef answer(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert public_names(importlib.import_module("made_up")) == ["LIMIT", "answer"]

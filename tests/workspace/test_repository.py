@@ -33,7 +33,7 @@ def make_targets(text: str) -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", text, flags=re.MULTILINE))
 
 
-def test_no_file_names_a_package_index_or_a_path_of_one_machine():
+def test_no_file_contains_the_address_of_a_package_index_or_a_path_of_one_machine():
     found = {name: foreign_places(text_of(name)) for name in git_files()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 

@@ -64,7 +64,7 @@ KEYS = (
 )
 
 
-def test_a_job_checks_starts_a_cluster_and_trains(job):
+def test_a_job_makes_a_dry_run_then_starts_a_cluster_and_trains(job):
     code, calls, err = job("gsm8k", "trainer.seed=1")
     assert code == 0, err
     assert calls[0] == f"rl train gsm8k {KEYS} trainer.seed=1 --dry-run"
@@ -128,13 +128,13 @@ def test_one_node_needs_no_broadcast(job):
     )
 
 
-def test_the_signal_before_the_end_reaches_the_run_and_its_exit_code_is_the_jobs(job):
+def test_the_signal_before_the_jobs_end_reaches_the_run_and_the_job_returns_its_exit_code(job):
     code, calls, err = job("gsm8k", "trainer.slow=1")
     assert code == 130, err
     assert calls[-1] == "saved"
 
 
-def test_a_signal_that_arrives_before_the_script_knows_the_runs_process_is_passed_on(job, tmp_path: Path):
+def test_the_script_passes_on_a_signal_that_arrives_before_it_knows_the_runs_process(job, tmp_path: Path):
     delay = tmp_path / "delay.sh"
     delay.write_text("""trap 'case "$BASH_COMMAND" in run=*) sleep 0.5;; esac' DEBUG\n""")
     code, calls, err = job("gsm8k", "trainer.slow=1", BASH_ENV=str(delay))
