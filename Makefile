@@ -112,7 +112,8 @@ parity: $(READY)  ## measure every backend and mesh against plain transformers a
 	  tests/megatron/test_conformance.py tests/supervised/test_pairs.py
 	RL_PARITY_DIR=.parity $(RUN)python -m pytest -m "not gpu" tests/real_model/test_backends.py tests/real_model/test_bfloat16.py \
 	  tests/rollout/vllm/test_real_model.py tests/rollout/vllm/test_router_replay.py
-	$(RUN)python -m pytest $(SIDE_BY_SIDE) -m parity tests/deepspeed/test_critic_and_lora.py tests/deepspeed/test_gradient_sums.py tests/deepspeed/test_plan.py
+	$(RUN)python -m pytest $(SIDE_BY_SIDE) -m parity tests/deepspeed/test_critic_and_lora.py tests/deepspeed/test_gradient_sums.py \
+	  tests/deepspeed/test_plan.py tests/megatron/test_router_replay.py
 	$(RUN)python -m rl_core.testing.parity .parity > docs/parity.md
 
 public-api: $(READY)  ## write tests/workspace/public_api.txt again, after a public name changed on purpose
