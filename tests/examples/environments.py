@@ -124,8 +124,8 @@ class PressesTheKey(FirstDigit):
 
 
 class OddNumbers(FirstDigit):
-    """Returns a reward outside float32's range (`options.odd=reward`), a metric with a reserved name (`name`), or a
-    metric that is not a number (`metric`).
+    """Returns a reward outside float32's range (`options.odd=reward`), a metric with a reserved name (`name`) or with a
+    name that is not text (`tuple`), or a metric that is not a number (`metric`).
     """
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
@@ -135,8 +135,8 @@ class OddNumbers(FirstDigit):
     async def step(self, action: Action) -> StepResult:
         if self._odd == "reward":
             return StepResult(reward=1e39, done=True)
-        name, value = ("reward", 1.0) if self._odd == "name" else ("accuracy", "high")
-        return StepResult(reward=0.0, done=True, metrics={name: value})  # pyright: ignore[reportArgumentType]
+        metrics = {"name": {"reward": 1.0}, "tuple": {("a", 1): 1.0}, "metric": {"accuracy": "high"}}[self._odd]
+        return StepResult(reward=0.0, done=True, metrics=metrics)  # pyright: ignore[reportArgumentType]
 
 
 class NotFinite(FirstDigit):

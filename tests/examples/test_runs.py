@@ -270,6 +270,7 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reason(
         ("reward", "the limit is 8 .one batch of trainer.train_batch_size.*reward is 1e.39, expected a finite number"),
         ("metric", "metric 'accuracy' is 'high', expected a finite number"),
         ("name", "metric 'reward' has a name that the trainer uses"),
+        ("tuple", r"the environment's metrics have the name \('a', 1\); expected text as names"),
     ],
 )
 def test_rewards_and_metrics_that_cannot_be_used_are_failures_of_their_rollouts(

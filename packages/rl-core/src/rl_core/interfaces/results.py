@@ -42,7 +42,7 @@ def require_environment(made: object, factory: object) -> Environment:
 
 def require_step_result(result: object) -> StepResult:
     """Returns the result with reward and metrics converted to floats. Raises DataError unless the result is a
-    StepResult whose numbers are finite."""
+    StepResult whose metrics have text as names and whose numbers are finite."""
     if not isinstance(result, StepResult):
         raise DataError(f"the environment's step returned {type(result).__name__}; expected StepResult")
     if not _is_flag(result.done):
@@ -50,6 +50,8 @@ def require_step_result(result: object) -> StepResult:
     reward = _number(result.reward, "reward")
     if not isinstance(result.metrics, Mapping):
         raise DataError(f"the environment's metrics are {type(result.metrics).__name__}; expected a mapping")
+    if wrong := [name for name in result.metrics if not isinstance(name, str)]:
+        raise DataError(f"the environment's metrics have the name {wrong[0]!r:.80}; expected text as names")
     metrics = {name: _number(value, f"metric {name!r}") for name, value in result.metrics.items()}
     return attrs.evolve(result, reward=reward, metrics=metrics)
 
