@@ -54,7 +54,7 @@ def test_a_broken_call_does_not_hide_the_other_calls_of_its_turn():
     first, broken, last = HERMES.read(text)
     assert [first, last] == [*calls("f", a=1), *calls("g")]
     assert isinstance(broken, BrokenCall)
-    assert "not JSON" in broken.problem
+    assert broken.problem == "the call is not JSON: Expecting value (character 10)"
 
 
 @pytest.mark.parametrize(

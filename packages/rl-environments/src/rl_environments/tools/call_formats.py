@@ -196,8 +196,10 @@ def _json_call(text: str, start: int, key: str) -> tuple[Call | BrokenCall, int]
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
         value, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        return BrokenCall(problem=f"the call is not JSON: {error.msg} (character {error.pos - start + 1})"), start
     except (ValueError, RecursionError) as error:
-        return BrokenCall(problem=f"the call is not JSON: {getattr(error, 'msg', error)!s:.200}"), start
+        return BrokenCall(problem=f"the call is not JSON: {error!s:.200}"), start
     if not isinstance(value, dict):
         return BrokenCall(problem=f"the call is {json.dumps(value):.80}; expected an object"), end
     arguments = value.get(key, value.get("arguments", value.get("parameters")))
