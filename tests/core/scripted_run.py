@@ -34,6 +34,7 @@ from rl_core.interfaces import (
     Rendezvous,
     SamplingParams,
     Trajectory,
+    TrajectoryEnd,
     TrajectoryStep,
 )
 from rl_core.layout.mesh import Mesh
@@ -64,6 +65,8 @@ class Play:
     """One per sample; None: the sample fails."""
     error: BaseException | None = None
     """Raised by the generator after `seconds`; None: no error."""
+    end: TrajectoryEnd = "done"
+    """How the episodes of the group end."""
     greedy: float | None = 0.5
     """The greedy answer's reward; None: it fails."""
     greedy_seconds: float = 4.0
@@ -256,9 +259,11 @@ class ScriptedGenerator:
             self._engine.num_under_way -= 1
         if play.error is not None:
             raise play.error
-        return tuple(self._trajectory(request, index, reward) for index, reward in enumerate(play.rewards))
+        return tuple(self._trajectory(request, index, reward, play.end) for index, reward in enumerate(play.rewards))
 
-    def _trajectory(self, request: GroupRequest, sample_index: int, reward: float | None) -> Trajectory:
+    def _trajectory(
+        self, request: GroupRequest, sample_index: int, reward: float | None, end: TrajectoryEnd
+    ) -> Trajectory:
         step = TrajectoryStep(
             tokens=[1, 2],
             sampled=[False, True],
@@ -276,6 +281,7 @@ class ScriptedGenerator:
             start_version=request.start_version,
             failure="OSError: gone" if reward is None else None,
             failure_kind="OSError",
+            end=end,
         )
 
 

@@ -1,6 +1,8 @@
-"""A row of metrics about rollouts has the share of tokens that were forced."""
+"""A row of metrics about rollouts has the share of tokens that were forced; a step of cut episodes is warned of."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import attrs
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from rl_core.interfaces import TrajectoryStep
 from rl_core.trainer.buffer import FinishedGroup
 from rl_core.trainer.collate import collate
-from rl_core.trainer.step_metrics import rollout_metrics
+from rl_core.trainer.step_metrics import cut_episodes_warning, rollout_metrics
 from tests.core.test_collate import step, trajectory
 
 FREE = step([1, 2, 3], 1)
@@ -25,3 +27,18 @@ def test_the_row_has_the_share_of_forced_tokens(steps: list[TrajectoryStep], sha
     group = FinishedGroup(group_id=1, start_version=3, trajectories=trajectories)
     row = rollout_metrics([group], collate(trajectories), version=3, bound=0)
     assert row.get("rollout/forced_tokens") == share
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (["done", "done"], None),
+        (["context", "done"], None),
+        (["context", "context", "done"], "2 of 3 episodes"),
+        (["max_turns", "max_turns"], None),
+    ],
+)
+def test_a_step_is_warned_of_if_most_of_its_episodes_had_no_room_for_another_turn(ends: list[Any], said: str | None):
+    trajectories = tuple(attrs.evolve(trajectory(1, FREE), end=end) for end in ends)
+    warning = cut_episodes_warning([FinishedGroup(group_id=1, start_version=3, trajectories=trajectories)])
+    assert warning is None if said is None else (said in str(warning) and "generator.max_input_length" in str(warning))

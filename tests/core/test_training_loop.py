@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import attrs
+import pytest
 
 from rl_core.tasks import IdleTime
 from rl_core.trainer.callbacks import Control
@@ -244,3 +245,12 @@ def test_the_last_step_evaluates_and_saves_and_leaves_no_group_behind(tmp_path: 
     ]  # fmt: skip
     assert run.events[-4:] == ["row 5", "save 5", "checkpoint 5", "end 5"]
     assert not run.loop.was_stopped
+
+
+def test_a_run_whose_episodes_have_no_room_for_another_turn_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    ScriptedRun(tmp_path, Script(steps=3, play=lambda group: Play(end="done" if group < 2 else "context"))).go()
+    said = [record.getMessage() for record in caplog.records if "max_input_length" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("step 2: 4 of 4 episodes of this step ended before their environment ended them")

@@ -43,7 +43,7 @@ from rl_core.trainer.reporter import Reporter
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.saving import CheckpointSaver
 from rl_core.trainer.serving import Engines
-from rl_core.trainer.step_metrics import data_metrics, divided, queue_metrics, rollout_metrics
+from rl_core.trainer.step_metrics import cut_episodes_warning, data_metrics, divided, queue_metrics, rollout_metrics
 from rl_core.trainer.step_training import StepTraining, TrainedStep
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate
@@ -145,6 +145,7 @@ class TrainingLoop:
         self._row: dict[str, float] | None = None if unfinished_row is None else dict(unfinished_row)
         """Metrics of the last trained step, until its row is complete."""
         self._row_is_written = False
+        self._has_warned_of_cuts = False
         self._lacks_export = False
         """Whether the last export failed because the disk was full. If so, the next step exports its model."""
         self.steps_done = steps_done
@@ -264,6 +265,9 @@ class TrainingLoop:
         self._row_is_written = False
         of_samples = rollout_metrics(groups, batch, version=step - 1, bound=bound) if samples else data_metrics(batch)
         self._row = row = {**divided({**trained.metrics, **agreement}), **of_samples, **counts, **queue}
+        if not self._has_warned_of_cuts and (warning := cut_episodes_warning(groups)):
+            self._has_warned_of_cuts = True
+            logger.warning("step %d: %s", step, warning)
         self._reporter.train_samples(step, trained.trajectories, batch)
         self._reporter.failed_samples(step, failed)
         return row

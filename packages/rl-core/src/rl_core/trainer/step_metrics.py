@@ -64,6 +64,21 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
     }
 
 
+def cut_episodes_warning(groups: Sequence[FinishedGroup]) -> str | None:
+    """A warning if more than half of a step's episodes ended because there was no room for their next turn, else None.
+    Such episodes are easily overlooked: they are no failures, and keep the rewards of their earlier turns."""
+    ends = [trajectory.end for group in groups for trajectory in group.trajectories]
+    num_cut = ends.count("context")
+    if num_cut * 2 <= len(ends):
+        return None
+    return (
+        f"{num_cut} of {len(ends)} episodes of this step ended before their environment ended them, because the next "
+        "turn's prompt was longer than generator.max_input_length (by default, trainer.max_prompt_length) or left no "
+        "room in the engine's context; raise these limits, or make the observations shorter (this is said once; "
+        "rollout/cut in metrics.jsonl has the share of each step)"
+    )
+
+
 def _forced(trajectories: Sequence[Trajectory], num_sampled: float) -> dict[str, float]:
     """The share of the sampled tokens that the generator excluded from training, as it does with forced responses; no
     metric if no step has a `loss_mask`."""
