@@ -354,6 +354,26 @@ async def test_an_address_that_never_answers_is_named_with_the_key_that_limits_t
             writer.close()
 
 
+async def test_a_long_wait_for_an_external_server_is_announced_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(supervisor_module, "_NOTICE_S", 0.2)
+    monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.05)
+    with pytest.raises(DeadlineError):
+        await ExternalServer("http://127.0.0.1:1", "token", timeout_s=1.5).start()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("waiting for the server at http://127.0.0.1:1, up to 1.5 s in all: ")
+    assert "Cannot connect to host" in said
+
+    caplog.clear()
+    server = StartedAgain()
+    server.health["pid"] = 1
+    await ExternalServer((await server.start()).url, "token", timeout_s=20.0).start()
+    await asyncio.sleep(0.4)
+    assert not caplog.records, "a server that answers is not waited for"
+    await server.stop()
+
+
 async def test_refused_connections_are_reported_even_if_the_last_attempt_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -13,6 +13,7 @@ version: at the trainer's next sync, or earlier if the trainer waits for `needs_
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 _CONFIRM_S = 0.2
 """Seconds after which a server that did not answer is asked once more; if it fails again, it counts as dead."""
 _RESTART_PAUSE_S = 1.0
+_NOTICE_S = 10.0
+"""Seconds after which the wait for an external server is logged."""
 _MAX_RESTART_PAUSE_S = 60.0
 _PREPARE_S = 120.0
 
@@ -211,7 +214,14 @@ class ExternalServer:
         have begun before the server became unreachable. Raises DeadlineError after `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         reason = "it did not answer"
-        async with open_session(self.control_token) as session:
+
+        def say_that_it_waits() -> None:
+            logger.warning("waiting for the server at %s, up to %g s in all: %s", self.url, self.timeout_s, reason)
+
+        notice = asyncio.get_running_loop().call_later(_NOTICE_S, say_that_it_waits)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(notice.cancel)
+            session = await stack.enter_async_context(open_session(self.control_token))
             while True:
                 left_s = max(0.001, deadline - time.monotonic())
                 try:
