@@ -181,13 +181,14 @@ def require_same(sent: Manifest, received: Manifest) -> None:
 
 
 def broken_weights_file(model_directory: str | Path) -> Path | None:
-    """The first file of a model directory that is truncated or not in safetensors format; None if all can be opened."""
+    """The first file of a model directory that cannot be opened, for example because it is truncated or not in
+    safetensors format; None if all can be opened."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(Path(model_directory).glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
                 pass
-        except (OSError, SafetensorError):
+        except (OSError, RuntimeError, SafetensorError):  # torch raises RuntimeError if too many files are open
             return file
     return None
