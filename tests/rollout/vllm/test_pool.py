@@ -359,11 +359,10 @@ async def test_a_long_wait_for_an_external_server_is_announced_once(
 ):
     monkeypatch.setattr(supervisor_module, "_NOTICE_S", 0.2)
     monkeypatch.setattr(supervisor_module, "_RESTART_PAUSE_S", 0.05)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(DeadlineError, match=r"for the server at http://127\.0\.0\.1:1: ClientConnectorError: Cannot"):
         await ExternalServer("http://127.0.0.1:1", "token", timeout_s=1.5).start()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("waiting for the server at http://127.0.0.1:1, up to 1.5 s in all: ")
-    assert "Cannot connect to host" in said
+    assert said.startswith("waiting for the server at http://127.0.0.1:1, up to 1.5 s in all: ClientConnectorError: ")
 
     caplog.clear()
     server = StartedAgain()

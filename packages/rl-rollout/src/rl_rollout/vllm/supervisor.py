@@ -231,7 +231,7 @@ class ExternalServer:
                     return ServerAddress(url=self.url, pid=health["pid"])
                 except (ServerGone, DeadlineError) as error:
                     if isinstance(error, ServerGone):
-                        reason = str(error)
+                        reason = str(error).removeprefix(f"the server at {self.url}: ")
                     elif left_s > CONNECT_S:  # a server that does not accept the connection raises ServerGone earlier
                         reason = "it accepts connections but does not answer"
                     if time.monotonic() > deadline:
