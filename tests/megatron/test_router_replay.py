@@ -62,7 +62,7 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "tp2 pp2 cp2 ep2 etp2": (16, {TP: 2, PP: 2, CP: 2, EP: 2, ETP: 2}, {}, DEEPSEEK),
 }
 PARITY_ONLY = "tp2 pp2 cp2 ep2"
-"""Only `make parity` measures this mesh. `make test` has the mesh of 16 ranks, which also splits the experts' tensors."""
+"""Only `make parity` measures this mesh. `make test` has the mesh of 16 ranks, which also splits experts' tensors."""
 
 
 def options_of(sizes, **others):
