@@ -14,9 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, logsigmoid
 
-from rl_core.algorithms import Objective, dpo_loss, prompt_token_sum, reward_model_loss
+from rl_core.algorithms import (
+    Objective,
+    dpo_columns,
+    dpo_loss,
+    prompt_token_sum,
+    reward_model_columns,
+    reward_model_loss,
+)
 from rl_core.batch import Batch
-from rl_core.errors import ConfigError, ShapeError
+from rl_core.errors import ConfigError, DataError, ShapeError
 from rl_core.interfaces import LossSpec
 from rl_core.rank_kit.model_files import HEAD_FILE, write_head
 from rl_core.rank_kit.objectives import objective_from_spec
@@ -173,6 +180,42 @@ def test_a_pair_with_an_untrained_response_has_no_loss(function: Any, row: int):
     for name in ("x_pair_slope", "x_pair_loss"):
         assert not made[name][group_T == 7].any()
         assert made[name][group_T != 7].any()
+
+
+def pair_columns(batch: Batch, sequence_T: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The columns of both losses, with the given index of each token's sequence."""
+    group_T = batch["group_id"][batch.sequence_index]
+    labels = (batch["rewards"], batch["loss_mask"], sequence_T, group_T)
+    return (
+        dpo_columns(batch["old_logprobs"], batch["ref_logprobs"], *labels),
+        reward_model_columns(batch["values"], *labels),
+    )
+
+
+def test_numbers_without_tokens_are_left_out_of_the_sequences():
+    batch = random_pairs(3)
+    expected, left_out = (
+        pair_columns(batch, sequence_T) for sequence_T in (batch.sequence_index, 3 * batch.sequence_index + 2)
+    )
+    for columns, same in zip(left_out, expected, strict=True):
+        torch.testing.assert_close(columns, same, rtol=0, atol=0)
+
+
+def test_a_batch_without_tokens_has_empty_columns():
+    floats_T, mask_T, index_T = torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
+    for columns in (
+        dpo_columns(floats_T, floats_T, floats_T, mask_T, index_T, index_T),
+        reward_model_columns(floats_T, floats_T, mask_T, index_T, index_T),
+    ):
+        assert all(values_T.numel() == 0 for values_T in columns.values())
+
+
+def test_tokens_out_of_order_and_rewards_that_are_not_finite_are_refused():
+    batch = random_pairs(2)
+    with pytest.raises(ShapeError, match="sequence_T falls from 3 to 2"):
+        pair_columns(batch, batch.sequence_index.flip(0))
+    with pytest.raises(DataError, match=r"rewards_T\[\d+\] is nan; expected a finite number"):
+        pair_columns(batch.with_columns(rewards=batch["rewards"] * math.nan), batch.sequence_index)
 
 
 def test_three_responses_to_a_prompt_are_refused():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rl_core.algorithms.checks import require_between
+from rl_core.algorithms.checks import require_between, require_finite, require_int64, require_ordered
 from rl_core.algorithms.groups import group_sum, sequence_sum
 from rl_core.algorithms.token_loss import (
     TokenLoss,
@@ -50,10 +50,10 @@ def dpo_columns(
     if dpo_beta == 0:
         raise ConfigError("dpo_beta: got 0; expected above 0")
     pairs = _Pairs.of(rewards_T, mask_T, sequence_T, group_T)
-    scores_S = sequence_sum(masked((old_logprobs_T - ref_logprobs_T).double(), mask_T), sequence_T)
+    scores_S = sequence_sum(masked((old_logprobs_T - ref_logprobs_T).double(), mask_T), pairs.sequence_T)
     unit_S = torch.ones_like(scores_S)
     if dpo_type == "ipo":
-        unit_S = sequence_sum(mask_T, sequence_T).clamp(min=1).double().reciprocal()
+        unit_S = sequence_sum(mask_T, pairs.sequence_T).clamp(min=1).double().reciprocal()
     margin_P = pairs.margins(scores_S * unit_S)
     if dpo_type == "ipo":
         loss_P = (margin_P - 1.0 / (2.0 * dpo_beta)).square()
@@ -114,8 +114,8 @@ def reward_model_columns(
 ) -> dict[str, Tensor]:
     """The `prepare` function of `reward_model_loss`. Returns the same columns as `dpo_columns`."""
     pairs = _Pairs.of(rewards_T, mask_T, sequence_T, group_T)
-    last_T = pairs.last_trained(mask_T, sequence_T)
-    scores_S = sequence_sum(masked(values_T.double(), last_T), sequence_T)
+    last_T = pairs.last_trained()
+    scores_S = sequence_sum(masked(values_T.double(), last_T), pairs.sequence_T)
     margin_P = pairs.margins(scores_S)
     made = pairs.columns(
         -logsigmoid(margin_P),
@@ -187,18 +187,26 @@ class _Pairs(NamedTuple):
     sign_S: Tensor
     """1 for the preferred sequence, −1 for the other, 0 where there is no preference."""
     sequence_T: Tensor
+    """int64 [T], the sequence of each token, from 0 to S − 1."""
     mask_T: Tensor
 
     @classmethod
     def of(cls, rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, group_T: Tensor) -> _Pairs:
-        """Finds the pairs of a mini-batch. Raises ShapeError for a prompt with more than two sequences."""
+        """Finds the pairs of a mini-batch. Numbers that `sequence_T` leaves out are sequences without tokens and do not
+        count. Raises ShapeError for a prompt with more than two sequences, or if `sequence_T` or `group_T` does not
+        fit; raises DataError if the reward of a token in the mask is not finite."""
         require_tokens(mask_T, rewards_T=rewards_T, sequence_T=sequence_T, group_T=group_T)
-        rewards_S = sequence_sum(masked(rewards_T, mask_T), sequence_T).double()
+        require_ordered(sequence_T)
+        require_int64(group_T=group_T)
+        rewards_T = masked(rewards_T, mask_T)
+        require_finite(rewards_T=rewards_T)
         starts_T = torch.ones_like(mask_T)
         starts_T[1:] = sequence_T[1:] != sequence_T[:-1]
+        sequence_T = starts_T.cumsum(0) - 1
+        rewards_S = sequence_sum(rewards_T, sequence_T)
         pair_S = group_T[starts_T].unique(return_inverse=True)[1]
         counts_P = pair_S.bincount()
-        if int(counts_P.max()) > 2:
+        if bool((counts_P > 2).any()):
             raise ShapeError(
                 f"a prompt has {int(counts_P.max())} sequences, but a pairwise loss compares two: set "
                 "generator.n_samples_per_prompt=2 and generator.step_wise_trajectories=false"
@@ -206,7 +214,7 @@ class _Pairs(NamedTuple):
         total_S = group_sum(rewards_S, pair_S)[pair_S]
         trained_P = group_sum(sequence_sum(mask_T, sequence_T) > 0, pair_S)
         sign_S = torch.where(trained_P[pair_S] == 2, torch.sign(2.0 * rewards_S - total_S), 0.0)
-        return cls(pair_S, sign_S, torch.unique_consecutive(sequence_T, return_inverse=True)[1], mask_T)
+        return cls(pair_S, sign_S, sequence_T, mask_T)
 
     def margins(self, scores_S: Tensor) -> Tensor:
         """[P], score of the preferred sequence minus score of the other sequence; 0 without a preference."""
@@ -220,11 +228,11 @@ class _Pairs(NamedTuple):
         """[P], score of the other sequence."""
         return group_sum((self.sign_S < 0) * scores_S, self.pair_S)
 
-    def last_trained(self, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    def last_trained(self) -> Tensor:
         """bool [T], each sequence's last trained token."""
-        index_T = torch.where(mask_T, torch.arange(mask_T.numel(), device=mask_T.device), -1)
+        index_T = torch.where(self.mask_T, torch.arange(self.mask_T.numel(), device=self.mask_T.device), -1)
         last_S = index_T.new_full((self.pair_S.numel(),), -1).scatter_reduce(0, self.sequence_T, index_T, "amax")
-        last_T = torch.zeros_like(mask_T)
+        last_T = torch.zeros_like(self.mask_T)
         last_T[last_S[last_S >= 0]] = True
         return last_T
 
