@@ -182,12 +182,13 @@ def test_rectangles_padded_on_both_sides_can_be_read():
     ("mask", "message"),
     [
         ([[True, True], [False, False]], "row 1 has no tokens"),
+        ([[], []], r"got no tokens, shape \[2, 0\]; expected at least one per row"),
         ([[True, False, True], [True, True, True]], "row 0 has padding between its tokens"),
         ([[1, 1], [1, 0]], r"expected bool \[N, W\], got torch.int64 \[2, 2\]; convert .* with .bool\(\)"),
     ],
 )
 def test_a_wrong_attention_mask_is_refused(mask, message):
-    mask = torch.tensor(mask)
+    mask = torch.tensor(mask, dtype=None if mask[0] else torch.bool)
     with pytest.raises(ShapeError, match=message):
         Batch.from_padded(
             PaddedBatch(attention_mask=mask, columns={"tokens": torch.zeros(mask.shape, dtype=torch.int64)})
@@ -256,6 +257,46 @@ def test_wrong_sequences_are_named():
         Batch.from_sequences([{"tokens": [1]}, {"tokens": []}])
     with pytest.raises(ShapeError, match="sequence 1 has no column 'tokens'"):
         Batch.from_sequences([{"tokens": [1]}, {"sampled": []}])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "message"),
+    [
+        ({"tokens": [1, 2]}, "expected a list of mappings .* got an item of type str"),
+        ([[1, 2]], "expected a list of mappings .* got an item of type list"),
+        ([{"tokens": 3}], "sequence 0: tokens is 3; expected a list with one value per token"),
+        ([{"tokens": "ab"}], "sequence 0: tokens is 'ab'; expected a list"),
+        ([{"tokens": [1, 2], "rewards": 1.0}], "sequence 0: rewards is 1.0; expected a list"),
+        ([{"tokens": [1, 2], "rollout_logprobs": None}], "sequence 0: rollout_logprobs is None; expected a list"),
+    ],
+)
+def test_a_value_that_is_not_a_list_is_named(sequences: Any, message: str):
+    with pytest.raises(ShapeError, match=message):
+        Batch.from_sequences(sequences)
+
+
+@pytest.mark.parametrize("given", [list, np.array])
+@pytest.mark.parametrize("wrong", [0.5, 2, -1, math.nan, "False"])
+def test_a_mask_takes_only_truth_values(wrong: Any, given: Any):
+    with pytest.raises(ShapeError, match=r"sequence 1: loss_mask has .*; expected True or False, or 1 or 0"):
+        Batch.from_sequences(
+            [{"tokens": [1], "loss_mask": [1]}, {"tokens": [1, 2], "loss_mask": given([wrong, wrong])}]
+        )
+    with pytest.raises(ShapeError, match="is_last_step"):
+        Batch.from_sequences([{"tokens": [1], "is_last_step": wrong}])
+    zeros_and_ones = Batch.from_sequences([{"tokens": [1, 2], "loss_mask": given([0.0, 1.0])}])
+    assert zeros_and_ones["loss_mask"].tolist() == [False, True]
+
+
+@pytest.mark.parametrize("index", [2, -3])
+def test_a_sequence_outside_the_batch_is_named(index: int):
+    with pytest.raises(ShapeError, match=f"sequence {index} is not in a batch of 2 sequences"):
+        Batch.from_sequences(TWO).select([0, index])
+
+
+def test_a_batch_that_cannot_be_written_is_an_error_of_the_file(tmp_path: Path):
+    with pytest.raises(OSError, match="missing/batch: the batch cannot be written"):
+        Batch.from_sequences(TWO).save(tmp_path / "missing" / "batch")
 
 
 def test_a_group_id_that_is_text_is_refused():

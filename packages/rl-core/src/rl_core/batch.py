@@ -44,11 +44,20 @@ class Batch:
 
         Raises:
             ShapeError: there are no sequences, a sequence has no tokens, a column is unknown, a sequence lacks a column
-                of the first one, a list's length differs from the number of tokens, a per-sequence value is text, or a
-                value of an integer column is out of the column's range or is not a whole number.
+                of the first one, a per-token value is not a list, a list's length differs from the number of tokens, a
+                per-sequence value is text, a value of an integer column is out of the column's range or is not a whole
+                number, or a value of a bool column is not 0, 1 or a bool.
         """
         if not sequences:
             raise ShapeError("Batch.from_sequences: got no sequences")
+        others = [sequence for sequence in sequences if not isinstance(sequence, Mapping)]
+        if others:
+            raise ShapeError(
+                "Batch.from_sequences: expected a list of mappings from column names to values, such as "
+                f"[{{'tokens': [5, 6]}}], got an item of type {type(others[0]).__name__}"
+            )
+        for i, sequence in enumerate(sequences):
+            _require_list(i, "tokens", sequence.get("tokens", ()))
         without_tokens = [i for i, sequence in enumerate(sequences) if not len(sequence.get("tokens", ()))]
         if without_tokens:
             index = without_tokens[0]
@@ -63,6 +72,8 @@ class Batch:
             dtypes = dtypes_of(name)
             values = [sequence[name] for sequence in sequences]
             if field_of(name).axes[0] == "T":
+                for i, value in enumerate(values):
+                    _require_list(i, name, value)
                 wrong = [
                     i for i, (value, length) in enumerate(zip(values, lengths, strict=True)) if len(value) != length
                 ]
@@ -127,7 +138,8 @@ class Batch:
 
     def select(self, sequences: Sequence[int] | Tensor) -> Batch:
         """A batch of the given sequences (indices in any order, repeats allowed). It is a view if the indices are
-        consecutive and ascending. Raises ShapeError for a mask and for indices that are not integers."""
+        consecutive and ascending. Raises ShapeError for a mask, for indices that are not integers, and for an index
+        outside the batch."""
         index = torch.as_tensor(sequences)
         if index.dim() != 1 or (len(index) and (index.dtype == torch.bool or index.is_floating_point())):
             raise ShapeError(
@@ -135,6 +147,11 @@ class Batch:
                 "convert a mask with mask_N.nonzero()[:, 0]"
             )
         index = index.long()
+        outside = index[(index < -self.num_sequences) | (index >= self.num_sequences)]
+        if len(outside):
+            raise ShapeError(
+                f"Batch.select: sequence {int(outside[0])} is not in a batch of {self.num_sequences} sequences"
+            )
         first, end = (int(index[0]), int(index[0]) + len(index)) if len(index) else (-1, -1)
         if 0 <= first < end <= self.num_sequences and torch.equal(index, torch.arange(first, end)):
             return self._neighbours(first, end)
@@ -211,6 +228,8 @@ class Batch:
         if mask.dtype != torch.bool or mask.dim() != 2:
             remedy = "; convert a mask of 0 and 1 with .bool()" if mask.dim() == 2 else ""
             raise ShapeError(f"attention_mask: expected bool [N, W], got {mask.dtype} {list(mask.shape)}{remedy}")
+        if not mask.numel():
+            raise ShapeError(f"attention_mask: got no tokens, shape {list(mask.shape)}; expected at least one per row")
         width = torch.arange(mask.shape[1])
         spans = torch.where(mask, width, -1).amax(1) - torch.where(mask, width, mask.shape[1]).amin(1) + 1
         wrong = (mask.sum(1) != spans).nonzero()
@@ -255,12 +274,17 @@ class Batch:
         return cls._of_tensors(tensors)
 
     def save(self, path: str | Path) -> None:
-        """Writes the batch as one safetensors file."""
+        """Writes the batch as one safetensors file. Raises OSError if it cannot be written."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         # Copies, because columns may share memory, which safetensors refuses: `loss_mask` may be `sampled` itself.
         tensors = {name: values.clone(memory_format=torch.contiguous_format) for name, values in self.columns.items()}
-        save_file({"offsets": self.offsets, **tensors}, path, metadata={"rl_core.batch": json.dumps({"version": 1})})
+        metadata = {"rl_core.batch": json.dumps({"version": 1})}
+        try:
+            save_file({"offsets": self.offsets, **tensors}, path, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(f"{path}: the batch cannot be written ({error})") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Batch:
@@ -341,10 +365,14 @@ def _one_per_sequence(name: str, values: Sequence[Any], dtypes: Sequence[torch.d
         )
     if dtypes[0] == torch.int64:
         return _laid_end_to_end(name, [[value] for value in values], dtypes)
+    if dtypes[0] == torch.bool:
+        _require_truth_values(name, values)
     return torch.tensor(values, dtype=dtypes[0])
 
 
 def _laid_end_to_end(name: str, values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Tensor:
+    if dtypes[0] == torch.bool:
+        _require_truth_values(name, values)
     if dtypes[0].is_floating_point or dtypes[0] == torch.bool:
         return torch.from_numpy(np.concatenate([np.asarray(v, _NUMPY[dtypes[0]]) for v in values]))
     whole = np.concatenate([np.asarray(v) for v in values])
@@ -357,6 +385,21 @@ def _laid_end_to_end(name: str, values: Sequence[Any], dtypes: Sequence[torch.dt
     widest = torch.iinfo(dtypes[-1])
     wrong = smallest if smallest < widest.min else largest
     raise ShapeError(f"{name}: {wrong} does not fit into {dtypes[-1]}, the widest dtype of this column")
+
+
+def _require_list(i: int, name: str, value: object) -> None:
+    if isinstance(value, str) or not hasattr(value, "__len__"):
+        raise ShapeError(f"sequence {i}: {name} is {value!r}; expected a list with one value per token")
+
+
+def _require_truth_values(name: str, values: Sequence[Any]) -> None:
+    for i, value in enumerate(values):
+        given = np.asarray(value).ravel()
+        if given.dtype.kind == "b":
+            continue
+        wrong = given[(given != 0) & (given != 1)] if given.dtype.kind in "iuf" else given
+        if len(wrong):
+            raise ShapeError(f"sequence {i}: {name} has {wrong.tolist()[0]!r}; expected True or False, or 1 or 0")
 
 
 def _require_tensor(name: str, values: object) -> None:
