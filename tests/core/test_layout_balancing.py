@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -241,9 +243,22 @@ def test_invalid_lengths_limits_costs_and_counts_are_refused():
         plan_micro_batches([5, 0], num_data_ranks=1)
     with pytest.raises(ShapeError, match="float64"):
         plan_micro_batches([5.0], num_data_ranks=1)
+    with pytest.raises(ConfigError, match="max_tokens is nan, expected a whole number of at least 1"):
+        plan_micro_batches([5], num_data_ranks=1, max_tokens=cast(Any, math.nan))
+    with pytest.raises(ConfigError, match="num_data_ranks is '2', expected a whole number"):
+        plan_micro_batches([5], num_data_ranks=cast(Any, "2"))
+    for counts_N in ([1], [1, 0]):
+        with pytest.raises(ShapeError, match=r"counts_N: .* at least 1, for each of 2 lengths"):
+            plan_micro_batches([5, 5], num_data_ranks=1, counts_N=counts_N)
     with pytest.raises(ConfigError, match="max_tokens is 0"):
         plan_micro_batches([5], num_data_ranks=1, max_tokens=0)
     with pytest.raises(ShapeError, match="for 1 sequences"):
         plan_micro_batches([5], num_data_ranks=1, costs_N=[1, 2])
     with pytest.raises(ConfigError, match="item 1 has 3 sequences, more than max_sequences=2"):
         plan_micro_batches([5, 5], num_data_ranks=1, max_sequences=2, counts_N=[2, 3])
+
+
+@pytest.mark.parametrize("ranks", [[0, 2, 1], [0, -1, 1], [0, 1]])
+def test_a_partition_that_would_lose_sequences_is_refused(ranks: list[int]):
+    with pytest.raises(ShapeError, match=r"partition: .* a data rank from 0 to 1 for each of 3 sequences"):
+        plan_micro_batches([5, 4, 3], num_data_ranks=2, partition=lambda costs_N, num_parts: np.array(ranks))

@@ -206,6 +206,10 @@ def test_a_token_held_twice_or_outside_the_stream_is_named():
         inverse_index([np.array([3])], 3)
     with pytest.raises(ShapeError, match="sequence 2 is not in a batch of 2 sequences"):
         packed_layout([0, 1, 2], [2])
+    with pytest.raises(ShapeError, match="sequences: expected indices, got float64"):
+        packed_layout([0, 1, 2], [0.7])
+    with pytest.raises(ShapeError, match="a multiple of -2 tokens; expected at least 1"):
+        packed_layout([0, 1, 2], [0], total_multiple=-2)
     with pytest.raises(ShapeError, match=r"sequences: expected indices, got a mask; .*np\.flatnonzero"):
         packed_layout([0, 1, 2], [False, True])
 

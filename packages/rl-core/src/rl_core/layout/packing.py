@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
@@ -55,17 +56,16 @@ def plan_micro_batches(
 
     Raises:
         ConfigError: a single item exceeds `max_tokens` or `max_sequences`, or a limit, `num_data_ranks` or `multiple`
-            is below 1.
-        ShapeError: lengths are not positive integers, costs and lengths differ in number, or `sequence_multiple` is
-            below 1.
+            is not a whole number of at least 1.
+        ShapeError: lengths or counts are not positive integers; costs, counts or the results of `partition` do not fit
+            the lengths; or `sequence_multiple` is below 1.
     """
     lengths_N = padded_lengths(lengths_N, sequence_multiple)
-    for name, limit in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
-        if limit is not None and limit < 1:
-            raise ConfigError(f"plan_micro_batches: {name} is {limit}, expected at least 1")
-    for name, count in (("num_data_ranks", num_data_ranks), ("multiple", multiple)):
-        if count < 1:
-            raise ConfigError(f"plan_micro_batches: {name} is {count}, expected at least 1")
+    limits = {"max_tokens": max_tokens, "max_sequences": max_sequences}
+    counts = {"num_data_ranks": num_data_ranks, "multiple": multiple}
+    for name, number in {**{name: 1 if limit is None else limit for name, limit in limits.items()}, **counts}.items():
+        if not isinstance(number, Integral) or number < 1:
+            raise ConfigError(f"plan_micro_batches: {name} is {number!r}, expected a whole number of at least 1")
     require_within_budget(lengths_N, max_tokens, sequence_multiple)
     costs_N = lengths_N if costs_N is None else np.asarray(costs_N)
     if costs_N.shape != lengths_N.shape:
@@ -73,8 +73,19 @@ def plan_micro_batches(
     if partition is None:
         counts_sequences = max_sequences is not None and counts_N is None
         partition = equal_count_partition if counts_sequences else greedy_partition
-    ranks = part_members(partition(costs_N, num_data_ranks), num_data_ranks)
+    rank_N = np.asarray(partition(costs_N, num_data_ranks))
+    if rank_N.shape != lengths_N.shape or ((rank_N < 0) | (rank_N >= num_data_ranks)).any():
+        raise ShapeError(
+            f"partition: got {rank_N.tolist()[:8]} … of shape {rank_N.shape}; expected a data rank from 0 to "
+            f"{num_data_ranks - 1} for each of {len(lengths_N)} sequences"
+        )
+    ranks = part_members(rank_N, num_data_ranks)
     counts_N = np.ones_like(lengths_N) if counts_N is None else np.asarray(counts_N, np.int64)
+    if counts_N.shape != lengths_N.shape or (counts_N < 1).any():
+        raise ShapeError(
+            f"counts_N: got {counts_N.tolist()[:8]} … of shape {counts_N.shape}; expected a number of sequences, at "
+            f"least 1, for each of {len(lengths_N)} lengths"
+        )
     if max_sequences is not None and (counts_N > max_sequences).any():
         item = np.argmax(counts_N > max_sequences)
         raise ConfigError(

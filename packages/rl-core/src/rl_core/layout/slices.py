@@ -52,6 +52,8 @@ def packed_layout(
     """
     starts, lengths = _starts_and_lengths(offsets, sequences)
     widths = padded_lengths(lengths, sequence_multiple)
+    if total_multiple < 1:
+        raise ShapeError(f"cannot pad a micro-batch to a multiple of {total_multiple} tokens; expected at least 1")
     multiple = math.lcm(sequence_multiple, total_multiple)
     total = max(1, -(-int(widths.sum()) // multiple)) * multiple
     filler = total - int(widths.sum())
@@ -174,6 +176,8 @@ def _starts_and_lengths(offsets: npt.ArrayLike, sequences: npt.ArrayLike) -> tup
     offsets, sequences = np.asarray(offsets, np.int64), np.asarray(sequences)
     if sequences.dtype == bool:
         raise ShapeError("sequences: expected indices, got a mask; convert it with np.flatnonzero")
+    if sequences.size and not np.issubdtype(sequences.dtype, np.integer):
+        raise ShapeError(f"sequences: expected indices, got {sequences.dtype}")
     sequences = sequences.astype(np.int64)
     if offsets.ndim != 1 or not len(offsets) or offsets[0] != 0 or (np.diff(offsets) < 1).any():
         raise ShapeError(
