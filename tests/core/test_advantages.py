@@ -434,6 +434,12 @@ def test_a_score_that_is_not_finite_is_named(score: float):
     for function in (grpo_advantages, rloo_advantages, maxrl_advantages, best_minus_second_advantages):
         with pytest.raises(DataError, match=rf"scores_N\[1\] is {score}; expected a finite number"):
             function(scores_N, group_N)
+    with pytest.raises(DataError, match=rf"greedy_scores_N\[1\] is {score}; expected a finite number"):
+        remax_advantages(torch.ones(3), scores_N)
+    sequence_T, mask_T = torch.tensor([0, 1, 1]), torch.ones(3, dtype=torch.bool)
+    for token_advantages in (functools.partial(gae_advantages, values_T=torch.ones(3)), reinforce_plus_plus_advantages):
+        with pytest.raises(DataError, match=rf"rewards_T\[1\] is {score}; expected a finite number"):
+            token_advantages(rewards_T=scores_N, mask_T=mask_T, sequence_T=sequence_T)
 
 
 @pytest.mark.parametrize("ids", [["a", "b"], ("a", "b"), np.array(["a", "b"]), np.array(["a", "b"], dtype=object)])

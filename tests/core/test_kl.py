@@ -152,3 +152,10 @@ def test_adaptive_coefficient_settles_where_the_kl_is_on_target():
 def test_adaptive_coefficient_refuses_an_impossible_target():
     with pytest.raises(ConfigError, match="kl_target"):
         adaptive_kl_coef(1.0, 0.1, kl_target=0.0, horizon=1000, num_samples=1)
+
+
+@pytest.mark.parametrize("kl_coef", [-1.0, math.nan])
+def test_a_penalty_that_would_reward_the_kl_is_refused(kl_coef: float):
+    one_T = torch.zeros(1)
+    with pytest.raises(ConfigError, match=f"kl_coef: {kl_coef} is not between 0 and inf"):
+        kl_penalty(one_T, one_T, one_T.bool(), kl_coef=kl_coef)

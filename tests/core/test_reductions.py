@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any, cast
 
 import pytest
 import torch
@@ -151,5 +152,7 @@ def test_wrong_input_is_refused():
         sequence_mean(MASK, SEQUENCE[:6])
     with pytest.raises(ShapeError, match=r"group_N: expected one axis with at least 4 entries, .* got shape \(3,\)"):
         prompt_mean(MASK, SEQUENCE, GROUPS[:3])
+    with pytest.raises(ConfigError, match="max_seq_len: nan"):
+        seq_mean_token_sum_norm(MASK, SEQUENCE, max_seq_len=cast(Any, math.nan))
     with pytest.raises(ConfigError, match="max_seq_len: 0"):
         seq_mean_token_sum_norm(MASK, SEQUENCE, max_seq_len=0)

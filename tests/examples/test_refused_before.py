@@ -58,7 +58,7 @@ def refused(check: Callable[[], object]) -> str:
         ),
         (
             {"trainer__algorithm__policy_loss_params": {"eps_clip_low": "abc"}},
-            "^trainer.algorithm.policy_loss_type: 'regular': eps_clip_low: 'abc' is not between 0 and 1$",
+            "^trainer.algorithm.policy_loss_type: 'regular': eps_clip_low: 'abc' is not a number between 0 and 1$",
         ),
         (
             {

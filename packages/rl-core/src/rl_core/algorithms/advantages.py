@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_core.algorithms.checks import (
     require_between,
     require_bool,
+    require_finite,
     require_floating,
     require_int64,
     require_same_length,
@@ -185,9 +186,11 @@ def remax_advantages(scores_N: Tensor, greedy_scores_N: Tensor) -> Tensor:
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
+        DataError: a score is not finite.
     """
     require_same_length(scores_N=scores_N, greedy_scores_N=greedy_scores_N)
     require_floating(scores_N=scores_N, greedy_scores_N=greedy_scores_N)
+    require_finite(scores_N=scores_N, greedy_scores_N=greedy_scores_N)
     return scores_N - greedy_scores_N
 
 
@@ -309,6 +312,7 @@ def reinforce_plus_plus_advantages(
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.
+        DataError: a reward is not finite.
         ConfigError: `gamma` is out of range.
     """
     returns_T = discounted_returns(rewards_T, mask_T, sequence_T, gamma=gamma)
@@ -347,6 +351,7 @@ def gae_advantages(
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.
+        DataError: a reward is not finite.
         ConfigError: `gamma` or `lambd` is out of range.
     """
     require_between(0, 1, gamma=gamma, lambd=lambd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -95,7 +96,9 @@ def require_row_per_sequence(sequence_T: Tensor, **tensors: Tensor) -> None:
 def require_between(low: float, high: float, **settings: float) -> None:
     """Raises ConfigError unless every setting is a number in [low, high]."""
     for name, value in settings.items():
-        if not isinstance(value, int | float) or not low <= value <= high:
+        if not isinstance(value, Real):
+            raise ConfigError(f"{name}: {value!r} is not a number between {low:g} and {high:g}")
+        if not low <= value <= high:
             raise ConfigError(f"{name}: {value!r} is not between {low:g} and {high:g}")
 
 

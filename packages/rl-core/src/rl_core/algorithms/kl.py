@@ -10,9 +10,12 @@ gradient.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from rl_core.algorithms.checks import require_between
 from rl_core.algorithms.token_loss import log_ratio, require_tokens
 from rl_core.errors import ConfigError, nearest
 
@@ -93,9 +96,10 @@ def kl_penalty(
         Penalty [T] in units of reward; 0 outside the mask.
 
     Raises:
-        ConfigError: the estimator is unknown, or is for the loss only.
+        ConfigError: the estimator is unknown, or is for the loss only; or `kl_coef` is negative or NaN.
         ShapeError: lengths differ, or the mask is not bool.
     """
+    require_between(0.0, math.inf, kl_coef=kl_coef)
     if estimator.endswith("+") or estimator == UNBIASED:
         plain = estimator.removesuffix("+").removesuffix("_unbiased")
         raise ConfigError(

@@ -173,7 +173,7 @@ def sapo_loss(
     Returns:
         Loss [T]; metrics ratio and approx_kl, and gate_fraction: the fraction of the gradient that the gate removes.
     """
-    if min(tau_pos, tau_neg) <= 0:
+    if not (tau_pos > 0 and tau_neg > 0):
         raise ConfigError(f"tau_pos and tau_neg must be > 0, got {tau_pos} and {tau_neg}")
     require_tokens(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
     log_ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)

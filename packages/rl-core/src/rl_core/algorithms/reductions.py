@@ -149,7 +149,7 @@ def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_
         ConfigError: `max_seq_len` is not positive.
     """
     _require_stream(loss_mask_T, sequence_T)
-    if max_seq_len < 1:
+    if not max_seq_len >= 1:
         raise ConfigError(f"max_seq_len: {max_seq_len} is not a positive number of tokens")
     tokens_S = sequence_sum(loss_mask_T, sequence_T)
     return SummedWeights(loss_mask_T.double() / max_seq_len, (tokens_S > 0).sum())

@@ -75,6 +75,7 @@ def discounted_returns(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *,
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.
+        DataError: a reward is not finite.
         ConfigError: `gamma` is out of range.
     """
     require_between(0, 1, gamma=gamma)
@@ -149,6 +150,7 @@ def turn_returns(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *, gamma
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.
+        DataError: a reward is not finite.
         ConfigError: `gamma` is out of range.
     """
     require_between(0, 1, gamma=gamma)
@@ -194,7 +196,7 @@ def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
 
 def require_rewarded_stream(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> None:
     """Raises ShapeError unless lengths and dtypes fit and all rewards are on sampled tokens. Other rewards would be
-    ignored."""
+    ignored. Raises DataError if a reward is not finite."""
     require_floating(rewards_T=rewards_T)
     _require_stream(sequence_T, mask_T=mask_T, rewards_T=rewards_T)
     stray_T = (rewards_T != 0) & ~mask_T
@@ -204,6 +206,7 @@ def require_rewarded_stream(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tenso
             f"rewards_T[{t}] is {float(rewards_T[t]):g}, but token {t} (of sequence {int(sequence_T[t])}) was not "
             "sampled; put a reward on the last sampled token before it"
         )
+    require_finite(rewards_T=rewards_T)
 
 
 def on_stream(values_T: Tensor, index_T: Tensor, like_T: Tensor) -> Tensor:
