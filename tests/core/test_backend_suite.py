@@ -482,6 +482,26 @@ def test_a_worker_that_only_trains_may_lose_its_gradients_when_it_scores(tmp_pat
     run_check(LosesItsGradientsWhenItScores, ONE, "test_loss_and_every_gradient", tmp_path)
 
 
+class ReturnsTheGradientsThemselves(PlainWorker):
+    """`gradients` returns the tensors into which later passes sum."""
+
+    def gradients(self):
+        copies = super().gradients()
+        own = {name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None}
+        return copies | own
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "test_a_pass_takes_its_own_logprobs_as_the_old_ones",
+        "test_looking_at_gradients_changes_neither_weights_nor_later_gradients",
+    ],
+)
+def test_gradients_may_be_the_tensors_into_which_later_passes_sum(check: str, tmp_path: Path):
+    run_check(ReturnsTheGradientsThemselves, ONE, check, tmp_path)
+
+
 def test_gradients_that_are_divided_are_called_a_multiple_of_the_expected_ones(tmp_path: Path):
     check = "test_what_stands_outside_the_loss_mask_does_not_matter"
     with pytest.raises(AssertionError, match=r"; all gradients are 0\.\d+ times the expected ones: sum over micro-"):

@@ -440,7 +440,8 @@ class RankGroup:
         merged: dict[str, Tensor] = {}
         for rank, gradients in enumerate(self.call(Inspectable.gradients)):
             for name, gradient in gradients.items():
-                known = merged.setdefault(name, gradient)
+                # A copy, because a worker in this process may return tensors that later passes change.
+                known = merged.setdefault(name, gradient.clone())
                 error = (gradient - known).norm()
                 assert not error > 1e-6 * known.norm(), (
                     f"rank {rank} has a different gradient of {name} ({error:.1e}); gradients() must return the "
