@@ -6,14 +6,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
 import torch
 
 from rl_core.batch import Batch
-from rl_core.errors import CheckpointError, ConfigError, DeadlineError, ForeignCodeError, WorkerError
+from rl_core.errors import CheckpointError, ConfigError, DeadlineError, ForeignCodeError, PluginError, WorkerError
 from rl_core.interfaces import LossSpec, ModelConfig, OptimizerUpdate, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
@@ -51,7 +51,12 @@ class RecordedWorker:
     def forward_backward(
         self, batch: Batch, plan: Any, loss: LossSpec, *, temperature: float, returns: Any = ()
     ) -> Any:
+        if self.fault == "means":
+            return {"loss": (1.0, 1.0), "ratio": 1.0}
         return {"ratio": (5.0, 5.0)}
+
+    def optim_step(self) -> Any:
+        return 0.5
 
     def close(self) -> None:
         self.threads.append(threading.get_ident())
@@ -169,6 +174,23 @@ async def test_a_training_pass_without_loss_or_requested_scores_is_an_error():
             )
     finally:
         await group.close()
+
+
+async def test_results_of_other_types_are_errors_that_name_the_expected_type():
+    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker("means")), SPEC, timeout_s=200.0)
+    try:
+        with pytest.raises(WorkerError, match=r"'recorded' returned 1.0 for the metric 'ratio'; expected a pair"):
+            await group.forward_backward(BATCH, LIMITS, LossSpec(name="reinforce"), temperature=1.0)
+        with pytest.raises(WorkerError, match=r"optim_step of .* returned float; expected an OptimizerStep"):
+            await group.optim_step()
+    finally:
+        await group.close()
+
+
+async def test_a_backend_that_creates_no_worker_is_an_error_that_names_it():
+    backend: Any = RecordedBackend(cast(Any, None))
+    with pytest.raises(PluginError, match="create_worker of the backend 'recorded' returned None; expected a worker"):
+        await WorkerGroup.launch(backend, SPEC, timeout_s=200.0)
 
 
 @pytest.mark.parametrize("fault", ["raise", "timeout"])

@@ -195,9 +195,16 @@ class WorkerGroup:
             )
         answers = list(self._of_results("forward_backward", parts, results, names=returns))
         scores = _on_stream(batch, [(part, {name: result[name] for name in returns}) for part, result in answers])
-        metrics = add_metrics(
+        parts_of_metrics = [
             {name: value for name, value in result.items() if name not in returns} for _, result in answers
-        )
+        ]
+        for name, value in (item for metrics_of_rank in parts_of_metrics for item in metrics_of_rank.items()):
+            if not isinstance(value, tuple | list) or len(value) != 2:
+                raise WorkerError(
+                    f"forward_backward of {self._named} returned {value!r} for the metric {name!r}; expected a pair "
+                    "(sum, weight)"
+                )
+        metrics = add_metrics(parts_of_metrics)
         if "loss" not in metrics:
             raise WorkerError(
                 f"forward_backward of {self._named}: no rank returned the metric 'loss'; expected 'loss': (sum, 1.0), "
@@ -213,7 +220,10 @@ class WorkerGroup:
         async with self._on_devices(optimizer=True):
             # A worker of an earlier contract version has no parameter `update`.
             asked = () if update is None else (update,)
-            return (await self._ranks.call(Worker.optim_step, *asked))[0]
+            step = (await self._ranks.call(Worker.optim_step, *asked))[0]
+        if not isinstance(step, OptimizerStep):
+            raise WorkerError(f"optim_step of {self._named} returned {type(step).__name__}; expected an OptimizerStep")
+        return step
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
         """All ranks send their weights, or only the adapter. Returns the merged manifest of all ranks."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_core import plugins
 from rl_core.batch import Batch
-from rl_core.errors import RLError
+from rl_core.errors import PluginError, RLError
 from rl_core.interfaces import (
     Backend,
     BackgroundSaver,
@@ -106,7 +106,13 @@ class RankHost:
     def __init__(self, backend: Backend, spec: WorkerSpec, rank: RankInfo):
         self._rank = rank
         self._held = HeldWeights()
-        self._worker: Worker = backend.create_worker(spec, rank)
+        worker: Worker | None = backend.create_worker(spec, rank)
+        if worker is None:
+            raise PluginError(
+                f"create_worker of the backend {backend.name!r} returned None; expected a worker, which fulfils "
+                "rl_core.interfaces.Worker"
+            )
+        self._worker = worker
 
     @property
     def abilities(self) -> Abilities:
