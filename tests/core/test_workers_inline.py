@@ -200,6 +200,11 @@ async def test_a_failure_names_rank_and_phase_and_keeps_its_cause(fault):
     assert isinstance(raised.value.__cause__, ValueError | TimeoutError)
 
 
+async def test_a_failure_names_the_line_that_failed():
+    with pytest.raises(WorkerError, match=r"ValueError: told to fail \(test_workers_inline\.py:\d+\)$"):
+        await forward(RecordedWorker("raise"))
+
+
 async def test_an_exit_on_a_rank_is_an_error_that_names_the_rank():
     message = r"policy rank 0 in forward raised SystemExit\(0\) \(test_workers_inline\.py:"
     with pytest.raises(ForeignCodeError, match=message):

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Self
 import torch
 
 from rl_core.batch import Batch
-from rl_core.errors import DeadlineError, RLError, WorkerError
+from rl_core.errors import DeadlineError, RLError, WorkerError, raised_at
 from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
 from rl_core.tasks import code_of
 from rl_core.workers.memory import keep_freed_memory
@@ -120,7 +120,8 @@ class InlineRank:
         except RLError:
             raise
         except Exception as error:
-            raise WorkerError(f"{self._role} rank 0 failed in {phase}: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {error} {raised_at(error)}"
+            raise WorkerError(f"{self._role} rank 0 failed in {phase}: {what}") from error
 
     def _answer(self, phase: str, function: Callable[[], Any]) -> Any:
         """Calls `function` and returns its result. Runs in the rank's thread. Raises ForeignCodeError for a
