@@ -1,17 +1,17 @@
-"""What a run closes if it ends before its first step."""
+"""What a run closes if it ends early, and which error it then ends with."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from rl_core.config import from_mapping
-from rl_core.errors import PluginError
+from rl_core.errors import PluginError, WorkerError
 from rl_core.interfaces import Callback
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.trainer import run as trainer_run
@@ -84,3 +84,20 @@ async def test_trackers_are_closed_if_a_callback_cannot_be_created(tmp_path: Pat
     with pytest.raises(ValueError, match="no settings"):
         await trainer_run._train(config, 0.0, Interrupts())
     assert OpenTracker.are_open == []
+
+
+async def refuse_to_close() -> None:
+    raise WorkerError("policy rank 0 failed in close")
+
+
+async def test_a_part_that_cannot_be_closed_does_not_replace_the_error_of_the_run(caplog: pytest.LogCaptureFixture):
+    async def failing_run() -> None:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(trainer_run._closed, refuse_to_close, "the policy model")
+            raise ValueError("the run's own")
+
+    with pytest.raises(ValueError, match="the run's own"):
+        await failing_run()
+    assert "the policy model did not close: policy rank 0 failed in close" in caplog.text
+    with pytest.raises(WorkerError, match="failed in close"):
+        await trainer_run._closed(refuse_to_close, "the policy model")

@@ -244,6 +244,14 @@ async def test_no_call_waits_for_a_rank_that_missed_its_deadline(hanging: Worker
             await hanging.optim_step()
 
 
+async def test_closing_a_rank_that_missed_its_deadline_does_not_replace_the_error(hanging: WorkerGroup):
+    with pytest.raises(DeadlineError, match="rank 0 did not finish forward"):
+        await hanging.forward(BATCH, LIMITS, temperature=1.0)
+    await hanging.close()
+    with pytest.raises(WorkerError, match="policy rank 0 cannot run optim_step: it is closed"):
+        await hanging.optim_step()
+
+
 async def test_a_closed_rank_says_so():
     group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), SPEC)
     await group.close()

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
@@ -488,13 +489,15 @@ async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
 
 async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:
     """Calls `close` and waits for it. If the current task is being cancelled, waits at most `CLOSE_S`. If `close` then
-    fails or takes longer, only warns, because the part of the run that it closes ends with the process."""
+    fails or takes longer, only warns, because the part of the run that it closes ends with the process. If the run has
+    failed, a failure of `close` is only a warning too, because it would replace the run's error."""
     task = asyncio.current_task()
-    if task is None or not task.cancelling():
+    is_cancelled = task is not None and bool(task.cancelling())
+    if not is_cancelled and sys.exception() is None:
         await close()
         return
     try:
-        async with asyncio.timeout(CLOSE_S):
+        async with asyncio.timeout(CLOSE_S if is_cancelled else None):
             await close()
     except (TimeoutError, RLError) as error:
         logger.warning("%s did not close: %s", name, str(error) or f"still busy after {CLOSE_S:g} s")

@@ -105,7 +105,8 @@ class WeightVerification:
         """
         if not await self._policy.is_perturbable():
             logger.warning(
-                "the training backend cannot perturb its weights, so nothing proves that each tensor arrives"
+                "the training backend cannot perturb its weights (it is not Perturbable), so nothing proves that each "
+                "tensor arrives; if a tensor does not arrive, rollout/logprob_diff_max grows"
             )
             return
         try:

@@ -95,11 +95,13 @@ class InlineRank:
         return [*await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)]
 
     async def close(self) -> None:
-        """Closes the worker and ends its thread."""
+        """Closes the worker and ends its thread. A worker that missed a deadline is still busy, and is left as it is:
+        an error here would replace the DeadlineError, which names the call that hangs."""
         if self._host is None:
             return
         try:
-            await self.call(Worker.close)
+            if self._stuck_in is None:
+                await self.call(Worker.close)
         finally:
             self._host = None
             self._thread.end()
