@@ -428,6 +428,11 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused(arguments: tuple[Tensor, 
         grpo_advantages(*arguments)
 
 
+def test_tensors_on_two_devices_are_named():
+    with pytest.raises(ShapeError, match=r"group_N is on meta, scores_N on cpu; move them to one device"):
+        grpo_advantages(torch.ones(2), torch.zeros(2, dtype=torch.int64, device="meta"))
+
+
 @pytest.mark.parametrize("score", [math.nan, -math.inf])
 def test_a_score_that_is_not_finite_is_named(score: float):
     scores_N, group_N = torch.tensor([1.0, score, 0.0]), torch.tensor([4, 4, 5])

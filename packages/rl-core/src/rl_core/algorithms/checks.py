@@ -12,8 +12,8 @@ from rl_core.errors import ConfigError, DataError, ShapeError
 
 
 def require_same_length(**tensors: Tensor) -> None:
-    """Raises ShapeError unless all tensors have one axis and the same length. The message names the first missing
-    row."""
+    """Raises ShapeError unless all tensors have one axis, the same length and the same device. The message names the
+    first missing row."""
     for name, values in tensors.items():
         _require_tensor(name, values)
         if values.dim() != 1:
@@ -27,6 +27,10 @@ def require_same_length(**tensors: Tensor) -> None:
             raise ShapeError(
                 f"{name} has {values.numel()} entries, {first} has {reference.numel()}: "
                 f"row {row} is missing from {shorter}"
+            )
+        if values.device != reference.device:
+            raise ShapeError(
+                f"{name} is on {values.device}, {first} on {reference.device}; move them to one device with .to(device)"
             )
 
 
