@@ -262,7 +262,7 @@ class ScriptedGenerator:
         return tuple(self._trajectory(request, index, reward, play.end) for index, reward in enumerate(play.rewards))
 
     def _trajectory(
-        self, request: GroupRequest, sample_index: int, reward: float | None, end: TrajectoryEnd
+        self, request: GroupRequest, sample_index: int, reward: float | None, end: TrajectoryEnd = "done"
     ) -> Trajectory:
         step = TrajectoryStep(
             tokens=[1, 2],

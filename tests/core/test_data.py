@@ -81,7 +81,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path):
     ("name", "content", "message"),
     [
         ("d.jsonl", '{"prompt": "a"}\n{"prompt": "ä"}\n'.encode("latin-1"), r"d\.jsonl:2: not UTF-8 text \(byte 13"),
-        ("d.jsonl", b"PAR1\x15\x00\xff\xfe", r"d\.jsonl:1: not UTF-8 text \(byte 7 is 0xff\)"),
+        ("d.jsonl", b"PAR1\x15\x00\xff\xfe", r"d\.jsonl:1: is a Parquet file; rename it to \.parquet"),
         ("d.json", b'["\xe4"]', r"d\.json: not UTF-8 text"),
         ("d.json", b'[\n{"prompt": }]', r"d\.json: not valid JSON: Expecting value \(line 2, column 12\)"),
     ],

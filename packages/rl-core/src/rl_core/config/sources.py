@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from rl_core.config.named_plugins import gather_missing
 from rl_core.config.resolving import RULES, as_mapping, expanded, leaves, resolve, section_class, unread_sections
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_out_of_bounds
-from rl_core.errors import ConfigError, Mistakes
+from rl_core.errors import ConfigError, Mistakes, RLError
 from rl_core.interfaces import Recipe
 from rl_core.stored_files import is_found
 
@@ -95,7 +96,9 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
     layers = [mapping_layer(recipe.config, f"{RECIPE}{source}", mistakes)]
     if tiny:
         if recipe.tiny is None:
-            raise ConfigError(f"--tiny: the recipe {source!r} has no tiny variant; remove --tiny")
+            raise ConfigError(
+                f"--tiny: the recipe {source!r} has no tiny variant; remove --tiny. Recipes with one: {_tiny()}"
+            )
         layers.append(mapping_layer(recipe.tiny, f"{RECIPE}{source} --tiny", mistakes))
     loaded = _loaded([*layers, override_layer(overrides, mistakes)], mistakes)
     makes = frozenset(expanded(loaded.config, f"{RECIPE}{source}", path) for path in recipe.makes)
@@ -198,6 +201,16 @@ def _require_no_path(source: str) -> None:
     if path.suffix == ".sh":
         remedy = f"rl import-config {path} --output run.yaml (rl-examples) translates a launch script of SkyRL or verl"
     raise ConfigError(f"{source}: is {kind}; {remedy}")
+
+
+def _tiny() -> str:
+    """Names of the installed recipes that have a tiny variant, without recipes that are functions."""
+    names = []
+    for plugin in plugins.installed("rl_core.recipes"):
+        with contextlib.suppress(RLError):
+            recipe = plugins.load("rl_core.recipes", plugin.name)
+            names += [plugin.name] if isinstance(recipe, Recipe) and recipe.tiny is not None else []
+    return ", ".join(names) or "none"
 
 
 def _recipe(source: str) -> Recipe:

@@ -147,6 +147,8 @@ def _decoded(data: bytes, place: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        if data.startswith(b"PAR1"):
+            raise DataError(f"{place}: is a Parquet file; rename it to .parquet") from error
         raise DataError(
             f"{place}: not UTF-8 text (byte {error.start + 1} is {data[error.start]:#04x}); save the file as UTF-8"
         ) from error

@@ -95,7 +95,7 @@ async def play_rows(
                 playing.create_task(play(number, row))
     except TimeoutError as error:
         raise DeadlineError(
-            f"{len(rows)} rows were not played within {timeout_s:g} s (trainer.generation_timeout_s)"
+            f"not all of {len(rows)} rows were played within {timeout_s:g} s (trainer.generation_timeout_s)"
         ) from error
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
