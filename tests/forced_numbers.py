@@ -1,5 +1,5 @@
-"""Expected numbers for ranks that follow a batch's expert routes. Plain transformers computes them with the experts
-forced, for full training and for peft's adapters."""
+"""Expected numbers for ranks that follow a batch's expert routes. They are computed with the library
+`transformers`, whose models are made to use the batch's experts, for full training and for peft's adapters."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ all parameters. Loss: relative, but absolute below 1, where the loss is a small 
 ADAPTER_TOLERANCE = 2e-5
 """Absolute, after three AdamW steps with lr=1e-3. AdamW normalises gradients, so rounding of tiny gradients shows."""
 ATTENTION_ADAPTERS = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
-"""Adapters of attention layers only: peft adapts experts differently, because transformers stores all experts of a
-layer in one tensor."""
+"""Adapters of attention layers only. On experts, peft's adapters would differ from Megatron's: peft adapts the one
+tensor in which transformers stores all experts of a layer, while Megatron adapts each expert's own layers."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

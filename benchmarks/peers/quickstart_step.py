@@ -1,12 +1,13 @@
 """A training step on the quick start's batch (64 prompts × 16 samples, two updates), by this project and by TRL.
 
-Both trainers start from the same model and get the same tokens, so nothing is generated. Our step is measured from the
-sampled trajectories on: collating, advantages, scoring if needed, two optimizer steps, and the comparison with the
+Both trainers start from the same model and get the same tokens, so nothing is generated. The measurement of our step
+begins after sampling: collating, advantages, scoring if needed, two optimizer steps, and the comparison with the
 engine's log-probs. TRL's GRPOTrainer is measured over its whole training step, in which a `rollout_func` returns these
-tokens. The two steps alternate. Times are processor seconds with one thread, medians over the rounds. Goal: at
-most 0.6 of TRL's time.
+tokens. The two steps alternate. Times are processor seconds with one thread, medians over the rounds. Goal: at most 0.6
+of TRL's time.
 
-Then one update per batch is measured without the scoring pass and with it. Goal: a ratio of at most 0.8.
+Then one update per batch is measured without the scoring pass and with it.
+Goal: without the pass, at most 0.8 of the time with it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ SCORED = ScoringPass(scores=("logprobs",))
 
 
 def played(tokenizer: Any) -> list[Trajectory]:
-    """Trajectories of six-character problems with three random digits and an end token; one in five gets a reward."""
+    """Trajectories that answer six-character problems with three random digits and an end token. One in five gets a
+    reward."""
     generator = torch.Generator().manual_seed(0)
     trajectories = []
     for number in range(NUM_PROMPTS * NUM_SAMPLES):

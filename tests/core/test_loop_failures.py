@@ -49,7 +49,7 @@ def test_an_error_of_the_generator_is_raised_after_the_step_under_way_is_saved(t
     ],
 )
 @STALENESS
-def test_an_error_ends_the_run_and_saves_a_step_with_complete_weights(
+def test_a_run_that_ends_with_an_error_saves_its_last_step_if_the_weights_are_complete(
     tmp_path: Path, max_staleness: int, event: str, error: Exception, after: list[str]
 ):
     """After the error nothing is trained, published or evaluated, and a failed write is not tried again. An engine

@@ -157,7 +157,8 @@ def test_a_model_that_looks_across_packed_sequences_is_refused_packed_and_runs_u
 def test_packing_is_refused_if_a_sliding_window_exists_only_in_the_mask(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ):
-    """The window is longer than the sequences with which a model is checked, so that scores do not show the fault."""
+    """The window is longer than the two sequences on which a model is checked when it is loaded, so the scores of that
+    check cannot show that packing drops the window."""
     path = random_model(tmp_path, kind, num_experts_per_tok=2, sliding_window=64, **options)
     message = r"uses sliding_attention only through a mask, .*=false and sequence_parallel_size=1$"
     with pytest.raises(ConfigError, match=message):
@@ -182,7 +183,7 @@ def test_layers_that_mix_packed_sequences_even_slightly_are_refused(
     fsdp.create_worker(spec_of(path, bf16=True, use_sample_packing=False), RankInfo())
 
 
-def test_a_model_whose_base_model_is_not_found_is_refused(tmp_path: Path):
+def test_a_model_whose_base_model_attribute_is_the_whole_model_is_refused(tmp_path: Path):
     path = random_model(tmp_path, "llama4_text", num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(ConfigError, match=r"cannot run with the inputs of training .* this backend cannot train it"):
         fsdp.create_worker(spec_of(path, use_sample_packing=False), RankInfo())

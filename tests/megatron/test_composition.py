@@ -1,7 +1,7 @@
 """A fault reported in Megatron-LM issue 7452 that could affect this backend: finding 9, losses divided by the number of
 trained tokens of one context rank.
 
-docs/megatron.md says which other findings of the issue do not affect this backend, and which could not be read.
+docs/megatron.md says which other findings of the issue do not affect this backend, and for which this is unknown.
 """
 
 from __future__ import annotations

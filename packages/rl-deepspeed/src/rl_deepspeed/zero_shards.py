@@ -139,7 +139,8 @@ class ZeroShards:
 
         A part is a contiguous range of elements that may begin and end inside a row; rows lie along the last axis.
 
-        If the model is whole on every rank, all copies get the same noise.
+        If the model is whole on every rank, all ranks have the same pieces, so `Perturbation` adds the same noise to
+        them.
         """
         pieces = []
         for name, weight in self.scorer.named_weights():

@@ -4,7 +4,8 @@ digit first, in the order in which they are computed: `37+45=280` means 082.
 What it does: makes the data set and a 150k-parameter Qwen3, warm-starts it until it solves a fifth of the training
 problems, then trains it by GRPO: 64 prompts × 16 samples per step, exact-match reward, two optimizer steps per batch,
 asymmetric clipping.
-Deliberately omitted: a reference model and a KL term (the start model is too weak to stay close to), a format reward.
+Deliberately omitted: a reference model and a KL term (the start model is so weak that the policy should not stay
+close to it), a format reward.
 
 Run:      make quickstart [SEED=1]      or      rl train quickstart
 Control:  rl train quickstart trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages

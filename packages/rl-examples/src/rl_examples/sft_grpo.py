@@ -5,9 +5,10 @@ them, then trains it as the quick start does. The fine-tuning run, with its repo
 `runs/arithmetic/sft_start_seed0.run`.
 Deliberately omitted: different data for the two stages, a KL term that keeps the policy near its start.
 
-Run:    rl train sft_grpo
-Stages: rl train sft trainer.max_training_steps=335        (with the next command, the same stages as separate runs)
-        rl train quickstart trainer.policy.model.path=runs/sft/model
+Run:      rl train sft_grpo
+Or run the two stages separately:
+          rl train sft trainer.max_training_steps=335
+          rl train quickstart trainer.policy.model.path=runs/sft/model
 """
 
 from __future__ import annotations

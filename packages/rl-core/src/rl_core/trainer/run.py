@@ -489,8 +489,8 @@ async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
 
 async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:
     """Calls `close` and waits for it. If the current task is being cancelled, waits at most `CLOSE_S`. If `close` then
-    fails or takes longer, only warns, because the part of the run that it closes ends with the process. If the run has
-    failed, a failure of `close` is only a warning too, because it would replace the run's error."""
+    fails or takes longer, only warns: the engine, generator or model that is closed ends with the process anyway. If
+    the run has failed, a failure of `close` is only a warning too, because it would replace the run's error."""
     task = asyncio.current_task()
     is_cancelled = task is not None and bool(task.cancelling())
     if not is_cancelled and sys.exception() is None:

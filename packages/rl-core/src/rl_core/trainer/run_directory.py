@@ -86,10 +86,11 @@ def open_run_directory(config: Config) -> RunStart:
     If the checkpoint is in the run's checkpoint directory, the run in the directory continues (`set_aside_later_steps`
     moves the output of later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An
     earlier run in the directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too,
-    only the run's files are moved. Checkpoints outside the run's directory are moved to `replaced_1`, `_2`, … next to
-    them. The only file that may be overwritten is the configuration of a run that ended before it had metrics or a
-    checkpoint. `config.yaml` is the configuration that the run began with; a resumed run with another configuration
-    writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are removed.
+    only the run's files are moved. If the checkpoint directory is outside the run's directory, a new run moves the
+    checkpoints in it to its subdirectory `replaced_1`, `_2`, …. The only file that may be overwritten is the
+    configuration of a run that ended before it had metrics or a checkpoint. `config.yaml` is the configuration that the
+    run began with; a resumed run with another configuration writes `config.resumed-1.yaml`, `-2`, …. Partial
+    directories of unfinished saves are removed.
 
     Raises:
         CheckpointError: `resume_path` is not a checkpoint, or the checkpoint to continue from is damaged. Nothing was
@@ -225,7 +226,7 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None, state: RunState)
 
 
 def require_own_files(config: Config) -> None:
-    """Checks that all files in the run's directory that this run would append to, move or overwrite come from a run.
+    """Checks that a run wrote every file in the run's directory that this run would append to, move or overwrite.
 
     If the directory has a run's mark or a complete checkpoint, all files in it that have names of a run's files count
     as written by a run. Earlier versions wrote no mark, so a directory that has configuration, metrics and samples

@@ -22,7 +22,7 @@ def import_config(file: Path, output: Path | None) -> int:
 
     Lists the keys that have another name here, that have no effect, that were added, and that could not be translated.
     A script of SkyRL that does not set the KL loss or the engine gets SkyRL's defaults for them. If a key could not be
-    translated, the exit code is 1, and comments in the new file name the key.
+    translated, the exit code is 1, and a comment at the top of the new file lists the key.
     """
     from rl_core.errors import ConfigError, DataError
     from rl_examples.importing.reading import read

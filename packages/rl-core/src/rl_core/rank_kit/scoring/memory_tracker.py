@@ -103,8 +103,8 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _followed(self, tensor: Any) -> _Storage | None:
-        """The tensor's storage. None for values that use no memory on the rank's device: numbers, host tensors and meta
-        tensors."""
+        """The tensor's storage. Fake tensors on the CPU stand for tensors on the rank's device. None for everything
+        else, which uses no memory there: numbers, real tensors and meta tensors."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if not isinstance(local, FakeTensor) or local.fake_mode is not self._fake_mode or local.device.type != "cpu":
             return None
