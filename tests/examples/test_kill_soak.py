@@ -58,8 +58,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Path]:
 def uninterrupted(
     references: dict[object, Path], small_run: BuildConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Case], Path]:
-    """Plays a case without strikes, once for all cases with the same pipeline depth, dynamic sampling and number of
-    ranks; returns the run's directory."""
+    """Plays a case without its strikes (the kills and stops of processes); plays once for all cases with the same
+    pipeline depth, dynamic sampling and number of ranks. Returns the run's directory."""
 
     def find(case: Case) -> Path:
         key = (case.pipeline_depth, case.dynamic_sampling, case.num_ranks)
@@ -213,7 +213,7 @@ def test_a_group_that_was_never_played_is_named(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def killed_while_groups_wait(small_run: BuildConfig, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """The directories after the first attempt at AHEAD, which was killed while finished groups waited."""
+    """The directories after the first attempt of the case AHEAD. It was killed while finished groups waited."""
     place = Place(root=tmp_path_factory.mktemp("killed"))
     (strike,) = AHEAD.strikes
     assert run_attempt(build(small_run, AHEAD, place.run_dir), strike, place, place.root / "first") < 0

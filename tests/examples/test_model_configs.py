@@ -42,7 +42,7 @@ WITHOUT_EMBEDDINGS: dict[str, tuple[str, str | None]] = {
     "zai-org/GLM-4.7-Flash": ("29", "3"),
 }
 """Published billions without the embedding and the output layer. Sources: the cards of Qwen; for Moonlight, table 3 of
-its report (arXiv 2502.16982). The card of GLM-4.7-Flash says 30B-A3B; 29 is 30 less the 0.6 billion of these two
+its report (arXiv 2502.16982). The card of GLM-4.7-Flash says 30B-A3B; 29 is 30 minus the 0.6 billion of these two
 layers, rounded down."""
 
 

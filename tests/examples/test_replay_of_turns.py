@@ -191,7 +191,7 @@ def test_every_pass_sends_tokens_to_the_experts_of_their_newest_routes(step_wise
         plan = [[number] for number in range(NUM_SAMPLES)]
         worker.forward(batch, plan, temperature=1.0)
         worker.forward_backward(batch, plan, LOSS, temperature=1.0)
-    # Two passes, each over one game after the other, with two layers per game.
+    # Two passes. Each takes one game after another, with two layers per game.
     assert len(used) == 2 * NUM_SAMPLES * LAYERS
     for number, chosen_TK in enumerate(used):
         newest_TLK = played.last_routes[number // LAYERS % NUM_SAMPLES]

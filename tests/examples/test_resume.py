@@ -81,7 +81,7 @@ class PressAtStep3(Callback):
 
 
 class TerminateAtStep3(Callback):
-    """SIGTERM in step 3, as a scheduler sends before SIGKILL."""
+    """SIGTERM in step 3. A scheduler sends this signal first, and SIGKILL later."""
 
     def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if step == 3:
@@ -137,9 +137,9 @@ def without_times(run_dir: Path) -> list[dict[str, float]]:
 
 
 def require_same_run(run_dir: Path, expected: Path, *, engine_tolerance: float = 0.0) -> None:
-    """Requires equal metrics (except times), samples and weights, bit for bit. Where environments run in other threads
-    or processes, chance decides which requests share an engine batch, and float32 sums round differently. Then the
-    metrics of the difference between engine and trainer log-probs need not be equal, only at most `engine_tolerance`.
+    """Requires equal metrics (except times), samples and weights, bit for bit. If environments run in other threads
+    or processes, chance decides which requests share an engine batch, and with it how float32 sums are rounded. Then
+    the difference between engine and trainer log-probs need not be equal in both runs, only at most `engine_tolerance`.
     """
     rows, expected_rows = without_times(run_dir), without_times(expected)
     for row in (*rows, *expected_rows) if engine_tolerance else ():

@@ -106,7 +106,8 @@ def leave_out_gradient_kernel_check() -> None:
 
 
 def use_transformer_engines_attention() -> None:
-    """Builds layers as if Transformer Engine were installed. Its attention raises an error, as without a kernel."""
+    """Builds layers as if Transformer Engine were installed. Its attention raises an error, as if it had no
+    kernel."""
     from rl_megatron.model import layers
 
     block_spec, local = layers.get_gpt_decoder_block_spec, layers._local
@@ -180,8 +181,8 @@ def leave_out_steps() -> None:
 
 
 def mark_as_transformer_engine() -> None:
-    """Marks weights as Transformer Engine does with Megatron's arguments: experts as not sharded, replicated weights as
-    sharded over tensor ranks."""
+    """Gives weights the marks that Transformer Engine sets if it gets Megatron's arguments: experts are marked as not
+    sharded, replicated weights as sharded over tensor ranks."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from rl_megatron.model.linear import ReplicatedLinear

@@ -1,4 +1,4 @@
-"""Fixes of other libraries and parts of this backend are needed: if one is removed, training fails or is wrong.
+"""Parts of this backend and its fixes of other libraries are needed: if one is removed, training fails or is wrong.
 
 `rl_megatron.patches` names the two fixes that are not tested.
 """

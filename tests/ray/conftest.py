@@ -1,4 +1,4 @@
-"""One Ray session for all tests in this directory, on loopback and with a small object store; a shared worker group."""
+"""What the tests here share: a Ray session, on loopback and with a small object store, and a worker group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ray.gloo_backend import GlooBackend, spec_of
 START_S = 240.0
 """Longest time for a group to start. On a busy machine, the imports of a rank alone may take half a minute."""
 IN_TIME_S = 100.0
-"""Longest time until an error that comes at once on a free machine. The deadline of a call is START_S or longer."""
+"""Longest wait for an error. On a free machine the error comes at once. The deadline of a call is START_S or longer."""
 SLEEP_S = str(10_000_000 + os.getpid())
 """Argument of the `sleep` processes that ranks start. No other process has the same argument."""
 
@@ -50,8 +50,9 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def late_news_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives Ray a minute to report the death of a rank after another rank has reported that it lost its peer. If all
-    ranks answer, as after a death in a collective call, the wait ends at once."""
+    """Gives Ray a minute to report the death of a rank after another rank has reported that it lost its peer. The
+    wait ends as soon as every rank has answered or is reported dead, so it is short if the rank died in a collective
+    call."""
     monkeypatch.setattr(ray_ranks, "_SETTLE_S", 60.0)
 
 

@@ -280,7 +280,7 @@ class BlocksAndHangs(InPlace):
 
 @contextlib.contextmanager
 def recorded_timers() -> Iterator[list[float]]:
-    """Yields the times of the timers that are set on the event loop in the context. Times are on the loop's clock."""
+    """Yields a list of times on the loop's clock: one for each timer that is set on the event loop in the context."""
     loop = asyncio.get_running_loop()
     set_timer, timers = loop.call_at, []
 

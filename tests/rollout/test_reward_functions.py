@@ -81,7 +81,7 @@ def logged(function: Any) -> Any:
 
 
 def for_texts(function: Any) -> Any:
-    """A decorator that calls a function of texts with the completions."""
+    """A decorator for functions of texts: passes on only the completions."""
 
     @functools.wraps(function)
     def call(completions: list[Any], **_: Any) -> Any:

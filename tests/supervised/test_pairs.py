@@ -291,7 +291,7 @@ class OnRanks:
     loss: LossSpec
     role: Literal["policy", "critic"]
     scored: str
-    """The score of the ranks that becomes the batch's `column`."""
+    """Which score of the ranks becomes the batch's `column`."""
     column: str
     pair_loss: Callable[[Tensor, Tensor], Tensor]
 

@@ -1,7 +1,8 @@
 """Lists every public name of the workspace for `public_api.txt`; `make public-api` regenerates that file.
 
 Public is what a user imports as `package` or `package.module`: the names in `__all__`, or, for a module without it, the
-names it defines without a leading underscore. Deeper modules are reached through their package's table of contents.
+names it defines without a leading underscore. Names of deeper modules count only if one of these
+modules lists them in `__all__`.
 
 The modules in SIGNED are contracts that other packages build on. For their names the listing also has fields with
 defaults, parameters of methods and functions, and values.

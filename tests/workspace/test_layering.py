@@ -46,12 +46,12 @@ def listed_layers() -> tuple[str, ...]:
 LAYERS = listed_layers()
 """Each layer imports only layers before it."""
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
-"""Layer that is useful without the rest → the only library that it imports. Of rl_core it imports only `GROUND`."""
+"""Layer that is useful without other layers → the only library that it imports. Of rl_core it imports only `GROUND`."""
 GROUND = {"errors", "columns", "function_settings", "trajectory_rows"}
 """Modules that import no library."""
 NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}
 CONTRACTS = "rl_core.interfaces"
-"""Other modules import its names from the package, not from the module that defines them."""
+"""The package of the contracts. Other modules import its names from it, not from the modules that define them."""
 BEHIND_AN_EXTRA = {
     "rl_core.workers.ray_rank": {"ray"},
     "rl_core.workers.ray_cluster": {"ray"},
@@ -59,8 +59,8 @@ BEHIND_AN_EXTRA = {
     "rl_core.testing": {"transformers"},
     "rl_core.rank_kit.scoring": {"transformers"},
 }
-"""Modules of rl_core → the extra's packages that they import at module level. No other module of rl_core imports these
-packages or these modules at module level."""
+"""Modules of rl_core → packages of an optional extra that they import at module level. No other module of rl_core
+imports these packages or these modules at module level."""
 WITHOUT_TORCH = (
     "rl_core",
     "rl_core.config",

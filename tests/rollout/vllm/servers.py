@@ -28,7 +28,7 @@ from rl_rollout.vllm.tokens import Tokens
 
 T = TypeVar("T")
 TOKENS = Tokens(control="the control token of these tests")
-"""The tokens of all shared servers."""
+"""The access tokens of all shared servers."""
 IN_CORE = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 """Lets an engine of one rank compute in its core process, as on GPUs. On CPUs vLLM starts a worker process unless the
 executor is given as a class. Importing vLLM in that process takes a third of a start's processor time."""

@@ -148,7 +148,7 @@ def test_a_staged_version_is_waited_for_on_every_server():
 
 @pytest.mark.parametrize(("comes_back_s", "expected_s"), [(0.0, 0.5), (40.0, 40.5), (None, 130.5)])
 def test_a_lost_server_is_reported_as_soon_as_a_server_is_up_again(comes_back_s: float | None, expected_s: float):
-    """The news that the server is dead comes half a second after its refusal, as if its core had been killed."""
+    """Half a second after the server has refused the update, it is reported dead, as if its core had been killed."""
 
     async def work() -> None:
         pool = Pool(1)
@@ -181,7 +181,7 @@ def test_a_lost_server_is_reported_as_soon_as_a_server_is_up_again(comes_back_s:
 
 
 def test_an_update_whose_connection_breaks_may_be_repeated_though_the_server_lives():
-    """The update loses its connection although no server is lost, as behind a proxy that fails."""
+    """The update's connection breaks although no server is lost. A failing proxy has this effect."""
 
     async def work() -> None:
         async def is_gone_once() -> Any:

@@ -340,7 +340,7 @@ async def test_the_warning_about_a_lost_server_says_who_restarts_it(
 async def test_an_address_that_never_answers_is_named_with_the_key_that_limits_the_wait(
     monkeypatch: pytest.MonkeyPatch, connect_s: float, reason: str
 ):
-    """Only an attempt longer than the timeout for connecting shows that the server accepts connections."""
+    """Only an attempt that lasts longer than the timeout for connecting shows that the server accepts connections."""
     monkeypatch.setattr(supervisor_module, "CONNECT_S", connect_s)
     held: list[asyncio.StreamWriter] = []
     async with await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0) as silent:
