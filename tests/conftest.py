@@ -53,8 +53,8 @@ LONG = (
     "tests/real_model",
     "tests/workspace/test_wheels.py",
 )
-"""Tests that run first, because they take longest: as the last ones, they would keep one core busy and leave the others
-idle."""
+"""Tests that run first, because they take longest: if they ran last, one core would be busy with them while the others
+are idle."""
 
 
 class Lanes(LoadScopeScheduling):
@@ -68,7 +68,7 @@ class Lanes(LoadScopeScheduling):
 @pytest.fixture(scope="session", autouse=True)
 def forked_proofs() -> Iterator[None]:
     """Uses forked processes for the model proofs that this process requests. Commands that tests start use a new
-    interpreter for each proof, as for a user."""
+    interpreter for each proof, as they do when a user starts them."""
     from tests import forked_proofs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the bfloat16 check of a backend's suite `parity`, except on the variants in the module's `IN_BFLOAT16`.
+    """If a module defines `IN_BFLOAT16`, adds the mark `parity` to the bfloat16 checks of variants that are not in it.
     On a `parity_only` variant, the bfloat16 check takes as long as all other checks together. Puts LONG tests first.
     """
     for item in items:

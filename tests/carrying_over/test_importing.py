@@ -294,7 +294,7 @@ def test_an_environment_of_skyrl_gym_keeps_its_name_and_its_section(tmp_path: Pa
 
 
 def test_an_environment_with_options_of_skyrl_gym_is_not_replaced_by_one_of_the_same_name(tmp_path: Path):
-    """SkyRL passes the turns of the generator to the environment, whose own default is another number."""
+    """SkyRL passes `generator.max_turns` to the environment, whose own default for its number of turns differs."""
     text = (
         "python -m skyrl.train.main trainer.epochs=2 environment.env_class=search generator.max_turns=4 "
         "environment.skyrl_gym.search.topk=3 environment.skyrl_gym.search.search_url=http://localhost:8000/retrieve\n"

@@ -72,9 +72,9 @@ def require_nothing_is_lost(*runs: ScriptedRun) -> None:
 
 
 def runs_stopped_at_any_moment(directories: pytest.TempPathFactory, script: Script) -> Iterator[list[ScriptedRun]]:
-    """Starts one run after another and stops each four turns of the event loop later than the previous one, until a run
-    ends before it is stopped. Yields each stopped run that had finished a step, together with the run that resumed it;
-    finally yields the run that ended. Fails unless several runs were stopped between each step's end and the next
+    """Starts one run after another, and stops each run four turns of the event loop later than the run before, until a
+    run ends before it is stopped. Yields each stopped run that had finished a step, together with the run that resumed
+    it; finally yields the run that ended. Fails unless several runs were stopped between each step's end and the next
     step's end."""
     stopped_after: list[int] = []
     for turn in itertools.count(script.max_staleness, 4):

@@ -202,7 +202,7 @@ def test_best_minus_second_is_an_unbiased_gradient_of_the_expected_best_of_k(num
         scores_N = torch.tensor([rewards[v] for v in draw], dtype=torch.float64)
         advantages_N = best_minus_second_advantages(scores_N, group_N, k=k)
         chance = logprobs_V[list(draw)].sum().exp().detach()
-        # An advantage is a mean over the subsets of k samples that contain the sample: a fraction k / n of all subsets.
+        # An advantage is a mean over the subsets of k samples that contain its sample; they are k / n of all subsets.
         estimate = estimate + chance * k / num_samples * (advantages_N * logprobs_V[list(draw)]).sum()
     (gradient_V,) = torch.autograd.grad(estimate, logits_V)
     torch.testing.assert_close(gradient_V, exact_V, rtol=1e-10, atol=1e-12)
@@ -244,8 +244,8 @@ def slow_pass_at_3(scores: list[float]) -> list[float]:
 
 
 def slow_best_minus_second(scores: list[float], k: int | None = None) -> list[float]:
-    """A sample's advantage is a mean over the subsets of k samples that contain it: the best score of the subset minus
-    the best score of its other samples."""
+    """In each subset of k samples that contains the sample, takes the best score of all k minus the best score of the
+    k − 1 others. The sample's advantage is the mean of these differences."""
     k = k or len(scores)
     if not 2 <= k <= len(scores):
         return [0.0] * len(scores)

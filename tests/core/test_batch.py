@@ -156,7 +156,7 @@ def test_long_prompts_with_short_responses_do_not_widen_the_rectangle():
         return {"tokens": [1] * (prompt + response), "sampled": [False] * prompt + [True] * response}
 
     padded = Batch.from_sequences([sequence(10, 90), sequence(90, 10)]).to_padded(pad_token_id=0)
-    assert padded.attention_mask.shape == (2, 100)  # 180 if prompts and responses were padded separately
+    assert padded.attention_mask.shape == (2, 100)  # would be 180 if prompts and responses were padded separately
     assert padded.columns["sampled"][:, -10:].all()
 
 

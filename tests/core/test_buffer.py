@@ -62,7 +62,7 @@ async def test_one_step_off_policy_training_runs_one_batch_ahead():
 
 
 async def test_groups_that_an_earlier_run_started_keep_their_age_and_their_places():
-    """The bound is 2: step 4 has to take a group of version 1, while another group may overtake one of version 2."""
+    """The bound is 2. A group of version 1 has to be in step 4; another group may overtake a group of version 2."""
     for started, first in (({1: 1, 2: 2}, [1]), ({1: 2, 2: 3}, [3])):
         buffer = GroupBuffer(
             groups_per_step=1, max_staleness=2, pipeline_depth=2, version=3, last_version=9, started=started

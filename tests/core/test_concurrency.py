@@ -1,4 +1,4 @@
-"""Coroutines that run while a block runs."""
+"""Coroutines that run while the body of an `async with` statement runs."""
 
 from __future__ import annotations
 

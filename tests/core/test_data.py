@@ -242,7 +242,7 @@ def test_a_data_set_of_the_hub_is_read_from_the_cache(tmp_path: Path, monkeypatc
     (tmp_path / "sums").mkdir()
     write_lines(tmp_path / "sums" / "train.jsonl", *rows)
     load_dataset(str(tmp_path / "sums"))
-    # The cache folder of a data set of the hub also has the owner's name.
+    # If a data set comes from the hub, its cache folder's name begins with the owner's name.
     (stored,) = (tmp_path / "cache").glob("sums/*/*/*/")
     of_the_hub = tmp_path / "cache" / "org___sums" / "default" / "0.0.0" / stored.name
     of_the_hub.parent.mkdir(parents=True)

@@ -69,7 +69,7 @@ def test_a_step_that_rewrites_the_text_starts_a_new_sequence():
 
 
 def test_a_step_whose_sampled_tokens_repeat_the_text_does_not_join():
-    # The second step's prompt is shorter than the first step's text; the equal token that follows was sampled again.
+    # The second step's prompt ends before the first step's last token, 3; the second step sampled a 3 of its own.
     batch, _ = merge_of([step(7, 0, [1], [2, 3]), step(7, 1, [1, 2], [3, 4], last=True)])
     assert batch.num_sequences == 2
 

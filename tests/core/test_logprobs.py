@@ -46,7 +46,7 @@ def test_values_and_gradients_equal_those_of_full_logits(use, chunk_tokens, has_
 
 
 def test_results_own_their_memory():
-    # FSDP2 warns about a wrapped module that returns a view, because an in-place change would drop its hook.
+    # FSDP2 warns if a wrapped module returns a view: an in-place change of the view would drop FSDP2's hook on it.
     tensors, targets_T = inputs()
     logprobs_T, entropies_T = chunked_logprobs(**tensors, targets_T=targets_T, temperature=1.0, chunk_tokens=4)
     assert logprobs_T._base is None
@@ -153,7 +153,7 @@ def test_an_empty_stream_is_allowed():
 
 
 class LogitsMemory(TorchDispatchMode):
-    """Counts the bytes alive in storages of matrices with a column per vocabulary entry, except the `ignored` ones."""
+    """Counts the bytes of all live matrices that have a column per vocabulary entry, without the tensors `ignored`."""
 
     def __init__(self, vocabulary: int, ignored: list[torch.Tensor]):
         super().__init__()

@@ -236,8 +236,9 @@ def test_value_loss_takes_the_larger_of_plain_and_clipped_error():
 
 
 def test_rounding_never_removes_the_gradient_of_a_value_that_is_not_clipped():
-    """With prediction v, return R and earlier value V, (v − R) − (v − V) + (v − V) often differs from v − R in float32.
-    A loss that only compared these two errors would count one token in thirty as clipped."""
+    """Prediction v, return R, earlier value V. Where nothing is clipped, the clipped error (v − R) − (v − V) + (v − V)
+    often differs from the error v − R in float32. A loss that only compared these two errors would count one token in
+    thirty as clipped."""
     generator = torch.Generator().manual_seed(0)
     values_T, returns_T, move_T = torch.randn(3, 1000, generator=generator)
     predicted_T = (values_T + 0.1 * move_T.tanh()).requires_grad_()
@@ -538,7 +539,7 @@ def test_only_scores_of_the_current_model_may_carry_gradient(case):
         copied_T = columns[name].detach().clone().requires_grad_()
         refused = {**columns, name: copied_T}
         if case == "cispo_rollout" and name == "old_logprobs_T":
-            call(case, refused)  # not read
+            call(case, refused)  # this loss does not read it
             continue
         with pytest.raises(ShapeError, match=rf"{name}: carries a gradient, .* pass {name}\.detach\(\)"):
             call(case, refused)

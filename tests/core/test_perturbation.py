@@ -37,7 +37,7 @@ def test_a_piece_gets_its_part_of_the_whole_parameters_noise():
     for piece, found in zip(pieces, noise(pieces), strict=True):
         rows, columns = found.shape
         row, column = piece.offset
-        # Here the norm of the whole parameter is summed over its pieces, so it is rounded differently.
+        # Here the norm of the whole parameter is summed over its pieces, so its rounding differs from `expected`.
         assert torch.allclose(found, expected[row : row + rows, column : column + columns], atol=1e-6)
 
 

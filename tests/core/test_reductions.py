@@ -126,7 +126,7 @@ def test_parts_of_a_mini_batch_add_up_only_with_weights_of_the_whole(name: str, 
     at = sum(stream.lengths[: round(cut * len(stream.lengths))])
     parts = (weights_T[:at] * losses_T[:at]).sum() + (weights_T[at:] * losses_T[at:]).sum()
     torch.testing.assert_close(parts, (weights_T * losses_T).sum())
-    # `prompt_token_sum` gives parts the weights of the whole batch if each part trains tokens of every prompt.
+    # With `prompt_token_sum`, parts that each train tokens of every prompt have the same weights as the whole batch.
     if name != "prompt_token_sum" and stream.mask_T[:at].any() and stream.mask_T[at:].any():
         per_part_T = torch.cat(
             [

@@ -1,4 +1,4 @@
-"""A row of metrics about rollouts has the share of tokens that were forced; a step of cut episodes is warned of."""
+"""A step's metrics have the share of its tokens that were forced; a warning says if most of its episodes were cut."""
 
 from __future__ import annotations
 

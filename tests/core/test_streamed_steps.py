@@ -201,8 +201,8 @@ def could_be_trained(
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_a_part_has_as_many_groups_as_the_bound_allows(data: st.DataObject):
-    """The buffer must take the largest number of finished groups, oldest first, after which all other groups can still
-    be trained on in time. The test finds this number by trying each."""
+    """The buffer takes finished groups oldest first. It must take as many as it can while all other groups can still be
+    trained on in time. The test finds this number by trying each."""
     size, bound = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     step = data.draw(st.integers(bound, bound + 2))
     versions = data.draw(st.lists(st.integers(step - bound, step), max_size=3 * size))

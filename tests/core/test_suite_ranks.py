@@ -117,7 +117,8 @@ def test_a_process_counts_as_working_if_one_thread_is_busy_but_not_if_many_threa
     activity = ranks._Activity(tmp_path)
 
     def has_worked(**busy_ms: float) -> bool:
-        """Whether the process worked in another 0.1 s. The named threads are busy as given, all others for 1 ms."""
+        """Advances the clock by 0.1 s and returns whether the process worked in that time. Each thread is busy for 1 ms
+        or for the milliseconds given."""
         nonlocal clock_s
         clock_s += 0.1
         for name in run_ms:

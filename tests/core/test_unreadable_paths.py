@@ -1,4 +1,4 @@
-"""A path that cannot be accessed gives one error, which names the path's key if it has one, also in a dry run."""
+"""A path that cannot be accessed gives one error, in a dry run too. If a key sets the path, the error names the key."""
 
 from __future__ import annotations
 

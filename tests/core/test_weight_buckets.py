@@ -1,4 +1,4 @@
-"""A bucket is packed only once: when its data are first read, and at the latest when the next bucket is drawn."""
+"""A bucket is packed only once: when its data are first read or when the next bucket is drawn, whichever is earlier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of a tensor are applied bit for bit and have the stated size. Changes that do not fit it are refused."""
+"""Changes of a tensor are applied bit for bit and have the stated size. Changes made for another tensor are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rl plan` for ZeRO predicts exactly how many bytes of parameters, gradients and optimizer state real ranks hold."""
+"""`rl plan` for ZeRO predicts exactly the bytes of parameters, gradients and optimizer state that real ranks hold."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ async def test_the_tokens_trained_on_are_those_that_the_engine_sampled(model: st
     codec = TokenCodec(tokenizer_of("tool_chatml"), chat_template_kwargs={})
     odd = sum(codec.encode_text(codec.response_text(e.completion.tokens)) != e.completion.tokens for e in exchanges)
     assert odd > 100
-    # Negative control: a log with one other token, or with other log-probs, is noticed.
+    # Negative control: a log in which one token or the log-probs were changed is noticed.
     first = sessions[7][0]
     for field, value in (
         ("tokens", (3, *first.completion.tokens[1:])),

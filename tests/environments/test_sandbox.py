@@ -57,7 +57,7 @@ async def test_a_function_is_called_with_json_and_answers_json(sandbox):
 async def test_only_the_result_counts_as_a_functions_output(sandbox):
     limits = attrs.evolve(LIMITS, output_bytes=1000)
     program = "def f(count): return 'x' * count"
-    tests = [Test(function="f", arguments=[count]) for count in (998, 3000)]  # quotes are two bytes
+    tests = [Test(function="f", arguments=[count]) for count in (998, 3000)]  # the result's quotes add two bytes
     fits, exceeds = await sandbox.run(program, tests, limits=limits)
     assert (fits.end, fits.value) == ("exited", "x" * 998)
     assert (exceeds.end, exceeds.is_complete) == ("output_limit", False)

@@ -1,8 +1,8 @@
 """Programs that try to escape from the sandbox, to take more than their share, or to outlive their test. Every
 mechanism must stop each of them.
 
-Attacks on files, processes and sockets that do no harm also run without a sandbox, where they must succeed: an attack
-that fails everywhere proves nothing.
+Those attacks on files, processes and sockets that are harmless also run without a sandbox, where they must succeed: an
+attack that fails everywhere proves nothing.
 """
 
 from __future__ import annotations

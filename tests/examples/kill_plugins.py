@@ -43,8 +43,8 @@ SECONDS = {
     "export": 0.15,
     "last_export": 0.3,
 }
-"""The phases of a run and about how many seconds each takes: a strike comes at a random moment of a phase. `export` is
-the export of a step (`trainer.hf_save_interval`), `last_export` the export of the finished run.
+"""Phase of a run → its approximate duration; a strike comes at a random moment of a phase. `export` is the export of a
+step (`trainer.hf_save_interval`), `last_export` the export of the finished run.
 """
 _APPEARS_S = 100.0
 """The longest time until Ray and the ranks are running. Only a strike in the first phase has to wait for them."""

@@ -1,7 +1,7 @@
 """An engine and a backend that share devices. Weights that leave the devices are unusable until they return.
 
-Both record what they do in `EVENTS`. Once the engine has slept, both fail if one computes while the other is on the
-devices.
+Both record what they do in `EVENTS`. Once the engine has slept, an engine or a model that computes fails unless it is
+alone on the devices.
 """
 
 from __future__ import annotations
