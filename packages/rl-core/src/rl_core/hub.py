@@ -28,7 +28,7 @@ TIMEOUT_S = 10.0
 LOOK_UP_S = 5.0
 _LINE_EVERY_S = 5.0
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-"""Patterns of a model's files that are downloaded. Weights in other formats are not."""
+"""Files of a model are downloaded if they match one of these patterns; weights in other formats are left out."""
 
 
 def endpoint() -> str:

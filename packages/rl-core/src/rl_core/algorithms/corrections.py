@@ -81,9 +81,9 @@ def off_policy_correction(
     4. drops sequences whose geometric mean or product of ratios (`sequence_mask_metric`) is out of bounds
 
     Values equal to a bound are kept. The parameters are the keys of `trainer.algorithm.off_policy_correction`; None,
-    where it is the default, disables a step or a bound. For masked importance sampling, use step 2 with token ratios in
-    step 3, or the product in step 4 with sequence ratios in step 3. In both cases, the cap must not be below the mask's
-    upper bound. Empty tensors are accepted, so that settings can be checked before a run.
+    where it is the default, disables a step or a bound. For masked importance sampling, use step 2 together with token
+    ratios in step 3, or the product in step 4 together with sequence ratios in step 3. In both cases, the cap must not
+    be below the mask's upper bound. Empty tensors are accepted, so that settings can be checked before a run.
 
     Metrics, each a pair (sum, weight). The weight counts the tokens or sequences named at the end of the line:
         off_policy/logprob_diff: |d|, over the trained tokens with a finite engine log-prob

@@ -42,8 +42,8 @@ def estimate_kl(
     With d = logprobs − ref_logprobs, clamped to ±LOG_RATIO_LIMIT:
     k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, and abs = |d|, each clamped to ±KL_LIMIT.
     With the suffix `+`, the value is the same as without it, and the gradient is the gradient of d²/2: d · ∇logprobs.
-    k3_unbiased = r · k3 with r = exp(logprobs − old_logprobs). The log-ratio is clamped to ±LOG_RATIO_LIMIT and k3 to
-    ±KL_LIMIT, but not their product; r carries gradient.
+    k3_unbiased = r · k3 with r = exp(logprobs − old_logprobs). The log-ratio in r is clamped to ±LOG_RATIO_LIMIT and k3
+    to ±KL_LIMIT, but the product r · k3 is not clamped; r carries gradient.
     Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); their gradients: Tang & Munos 2025, arXiv
     2506.09477; k3_unbiased: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, section 3.1.
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from rl_core.errors import ShapeError
 
 _LOWEST_LOGPROB = -1e4
-"""In products p · log p, lower log-probs (including −inf) are replaced by this value. Its exponential is 0 even in
+"""In products p · log p, log-probs below this value (including −inf) are replaced by it. Its exponential is 0 even in
 float64."""
 
 

@@ -195,8 +195,8 @@ def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
 
 
 def require_rewarded_stream(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> None:
-    """Raises ShapeError unless lengths and dtypes fit and all rewards are on sampled tokens. Other rewards would be
-    ignored. Raises DataError if a reward is not finite."""
+    """Raises ShapeError unless lengths and dtypes fit and all rewards are on sampled tokens. Rewards on other tokens
+    would be ignored. Raises DataError if a reward is not finite."""
     require_floating(rewards_T=rewards_T)
     _require_stream(sequence_T, mask_T=mask_T, rewards_T=rewards_T)
     stray_T = (rewards_T != 0) & ~mask_T

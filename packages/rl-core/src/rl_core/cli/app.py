@@ -26,13 +26,13 @@ from rl_core.cli.messages import discard_unwritten, say
 from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError, StorageError
 
 RANK_THREAD = "rl-rank-"
-"""Prefix of the names of the threads of `rl_core.workers.inline`. The constant is repeated here, because that module
-imports torch."""
+"""The threads of `rl_core.workers.inline` have names with this prefix. The constant is repeated here, because that
+module imports torch."""
 
 _AS_ASKED = (ConfigError, PluginError, DataError)
 """Errors after which the same command would fail again, because the user must change something."""
 _NOT_RESUMED = (*_AS_ASKED, CheckpointError)
-"""Errors after which resuming would fail too. The exception is `StorageError`, a kind of `CheckpointError`."""
+"""Errors after which resuming would fail too, except `StorageError`, a kind of `CheckpointError`."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.

@@ -69,8 +69,8 @@ def load(name: str, found: tuple[EntryPoint, ...] | None = None) -> click.Comman
 
 
 def refusal(group: click.Group, name: str) -> str | None:
-    """A message that a package's command `name` cannot be called, because `rl` has a built-in command of that name.
-    None if the package's command can be called."""
+    """The message for a package's command `name` that cannot be called because `rl` has a built-in command of that
+    name. None if the package's command can be called."""
     if name not in group.commands:
         return None
     return (

@@ -75,7 +75,7 @@ def show_plan(
 
 
 def require_made_models(loaded: configuration.Loaded) -> None:
-    """Raises ConfigError if a model does not exist yet, because the recipe will create it."""
+    """Raises ConfigError if the recipe still has to create a model of the run."""
     from rl_core.trainer.settings import model_shapes
 
     for role in model_shapes(loaded.config):

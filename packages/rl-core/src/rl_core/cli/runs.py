@@ -88,7 +88,8 @@ def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> i
 
 
 def _warn_of_start_model(loaded: configuration.Loaded) -> None:
-    """Says so if the run has a trained model and the configuration names another one, usually that before training."""
+    """Prints a warning if the run has a trained model but the configuration names another one, usually the model before
+    training."""
     model, trained = loaded.config.policy_model_path, loaded.config.export_dir
     played = Path(model).absolute()
     if (trained / "config.json").is_file() and trained.absolute() not in (played, *played.parents):

@@ -93,7 +93,7 @@ def _override(override: str, mistakes: Mistakes) -> Layer:
         if isinstance(node, yaml.MappingNode) and node.value:
             leaves = _leaves_of_node(loader, node, key, "", mistakes)
             return [(path, attrs.evolve(given, source=COMMAND_LINE)) for path, given in leaves]
-        # Without a node, the text is empty or, as in stop=####, would be a comment as a whole.
+        # Without a node, the text is empty or, as in stop=####, YAML takes all of it for a comment.
         value = (text.strip() or None) if node is None else loader.construct_document(node)
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())

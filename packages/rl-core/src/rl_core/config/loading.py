@@ -2,11 +2,11 @@
 which names the key.
 
 Fields and type hints of the classes determine what is accepted: bool, int, float (also from an int), str, None,
-Literal, unions, lists, tuples, mappings and nested classes. Where any length is accepted, a single value
-becomes a list or tuple of one. An int may be written with an exponent (`1e8`); outside the command line, such an int
-must be at least a million. A str that YAML reads as a number or a bool needs no quotes on the command line (`007`). For
-a section or a mapping, null is the same as an empty one. No other value is converted: `"3"` is not an int, and `1` is
-not a bool.
+Literal, unions, lists, tuples, mappings and nested classes. Where a list or tuple of any length is accepted, a single
+value becomes one with a single element. An int may be written with an exponent (`1e8`); outside the command line, such
+an int must be at least a million. A str that YAML reads as a number or a bool needs no quotes on the command line
+(`007`). For a section or a mapping, null is the same as an empty one. No other value is converted: `"3"` is not an int,
+and `1` is not a bool.
 
 A key with a mistake gets its default, and loading continues. Such a result is used only to find more mistakes.
 """

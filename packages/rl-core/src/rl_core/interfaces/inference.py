@@ -282,7 +282,7 @@ class EngineSpec:
     request_timeout_s: float
     """Longest time that a request or a weight update may take."""
     run_dir: Path
-    """The run directory. Engines write their logs to `logs` in it. It may not exist yet."""
+    """The run directory, which may not exist yet. Engines write their logs to `logs` in it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -299,8 +299,8 @@ class ServedModel:
 
 @runtime_checkable
 class ModelServing(Protocol):
-    """An engine plug-in whose engines can also serve environments a model other than the policy: the base model alone,
-    or the base model with another adapter."""
+    """An engine plug-in whose engines can answer environments' requests to a model other than the policy: the base
+    model alone, or the base model with another adapter."""
 
     def require_servable(self, spec: EngineSpec, adapter: Path | None) -> None:
         """Raises ConfigError if engines started with `spec` cannot serve the model. Called before any process is
