@@ -101,7 +101,7 @@ def is_foreign(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
     """
     if isinstance(error, asyncio.CancelledError):
         return task is None or not task.cancelling()
-    # A discarded coroutine also gets a GeneratorExit, while no task or another task is running.
+    # A coroutine that is discarded gets a GeneratorExit, too; at that time its own task is not the current one.
     if isinstance(error, GeneratorExit):
         return task is not None and current_task() is task
     return not isinstance(error, (Exception, KeyboardInterrupt))

@@ -130,8 +130,8 @@ class WorkerSpec:
     bf16: bool
     """Compute in bfloat16; trained parameters stay float32. False: compute in float32."""
     gradient_checkpointing: bool | Literal["selective"]
-    """Recompute activations in the backward pass; `"selective"`: all but the results of matrix products and
-    attention. A backend that supports only one of these two settings may use it in place of the other, because the
+    """True: recompute all activations in the backward pass; `"selective"`: all but the results of matrix products and
+    attention. A backend that supports only one of these two settings may also use it for the other, because the
     gradient is the same."""
     use_sample_packing: bool
     """Pack a micro-batch into one stream without padding. False: pad it to a rectangle."""
@@ -365,7 +365,7 @@ class RouteReader(Protocol):
     `route_layers` names them. `rl_core.rank_kit.routes_of` reads batches with some layers and with all layers."""
 
     def route_layers(self) -> Sequence[int]:
-        """Indices in the whole model of the layers with experts that this rank holds. Called once, after the start."""
+        """This rank's layers with experts, as indices in the whole model. Called once, after the start."""
         ...
 
 

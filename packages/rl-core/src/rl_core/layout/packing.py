@@ -27,10 +27,10 @@ def plan_micro_batches(
     """Splits sequences over data-parallel ranks, and each rank's part into micro-batches, by the sequences' lengths.
 
     First, `partition` gives all ranks sequences of nearly equal total cost. Then each rank's sequences are packed into
-    the same number of micro-batches: the smallest multiple of `multiple` for which a packing of all ranks within the
-    limits is found. If a balanced packing is found within the limits, the micro-batches of a rank have nearly equal
-    numbers of tokens. Micro-batches are ordered largest first, so that all ranks run micro-batches of similar size at
-    the same time.
+    the same number of micro-batches: the smallest multiple of `multiple` with which a packing within the limits is
+    found for every rank. If a balanced packing is found within the limits, the micro-batches of a rank have nearly
+    equal numbers of tokens. Micro-batches are ordered largest first, so that all ranks run micro-batches of similar
+    size at the same time.
 
     A rank with fewer sequences than micro-batches has empty micro-batches at the end. In an empty micro-batch, the rank
     joins the collectives without contributing.
@@ -48,8 +48,8 @@ def plan_micro_batches(
             of one or more sequences, which is not split. None: each item is a single sequence.
         costs_N: costs to balance over the ranks; None: the padded lengths. See `flop_cost`.
         partition: the function that splits the sequences over ranks. None: `greedy_partition`, or
-            `equal_count_partition` if `max_sequences` is set without `counts_N`. With these limits, the rank with the
-            most sequences determines the number of micro-batches.
+            `equal_count_partition` if `max_sequences` is set without `counts_N`, because then the rank with the most
+            sequences determines the number of micro-batches.
 
     Returns:
         plan[data_rank][micro_batch]: ascending int64 sequence indices. Equal arguments always give the same plan.

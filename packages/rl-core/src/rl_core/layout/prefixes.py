@@ -318,7 +318,7 @@ def _cells(nodes: _Nodes, start_N: IntArray, length_M: IntArray) -> IntArray:
 
 
 def _shared_nodes(common: list[int], least_saved: int) -> _Nodes:
-    """The nodes that several sequences share, from the prefix length that each sequence shares with the next."""
+    """The nodes that several sequences share. `common`: length of the prefix that each one shares with the next."""
     nodes: list[tuple[int, int, int, int, int]] = []
     path: list[tuple[int, int, int]] = []  # (end of run, shared tokens, node): the nodes that may contain the next run
     for first, shared, end in sorted(_shared_runs(common, least_saved)):
@@ -335,7 +335,8 @@ def _shared_runs(common: list[int], least_saved: int) -> list[tuple[int, int, in
     """Finds the maximal runs (first, shared, end) of neighbours that share `shared` tokens. Leaves out a run if sharing
     its tokens would save fewer than `least_saved` tokens compared with the run that encloses it."""
     runs: list[tuple[int, int, int]] = []
-    begun: list[tuple[int, int, int]] = []  # open runs: (first, shared, sequences; a kept inner run counts as one)
+    # Open runs: (first, shared, number of sequences), where a kept inner run counts as one sequence.
+    begun: list[tuple[int, int, int]] = []
     for i, shared in enumerate([*common, 0]):
         first, paths = i, 1
         while begun and begun[-1][1] > shared:

@@ -31,7 +31,7 @@ _LOGITS = 1.0
 _WRITERS = ("o_proj", "out_proj", "dense", "wo", "c_proj", "down_proj", "w2", "embed_tokens", "wte", "word_embeddings")
 """Layers whose outputs are added to the residual stream, which only norms read."""
 _NORMALISED = {"q_proj": "q_norm", "k_proj": "k_norm", "q_a_proj": "q_a_layernorm"}
-"""Layer → the norm that, if the model has it, is the only reader of the layer's output."""
+"""Layer → a norm. If the model has this norm, only the norm reads the layer's output."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

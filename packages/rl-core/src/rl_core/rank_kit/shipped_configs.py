@@ -18,7 +18,7 @@ def shipped_config(path: str | None) -> Path | None:
     if `path` exists locally or is not of the form `owner/name`."""
     if path is None or path.count("/") != 1 or path.startswith((".", "/", "~")) or Path(path).exists():
         return None
-    # By import path, because users do not write these plug-ins' names, so several packages may use the same name.
+    # By import path: several packages may use the same name, because users do not write the names of these plug-ins.
     roots = (plugins.load(GROUP, plugin.value) for plugin in plugins.installed(GROUP))
     return next((root / path for root in roots if (root / path / "config.json").is_file()), None)
 

@@ -26,7 +26,7 @@ class Chart:
     about: str
     """Explanation of the numbers in one or two sentences."""
     legend: Sequence[tuple[int, str, str]]
-    """(colour, label, value) of each curve: its latest value, or the phase's share in the chart of times."""
+    """(colour, label, value) of each curve. The value is the latest one or, in the chart of times, a phase's share."""
     svg: Markup
     note: str = ""
 

@@ -189,9 +189,10 @@ def _start_middle_end(steps: set[int]) -> list[int]:
 
 
 def _stages(wanted: Mapping[str, Sequence[int]]) -> list[tuple[str, dict[str, int]]]:
-    """(name, purpose → step) of start, middle and end. If one purpose has fewer steps than the other, each of its steps
-    has a different stage, chosen so that the other purpose's steps are nearest. For example, if a run is evaluated only
-    before and after training, these evaluations belong to the start and the end."""
+    """(name, purpose → step) of start, middle and end. The purpose with more steps has one step in every stage. The
+    steps of the other purpose are put into different stages, such that the two steps of a stage are as close to each
+    other as possible. For example, if a run is evaluated only before and after training, these evaluations belong to
+    the start and the end."""
     longest = max(wanted.values(), key=len)
     names = {0: (), 1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[len(longest)]
     stages: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names]

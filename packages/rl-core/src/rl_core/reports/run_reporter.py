@@ -36,8 +36,8 @@ class RunReporter:
             steps_done: number of steps that a resumed run has done; None for a new run.
             writes_last_row_again: whether step `steps_done` is evaluated again and its row replaced. Its training
                 samples are kept.
-            train_row: returns the training data row of a group number; None: rows are not known.
-            eval_row: returns the evaluation data row of a group number; None: rows are not known.
+            train_row: returns a group's row of the training data, given the group's number; None: rows are not known.
+            eval_row: returns a group's row of the evaluation data, given the group's number; None: rows are not known.
         """
         first_step = 0 if steps_done is None else steps_done + 1
         self._row_of = {"train": train_row, "eval": eval_row}

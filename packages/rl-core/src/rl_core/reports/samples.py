@@ -37,7 +37,7 @@ class Sample:
     stop_reason: str | None
     """Stop reason of the last turn; None for a failed rollout."""
     end: str = "done"
-    """Why the episode ended: `done`, or a limit (`max_turns`, `context`). Says nothing about a failed rollout."""
+    """Why the episode ended: `done`, or a limit (`max_turns`, `context`). Without meaning for a failed rollout."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     """Metrics of the environment."""
     failure: str | None = None

@@ -123,7 +123,7 @@ class WandbTracker:
 
     A resumed run continues the run whose id is in `wandb_run_id.txt`. Weights & Biases does not accept a step twice: it
     ignores repeated steps with a warning. When the run ends, uploads may take five more minutes, or as many seconds as
-    `WANDB_FINISH_TIMEOUT` says. `wandb sync` sends the rest.
+    `WANDB_FINISH_TIMEOUT` says. `wandb sync` sends what was not uploaded in this time.
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:

@@ -99,8 +99,8 @@ class Tolerances:
     """Relative difference of the gradient norm in each of three steps. In the later steps, the weights already differ
     by up to `weight`. Measured: 1e-6."""
     weight: float = 1e-5
-    """Absolute difference of weights after three AdamW steps at up to 1e-3. AdamW divides by the gradient's magnitude,
-    so rounding errors of small gradients are enlarged. Measured: 5.7e-6."""
+    """Absolute difference of weights after three AdamW steps with learning rates up to 1e-3. AdamW divides by the
+    gradient's magnitude, so rounding errors of small gradients are enlarged. Measured: 5.7e-6."""
     tied_weight: float = 1e-4
     """Like `weight`, for all weights of models with tied embeddings, whose two gradients are rounded before they are
     added. Measured: 5.9e-6 with the models of this suite, 8e-5 with other models on two ranks."""
@@ -120,8 +120,8 @@ OTHER_STEP = OptimizerUpdate(
 """Settings that all differ from the configuration's."""
 MOVED = 1e-3
 """Smallest difference that a control must show: ten times the largest default tolerance of weights and log-probs.
-Controls compare the weights after three steps with the initial weights, the weights after steps on half of each
-mini-batch, and the weights after steps with the configured settings. Another control compares log-probs with log-probs
+Three controls compare the weights after three steps with other weights: the initial ones, those after steps on half of
+each mini-batch, and those after steps with the configured settings. Another control compares log-probs with log-probs
 of other routes. If such a difference were within the tolerance, agreement within the tolerance would prove nothing."""
 
 
@@ -150,8 +150,8 @@ class BackendConformance:
     variants: ClassVar[Sequence[Variant]] = VARIANTS
     """Combinations of world size, options, spec and checkpoint with which the checks run."""
     resumes: ClassVar[Sequence[tuple[Variant, Variant]] | None] = None
-    """Pairs of a variant that saves a state and a variant that loads it. None: of the first variants of all world
-    sizes, every ordered pair with the same checkpoint."""
+    """Pairs of a variant that saves a state and a variant that loads it. None: take the first variant of each
+    world size, and every ordered pair of these that has the same checkpoint."""
     left_out: ClassVar[Mapping[str, str]] = {}
     """Checks that do not apply → why; they are shown as skipped with the reason."""
     preload: ClassVar[Sequence[str]] = ()

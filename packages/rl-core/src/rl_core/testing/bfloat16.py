@@ -82,7 +82,7 @@ class Results:
     gradients: Mapping[str, Tensor]
     """Gradients summed over all batches."""
     weights: Mapping[str, Tensor]
-    """Weights after one step with these gradients and one step with each of the first two batches."""
+    """Weights after three steps: one with these gradients, then one with each of the first two batches."""
 
 
 @attrs.frozen(kw_only=True)

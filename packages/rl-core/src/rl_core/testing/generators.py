@@ -188,7 +188,7 @@ def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: S
         num_trained += _trained_tokens(step, exchanges, origins)
     for number, exchange in enumerate(exchanges):
         tokens = _tokens_of(exchange)
-        # A generator may discard a completion, but must train once on each token of a completion that a step contains.
+        # A generator may discard a completion. If a step contains it, each of its tokens must be trained on once.
         if any(tokens == tuple(step.tokens[: len(tokens)]) for step in steps):
             assert num_trained[number] == len(exchange.completion.tokens), "each sampled token must be trained on once"
 

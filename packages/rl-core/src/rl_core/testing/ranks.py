@@ -314,9 +314,9 @@ class _Activity:
         self._last_active_ns: dict[str, int] = {}
 
     def has_worked(self) -> bool:
-        """Whether the process has worked since the last call. It has if a thread waits for a disk now, or has computed
-        or waited for a processor for more than `_WORK_SHARE` of the time. A new thread's activity is measured from its
-        start. Always False if the system does not measure this time, as outside Linux."""
+        """Whether the process has worked since the last call. True if a thread waits for a disk now, or has
+        computed or waited for a processor for more than `_WORK_SHARE` of the time. A new thread's activity is measured
+        from its start. Always False if the system does not measure this time, as outside Linux."""
         now_s, active_ns, states = time.monotonic(), {}, set()
         try:
             for task in self._tasks.iterdir():

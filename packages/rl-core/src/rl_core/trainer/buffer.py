@@ -170,7 +170,7 @@ class GroupBuffer:
 
     async def take(self, timeout_s: float) -> list[FinishedGroup]:
         """Waits for the groups of the next step, or of its next part, and returns them, oldest first. Raises
-        DeadlineError if they are not finished within `timeout_s`, or the error passed to `fail`."""
+        the error passed to `fail`, or DeadlineError if the groups are not finished within `timeout_s`."""
         async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._failure or self._choice()), timeout_s)

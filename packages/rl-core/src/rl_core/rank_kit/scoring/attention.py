@@ -54,15 +54,15 @@ def packed_attention(
         scaling: factor of query · key; None: D ** −0.5.
         sliding_window: number of tokens that each token sees, including itself; None: itself and all before it.
         packed_sequences: where each sequence is in the stream.
-        others: further arguments that transformers passes to every attention function. Terms that are not implemented
-            are refused; the rest is unused.
+        others: further arguments that transformers passes to every attention function. Those that ask for a term that
+            is not implemented here are refused, all others ignored.
 
     Returns:
         [B, L, heads, D].
 
     Raises:
-        ConfigError: the model's code does not pass `packed_sequences` on, passes a mask, or needs a term that is not
-            implemented here; or only a mask contains the layer's window or chunks.
+        ConfigError: the model's code does not pass `packed_sequences` on, passes a mask, needs a term that is not
+            implemented here, or states the layer's window or chunks only in a mask.
     """
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     unsupported += _bounds_in_masks(module, sliding_window)

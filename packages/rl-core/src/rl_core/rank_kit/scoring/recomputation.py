@@ -52,7 +52,7 @@ def recompute_layers(model: PreTrainedModel, which: Literal[True, "selective"], 
         where: section of the model, for messages.
 
     Raises:
-        ConfigError: the model marks no layers.
+        ConfigError: the model's code marks no layers for gradient checkpointing.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:

@@ -24,7 +24,7 @@ class Shards(Protocol):
     """The optimizer; None if the model is never trained."""
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of the sum of `loss` over all ranks to the gradients."""
+        """Accumulates gradients: adds the gradient of one loss, the sum of all ranks' `loss`."""
         ...
 
     def let_go(self) -> None:
