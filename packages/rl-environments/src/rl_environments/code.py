@@ -79,8 +79,8 @@ class CodeOptions:
 
 
 class CodeEnvironment:
-    """Runs the program in the last fenced block of the response on the row's tests. The reward is 1 if all of them
-    pass, else 0; or, with the option `reward=fraction`, the fraction that passes.
+    """Takes the program from the last fenced block of the response, and runs it on the row's tests. The reward is 1 if
+    all of them pass, else 0; or, with the option `reward=fraction`, the fraction that passes.
 
     Metrics: `accuracy` (all tests pass), `passed` (the fraction that passes; tests that are not run count as failed),
     `has_program`, `syntax_error`, `timed_out` (a test reached its CPU or wall-clock limit), `sandbox_<mechanism>`.

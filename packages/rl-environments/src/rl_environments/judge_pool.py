@@ -1,4 +1,4 @@
-"""Compares answers in child processes, which all episodes of the parent process share, on any event loop.
+"""Compares answers in child processes. All episodes of the parent process share them, whichever event loop they use.
 
 A child compares one answer after another, until an answer takes too much CPU time or crashes it. All children end when
 the parent ends or is killed, because this closes the pipe that is their stdin. On Linux the kernel also kills a child

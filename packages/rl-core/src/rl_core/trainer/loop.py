@@ -202,7 +202,7 @@ class TrainingLoop:
                     break
                 await self._train_on(groups)
             if self._stop.is_set():
-                await self._collect_answers()  # before the end of the block, which cancels the groups in progress
+                await self._collect_answers()  # the end of the block cancels groups in progress
 
     @asynccontextmanager
     async def _saving_after_errors(self) -> AsyncIterator[None]:

@@ -52,7 +52,7 @@ class Peak:
 
 @attrs.frozen(kw_only=True)
 class Serving:
-    """Capacity of an engine with its share of a device's memory."""
+    """What an engine can hold in its share of a device's memory."""
 
     tokens: int
     """Number of tokens for which the cache holds keys and values."""

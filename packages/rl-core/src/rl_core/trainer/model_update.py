@@ -73,7 +73,7 @@ class ModelUpdate:
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """Takes one optimizer step per mini-batch and epoch. Returns the batch and metrics. If `keeps_first`, the
-        batch's `old_logprobs` of the first mini-batch are those that its first training pass computed."""
+        returned batch has, as `old_logprobs` of the first mini-batch, the log-probs of its first training pass."""
         settings = self._settings
         parts: list[Metrics] = []
         for epoch in range(settings.epochs):

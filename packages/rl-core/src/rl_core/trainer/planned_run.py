@@ -80,7 +80,7 @@ def longest_sequence(config: Config) -> int:
 
 def micro_batch_size(config: Config, role: Role, mesh: Mesh, longest: int | None = None) -> tuple[int, int]:
     """Tokens of a full micro-batch, and the number of micro-batches per rank and mini-batch. Assumes that every
-    sequence has the largest length, padded.
+    sequence has the largest length, and is padded so that the mesh can split it.
 
     Args:
         longest: tokens of a sequence; None: `longest_sequence(config)`. If `trainer.max_tokens_per_microbatch` is set

@@ -105,7 +105,7 @@ _MOST_SAMPLES = 256
 
 
 class NoSampler:
-    """The sampler of generators that do not sample: before a run, and in runs whose responses come from the data."""
+    """The sampler that a generator gets if it will not sample: before a run, or if responses come from the data."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         raise AssertionError("nothing is sampled before a run, or if responses come from the data")
@@ -436,8 +436,8 @@ def _require_environment(row: DataRow, name: str | None) -> None:
 
 
 def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes: Mistakes) -> None:
-    """Notes mistakes in algorithm settings and in the number of steps, models that the backend cannot train, and Ray
-    if it is needed but not installed."""
+    """Notes mistakes in algorithm settings and in the number of steps. Also notes models that the backend cannot train,
+    and notes if Ray is needed but not installed."""
     if not mistakes.about(*_UPDATE_READS):
         with mistakes.gathered():
             update = update_settings(config)

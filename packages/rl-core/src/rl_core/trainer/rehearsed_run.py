@@ -18,8 +18,8 @@ from rl_core.trainer.planned_run import ArrangedModel, longest_sequence, micro_b
 from rl_core.trainer.settings import update_settings
 
 _MICRO_BATCHES = 2
-"""Largest number of micro-batches that are rehearsed. A third would need no more memory than the second, for which the
-gradients of the first are in memory already."""
+"""Largest number of micro-batches that are rehearsed. A third would need no more memory than the second: the first
+leaves gradients in memory, and later ones are added to them."""
 
 
 @attrs.frozen(kw_only=True)

@@ -83,10 +83,10 @@ class RunStart:
 def open_run_directory(config: Config) -> RunStart:
     """Prepares the run's directory and finds the checkpoint to continue from.
 
-    If the checkpoint is in the run's checkpoint directory, the run in the directory continues (`set_aside_later_steps`
-    moves the output of later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An
-    earlier run in the directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too,
-    only the run's files are moved. If the checkpoint directory is outside the run's directory, a new run moves the
+    If the checkpoint is in the run's checkpoint directory, the earlier run continues (`set_aside_later_steps` moves
+    the output of later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An earlier run
+    in the directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too, only the
+    earlier run's files are moved. If the checkpoint directory is outside the run's directory, a new run moves the
     checkpoints in it to its subdirectory `replaced_1`, `_2`, …. The only file that may be overwritten is the
     configuration of a run that ended before it had metrics or a checkpoint. `config.yaml` is the configuration that the
     run began with; a resumed run with another configuration writes `config.resumed-1.yaml`, `-2`, …. Partial
@@ -226,7 +226,7 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None, state: RunState)
 
 
 def require_own_files(config: Config) -> None:
-    """Checks that a run wrote every file in the run's directory that this run would append to, move or overwrite.
+    """Checks that every file that this run would append to, move or overwrite in its directory was written by a run.
 
     If the directory has a run's mark or a complete checkpoint, all files in it that have names of a run's files count
     as written by a run. Earlier versions wrote no mark, so a directory that has configuration, metrics and samples

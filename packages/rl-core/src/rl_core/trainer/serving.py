@@ -49,8 +49,8 @@ class ServingSettings:
     num_engines: int
     pause_mode: PauseMode
     delta_interval: int | None = None
-    """Every `delta_interval`-th sync sends whole weights; the others send only changes if the engines have the previous
-    version. None: all syncs send whole weights."""
+    """Every `delta_interval`-th sync sends whole weights; if the engines have the previous version, the others
+    send only changes. None: all syncs send whole weights."""
     verification: VerificationSettings
 
 

@@ -1,8 +1,8 @@
 """Decides whether a run may train on groups as they finish (`trainer.stream_groups`) without changing its steps.
 
-For this, the advantages, masks and undivided loss weights of a part must not depend on the step's other groups.
-Settings are checked directly. The advantage estimator, the KL in the reward and the off-policy correction are tried on
-made-up groups, once with all groups together and once with each group alone.
+For this, a part's advantages, masks and loss weights (before their division by the whole step's divisor) must not
+depend on the step's other groups. Settings are checked directly. The advantage estimator, the KL in the reward and the
+off-policy correction are tried on made-up groups, once with all groups together and once with each group alone.
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ class BatchUpdate:
         return {name: value for metrics in of_models for name, value in metrics.items()}
 
     def observed(self, batch: Batch, metrics: Metrics) -> Metrics:
-        """Adapts the KL coefficient for the next step to the KL observed in this step. Returns the metrics that need
-        the whole batch.
+        """Adapts the KL coefficient, which the next step uses, to the KL observed in this step. Returns the metrics
+        that need the whole batch.
 
         Args:
             batch: all parts of the step's batch, prepared.

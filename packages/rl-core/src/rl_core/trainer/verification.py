@@ -41,9 +41,9 @@ _LARGEST_FACTOR = 8192
 """Largest multiple of `LEAST_NOISE` that is tried. A rank-1 adapter on a tiny model needs 32 or 64."""
 _WANTED_EFFECT = 1.5
 """Change of the trainer's log-probs, in nats, that the noise should cause. Random Qwen3 models of 4 and 12 layers,
-dense and MoE, need noise of scale 1 for this. A single stale tensor then changes the mean by at least 0.04 (the weakest
-are the norms of queries and keys); with half the noise, by 0.01. SmolLM2-135M needs 1/8: with scale 1 its output would
-be only noise, and two correct bfloat16 implementations would differ by 3.7."""
+dense and MoE, need noise of scale 1 for this. A single stale tensor then changes the mean by at least 0.04, or by
+0.01 with half the noise; the norms of queries and keys change it least. SmolLM2-135M needs 1/8: with scale 1 its output
+would be only noise, and two correct bfloat16 implementations would differ by 3.7."""
 _GROWTH = 1.25
 """Once the effect is large enough (`_LEAST_EFFECT`), doubling stops when it increases the effect by less than this
 factor. Norms bound the effect (adapters of a tiny model: 0.12, 0.25, 0.48, 0.57, 0.59 nats), and more noise would hide

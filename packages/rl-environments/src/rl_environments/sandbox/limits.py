@@ -50,8 +50,8 @@ class Limits:
     open_files: int = attrs.field(default=64, validator=between(16, _MOST))
     """Maximum number of open files of each process."""
     output_bytes: int = attrs.field(default=256 * 1024, validator=at_least(0))
-    """Maximum size of stdout, of stderr and of a function's result as JSON, separately; exceeding it ends the test, and
-    the output so far is kept."""
+    """Maximum size of each of three outputs: stdout, stderr, and a function's result as JSON; exceeding it ends the
+    test, and the output so far is kept."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1,4 +1,4 @@
-"""Finds a sandbox mechanism that works on this machine, by running a program in it that tries to escape.
+"""Finds a sandbox mechanism that works on this machine: a program that runs in it tries to escape, and must fail.
 
 It would not suffice to check kernel versions and settings: a container's seccomp filter, AppArmor or a missing file can
 each forbid a mechanism, or let it start without effect.

@@ -1,9 +1,9 @@
 """Builds the seccomp filter of a program in the sandbox, in the kernel's language (classic BPF).
 
-The filter refuses access to other processes' memory, memory that no limit counts (memfd, SysV), namespaces and mounts,
-keys, io_uring (because its operations bypass the filter), changes of priority and scheduling, administration of the
-machine, system calls newer than the table of calls below, and all sockets except Unix socket pairs. `pyseccomp` could
-build such a filter too, but needs libseccomp on the machine and has had no release since 2021.
+The filter refuses: access to other processes' memory; memory that no limit counts (memfd, SysV); namespaces and
+mounts; keys; io_uring (because its operations bypass the filter); changes of priority and scheduling; administration of
+the machine; system calls newer than the table of calls below; and all sockets except Unix socket pairs. `pyseccomp`
+could build such a filter too, but needs libseccomp on the machine and has had no release since 2021.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from rl_environments.sandbox.inside.work import empty_work, prepare_work
 
 _TICK_S = 0.02
 _WATCHED_SHARE = 10
-"""Checks take at most a tenth of the time, however many processes the machine has."""
+"""The supervisor spends at most a tenth of its time on checks, however many processes the machine has."""
 _PIECE = 1 << 16
 _CONFINEMENT_FAILED = 70
 _RECORD_FD = 3
