@@ -42,7 +42,7 @@ GREEDY = SamplingParams(max_tokens=5, temperature=0.0)
 
 async def train(model: str, training: Rows, held_out: Rows, *, steps: int = 130, seed: int = 0) -> list[float]:
     """Trains the model in the directory `model`; returns the held-out accuracy before training, every ten steps, and
-    after."""
+    after training."""
     rng, accuracies = random.Random(seed), []
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = await WorkerGroup.launch(fsdp, policy_spec(model, optimizer_steps=2 * steps, seed=seed))

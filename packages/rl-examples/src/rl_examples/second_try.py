@@ -2,8 +2,8 @@
 
 Asked `37+45=`, the model answers `290$` (lowest digit first, as sums are computed; 280 is right), receives `+-+=`, a
 mark for each digit, and tries again: `280$`. It has three tries. The model is warm-started on tries that keep the
-digits marked as right, and in which every other digit is random half of the time. Only the outcome is rewarded, so all
-tries of an episode share one advantage: the model learns to add, to keep right digits, and to change wrong ones.
+digits marked as right, and in which each remaining digit is random half of the time. Only the outcome is rewarded, so
+all tries of an episode share one advantage: the model learns to add, to keep right digits, and to change wrong ones.
 Deliberately omitted: a reference model and a KL term, a higher reward for the first try.
 
 Run:      rl train second_try       (see what it plays: rl generate second_try --output episodes.jsonl)
@@ -104,8 +104,8 @@ def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, An
 
 
 def _guess(heard: str, answer: str, rng: random.Random) -> str:
-    """Returns the digits of a try: digits marked as right stay, and each other digit is the right one or a random one
-    with equal probability."""
+    """Returns the digits of a try: digits marked as right stay; each remaining digit is, with equal probability, the
+    right one or a random one."""
     digits = (
         right if mark == "+" or rng.random() < 0.5 else str(rng.randrange(10))
         for mark, right in zip(heard, answer, strict=False)

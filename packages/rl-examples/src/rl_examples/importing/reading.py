@@ -26,7 +26,7 @@ _USED = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _KEY = re.compile(r"^(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w-]+)*)(?:=(.*))?$", re.DOTALL)
 _MAY_SET_KEYS = re.compile(r"python|\.py\b|\s-m\s|\w\.\w+=")
 _NO_VALUE = re.compile(r"^[-$]|^[\d&]*[<>]|.*=", re.DOTALL)
-"""Matches words that cannot continue a value with a space: options, `$@`, redirections and `key=value`."""
+"""Matches words that cannot be the next word of an unquoted value: options, `$@`, redirections and `key=value`."""
 _OPERATOR = re.compile(r"^[|&;]+$")
 _HYDRA_FILE = re.compile(r"^(?:--config-(?:name|path|dir)|-cn|-cp|-cd)(?:=|$)")
 
@@ -98,8 +98,8 @@ def script(text: str, name: str) -> Read:
 
 
 def _assign(line: str, variables: dict[str, str], arrays: dict[str, str]) -> None:
-    """Adds what the line assigns to the variables and to the arrays, whose elements are words that keep their
-    quotes."""
+    """Carries out the line's assignments in `variables` or `arrays`. The elements of an array are words that keep
+    their quotes."""
     if array := _ARRAY_SET.search(line):
         name, appends, elements = array.groups()
         before = arrays.get(name, "") if appends else ""
@@ -183,7 +183,7 @@ def _commands(text: str) -> Iterator[str]:
 
 
 def _with_arrays_on_one_line(text: str) -> str:
-    """Returns the script with each `NAME=(…)` over several lines on one line, without the comments in it."""
+    """Returns the script with the lines of each `NAME=(…)` joined into one, and without the comments in them."""
 
     def one_line(found: re.Match[str]) -> str:
         elements = [word for line in found[3].splitlines() for word in words(line.strip().removesuffix("\\"))]

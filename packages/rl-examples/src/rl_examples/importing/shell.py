@@ -139,7 +139,7 @@ class Branches:
         self._blocks: list[_Block] = []
 
     def followed(self, command: str, variables: Mapping[str, str]) -> str | None:
-        """Returns the command if bash may run it. None if not, and for a line that only separates known branches."""
+        """Returns the command if bash may run it; None if not, or if the command only separates known branches."""
         is_running = all(block.runs for block in self._blocks)
         if _OPENS.match(command):
             if _CLOSES.search(command):

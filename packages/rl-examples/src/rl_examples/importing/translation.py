@@ -124,14 +124,16 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
 
 
 def _key_here(key: str, given: Mapping[str, Any]) -> str:
-    """Returns this project's key for a verl key in `KEYS`. verl has one threshold for both kinds of ratio."""
+    """Returns this project's key for a verl key in `KEYS`. verl has one threshold of ratios; `given` says
+    whether the ratios are of tokens or of sequences, which have separate keys here."""
     here = KEYS[key].key
     is_of_sequences = key == f"{_CORRECTION}_threshold" and given.get(_CORRECTION) == "sequence"
     return here.replace(".token_", ".sequence_") if is_of_sequences else here
 
 
 def _without_slash(values: dict[str, Any]) -> list[str]:
-    """Replaces slashes in the run's name, which scripts often build from the model's. Returns the remark on it."""
+    """Replaces slashes in the run's name, which scripts often build from the model's name. If there were any, returns
+    a remark about this."""
     name = values.get(_RUN_NAME)
     if not isinstance(name, str) or "/" not in name:
         return []
@@ -183,7 +185,7 @@ def _mistakes_in(values: Mapping[str, Any]) -> list[RLError]:
 
 
 def _plain(text: str) -> str:
-    """Removes the sources of values, which are not places in the user's file."""
+    """Removes the sources of values from a message, because a source is not a place in the user's file."""
     return text.replace(" ()", "").replace(" (code)", "").replace("(code, ", "(").replace(", code)", ")")
 
 
