@@ -1,4 +1,4 @@
-"""Episodes per second, with and without 1 % each of environments that sleep, block, raise and hang.
+"""Episodes per second, with and without faulty environments: 1 % sleep, 1 % block, 1 % raise and 1 % hang.
 
 Runs with and without these faulty environments alternate; the ratio shows what the faults cost the other episodes.
 

@@ -1,5 +1,5 @@
-"""Training steps per second with 1 % each of environments that sleep, block, raise and hang, compared with runs without
-them.
+"""Training steps per second with faulty environments (1 % sleep, 1 % block, 1 % raise, 1 % hang), compared with runs
+without them.
 
 Runs with and without these faulty environments alternate. The script also checks that metrics.jsonl counts every
 failure.

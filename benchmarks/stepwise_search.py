@@ -1,4 +1,4 @@
-"""Token cost of step-wise search: tokens of the sequences trained on, relative to each conversation as one sequence.
+"""Token cost of step-wise search: tokens trained on, relative to their number if each conversation is one sequence.
 
     python -m benchmarks.stepwise_search
 
@@ -43,8 +43,8 @@ CASES = (
 
 
 def measure(template: str | None, observer: str, corpus: Path) -> dict[str, float]:
-    """Tokens of all sequences with steps merged and with steps apart, each divided by the tokens of the conversations
-    as one sequence each."""
+    """Tokens of all sequences, with steps merged and with steps apart, divided by their number if each conversation is
+    one sequence."""
     steps = asyncio.run(play(template, observer, corpus))
     apart = collate(steps)
     joined, _ = merged(apart)

@@ -1,11 +1,11 @@
-"""Streamed steps (`trainer.stream_groups`) and steps `at once`, with a real vLLM server, compared with a lower bound.
+"""Steps streamed (`trainer.stream_groups`) or trained `at once`, with a real vLLM server, compared with a lower bound.
 
 A 20M-parameter model answers 64 prompts with 8 samples each, of 20 tokens on average and at most 64, with 64 concurrent
 samples. The vLLM server's processes have one core, the trainer another. The first step warms up and is left out.
 
 For every time t since its start, a step ends no earlier than t plus the training time of all its groups that finished
 at t or later. The bound is the latest of these ends. A group's training time is its share, by tokens, of the training
-time of the steps `at once`.
+time of the steps trained `at once`.
 
 Run: PYTHONPATH=. python benchmarks/streamed_steps.py [--steps 5] (two free cores, about six minutes)
 """
