@@ -1,10 +1,10 @@
 """Times of losses, estimators and reductions on one mini-batch of 4,096 sequences and 4 million tokens.
 
 A loss is timed forward and backward, with its metrics. An estimator that returns one value per sequence is timed
-together with spreading these values over the tokens. All times are compared with PPO clip, and PPO clip with a minimal
-version of its formula in torch. The functions are timed in interleaved rounds and the best time of each counts, so that
-other load on the machine affects all of them alike. The script checks bounds on most ratios, and on the seconds that
-the layout of sequences takes.
+together with spreading these values over the tokens. All times are compared with PPO clip's time, and this time with
+that of a minimal version of its formula in torch. The functions are timed in interleaved rounds and the best time of
+each counts, so that other load on the machine affects all of them alike. The script checks bounds on most ratios, and
+on the seconds that the layout of sequences takes.
 
 Run: python benchmarks/algorithms.py [tokens, default 4,000,000]
 """

@@ -5,7 +5,7 @@
 worker only counts its tokens. All times are measured in one run.
 
     memcpy    numpy copies the batch's arrays into memory that is already mapped: the lower bound of any transfer
-    copy      the same into new memory, whose pages the system has to map first, as in the object store
+    copy      numpy copies them into new memory, whose pages the system has to map first, as in the object store
     gather    collects the sequences of each part
     put       gathers the parts and puts them into the object store
     dispatch  the whole call, until all ranks have answered

@@ -11,8 +11,8 @@ Both apply the output layer to trained tokens only, as the Worker does.
 A ratio is a baseline's time divided by the Worker's: above 1 the Worker is faster. Worker and rectangles alternate, and
 their medians are compared. The one stream is timed once, at the end: its mask makes it many times slower.
 
-Log-probs alone, forward and backward, are timed too, as a share of the Worker's step: chunked as in the Worker and from
-full logits.
+The log-probs alone, forward and backward, are timed too, both chunked as in the Worker and from full logits. Their
+times are printed as shares of the Worker's step.
 
 Run: python benchmarks/train_step.py [--tokens 8192] [--rounds 5] [--threads 1]
 """
