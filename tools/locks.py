@@ -49,7 +49,7 @@ BUILD_TOOLS = ("hatchling>=1.27", "ninja", "packaging", "pybind11", "setuptools"
 """The packages that must be installed before a build with --no-build-isolation."""
 KERNELS = ("flash-attn", "transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
 """flash-attn and transformer-engine-torch are source distributions that need torch for their build. The other two
-packages do not, but are useless without transformer-engine-torch, and would make Transformer Engine look
+packages need no torch, but are useless without transformer-engine-torch, and would make Transformer Engine look
 installed."""
 WITHOUT_DEPENDENCIES = "megatron-bridge"
 """Its metadata contradicts the other requirements (docs/install_gpu.md), so it is added after the resolution."""

@@ -1,8 +1,8 @@
 """FSDP1: the parameters of a unit are concatenated into one flat tensor, and every rank holds an equal piece of it.
 
 Code that needs a parameter as a tensor gathers its unit (a decoder layer, or everything outside the layers), so only
-one unit is whole at a time. FSDP1 averages gradients over the ranks, so the loss is multiplied by their number to get
-the sum.
+one unit is whole at a time. FSDP1 averages gradients over the ranks; to get their sum instead, the loss is multiplied
+by the number of ranks.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Fsdp1Shards:
         (loss * self._num_ranks).backward()
 
     def let_go(self) -> None:
-        """See `Shards`. FSDP1 keeps the parameters outside the layers gathered after every forward, and the layers too
-        if `reshard_after_forward` is false."""
+        """See `Shards`. After every forward of FSDP1, parameters that are not in a layer stay gathered; if
+        `reshard_after_forward` is false, so do the layers."""
         self._reshard()
 
     def has_gradients(self) -> bool:

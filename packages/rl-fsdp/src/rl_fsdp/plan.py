@@ -126,8 +126,8 @@ def _shard_bytes(parameters: Iterable[nn.Parameter], shard: int, num_shards: int
 
 
 def _split_units(scorer: Scorer, shard: int, num_shards: int) -> _Held:
-    """Returns what a shard holds under FSDP1. All shards hold the same, because flat parameters are padded to equal
-    parts."""
+    """Returns what a shard holds under FSDP1. All shards are equally large, because flat parameters are padded to
+    equal parts."""
     elements = num_bytes = trained_bytes = 0
     for unit in units_of(scorer):
         size = unit[0].element_size()

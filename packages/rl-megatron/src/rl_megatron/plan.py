@@ -103,7 +103,8 @@ def count_parameters(
 
 def _exported_elements(shape: ModelShape, mesh: Mesh) -> int:
     """Counts the elements that a rank holds at the peak of an export: a gathered tensor, and as many again for the
-    checkpoint tensors cut from it. Experts with the same local number on all expert ranks are gathered together."""
+    checkpoint tensors cut from it. The experts of one local number, one from each expert rank, are
+    gathered together."""
     experts = 3 * shape.hidden_size * shape.expert_ffn_hidden_size * mesh.expert
     return 2 * max(shape.vocabulary_parameters(), 3 * shape.hidden_size * shape.ffn_hidden_size, experts)
 

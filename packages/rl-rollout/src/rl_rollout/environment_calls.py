@@ -1,5 +1,5 @@
-"""Functions with which every placement calls an environment. They set a deadline, check the tools, and convert any
-exception to an EnvironmentFailure, which fails only one sample."""
+"""Functions that call an environment in any placement (thread, process, event loop). They set a deadline, check the
+tools, and convert any exception to an EnvironmentFailure, which fails only one sample."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def made(factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]) -> E
 
 
 async def next_structural_tag(environment: object, example_call: str | None) -> str | None:
-    """Returns the grammar of a `Constraining` environment's next response, or None. Raises DataError for any other
-    type."""
+    """Returns the grammar of a `Constraining` environment's next response, or None. Raises DataError if the
+    environment returns another type."""
     assert isinstance(environment, Constraining)
     tag = await require_awaitable(environment.structural_tag(example_call), "structural_tag")
     if not isinstance(tag, str | None):

@@ -1,4 +1,5 @@
-"""Runs each environment in the placement that the configuration or its factory chooses; by default in its own thread.
+"""Runs each environment in the placement that the configuration or the environment's factory chooses; by default in a
+thread of its own.
 
 | placement    | an episode has                  | a call that misses its deadline                                     |
 |--------------|---------------------------------|---------------------------------------------------------------------|
@@ -263,7 +264,7 @@ def _name(factory: EnvironmentFactory) -> str:
 
 
 def _allow_files(count: int) -> None:
-    """Raises this process's limit of open files to `count`, or as far towards it as the system allows."""
+    """Increases this process's limit of open files to `count`, or as far towards it as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)

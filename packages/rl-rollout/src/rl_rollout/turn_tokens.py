@@ -69,7 +69,7 @@ class TurnTokens:
             written = self.codec.encode_text(self.codec.render([_ASKED, calling], add_generation_prompt=False))
         except DataError:
             return None  # the template refuses calls; an environment may still define its own format
-        # Tokens are compared, not text: two markers that start with `<` would share that character.
+        # Tokens are compared, not text: as text, two different markers would both start with `<`.
         shared = 0
         while shared < min(len(opening), len(written)) and opening[shared] == written[shared]:
             shared += 1

@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError
 class RmsNorm(torch.nn.Module):
     """y = x / sqrt(mean(x²) + eps) · w over the last axis (Zhang & Sennrich 2019, arXiv 1910.07467).
 
-    Megatron's own norm refuses sequence parallelism, in which each tensor rank has different tokens. So the weight's
+    Megatron's own norm refuses sequence parallelism. There each tensor rank has different tokens, so the weight's
     gradients must be summed over the tensor ranks; the attribute `sequence_parallel` makes Megatron do that.
     """
 

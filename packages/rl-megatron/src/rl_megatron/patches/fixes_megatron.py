@@ -22,9 +22,9 @@ def fix_router_gating() -> None:
 
 
 def fix_latent_attention() -> None:
-    """Makes `multi_latent_attention` use `ReplicatedLinear` without Transformer Engine. Because Megatron's wrapper
-    module can be imported without Transformer Engine, `multi_latent_attention` assumes that the library is installed,
-    and calls `isinstance` with None. The two down-projections are treated as replicated only if they are `TELinear`;
+    """Makes `multi_latent_attention` use `ReplicatedLinear` if Transformer Engine is not installed. Megatron's wrapper
+    module can be imported even then, so `multi_latent_attention` assumes that Transformer Engine is installed, and
+    calls `isinstance` with None. The two down-projections are treated as replicated only if they are `TELinear`;
     Megatron's local alternative, column-parallel layers, gives wrong gradients under tensor parallelism."""
     from megatron.core.transformer import multi_latent_attention
 

@@ -1,5 +1,5 @@
-"""Marks which parameters are shards of a tensor-parallel group. The gradient norm must count every other parameter only
-once, not once per rank."""
+"""Marks which parameters are shards of a tensor-parallel group. The gradient norm must count parameters that are not
+shards only once, not once per rank."""
 
 from __future__ import annotations
 

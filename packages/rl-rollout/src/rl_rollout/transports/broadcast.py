@@ -33,8 +33,8 @@ class BroadcastTransport:
     timeout_s: float = 600.0
     """Seconds that a rank and an engine wait for each other's next message or bucket."""
     join_timeout_s: float = 30.0
-    """Seconds that a rank, before it sends its first bucket, waits for all engines to join. Engines are called when the
-    sync begins and join before they do anything else, so an engine that takes longer is dead or hangs."""
+    """Seconds that a rank, before it sends its first bucket, waits for all engines to join. When the sync begins,
+    engines are called, and they join before they do anything else, so an engine that takes longer is dead or hangs."""
     contract_version: int = 1
     name: str = "broadcast"
     is_staged: bool = False

@@ -120,8 +120,8 @@ class BroadcastReceiver:
         self._rendezvous = rendezvous
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields the buckets of all ranks as they arrive, and receives the next bucket while the caller uses the last
-        one. After a rank's last bucket, checks all checksums of the rank.
+        """Yields the buckets of all ranks as they arrive, and receives the next bucket while the caller uses the
+        current one. After a rank's last bucket, checks all checksums of the rank.
 
         Each bucket gets new memory, because vLLM keeps parts of a bucket until a layer's last tensor has arrived.
 

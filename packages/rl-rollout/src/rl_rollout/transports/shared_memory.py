@@ -8,9 +8,9 @@ are in the CPU cache.
 
 A segment is anonymous memory (memfd), which engines open through the rank's `/proc` entry. The kernel frees it when the
 last process that uses it ends, for whatever reason. A rank keeps its segments for the next sync, because allocating new
-pages costs several times as much as the copy. An engine holds a shared file lock on each segment that it has mapped. A
-rank that cannot get the exclusive lock of a segment takes another segment, so it never overwrites a segment that is
-being read.
+pages costs several times as much as copying the weights. An engine holds a shared file lock on each segment that it has
+mapped. A rank that cannot get the exclusive lock of a segment takes another segment, so it never overwrites a segment
+that is being read.
 
 Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r; `<directory>/rank<r>.json` gives the
 number of rank r's buckets.

@@ -71,7 +71,8 @@ class RemoteInferenceClient:
             pool: the servers with their states; its supervisor adds and removes them.
             timeout_s: seconds until a request fails; a weight update may take half of this time.
             start_timeout_s: seconds that the restart of a server may take.
-            on_failure: called with a server that did not answer or failed a weight update, to have it checked at once.
+            on_failure: called with a server that did not answer, or that failed a weight update, so that it is checked
+                at once.
             on_close: called by `close`; ends the router, the supervisor and the servers.
             served_model_name: the model's name in requests to vLLM's own routes.
             router: the proxy through which outside agents reach the pool; it need not listen yet.

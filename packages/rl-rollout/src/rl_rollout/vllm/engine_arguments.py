@@ -19,8 +19,8 @@ _SECTION = "generator.inference_engine"
 _LORA = "trainer.policy.model.lora"
 _CPU_KV_CACHE_BYTES = 512 * 2**20
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM has buffers (0.30, `vllm.config.lora.MaxLoRARanks`); an adapter of another rank uses the next
-larger buffer."""
+"""LoRA ranks for which vLLM has buffers (0.30, `vllm.config.lora.MaxLoRARanks`); an adapter of another rank uses the
+next larger buffer."""
 BASE_MODEL_NAME = "rl-base"
 """Value of a request's field `model` that selects the model without any adapter, on servers that serve adapters."""
 WORKER_EXTENSION = "rl_rollout.vllm.weights.worker_extension.WeightReceiverExtension"

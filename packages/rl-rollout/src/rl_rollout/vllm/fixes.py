@@ -83,7 +83,7 @@ def repack_tied_heads_on_cpu(model: Any) -> None:
 
 
 def rewind_generators_on_cpu() -> None:
-    """Lets seeded requests on CPU have prompts that are computed in several steps.
+    """Makes seeded requests work on CPU if their prompts are computed in several steps.
 
     vllm 0.30.0, v1/worker/gpu_model_runner.py: on CPU a seeded request whose prompt takes two steps kills the engine.
     vLLM discards a token sampled after only a part of the prompt, and then rewinds the request's generator by an offset

@@ -17,12 +17,12 @@ from multiprocessing.process import BaseProcess
 from rl_rollout.vllm import fixes
 
 _MARK = "RL_ROLLOUT_SERVER"
-"""Environment variable that marks the engine processes of this package's servers, so that other programs that use vLLM
-on this machine are not affected."""
+"""Environment variable that marks the engine processes of this package's servers; `end_with_parent` does nothing in
+other programs that use vLLM on this machine."""
 
 
 def mark() -> None:
-    """Makes every vLLM process that this process starts from now on end together with this process."""
+    """After this call, the end of this process also ends the vLLM processes that it starts."""
     os.environ[_MARK] = "1"
 
 

@@ -275,7 +275,8 @@ class ServedEngine:
     async def _sample(self, request: GenerateRequest, index: int) -> Completion:
         request_id = f"{request.sample_id}/{index}"
         params = _engine_params(request.params, (request.seed + index) % _MAX_SEED)
-        # vLLM registers the request before it first suspends, so `_end_version` finds the request from the start.
+        # vLLM's `generate` registers the request before its first suspension, so `_end_version` finds the request
+        # from the start.
         self._spans[request_id] = []
         prompt = tokens_input(list(request.prompt_tokens))
         outputs = self._engine.generate(prompt, params, request_id, session_id=request.session_id)
