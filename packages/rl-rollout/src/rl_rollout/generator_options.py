@@ -39,9 +39,9 @@ class DatasetGeneratorOptions:
     response_key: str = "completion"
     """Column with the response to `prompt`, as text or messages."""
     trained_roles: tuple[str, ...] = attrs.field(default=("assistant",), validator=_some)
-    """Roles whose messages are trained on. A message of the assistant is trained on from the token where the policy
-    would begin to sample; a message of another role is trained on in full, with the header that the template writes.
-    The first token of a sequence is never trained on, because nothing precedes it."""
+    """Roles whose messages are trained on. In a message of the assistant, training begins at the token where the
+    policy would begin to sample; a message of another role is trained on in full, with the header that the template
+    writes. The first token of a sequence is never trained on, because nothing precedes it."""
     trained_turns: Literal["all", "last"] = "all"
     """Which messages of the `trained_roles` are trained on."""
     scored_at_end: bool = False

@@ -36,7 +36,7 @@ class Setup:
     """Fields of Megatron's `TransformerConfig`, from `megatron_config` and its `transformer_config_kwargs`. None: the
     model's own value."""
     shape: ModelShape | None
-    """None if the model is not available yet; checks that need the shape run once it is."""
+    """None: the model is not available yet, and checks that need the shape run later."""
     model: Any
     """transformers' configuration; None if `shape` is None."""
     world_size: int

@@ -167,8 +167,8 @@ def _plan_of_rows(num_rows: int, length: int, rank: int, size: int, device: torc
 
 
 def _part_of(pieces: np.ndarray, own_tokens: int, place_T: np.ndarray | None, device: torch.device) -> _Part:
-    """Builds the part that consists of `pieces`. `place_T` is the position of each key among the gathered keys, by the
-    key's index in the micro-batch; None: keys are in order."""
+    """Builds the part that consists of `pieces`. `place_T[i]` is the position, among the gathered keys, of the key with
+    index i in the micro-batch; None: keys are in order."""
     first_query, first_key, num_queries, num_keys = pieces.T
     rows = rectangle_rows(num_queries)
     query_shapes, query_cell = rectangle_cells(num_queries, *rows)

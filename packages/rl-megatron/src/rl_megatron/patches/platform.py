@@ -2,8 +2,8 @@
 
 Megatron names CUDA in many places (devices of new tensors, streams, random states, tensor types). Here the functions of
 `torch.cuda` that Megatron calls are replaced, and a `TorchFunctionMode` replaces CUDA devices with the CPU in this
-thread's tensor calls. Gathers and reduce-scatters of unequal parts, which gloo lacks, are replaced too. The model and
-its parallelism are Megatron's.
+thread's tensor calls. Collectives that gloo lacks (gathers and reduce-scatters of unequal parts) are replaced too. The
+model and its parallelism are Megatron's.
 
 These replacements change torch for the whole process, so they are made only in a rank's own process
 (`needs_own_process`).

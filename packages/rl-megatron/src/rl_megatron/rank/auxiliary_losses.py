@@ -67,8 +67,8 @@ class AuxiliaryLosses:
             MoEAuxLossAutoScaler.set_loss_scale = staticmethod(set_scale)
 
     def metrics(self, num_micro_batches: int) -> Metrics:
-        """Returns each loss averaged over the call's micro-batches: the mean over the layers with experts and, with
-        `moe_per_layer_logging`, the loss of each layer.
+        """Returns each loss averaged over the call's micro-batches: as a mean over the layers with experts and, if
+        `moe_per_layer_logging` is set, also per layer.
 
         All ranks must call this method. An empty micro-batch has a loss of 0 in the average.
         """

@@ -95,8 +95,8 @@ class Optimizer:
         """Sets the number of steps that the moments have accumulated.
 
         torch's AdamW keeps a step tensor per parameter. Each parameter gets its own tensor here, because Megatron loads
-        one tensor for all parameters, which a step would increment once per parameter. FusedAdam keeps one number per
-        parameter group.
+        one tensor that all parameters share, and a step would increment it once per parameter. FusedAdam keeps one
+        number per parameter group.
         """
         for optimizer in self._optimizers():
             if isinstance(optimizer, torch.optim.AdamW):

@@ -45,8 +45,8 @@ class VLLMOptions:
     """Address that servers listen on. None: loopback, or all addresses of the machine if Ray has several machines."""
     router_port: int | None = attrs.field(default=None, validator=between(0, 65535))
     """Port at which OpenAI's API is served to agents outside the run; 0: a free port; None: agents are not served. It
-    is a port of `host`, or of loopback with external_server_urls. Agents authenticate with the token in RL_SERVER_TOKEN
-    or, if that is not set, in `<run_dir>/agents_token`."""
+    is a port of `host` or, if external_server_urls is set, of loopback. Agents authenticate with the token in
+    RL_SERVER_TOKEN or, if that is not set, in `<run_dir>/agents_token`."""
     start_timeout_s: float = attrs.field(default=600.0, validator=above(0))
     """Longest wait for a server to be ready."""
     heartbeat_interval_s: float = attrs.field(default=5.0, validator=above(0))

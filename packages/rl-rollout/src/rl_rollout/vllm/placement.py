@@ -24,7 +24,7 @@ from rl_core.workers.ray_cluster import reserved
 _CPUS = 1 / 16
 """CPU resource of an engine's rank; it only limits how many ranks fit on a machine."""
 _OF_NODE = 0.001
-"""Amount of a node's own resource to request; any amount places a bundle there."""
+"""Amount of a node's own resource to request; any amount places the bundle on that node."""
 
 
 @attrs.frozen(kw_only=True)

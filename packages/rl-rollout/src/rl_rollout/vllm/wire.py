@@ -1,8 +1,8 @@
 """Encodes messages between client and servers as MessagePack, with token ids, log-probs and routed experts as raw
 bytes.
 
-In JSON a number takes 4 to 20 bytes of text, and a Python object on both sides. Here a token id and a log-prob take 4
-bytes each, and a routed expert takes 1 or 2. All arrays are little-endian.
+In JSON a number takes 4 to 20 bytes of text, and is a Python object on both sides. Here a token id and a log-prob take
+4 bytes each, and a routed expert takes 1 or 2. All arrays are little-endian.
 """
 
 from __future__ import annotations
