@@ -441,8 +441,9 @@ python -m skyrl.train.main trainer.placement.policy_num_gpus_per_node=$N trainer
     )
 
 
-def test_the_command_of_a_batch_job_is_read(tmp_path: Path):
-    text = 'sbatch -N 2 --wrap="python -m skyrl.train.main trainer.epochs=2 trainer.seed=3"\n'
+@pytest.mark.parametrize("option", ["--wrap=", "--wrap "])
+def test_the_command_of_a_batch_job_is_read(tmp_path: Path, option: str):
+    text = f'sbatch -N 2 {option}"python -m skyrl.train.main trainer.epochs=2 trainer.seed=3"\n'
     assert written(translate(read(write(tmp_path, "run.sh", text)))) == {"trainer.epochs": 2, "trainer.seed": 3}
 
 
@@ -682,6 +683,13 @@ def test_a_single_key_is_read_unless_another_command_has_more_keys(tmp_path: Pat
     several = f"{single}python -m skyrl.train.main trainer.epochs=4 trainer.run_name=last;\npython report.py a.b=2\n"
     several_values = written(translate(read(write(tmp_path, "run.sh", several))))
     assert several_values == {"trainer.epochs": 4, "trainer.run_name": "last"}
+
+
+def test_a_key_with_spaces_around_its_equals_sign_is_listed(tmp_path: Path):
+    text = "python -m skyrl.train.main trainer.seed=4 trainer.run_name=a --verbose trainer.epochs = 3\n"
+    assert translate(read(write(tmp_path, "run.sh", text))).left == (
+        "trainer.epochs = …: was not read; remove the spaces around =",
+    )
 
 
 def test_a_value_that_bash_would_split_is_listed(tmp_path: Path):

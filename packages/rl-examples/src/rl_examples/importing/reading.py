@@ -200,10 +200,12 @@ def _assignments(line: str) -> list[str]:
 
 
 def _of_the_shell(all_words: list[str]) -> list[str]:
-    """Returns the words of the command that `bash -c` or `sbatch --wrap=` runs; without these, `all_words`."""
-    for word in all_words:
-        if word.startswith("--wrap="):
-            return shlex.split(word.removeprefix("--wrap="))
+    """Returns the words of the command that `bash -c` or `sbatch --wrap` runs; without these, `all_words`."""
+    for option, command in pairwise([*all_words, ""]):
+        if option == "--wrap":
+            return shlex.split(command)
+        if option.startswith("--wrap="):
+            return shlex.split(option.removeprefix("--wrap="))
     for shell, option, command in zip(all_words, all_words[1:], all_words[2:], strict=False):
         if Path(shell).name in ("bash", "sh") and re.fullmatch(r"-\w*c", option):
             return shlex.split(command)
@@ -242,6 +244,8 @@ def _unread_words(arguments: list[str], name: str) -> Iterator[str]:
             yield f"{word}: a key cannot be removed here; it keeps its default, or the value that the script sets"
         elif _HYDRA_FILE.match(word):
             yield f"{word}: names a file of Hydra's; import the resolved configuration instead (--cfg job --resolve)"
+        elif word == "=":
+            yield f"{before} = …: was not read; remove the spaces around ="
         elif "=" not in word and word.startswith("$") and unexpanded(word):
             yield f"{_remedy(word, name)}; its keys are missing"
         elif any(_pairs([before])) and not (unexpanded(before) or _NO_VALUE.match(word)):
