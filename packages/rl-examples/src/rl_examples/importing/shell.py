@@ -33,8 +33,7 @@ _WORD = re.compile(
 _TERMINATOR = re.compile(r"(?<!\\)(;+)$")
 _SET = re.compile(rf"(?:^|[;&|{{]\s*|\b(?:then|else|do)\s+)(?:(?:{DECLARING})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)\+?=")
 _OPENS = re.compile(r"^(?:if|case|for|while|until)\b")
-_CLOSES = re.compile(r"(?:^|[;\s])(?:fi|esac|done)\b")
-_CLOSING = re.compile(r"(?:^|;\s*)(?:fi|esac|done)\b")
+_CLOSES = re.compile(r"(?:^|;\s*)(?:fi|esac|done)\b")
 _IF = re.compile(r"^(?:el)?if\s+\[\[?\s+(.*?)\s+\]\]?\s*;?\s*(?:then)?\s*(?:#.*)?$")
 _ELSE = re.compile(r"^else\s*(?:#.*)?$")
 _THEN = re.compile(r"^then\s*(?:#.*)?$")
@@ -90,8 +89,8 @@ def _replaced(found: re.Match[str], variables: Mapping[str, str]) -> str:
 
 
 def unexpanded(text: str) -> list[str]:
-    """Returns the parts of an expanded text that bash would still replace. Leaves out `${a.b}`, which
-    refers to a key."""
+    """Returns the parts of an expanded text that bash would still replace. Leaves out `${a.b}`, which refers to a
+    key."""
     return _LEFT.findall(text)
 
 
@@ -152,7 +151,7 @@ class Branches:
         if not self._blocks:
             return command
         block = self._blocks[-1]
-        if found := _CLOSING.search(command):
+        if found := _CLOSES.search(command):
             self._blocks.pop()
             return command if is_running and (found.start() or not block.is_known) else None
         if not block.is_known or not all(above.runs for above in self._blocks[:-1]):
