@@ -46,8 +46,8 @@ class Engine:
 
 class FussyEngine(Engine):
     def validate(self, config):
-        if config.generator.sampling_params.is_truncated:
-            raise ConfigError("generator.sampling_params: this engine returns raw log-probs")
+        if config.generator.sampling_params.stop:
+            raise ConfigError("generator.sampling_params: this engine knows no stop strings")
 
 
 class Transport:

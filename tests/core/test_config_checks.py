@@ -12,7 +12,6 @@ import pytest
 from rl_core import plugins
 from rl_core.config import (
     Config,
-    ConfigWarning,
     check_files,
     check_plugins,
     check_values,
@@ -196,7 +195,7 @@ def test_all_wrong_plug_ins_are_reported_at_once_without_follow_up_errors(functi
         f"{algorithm}.policy_loss_type": "no_module:loss",
         f"{algorithm}.off_policy_correction.token_mask_is_threshold_low": 0.5,
         f"{algorithm}.advantage_params.a": 1,
-        "generator.sampling_params.top_p": 0.9,
+        "generator.sampling_params.stop": ["."],
     }
     assert mistaken(lambda: check_plugins(from_mapping(functions | changes))) == [
         "generator.type",
@@ -230,11 +229,6 @@ def test_an_empty_path_does_not_mean_the_current_directory(key: str):
 @pytest.mark.parametrize("name", ["run", "a.b", "a..b", "x.", "a b", "-", "läuft", "007"])
 def test_a_run_name_that_is_a_directory_name_is_accepted(name: str):
     check_values(from_mapping({"trainer.run_name": name}))
-
-
-def test_a_scoring_temperature_other_than_the_sampling_temperature_causes_a_warning():
-    with pytest.warns(ConfigWarning, match="log-probs of different distributions"):
-        check_values(from_mapping({"trainer.algorithm.temperature": 0.9}))
 
 
 def test_every_bound_belongs_to_an_existing_key():
@@ -345,7 +339,19 @@ def test_functions_and_plug_ins_of_the_user_are_accepted(functions: dict[str, An
             PluginError,
             "is not a loss: it is an object",
         ),
-        ({"generator.sampling_params.top_p": 0.9}, ConfigError, "this engine returns raw log-probs"),
+        ({"generator.sampling_params.stop": ["."]}, ConfigError, "this engine knows no stop strings"),
+        (
+            {"generator.sampling_params.top_p": 0.9, "generator.sampling_params.min_p": 0.1},
+            ConfigError,
+            r"generator.sampling_params: got top_p=0.9, min_p=0.1, .* the engine '.*' does not return the kept tokens. "
+            "Remove top_p and min_p; generator.eval_sampling_params may set them",
+        ),
+        ({"generator.sampling_params.top_k": 5}, ConfigError, "got top_k=5, so only the most likely tokens"),
+        (
+            {"trainer.algorithm.temperature": 0.9},
+            ConfigError,
+            r"trainer.algorithm.temperature: got 0.9, but responses are sampled with .*temperature=1, .* remove this",
+        ),
     ],
 )
 def test_every_plug_in_is_checked_before_a_run(

@@ -194,6 +194,10 @@ def test_a_plan_knows_that_gemma_ties_its_embeddings_by_default(tmp_path: Path):
         ({"engine_init_kwargs": {"max_model_length": 3}}, "no such engine argument. Did you mean 'max_model_len'"),
         ({"engine_init_kwargs": {"dtype": "float32"}}, "set it with generator.inference_engine.model_dtype"),
         ({"engine_init_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode: cannot be set, because training"),
+        ({"engine_init_kwargs": {"generation_config": "auto"}}, "generation_config: cannot be set, because every req"),
+        ({"engine_init_kwargs": {"override_generation_config": {"top_k": 3}}}, "because every request has its own"),
+        ({"engine_init_kwargs": {"logits_processors": ["a:B"]}}, "another distribution than the one that is trained"),
+        ({"engine_init_kwargs": {"watermark_config": {}}}, "another distribution than the one that is trained"),
         ({"expert_parallel_size": 3}, "expert_parallel_size: got 3.*set it to 1$"),
         ({"external_server_urls": ["10.0.0.7:8000"]}, "is not a URL"),
         ({"external_server_urls": ["http://:8000"]}, "is not a URL"),
@@ -207,6 +211,17 @@ def test_a_plan_knows_that_gemma_ties_its_embeddings_by_default(tmp_path: Path):
 def test_wrong_options_are_refused_before_anything_starts(engine: dict[str, object], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         vllm.validate(make_spec(tmp_path, tmp_path, **engine))
+
+
+def test_a_package_that_adds_a_logits_processor_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    vllm.validate(make_spec(tmp_path, tmp_path))
+    package = tmp_path / "chatty-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: chatty\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[vllm.logits_processors]\nlonger = chatty:Longer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="the installed package chatty adds the logits processor 'longer'"):
+        vllm.validate(make_spec(tmp_path, tmp_path))
 
 
 def test_a_router_port_that_is_not_a_port_is_refused(tmp_path: Path):

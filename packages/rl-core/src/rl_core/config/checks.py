@@ -52,6 +52,12 @@ _CONTEXT_READS = (
     "trainer.policy.model.path",
     "generator.inference_engine.engine_init_kwargs",
 )
+_SAMPLING_READS = (
+    "generator.sampling_params",
+    "generator.inference_engine.backend",
+    "trainer.algorithm.temperature",
+    "trainer.ref",
+)
 _ENGINE_READS = (
     "generator.inference_engine.backend",
     "generator.inference_engine.num_engines",
@@ -106,6 +112,8 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
         mistakes.passes(_check_correction, config)
     if not mistakes.about("trainer.strategy"):
         mistakes.passes(_check_routes, config)
+    if not mistakes.about("trainer.strategy", *_SAMPLING_READS) and _has_engine(config, mistakes):
+        mistakes.passes(_check_sampled_distribution, config)
     if not mistakes.about(_TRANSPORT) and _has_engine(config, mistakes):
         mistakes.passes(_check_transport, config)
     if not mistakes.about(_ESTIMATOR) and mistakes.passes(advantage_params, config):
@@ -243,6 +251,41 @@ def _check_routes(config: Config) -> None:
             else f"trainer.strategy={trainer.strategy} has no router replay: set {engine_key}=false"
         )
         raise ConfigError(f"{engine_key}: {str(returned).lower()}, so the engine {state}; {remedy}")
+
+
+def _check_sampled_distribution(config: Config) -> None:
+    """Requires that the trainer's log-probs are those of the distribution from which the engine samples."""
+    sampling, trainer = config.generator.sampling_params, config.trainer
+    if sampling.temperature != config.temperature:
+        raise ConfigError(
+            f"trainer.algorithm.temperature: got {config.temperature:g}, but responses are sampled with "
+            f"generator.sampling_params.temperature={sampling.temperature:g}, so the trainer would score "
+            "another distribution; remove this key"
+        )
+    if not sampling.is_truncated:
+        return
+    engine, backend = config.generator.inference_engine.backend, trainer.strategy
+    plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
+    trains = plugins.load("rl_core.backends", backend, key="trainer.strategy")
+    lacking = [
+        reason
+        for reason, lacks in (
+            (f"the engine {engine!r} does not return the kept tokens", not getattr(plugin, "returns_kept_ids", False)),
+            (f"trainer.strategy={backend} cannot use them", not getattr(trains, "replays_kept_ids", False)),
+            (
+                f"trainer.ref.inference_backend={trainer.ref.inference_backend} cannot use them",
+                trainer.ref.inference_backend is not None and needs_reference(config),
+            ),
+        )
+        if lacks
+    ]
+    if lacking:
+        set_keys = ", ".join(f"{name}={getattr(sampling, name):g}" for name in sampling.truncating)
+        raise ConfigError(
+            f"generator.sampling_params: got {set_keys}, so only the most likely tokens are sampled. The "
+            f"trainer's log-probs are exact only if it knows which tokens were kept, and {lacking[0]}. Remove "
+            f"{' and '.join(sampling.truncating)}; generator.eval_sampling_params may set them"
+        )
 
 
 def _check_transport(config: Config) -> None:

@@ -453,9 +453,15 @@ class SamplingConfig:
     """A response ends when its text contains one of these strings."""
 
     @property
+    def truncating(self) -> tuple[str, ...]:
+        """The keys that exclude tokens, of `top_p`, `top_k` and `min_p`."""
+        has_effect = {"top_p": self.top_p < 1.0, "top_k": self.top_k > 0, "min_p": self.min_p > 0.0}
+        return tuple(name for name, excludes in has_effect.items() if excludes)
+
+    @property
     def is_truncated(self) -> bool:
         """Whether top-p, top-k or min-p exclude some tokens."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return bool(self.truncating)
 
     def to_params(self) -> SamplingParams:
         """The parameters in the form that engines take."""

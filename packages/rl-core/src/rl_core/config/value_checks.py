@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 
-from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import RULES, value_at, with_value
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError, Mistakes
@@ -180,8 +178,6 @@ def gather_values(config: Config, mistakes: Mistakes) -> None:
     for check, keys in _VALUE_CHECKS.items():
         if not mistakes.about(*keys):
             mistakes.add(*check(config))
-    if not mistakes.about("trainer.algorithm.temperature", "generator.sampling_params.temperature"):
-        _warn_of_temperatures(config)
 
 
 def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
@@ -272,16 +268,6 @@ def _sampling(config: Config) -> Iterator[ConfigError]:
     for key, stop in named.items():
         if "" in stop:
             yield ConfigError(f"{key}: got an empty text, with which every response ends at its first token; remove it")
-
-
-def _warn_of_temperatures(config: Config) -> None:
-    sampled_at, scored_at = config.generator.sampling_params.temperature, config.temperature
-    if sampled_at != scored_at:
-        message = (
-            f"trainer.algorithm.temperature: {scored_at} differs from generator.sampling_params.temperature="
-            f"{sampled_at}: trainer and engine would compute log-probs of different distributions"
-        )
-        warnings.warn(message, ConfigWarning, stacklevel=2)
 
 
 def _lora(config: Config) -> Iterator[ConfigError]:

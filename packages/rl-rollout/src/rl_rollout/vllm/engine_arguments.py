@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ _OWN_KEYS = {
 _FIXED = {
     "worker_extension_cls": "weights arrive through it",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"),
+        "every request has its own sampling parameters (generator.sampling_params)",
+    ),
+    **dict.fromkeys(
+        ("logits_processors", "watermark_config"),
+        "responses would be sampled from another distribution than the one that is trained",
+    ),
 }
 """Engine argument that cannot be set → reason."""
 _NOT_ON_CPUS = {
@@ -171,6 +180,18 @@ def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}.{name}: cannot be set, because {_FIXED[name]}; remove it")
         if name not in known_arguments():
             raise ConfigError(f"{key}.{name}: vLLM has no such engine argument.{nearest(name, known_arguments())}")
+
+
+def require_own_distribution() -> None:
+    """Raises ConfigError if an installed package changes the distributions from which vLLM samples. vLLM applies the
+    logits processors of all installed packages."""
+    if found := list(entry_points(group="vllm.logits_processors")):
+        package = found[0].dist.name if found[0].dist is not None else found[0].value
+        raise ConfigError(
+            f"{_SECTION}.backend: the installed package {package} adds the logits processor {found[0].name!r} to every "
+            "vLLM engine, so responses would be sampled from another distribution than the one that is trained; "
+            f"uninstall {package}"
+        )
 
 
 @cache

@@ -12,7 +12,7 @@ import attrs
 
 from rl_core.errors import ConfigError, install
 from rl_core.interfaces import EnginePlan, EngineSpec, InferenceClient, ServedModel
-from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, max_served_rank, require_known
+from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, max_served_rank, require_known, require_own_distribution
 from rl_rollout.vllm.memory_plan import plan_engine
 from rl_rollout.vllm.options import VLLMOptions
 
@@ -43,8 +43,9 @@ class VLLMPlugin:
             )
         if options.external_server_urls is not None:
             _check_urls(options.external_server_urls, spec.num_engines)
-        elif spec.init_kwargs:
+        else:
             require_known(spec.init_kwargs)
+            require_own_distribution()
         ranks = options.tensor_parallel_size * options.data_parallel_size
         if options.expert_parallel_size not in (1, ranks):
             possible = " or ".join(str(size) for size in dict.fromkeys((1, ranks)))
