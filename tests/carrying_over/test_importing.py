@@ -13,7 +13,7 @@ from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError
 from rl_examples.importing.command import import_config
 from rl_examples.importing.reading import read
-from rl_examples.importing.shell import expanded, unexpanded
+from rl_examples.importing.shell import Shell, shown, unexpanded
 from rl_examples.importing.translation import SKYRL_DEFAULTS, Translation, translate
 from rl_examples.importing.verl_keys import KEYS, NO_EFFECT
 from tests.carrying_over.commands import SCRIPT
@@ -475,8 +475,8 @@ python -m skyrl.train.main \\
 
 
 def test_quotients_are_exact_and_rounded_towards_zero():
-    assert expanded("$((-7/2)) $((-7%2)) $((9007199254740993/1))", {}) == "-3 -1 9007199254740993"
-    assert expanded(f"$(({10**400}/{10**399}))", {}) == "10"
+    assert Shell({}).text("$((-7/2)),$((-7%2)),$((9007199254740993/1))") == "-3,-1,9007199254740993"
+    assert Shell({}).text(f"$(({10**400}/{10**399}))") == "10"
 
 
 @pytest.mark.parametrize(
@@ -494,8 +494,8 @@ def test_quotients_are_exact_and_rounded_towards_zero():
     ],
 )
 def test_replacements_of_fixed_text_are_evaluated(expression: str, result: str | None):
-    value = expanded(expression, {"M": "a/b-c/d", "SEP": "+"})
-    assert value == (expression if result is None else result)
+    value = Shell({"M": "a/b-c/d", "SEP": "+"}).text(expression)
+    assert shown(value) == (expression if result is None else result)
     assert bool(unexpanded(value)) is (result is None)
 
 

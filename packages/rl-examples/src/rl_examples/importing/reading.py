@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -15,19 +14,14 @@ import yaml
 
 from rl_core.config.yaml12 import Yaml12Loader
 from rl_core.errors import ConfigError
-from rl_examples.importing.shell import DECLARING, Branches, expanded, set_in_branches, unexpanded, unquoted, words
+from rl_examples.importing.branches import Branches, set_in_branches
+from rl_examples.importing.shell import Shell, shown, unexpanded
+from rl_examples.importing.words import Command, Operator, Unclosed, commands
 
-_ASSIGNMENT = re.compile(rf"^(?:(?:{DECLARING})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
-_DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+)(:?)=(.*?)\}"?\s*(?:#.*)?$""", re.DOTALL)
-_ARRAY = re.compile(r"^[ \t]*(?:[a-z]+\s+(?:-a\s+)?)?(\w+)(\+?)=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
-_ARRAY_SET = re.compile(r"(?:^|[\s;&|])(\w+)(\+?)=\((.*)\)\s*(?:[;#].*)?$")
-_WHOLE_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
 _USED = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _KEY = re.compile(r"^(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w-]+)*)(?:=(.*))?$", re.DOTALL)
-_MAY_SET_KEYS = re.compile(r"python|\.py\b|\s-m\s|\w\.\w+=")
 _NO_VALUE = re.compile(r"^[-$]|^[\d&]*[<>]|.*=", re.DOTALL)
 """Matches words that cannot be the next word of an unquoted value: options, `$@`, redirections and `key=value`."""
-_OPERATOR = re.compile(r"^[|&;]+$")
 _HYDRA_FILE = re.compile(r"^(?:--config-(?:name|path|dir)|-cn|-cp|-cd)(?:=|$)")
 
 
@@ -67,65 +61,43 @@ def script(text: str, name: str) -> Read:
     Substitutes the script's variables. Variables that the script does not set are read from the environment, as bash
     does.
     """
-    variables, arrays = dict(os.environ), {}
-    branches, followed = Branches(), []
-    found, unread = Read(module=None, values={}), []
-    for command in _commands(_with_arrays_on_one_line(text)):
-        line = branches.followed(command, variables)
+    shell, branches, followed = Shell(dict(os.environ)), Branches(), list[str]()
+    found, unread = Read(module=None, values={}), list[str]()
+    for command in _until_unclosed(text, name, unread):
+        line = branches.followed(command.text, shell)
         if line is None:
             continue
         followed.append(line)
-        used = sorted(set_in_branches(followed) & set(_USED.findall(line)) & {*variables, *arrays})
-        line = _WHOLE_ARRAY.sub(lambda array: arrays.get(array[1], array[0]), line)
-        _assign(line, variables, arrays)
-        try:
-            all_words = _of_the_shell(_unquoted_words(expanded(line, variables)))
-        except ValueError as error:
-            if _MAY_SET_KEYS.search(line):
-                unread.append(f"{name}: {line[:60]!r} cannot be read as a command ({error})")
-            continue
+        used = sorted(set_in_branches(followed) & set(_USED.findall(line)) & {*shell.variables, *shell.arrays})
+        all_words = _of_the_shell(list(shell.run(command)), shell, name, unread)
         uncertain = [
-            f"{each}: is set in a branch or a loop, and {(variables | arrays)[each]!r} was used; check the keys that "
-            f"use {each}"
+            f"{each}: is set in a branch or a loop, and {shell.text(f'${{{each}[*]}}')!r} was used; check the keys "
+            f"that use {each}"
             for each in used
         ]
         for arguments in _python_commands(all_words):
             read_here = _arguments_read(arguments, name)
             # A command with a single pair may be a small helper script, so it does not replace an earlier command.
             if len(dict(_pairs(arguments))) > 1 or not found.values:
-                found = attrs.evolve(read_here, remarks=(*uncertain, *read_here.remarks))
+                found = attrs.evolve(read_here, remarks=(*uncertain, *_after_comment(command), *read_here.remarks))
     return attrs.evolve(found, remarks=(*unread, *found.remarks))
 
 
-def _assign(line: str, variables: dict[str, str], arrays: dict[str, str]) -> None:
-    """Carries out the line's assignments in `variables` or `arrays`. The elements of an array are words that keep
-    their quotes."""
-    if array := _ARRAY_SET.search(line):
-        name, appends, elements = array.groups()
-        before = arrays.get(name, "") if appends else ""
-        arrays[name] = f"{before} {expanded(elements, variables)}".strip()
-        return
-    for word in _assignments(line):
-        if default := _DEFAULT.match(word):
-            name, replaces_empty, value = default.groups()
-            if name not in variables or (replaces_empty and not variables[name]):
-                variables[name] = unquoted(expanded(value, variables))
-        elif assignment := _ASSIGNMENT.match(word):
-            name, appends, value = assignment.groups()
-            before = variables.get(name, "") if appends else ""
-            variables[name] = before + unquoted(expanded(value, variables))
+def _until_unclosed(text: str, name: str, unread: list[str]) -> Iterator[Command]:
+    """Yields the commands of a script and of its here-documents, which may be scripts too. Notes in `unread` where a
+    quote is not closed."""
+    try:
+        for command in commands(text):
+            yield command
+            for document in command.documents:
+                yield from _until_unclosed(document.partition("\n")[2].rpartition("\n")[0], name, [])
+    except Unclosed as error:
+        unread.append(f"{name}: {error}")
 
 
-def _unquoted_words(command: str) -> list[str]:
-    """The words of a command, without their quotes. Text that only bash can compute, such as `$(a | b)`, is one word.
-
-    Raises ValueError if a quote is not closed.
-    """
-    return [
-        piece
-        for word in words(command)
-        for piece in ([" ".join(shlex.split(word))] if unexpanded(word) else shlex.split(word))
-    ]
+def _after_comment(command: Command) -> list[str]:
+    at = f"{command.text[:60]!r}: bash ends this command at the comment inside it"
+    return [f"{at}; the keys after the comment were read here"] if command.skips_comment else []
 
 
 def _yaml(text: str, name: str) -> Read:
@@ -165,56 +137,26 @@ def _leaves(node: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
-def _commands(text: str) -> Iterator[str]:
-    """Yields the script's commands without comments. Lines that end with a backslash are joined with the next line,
-    even if there is a comment between them."""
-    whole = ""
-    for line in text.splitlines():
-        stripped = line.strip()
-        if stripped.startswith("#"):
-            continue
-        whole += " " + stripped.removesuffix("\\")
-        if not stripped.endswith("\\"):
-            if whole.strip():
-                yield whole.strip()
-            whole = ""
-    if whole.strip():
-        yield whole.strip()
-
-
-def _with_arrays_on_one_line(text: str) -> str:
-    """Returns the script with the lines of each `NAME=(…)` joined into one, and without the comments in them."""
-
-    def one_line(found: re.Match[str]) -> str:
-        elements = [word for line in found[3].splitlines() for word in words(line.strip().removesuffix("\\"))]
-        return f"{found[1]}{found[2]}=({' '.join(elements)})"
-
-    return _ARRAY.sub(one_line, text)
-
-
-def _assignments(line: str) -> list[str]:
-    """The assignments of a line. There may be several, and a command may follow them."""
-    if _DEFAULT.match(line):
-        return [line]
-    return [word for word in words(line) if _ASSIGNMENT.match(word)] if _ASSIGNMENT.match(line) else []
-
-
-def _of_the_shell(all_words: list[str]) -> list[str]:
-    """Returns the words of the command that `bash -c` or `sbatch --wrap` runs; without these, `all_words`."""
+def _of_the_shell(all_words: list[str], shell: Shell, name: str, unread: list[str]) -> list[str]:
+    """Returns the words of the command that `bash -c`, `eval` or `sbatch --wrap` runs; without these, `all_words`."""
+    inner = None
     for option, command in pairwise([*all_words, ""]):
-        if option == "--wrap":
-            return shlex.split(command)
-        if option.startswith("--wrap="):
-            return shlex.split(option.removeprefix("--wrap="))
-    for shell, option, command in zip(all_words, all_words[1:], all_words[2:], strict=False):
-        if Path(shell).name in ("bash", "sh") and re.fullmatch(r"-\w*c", option):
-            return shlex.split(command)
-    return all_words
+        if option == "--wrap" or option.startswith("--wrap="):
+            inner = command if option == "--wrap" else option.removeprefix("--wrap=")
+    for program, option, command in zip(all_words, all_words[1:], all_words[2:], strict=False):
+        if Path(program).name in ("bash", "sh") and re.fullmatch(r"-\w*c", option):
+            inner = command
+    if all_words[:1] == ["eval"]:
+        inner = " ".join(all_words[1:])
+    if inner is None:
+        return all_words
+    child = Shell(dict(shell.variables), dict(shell.arrays))
+    return [word for command in _until_unclosed(inner, name, unread) for word in (*child.run(command), Operator(";"))]
 
 
 def _python_commands(all_words: list[str]) -> Iterator[list[str]]:
     """Yields the Python commands of a line that have `key=value` words, each without the words before `python`."""
-    for is_operator, group in groupby(all_words, lambda word: bool(_OPERATOR.match(word))):
+    for is_operator, group in groupby(all_words, lambda word: isinstance(word, Operator)):
         command = [] if is_operator else list(group)
         starts = (at for at, word in enumerate(command) if word.endswith(".py") or "python" in word or word == "-m")
         arguments = command[next(starts, len(command)) :]
@@ -224,8 +166,7 @@ def _python_commands(all_words: list[str]) -> Iterator[list[str]]:
 
 def _arguments_read(arguments: list[str], name: str) -> Read:
     pairs = dict(_pairs(arguments))
-    # Between double quotes shlex keeps the backslash of `\${trainer.run_name}`; bash does not.
-    values = {key: _value(value.replace("\\$", "$")) for key, value in pairs.items() if not unexpanded(value)}
+    values = {key: _value(value) for key, value in pairs.items() if not unexpanded(value)}
     remarks = (*_unread_words(arguments, name), *_unread_values(pairs, name))
     return Read(module=_module(arguments), values=dict(_leaves(values, "")), remarks=remarks)
 
@@ -246,16 +187,16 @@ def _unread_words(arguments: list[str], name: str) -> Iterator[str]:
             yield f"{word}: names a file of Hydra's; import the resolved configuration instead (--cfg job --resolve)"
         elif word == "=":
             yield f"{before} = …: was not read; remove the spaces around ="
-        elif "=" not in word and word.startswith("$") and unexpanded(word):
-            yield f"{_remedy(word, name)}; its keys are missing"
+        elif "=" not in shown(word) and shown(word).startswith("$") and unexpanded(word):
+            yield f"{_remedy(shown(word), name)}; its keys are missing"
         elif any(_pairs([before])) and not (unexpanded(before) or _NO_VALUE.match(word)):
-            yield f"{word}: is not key=value; if it belongs to {before!r}, put both in one pair of quotes"
+            yield f"{shown(word)}: is not key=value; if it belongs to {shown(before)!r}, put both in one pair of quotes"
 
 
 def _unread_values(pairs: Mapping[str, str], name: str) -> Iterator[str]:
     for key, value in pairs.items():
         if parts := unexpanded(value):
-            yield f"{key}={value}: {_remedy(parts[0], name)}"
+            yield f"{key}={shown(value)}: {_remedy(parts[0], name)}"
 
 
 def _remedy(part: str, name: str) -> str:

@@ -1,209 +1,223 @@
-"""Expands the variables and the arithmetic of a bash script without running it."""
+"""Expands the words of a bash script as bash does, without running anything."""
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-import shlex
-from collections.abc import Callable, Iterable, Mapping
-from itertools import takewhile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Literal
 
 import attrs
 
-DECLARING = "export|declare|local|readonly|typeset"
-"""Words that may precede an assignment, as a regular expression."""
-_BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"
-_EXPANSION = re.compile(
-    rf"""(?<!\\)(?:
-        \$\(\((?P<sum>(?:[^()]|\([^()]*\))*)\)\)
-      | \$\{{(?P<braced>\w+)(?:(?P<operator>:?[-=?])(?P<default>{_BRACED}))?\}}
-      | \$(?P<name>[A-Za-z_]\w*)
-    )""",
-    re.VERBOSE,
-)
+from rl_examples.importing.arithmetic import computed
+from rl_examples.importing.words import HERE_DOCUMENT, LEFT, LEFT_END, Command, Operator, commands, parts
+
+DECLARING = ("export", "declare", "local", "readonly", "typeset")
+_KEYWORDS = ("if", "then", "elif", "else", "do", "while", "until", "{", "!", "time", *DECLARING)
+"""Words that may precede a command or an assignment."""
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_BRACED = re.compile(r"\$\{(\w+|@|\*)(?:\[([@*]|\d+)\])?(?:(:?)([-=?+])(.*))?\}", re.DOTALL)
 _REPLACEMENT = re.compile(
-    r"(?<!\\)\$\{(\w+)(?:(?P<all>//?)(?P<old>(?:\\.|[^/}*?\[#%\\])+)/(?P<new>[^}]*)|##\*(?P<end>[^}*?\[\\]+))\}"
+    r"\$\{(\w+)(?:(?P<all>//?)(?P<old>(?:\\.|[^/}*?\[#%\\])+)/(?P<new>[^}]*)|##\*(?P<end>[^}*?\[\\]+))\}"
 )
 """`${NAME//old/new}`, `${NAME/old/new}` and `${NAME##*end}` without patterns in `old` and `end`."""
-_LEFT = re.compile(r"(?<!\\)(?:\$\([^)]*\)*|\$\{[#!][^}]*\}|\$\{\w+(?:(?![\w.:])|:[-=?+\d])[^}]*\}?|\$\w+|`[^`]*`?)")
-_WORD = re.compile(
-    r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|\$\(\(.*?\)\)|\$\([^)]*\)|\$\{[^}]*\}|`[^`]*`|\S)+""", re.DOTALL
-)
-_TERMINATOR = re.compile(r"(?<!\\)(;+)$")
-_SET = re.compile(rf"(?:^|[;&|{{]\s*|\b(?:then|else|do)\s+)(?:(?:{DECLARING})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)\+?=")
-_OPENS = re.compile(r"^(?:if|case|for|while|until)\b")
-_CLOSES = re.compile(r"(?:^|;\s*)(?:fi|esac|done)\b")
-_IF = re.compile(r"^(?:el)?if\s+\[\[?\s+(.*?)\s+\]\]?\s*;?\s*(?:then)?\s*(?:#.*)?$")
-_ELSE = re.compile(r"^else\s*(?:#.*)?$")
-_THEN = re.compile(r"^then\s*(?:#.*)?$")
-_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
-    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
-}
+_OF_A_KEY = re.compile(r"\$\{\w+(?:\.|:(?![-=?+\d]))[^}]*\}")
+"""OmegaConf's `${trainer.run_name}`, which bash would refuse."""
+_WHOLE_ARRAY = re.compile(r'"\$(?:@|\{(?:@|\w+\[@\])\})"')
+_PRINTED_DOCUMENT = re.compile(rf"\$\(\s*cat\s+({HERE_DOCUMENT.pattern}\s*?\n.*?)\s*\)", re.DOTALL)
+_LEFT = re.compile(f"{LEFT}([^{LEFT_END}]*){LEFT_END}")
+_SPACE_OR_WORD = re.compile(f"\\s+|(?:{_LEFT.pattern}|[^\\s{LEFT}])+")
+_ESCAPES = dict(zip("abefnrtv", "\a\b\x1b\f\n\r\t\v", strict=True)) | {"E": "\x1b"}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|U([0-9a-fA-F]{1,8})|([0-7]{1,3})|(.))", re.DOTALL)
 
-
-def _quotient(left: int, right: int) -> int:
-    """Divides as bash does, towards zero."""
-    quotient = abs(left) // abs(right)
-    return quotient if (left < 0) == (right < 0) else -quotient
-
-
-_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _quotient,
-    ast.Mod: lambda left, right: left - right * _quotient(left, right),
-}
-
-
-def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Replaces `$NAME`, `${NAME}`, `${NAME:-default}` (also with `=` or `?`, or without the colon), `${NAME//old/new}`,
-    `${NAME##*end}` and `$((2 * NAME))` with their values.
-
-    Leaves everything else as it is: variables without a value, other forms of `${…}`, and `$(command)`.
-    """
-
-    def value(found: re.Match[str]) -> str:
-        if found["sum"] is not None:
-            result = _sum(found["sum"], variables)
-            return found[0] if result is None else str(result)
-        name = found["braced"] or found["name"]
-        if name in variables and (variables[name] or not (found["operator"] or "").startswith(":")):
-            return variables[name]
-        if (found["operator"] or "?")[-1] == "?":
-            return found[0]
-        return unquoted(expanded(found["default"], variables))
-
-    return _EXPANSION.sub(value, _REPLACEMENT.sub(lambda found: _replaced(found, variables), text))
-
-
-def _replaced(found: re.Match[str], variables: Mapping[str, str]) -> str:
-    before = variables.get(found[1])
-    if before is None:
-        return found[0]
-    if found["end"]:
-        return before.rpartition(found["end"])[2]
-    old = re.sub(r"\\(.)", r"\1", found["old"])
-    return before.replace(old, expanded(found["new"], variables), -1 if found["all"] == "//" else 1)
+Quoting = Literal["none", "double", "document"]
+"""The quotes that a text stands in; `document`: it is a here-document, in which double quotes are text."""
+_PLAIN: Mapping[Quoting, str] = {"none": "", "double": "'", "document": "'\""}
+"""The quotes that are ordinary characters."""
+Piece = tuple[bool, str | None]
+"""Whether bash splits the text at spaces, and the text; None ends an array's element."""
 
 
 def unexpanded(text: str) -> list[str]:
-    """Returns the parts of an expanded text that bash would still replace. Leaves out `${a.b}`, which refers to a
-    key."""
+    """Returns the parts of an expanded text that only bash can compute."""
     return _LEFT.findall(text)
 
 
-def unquoted(text: str) -> str:
-    """Removes the quotes around a value."""
-    text = text.strip()
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+def shown(text: str) -> str:
+    """Returns an expanded text for a message, with the source of the parts that only bash can compute."""
+    return _LEFT.sub(r"\1", text)
 
 
-def words(command: str) -> list[str]:
-    """Splits a command into words, which keep their quotes. A `;` after a word is a word of its own, and a comment ends
-    the command."""
-    parts = (part for word in _WORD.findall(command) for part in _TERMINATOR.split(word) if part)
-    return list(takewhile(lambda word: not word.startswith("#"), parts))
-
-
-def set_in_branches(commands: Iterable[str]) -> set[str]:
-    """Returns the variables that the script sets conditionally: in a branch, in a loop or after `[ … ] &&`."""
-    names, depth = set(), 0
-    for command in commands:
-        opens = bool(_OPENS.match(command))
-        depth += opens
-        if depth or re.match(r"^(?:\[|test\b)", command):
-            names |= set(_SET.findall(command))
-        depth -= len(_CLOSES.findall(command)) if depth else 0
-    return names
+def _left(source: str) -> Piece:
+    return False, f"{LEFT}{shown(source)}{LEFT_END}"
 
 
 @attrs.define
-class _Block:
-    """An open `if`, `case` or loop."""
+class Shell:
+    """The variables of a script, and the expansion of words with them.
 
-    is_known: bool
-    """Whether it is an `if` whose conditions so far could be evaluated."""
-    runs: bool
-    """Whether bash runs the present branch, as far as known."""
-    has_run: bool
-    """Whether a branch of it has run."""
+    A part that only bash can compute, such as `$(date)` or a variable without a value, stays in the result, where
+    `unexpanded` finds it.
+    """
+
+    variables: dict[str, str]
+    arrays: dict[str, list[str]] = attrs.field(factory=dict)
+
+    def run(self, command: Command) -> Iterator[str]:
+        """Carries out the command's assignments. Yields the words of what remains, expanded, and its operators."""
+        for is_operator, group in groupby(command.words, lambda word: isinstance(word, Operator)):
+            words = list(group)
+            yield from words if is_operator else self._run_simple(words, command.documents)
+
+    def text(self, word: str, quoting: Quoting = "none") -> str:
+        """Expands a word where bash does not split it, as in an assignment."""
+        return "".join(" " if text is None else text for _, text in self._pieces(word, quoting))
+
+    def fields(self, word: str) -> list[str]:
+        """Returns the words that bash makes of a word."""
+        fields, current = list[str](), None
+        for splits, text in self._pieces(word, "none"):
+            for part in [text] if text is None or not splits else _SPACE_OR_WORD.finditer(text):
+                part = part if isinstance(part, str | None) else part[0]
+                if part is None or (splits and part.isspace()):
+                    fields += [] if current is None else [current]
+                    current = None
+                else:
+                    current = (current or "") + part
+        return fields if current is None else [*fields, current]
+
+    def _run_simple(self, words: list[str], documents: Sequence[str]) -> list[str]:
+        """Runs the words between two operators. Returns the fields of the command after its assignments."""
+        at, assigned = 0, list[re.Match[str]]()
+        while at < len(words) and (words[at] in _KEYWORDS or _ASSIGNMENT.fullmatch(words[at])):
+            declares = words[at] in DECLARING
+            here = words[at:] if declares else [words[at]]
+            assigned += [found for word in here if (found := _ASSIGNMENT.fullmatch(word))]
+            at += len(here)
+        rest = words[at:]
+        if not rest:  # `NAME=value command` sets NAME for the command only
+            for found in assigned:
+                self._assign(*found.groups())
+        elif rest[0] in ("read", "mapfile", "readarray") and len(documents) == 1:
+            self._read(rest, documents[0])
+        fields = [field for word in rest for field in self.fields(word)]
+        if fields[:2] == ["set", "--"]:
+            self.arrays["@"] = fields[2:]
+        return fields
+
+    def _assign(self, name: str, appends: str, value: str) -> None:
+        if value.startswith("(") and value.endswith(")"):
+            before = self.arrays.get(name, []) if appends else []
+            elements = (word for command in commands(value[1:-1]) for word in command.words)
+            self.arrays[name] = [*before, *(field for word in elements for field in self.fields(word))]
+        else:
+            value = re.sub(r"^~(?=/|$)", "$HOME", value)
+            self.variables[name] = (self.variables.get(name, "") if appends else "") + self.text(value)
+
+    def _read(self, words: list[str], document: str) -> None:
+        """Reads a here-document into the variable or array that `read -d ''` or `mapfile -t` names."""
+        name, body = words[-1], self._document(document)
+        if words[0] != "read":
+            self.arrays[name] = body.splitlines()
+        elif "''" in words or '""' in words:
+            self.variables[name] = body.strip()
+
+    def _document(self, document: str) -> str:
+        """Returns the text of a here-document."""
+        found = HERE_DOCUMENT.match(document)
+        assert found is not None
+        body = document[found.end() :].partition("\n")[2].rpartition("\n")[0] + "\n"
+        body = body if found["quote"] else re.sub(r"(?<!\\)((?:\\\\)*)\\\n", r"\1", body)
+        body = re.sub(r"^\t+", "", body, flags=re.MULTILINE) if found["tabs"] else body
+        return body if found["quote"] else self.text(body, "document")
+
+    def _pieces(self, text: str, quoting: Quoting, *, splits: bool = False) -> Iterator[Piece]:
+        """Yields the expanded pieces of a text. `splits`: whether text without quotes is split too, as in the default
+        value of an expansion."""
+        for part in parts(text, _PLAIN[quoting]):
+            kind = part[0] if len(part) > 1 else ""
+            if part == "\\\n":
+                continue
+            if kind == "\\":
+                is_escape = quoting == "none" or part[1] in ("$`\\" if quoting == "document" else '$`\\"')
+                yield False, part[is_escape:]
+            elif part.startswith(('"', '$"')) and kind:
+                if not _WHOLE_ARRAY.fullmatch(part):
+                    yield False, ""
+                yield from self._pieces(part[part.index('"') + 1 : -1], "double")
+            elif kind == "'":
+                yield False, part[1:-1]
+            elif part.startswith("$'") and kind:
+                yield False, _ESCAPE.sub(_unescaped, part[2:-1])
+            elif kind == "`":
+                yield _left(part)
+            elif kind == "$":
+                yield from self._expansion(part, quoting)
+            else:
+                yield splits, part
+
+    def _expansion(self, part: str, quoting: Quoting) -> Iterator[Piece]:
+        splits = quoting == "none"
+        if part.startswith("$((") and part.endswith("))"):
+            result = computed(self.text(part[3:-2], "double"), self.variables)
+            yield _left(part) if result is None else (splits, str(result))
+        elif part.startswith("$("):
+            printed = _PRINTED_DOCUMENT.fullmatch(part)
+            yield (splits, self._document(printed[1]).rstrip("\n")) if printed else _left(part)
+        elif _OF_A_KEY.fullmatch(part):
+            yield False, part
+        elif found := _BRACED.fullmatch(part):
+            yield from self._variable(found, quoting)
+        elif found := _REPLACEMENT.fullmatch(part):
+            before = self.variables.get(found[1])
+            yield _left(part) if before is None else (splits, self._replaced(found, before))
+        elif part.startswith("${"):
+            yield _left(part)
+        elif found := _BRACED.fullmatch(f"${{{part[1:]}}}"):
+            yield from self._variable(found, quoting, part)
+        else:
+            yield _left(part)
+
+    def _variable(self, found: re.Match[str], quoting: Quoting, source: str = "") -> Iterator[Piece]:
+        """Expands `$NAME` or `${NAME:-word}`."""
+        name, index, colon, operator, word = found.groups()
+        index = name if name in ("@", "*") else index
+        array = self.arrays.get("@" if name == "*" else name, [] if name in ("@", "*") else None)
+        splits = quoting == "none"
+        if index in ("@", "*") and array is None and name in self.variables:
+            array = [self.variables[name]]
+        if index in ("@", "*") and array is not None:
+            joined = [" ".join(array)] if index == "*" and not splits else array
+            for number, element in enumerate(joined):
+                yield from [(False, None)] if number else []
+                yield splits, element
+            return
+        value = self.variables.get(name) if index is None else None
+        if array is not None and value is None:
+            value = dict(enumerate(array)).get(int(index or 0))
+        is_set = value is not None and bool(value or not colon)
+        within: Quoting = "none" if splits else "double"
+        if operator == "+" or (not is_set and operator in ("-", "=")):
+            if operator == "=":
+                self.variables[name] = self.text(word, within)
+            if is_set or operator != "+":
+                yield from self._pieces(word, within, splits=splits)
+        elif is_set or (not operator and (value is not None or array is not None)):
+            yield splits, value or ""
+        else:
+            yield _left(source or found[0])
+
+    def _replaced(self, found: re.Match[str], before: str) -> str:
+        if found["end"]:
+            return before.rpartition(found["end"])[2]
+        old = re.sub(r"\\(.)", r"\1", found["old"])
+        return before.replace(old, self.text(found["new"]), -1 if found["all"] == "//" else 1)
 
 
-class Branches:
-    """Follows the branches of a script, and leaves out those that bash would not run."""
-
-    def __init__(self) -> None:
-        self._blocks: list[_Block] = []
-
-    def followed(self, command: str, variables: Mapping[str, str]) -> str | None:
-        """Returns the command if bash may run it; None if not, or if the command only separates known branches."""
-        is_running = all(block.runs for block in self._blocks)
-        if _OPENS.match(command):
-            if _CLOSES.search(command):
-                return command if is_running else None
-            found = _IF.match(command)
-            holds = _holds(found[1], variables) if found else None
-            is_known = not is_running or holds is not None
-            self._blocks.append(_Block(is_known, holds is not False, holds is True))
-            return None if is_known else command
-        if not self._blocks:
-            return command
-        block = self._blocks[-1]
-        if found := _CLOSES.search(command):
-            self._blocks.pop()
-            return command if is_running and (found.start() or not block.is_known) else None
-        if not block.is_known or not all(above.runs for above in self._blocks[:-1]):
-            return command if is_running else None
-        if found := _IF.match(command):
-            holds = False if block.has_run else _holds(found[1], variables)
-            # From an unknown condition on, each branch may run.
-            block.is_known, block.runs, block.has_run = (
-                holds is not None,
-                holds is not False,
-                block.has_run or holds is True,
-            )
-            return None if block.is_known else command.removeprefix("el")
-        if _ELSE.match(command):
-            block.runs = not block.has_run
-            return None
-        return command if block.runs and not _THEN.match(command) else None
-
-
-def _holds(test: str, variables: Mapping[str, str]) -> bool | None:
-    """Whether `[ test ]` holds; None if it is not evaluated: files, patterns, several conditions, unknown variables."""
-    text = expanded(test, variables)
-    try:
-        parts = shlex.split(text)
-    except ValueError:
-        return None
-    if unexpanded(text):
-        return None
-    match parts:
-        case ["-z" | "-n" as wanted, value]:
-            return bool(value) == (wanted == "-n")
-        case [left, "=" | "==" | "!=" as relation, right] if not re.search(r"[*?\[]", right):
-            return (left == right) == (relation != "!=")
-        case [left, relation, right] if relation in _COMPARISONS and left.isdecimal() and right.isdecimal():
-            return _COMPARISONS[relation](int(left), int(right))
-    return None
-
-
-def _sum(text: str, variables: Mapping[str, str]) -> int | None:
-    """The value of an arithmetic expression; None if it cannot be computed."""
-    text = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), expanded(text, variables))
-    try:
-        return _number(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand)
-    raise ValueError(f"{ast.unparse(node)} is not a sum of whole numbers")
+def _unescaped(found: re.Match[str]) -> str:
+    """The character of an escape in `$'…'`."""
+    *in_hex, octal, other = found.groups()
+    if other is not None:
+        return _ESCAPES.get(other, other if other in "\\'\"?" else found[0])
+    code = next((int(digits, 16) for digits in in_hex if digits), None)
+    return chr(int(octal, 8) & 255 if code is None else code)
