@@ -275,9 +275,9 @@ def test_invalid_tools_are_refused(tools: Any, message: str):
     [
         ({"role": "assistant", "content": None}, "text or a list of messages"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "of role 'user' with 'tool_calls'"),
-        ({"role": "assistant", "content": "x", "tool_calls": []}, "whose 'tool_calls' are not a list"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "whose 'tool_calls' are not a list"),
         ({"role": "assistant", "content": "x", "tool_calls": [{"name": "add"}]}, "whose 'tool_calls' are not a list"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}, "whose 'tool_calls' are not a list"),
+        ({"role": "assistant", "tool_calls": "add"}, "whose 'tool_calls' are not a list"),
         ({"role": "tool", "content": "3", "tool_call_id": 7}, "whose 'tool_call_id' is not text"),
     ],
 )

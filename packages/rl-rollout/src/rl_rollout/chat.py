@@ -8,13 +8,17 @@ text of a row may be the middle of a document, and a rendered template already c
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from rl_core import hub
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Message, Prompt, ToolSchema, require_messages
+from rl_core.interfaces import EXAMPLE_CALL, Message, Prompt, ToolSchema, require_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,6 +64,39 @@ def has_tokenizer(path: str) -> bool:
     return not directory.is_dir() or any((directory / name).exists() for name in _TOKENIZER_FILES)
 
 
+@attrs.frozen
+class CallForm:
+    """How a template reads messages with calls: templates of one family can need what others refuse."""
+
+    has_null_content: bool
+    """Empty content is None (DeepSeek-R1), else ""."""
+    has_text_arguments: bool
+    """Arguments are JSON text (DeepSeek-V3), else mappings."""
+
+    def of(self, message: Message) -> dict[str, Any]:
+        """Returns a message in normal form (`require_messages`) as the template reads it."""
+        given = dict(message)
+        if "tool_calls" not in given:
+            return given
+        if self.has_text_arguments:
+            given["tool_calls"] = [_with_text(call) for call in given["tool_calls"]]
+        if self.has_null_content and not given["content"]:
+            given["content"] = None
+        return given
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+_CALL_FORMS = tuple(CallForm(*form) for form in itertools.product((False, True), repeat=2))
+_CALLED: tuple[Message, ...] = (
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": "", "tool_calls": [EXAMPLE_CALL]},
+)
+
+
 class TokenCodec:
     """Encodes prompts and decodes responses with a model's tokenizer and chat template."""
 
@@ -67,6 +104,7 @@ class TokenCodec:
         self.tokenizer = tokenizer
         self._chat_template_kwargs = dict(chat_template_kwargs)
         self._tools: tuple[ToolSchema, ...] = ()
+        self._found_form: list[CallForm] = []
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> TokenCodec:
         """Returns a copy of this codec for conversations in which the model sees these functions.
@@ -137,13 +175,36 @@ class TokenCodec:
             raise DataError(
                 "the prompt is a list of chat messages, but the model's tokenizer has no chat template; use text"
             )
+        form = self._call_form() if any("tool_calls" in message for message in messages) else _CALL_FORMS[0]
+        return self._rendered([form.of(message) for message in messages], add_generation_prompt)
+
+    def _call_form(self) -> CallForm:
+        """Finds the form in which the template shows an example call unchanged: its name and its arguments, which are
+        neither JSON text within JSON text nor Python's notation. Without such a form, returns the first one."""
+        if self._found_form == []:
+            function = EXAMPLE_CALL["function"]
+            (name, value), *_ = function["arguments"].items()
+            for form in _CALL_FORMS:
+                try:
+                    text = self._rendered([form.of(message) for message in _CALLED], False)
+                except DataError:
+                    continue
+                shown = all(part in text for part in (function["name"], name, value))
+                if shown and '\\"' not in text and repr(function["arguments"]) not in text:
+                    self._found_form.append(form)
+                    break
+            else:
+                self._found_form.append(_CALL_FORMS[0])
+        return self._found_form[0]
+
+    def _rendered(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         settings: dict[str, Any] = dict(self._chat_template_kwargs)
         if self._tools:
             settings["tools"] = [dict(tool) for tool in self._tools]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [_given(message) for message in messages],
+                    messages,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                     **settings,
@@ -152,8 +213,3 @@ class TokenCodec:
         except Exception as error:
             # The template is a program by the model's authors and may raise anything.
             raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
-
-
-def _given(message: Message) -> dict[str, Any]:
-    """Returns the message without keys whose value is None, because templates test whether `tool_calls` is present."""
-    return {key: value for key, value in message.items() if value is not None}

@@ -30,6 +30,7 @@ from rl_core.interfaces import (
     Sampler,
     SamplingParams,
     Trajectory,
+    require_messages,
 )
 from rl_core.seeds import seed_of
 from rl_core.tasks import all_of, code_of
@@ -129,6 +130,8 @@ class EnvironmentGenerator:
             factory, request.row, self._episodes.environment_options, limits.environment_timeout_s
         ) as environment:
             prompt = await environment.reset()
+            if not isinstance(prompt, str):
+                prompt = require_messages(prompt, "the environment's first prompt")
             tools = await environment.tools()
             # The tools are serialized, because a cache key must be hashable and must not change later.
             turns = self._turns_with(json.dumps(list(tools)))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import attrs
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Message, Row, ToolSchema, require_messages, require_tools
+from rl_core.interfaces import Message, Row, ToolSchema, require_messages, require_tools, split_pair
 from rl_rollout.chat import TokenCodec
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
@@ -84,6 +84,8 @@ class RowEncoder:
                 raise DataError(
                     f"the row has no {name!r} (generator.responses=pair); it has {', '.join(map(str, row))}"
                 )
+        if isinstance(row.get("prompt"), str) and not isinstance(row["chosen"], str):
+            row = _with_conversation(row)
         preferred, other = (self._ended(self._answered(row, name)) for name in ("chosen", "rejected"))
         return preferred, other
 
@@ -100,11 +102,17 @@ class RowEncoder:
                     "the row has 'tools', which only a chat template can show, but its prompt is text; use messages"
                 )
             return self._joined([(prompt, False), (response + self._end_text(response), True)])
-        opening = list(require_messages(prompt, "a prompt"))
+        opening = require_messages(prompt, "a prompt")
         if isinstance(response, str):
             response = [{"role": "assistant", "content": response}]
-        messages = list(require_messages(response, repr(name)))
+        messages = require_messages(response, repr(name))
         if messages[: len(opening)] != opening:
+            if messages[0]["role"] in ("system", opening[-1]["role"]):
+                raise DataError(
+                    f"{name!r} begins with a message of the role {messages[0]['role']!r} that cannot follow the "
+                    f"prompt's last message ({opening[-1]['role']!r}) and is not the prompt's first: remove the prompt "
+                    f"from {name!r}, or repeat all its messages there unchanged"
+                )
             messages = [*opening, *messages]
         return self._conversation(row, messages, num_given=len(opening))
 
@@ -167,6 +175,24 @@ class RowEncoder:
         return Supervised(tokens=(*sequence.tokens, self._end), trained=trained)
 
 
+def _with_conversation(row: Row) -> dict[str, Any]:
+    """Replaces a text prompt next to conversations, as in ultrafeedback_binarized: the conversations' common beginning
+    is the prompt. If they have none, the text is the user's message before both."""
+    text = row["prompt"]
+    chosen, rejected = (require_messages(row[name], repr(name)) for name in ("chosen", "rejected"))
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        prompt = [{"role": "user", "content": text}]
+    else:
+        prompt, chosen, rejected = split_pair(chosen, rejected)
+        said = [message["content"].strip() for message in require_messages(prompt, "a prompt")]
+        if text.strip() not in said:
+            raise DataError(
+                f"the text in 'prompt' is not a message of the beginning that 'chosen' and 'rejected' share, got "
+                f"{text!r:.80}; remove the column 'prompt' to use that beginning, or write the prompt as messages"
+            )
+    return {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
 def _tools_of(row: Row) -> Sequence[ToolSchema]:
     """Returns the tools in a row's column `tools`, which holds a list or the JSON text of one."""
     tools = row.get("tools")
@@ -175,15 +201,7 @@ def _tools_of(row: Row) -> Sequence[ToolSchema]:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise DataError(f"the row's 'tools' are not JSON ({error}), got {tools!r:.200}") from error
-    return () if tools is None or tools == "" else require_tools(_without_none(tools), "the row's 'tools'")
-
-
-def _without_none(value: Any) -> Any:
-    """Removes keys whose value is None, at any depth. In a Parquet file, all functions of a column have the same
-    parameters, with the value None where a function lacks a parameter."""
-    if isinstance(value, Mapping):
-        return {name: _without_none(part) for name, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value
+    return () if tools is None or tools == "" else require_tools(tools, "the row's 'tools'")
 
 
 def _marked(row: Mapping[str, Any]) -> Supervised:

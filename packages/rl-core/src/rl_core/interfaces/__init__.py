@@ -64,6 +64,7 @@ from rl_core.interfaces.messages import (
     ToolSchema,
     require_messages,
     require_tools,
+    split_pair,
 )
 from rl_core.interfaces.options import Configurable, above, at_least, between
 from rl_core.interfaces.results import (
@@ -165,6 +166,7 @@ __all__ = [
     "ToolSchema",
     "require_messages",
     "require_tools",
+    "split_pair",
     "require_awaitable",
     "require_environment",
     "require_observed_messages",

@@ -1,9 +1,15 @@
-"""Chat messages and tools in the form that chat templates expect, and checks of both."""
+"""Chat messages and tools in one normal form, and checks of both.
+
+Data sets write the same conversation in several ways: with keys that are null, with arguments as JSON text, with
+content in parts. `require_messages` and `require_tools` convert them to one form, which the rest of the code compares
+and renders."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, TypeGuard
 
 from rl_core.errors import DataError
@@ -14,7 +20,7 @@ Message = Mapping[str, Any]
 
 An assistant's message may have `tool_calls`, `[{"type": "function", "function": {"name": …, "arguments": {…}}}, …]`; it
 then needs no content. A tool's message may have `name`, the name of the function, and `tool_call_id`, the call that it
-answers. A key whose value is None counts as missing, because in a Parquet file all messages have the same keys."""
+answers. `require_messages` describes which other forms are accepted."""
 Prompt = str | Sequence[Message]
 """Text that is used unchanged, or chat messages that the model's chat template converts to text."""
 ToolSchema = Mapping[str, Any]
@@ -28,24 +34,36 @@ EXAMPLE_CALL: Mapping[str, Any] = {
 """A call that the chat template renders to show the format of calls (`Action.example_call`)."""
 
 
-def require_messages(messages: object, what: str) -> Sequence[Message]:
-    """Returns `messages` if they are chat messages. Raises DataError, whose message calls them `what`."""
-    if not _is_list(messages) or not messages or not all(_has_role_and_content(message) for message in messages):
+def require_messages(messages: object, what: str) -> list[dict[str, Any]]:
+    """Returns chat messages in normal form, as new lists and dictionaries.
+
+    - NumPy and Arrow values and tuples become Python's own values.
+    - A key whose value is None is missing, in a message, a call and a call's function. None within the arguments of a
+      call is data.
+    - Content in parts of text becomes one text, without separators. A message with calls and no content has content "".
+    - Arguments given as JSON text, as OpenAI writes them, become a mapping; missing or empty arguments become `{}`.
+    - OpenAI's former `function_call` becomes a call, and its role `function` becomes `tool`; an empty list of calls is
+      removed.
+
+    Raises DataError, whose message calls the messages `what`, if they are not chat messages.
+    """
+    plain = _plain(messages)
+    if not isinstance(plain, list) or not plain or not all(isinstance(message, dict) for message in plain):
         raise DataError(f"{what} must be text or a list of messages with 'role' and 'content', got {messages!r:.200}")
-    for message in messages:
-        if problem := _problem_of_keys(message):
-            raise DataError(f"{what} has a message {problem}, got {message!r:.200}")
-    return messages
+    return [_normal_message(message, what) for message in plain]
 
 
-def require_tools(tools: object, what: str = "the environment's tools") -> Sequence[ToolSchema]:
-    """Returns `tools` if they are function schemas with distinct names. Raises DataError, whose message calls them
-    `what`."""
+def require_tools(tools: object, what: str = "the environment's tools") -> list[dict[str, Any]]:
+    """Returns function schemas in normal form: with Python's own values, and without the keys of a tool and of its
+    function that are None. Raises DataError, whose message calls them `what`, if they are not function schemas with
+    distinct names."""
     example = "{'type': 'function', 'function': {'name': …, 'description': …, 'parameters': {…}}}"
-    if not _is_list(tools) or not all(_is_tool(tool) for tool in tools):
+    plain = _plain(tools)
+    tools = [_given(tool) if isinstance(tool, dict) else tool for tool in plain] if isinstance(plain, list) else plain
+    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise DataError(f"{what} must be a list of {example}, got {tools!r:.200}")
     try:
-        json.dumps(list(tools), allow_nan=False)
+        json.dumps(tools, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DataError(f"{what} cannot be written as JSON ({error}), got {tools!r:.200}") from error
     names = [tool["function"]["name"] for tool in tools]
@@ -54,33 +72,113 @@ def require_tools(tools: object, what: str = "the environment's tools") -> Seque
     return tools
 
 
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+def split_pair(chosen: Any, rejected: Any) -> tuple[Prompt, Any, Any]:
+    """Splits two texts or two conversations into their common beginning, which is the prompt, and the two responses, as
+    TRL's `extract_prompt` does: a space between prompt and responses belongs to the responses.
+
+    Raises:
+        DataError: the two are equal, one is the beginning of the other, or they have no common beginning.
+    """
+    if not (isinstance(chosen, str) and isinstance(rejected, str)):
+        chosen, rejected = require_messages(chosen, "'chosen'"), require_messages(rejected, "'rejected'")
+    size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    if size == min(len(chosen), len(rejected)):
+        how = "are the same" if len(chosen) == len(rejected) else "differ only in length: one begins with all the other"
+        raise DataError(f"'chosen' and 'rejected' {how}, so no prompt with two responses can be found in them")
+    if isinstance(chosen, str) and chosen[:size].endswith(" "):
+        size -= 1
+    if not size:
+        raise DataError(
+            "'chosen' and 'rejected' begin differently; begin both with the prompt, or add a column 'prompt'"
+        )
+    return chosen[:size], chosen[size:], rejected[size:]
 
 
-def _has_role_and_content(message: object) -> bool:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        return False
-    content = message.get("content")
-    return isinstance(content, str) or (content is None and message.get("tool_calls") is not None)
+def _plain(value: Any) -> Any:
+    """Converts NumPy's and Arrow's values and tuples, at any depth."""
+    convert = getattr(value, "as_py", None) or getattr(value, "tolist", None)
+    if callable(convert):
+        value = convert()
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(part) for part in value]
+    return value
 
 
-def _problem_of_keys(message: Message) -> str | None:
-    calls = message.get("tool_calls")
-    if calls is not None and message["role"] != "assistant":
-        return f"of role {message['role']!r} with 'tool_calls', which only an assistant's message may have"
-    if calls is not None and not (_is_list(calls) and calls and all(_is_call(call) for call in calls)):
-        return "whose 'tool_calls' are not a list of {'type': 'function', 'function': {'name': …, 'arguments': {…}}}"
+def _given(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message, call or tool without keys whose value is None: in a Parquet file all have the same keys."""
+    found = {key: value for key, value in named.items() if value is not None}
+    if isinstance(found.get("function"), dict):
+        found["function"] = {key: value for key, value in found["function"].items() if value is not None}
+    return found
+
+
+def _normal_message(given: Mapping[str, Any], what: str) -> dict[str, Any]:
+    def refused(problem: str) -> DataError:
+        return DataError(f"{what} has a message {problem}, got {given!r:.200}")
+
+    message = _given(given)
+    if message.get("tool_calls") == []:
+        del message["tool_calls"]
+    if "function_call" in message:
+        if "tool_calls" in message:
+            raise refused("with both 'function_call' and 'tool_calls'")
+        message["tool_calls"] = [{"function": message.pop("function_call")}]
+    role, calls = message.get("role"), message.get("tool_calls")
+    if not isinstance(role, str) or (calls is None and "content" not in message):
+        raise DataError(f"{what} must be text or a list of messages with 'role' and 'content', got {given!r:.200}")
+    if calls is not None and role != "assistant":
+        raise refused(f"of role {role!r} with 'tool_calls', which only an assistant's message may have")
+    if calls is not None:
+        message["tool_calls"] = [_normal_call(call, refused) for call in calls] if isinstance(calls, list) else []
+        message.setdefault("content", "")
+    if message.get("tool_calls") == []:
+        raise refused("whose 'tool_calls' are not a list of {'type': 'function', 'function': {'name': …, …}}")
+    message["role"] = "tool" if role == "function" else role
+    message["content"] = _text(message.get("content"), refused)
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key), str | None):
-            return f"whose {key!r} is not text"
-    return None
+            raise refused(f"whose {key!r} is not text")
+    return message
 
 
-def _is_call(call: object) -> bool:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    # Some templates expect arguments as JSON text.
-    return _is_named(function) and isinstance(function.get("arguments"), Mapping | str)
+def _text(content: Any, refused: Callable[[str], DataError]) -> str:
+    """Returns content as one text. Templates that read parts write them without separators, so they are joined so."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise refused("whose 'content' is not text")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise refused(
+                f"with a content part of type {kind!r}; only text is supported: text, or parts {{'type': 'text', "
+                "'text': …}"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _normal_call(given: Any, refused: Callable[[str], DataError]) -> dict[str, Any]:
+    call = _given(given) if isinstance(given, dict) else {}
+    function = call.get("function")
+    if not _is_named(function):
+        raise refused(
+            "whose 'tool_calls' are not a list of {'type': 'function', 'function': {'name': …, 'arguments': {…}}}"
+        )
+    arguments = function.get("arguments", "")
+    if arguments == "":
+        arguments = {}
+    elif isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments, parse_constant=_no_number)
+    if not isinstance(arguments, dict):
+        raise refused(f"whose call of {function['name']!r} has arguments that are not a JSON object")
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _is_tool(tool: object) -> bool:

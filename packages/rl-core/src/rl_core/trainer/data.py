@@ -7,7 +7,6 @@ import io
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from rl_core.data_sets import is_data_set, read_data_set
 from rl_core.errors import DataError
-from rl_core.interfaces import Row
+from rl_core.interfaces import Row, require_messages, split_pair
 from rl_core.remote_files import is_remote, opened
 from rl_core.seeds import generator_of
 from rl_core.stored_files import is_found
@@ -67,7 +66,8 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
             )
         count = len(rows)
         try:
-            rows += [checked_row(row, f"{path}:{number}", prompt_key) for number, row in _read(path, key)]
+            read = _unpadded(_read(path, key)) if _pads(path) else _read(path, key)
+            rows += [checked_row(row, f"{path}:{number}", prompt_key) for number, row in read]
         except OSError as error:
             raise DataError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
         if len(rows) == count:
@@ -90,6 +90,35 @@ def _read(path: str, key: str) -> Iterator[tuple[int, Any]]:
         )
     with opened(path) as file:
         yield from read[suffix](file, path)
+
+
+def _pads(path: str) -> bool:
+    """Whether the file or data set stores structures in columns: then all structures of a column have the same fields,
+    and a field that one lacks is None."""
+    return is_data_set(path) or PurePosixPath(path).suffix == ".parquet"
+
+
+def _unpadded(rows: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """Removes fields that are None from tools and from messages with calls, where even arguments have the same names
+    for all functions."""
+    for number, row in rows:
+        yield (
+            number,
+            {
+                name: _without_none(value) if name == "tools" or _has_calls(value) else value
+                for name, value in row.items()
+            },
+        )
+
+
+def _has_calls(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(part, dict) and part.get("tool_calls") for part in value)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def _read_lines(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
@@ -166,7 +195,7 @@ def _parse_json(text: str, place: str) -> Any:
 
 def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
     """Returns the row with a column `prompt`. Raises DataError, with the place, if it has no usable prompt."""
-    if isinstance(row, dict) and prompt_key == "prompt" and "prompt" not in row:
+    if isinstance(row, dict) and prompt_key == "prompt" and row.get("prompt") is None:
         row = _with_prompt(row, place)
     if not isinstance(row, dict) or prompt_key not in row:
         columns = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
@@ -175,20 +204,16 @@ def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
             + ("; rename the prompt's column, or set data.prompt_key in a run" if isinstance(row, dict) and row else "")
         )
     prompt = row[prompt_key]
-    if not ((isinstance(prompt, str) and prompt != "") or _is_chat(prompt)):
-        shown = repr(prompt)[:80]
-        raise DataError(
-            f"{place}: {prompt_key!r} must be text or a list of messages with 'role' and 'content', got {shown}"
-        )
-    texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    if any(isinstance(text, str) and has_lone_surrogate(text) for text in texts):
+    if not isinstance(prompt, str) or prompt == "":
+        prompt = require_messages(prompt, f"{place}: {prompt_key!r}")
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    if any(has_lone_surrogate(text) for text in texts):
         shown = ascii(prompt)[:80]
         raise DataError(
             f"{place}: {prompt_key!r} has half of a surrogate pair, which no tokenizer can encode, got {shown}; remove "
             "it, or write both halves"
         )
-    if prompt_key != "prompt":
-        row = {**row, "prompt": prompt}
+    row = {**row, "prompt": prompt}
     if "reward_model" in row and row.get("reward_spec") is None:
         row = {**row, "reward_spec": row["reward_model"]}  # verl's data sets call this column `reward_model`
     return DataRow(row, place)
@@ -204,53 +229,34 @@ def has_lone_surrogate(text: str) -> bool:
     return False
 
 
-def _is_chat(prompt: Any) -> bool:
-    return bool(
-        isinstance(prompt, list)
-        and prompt
-        and all(isinstance(message, dict) and _says_something(message) for message in prompt)
-    )
-
-
-def _says_something(message: Mapping[str, Any]) -> bool:
-    return "role" in message and ("content" in message or message.get("tool_calls") is not None)
-
-
 def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
     """Adds `prompt` to a row that holds the prompt in another form, as in TRL's data sets: a whole conversation, two
-    conversations with the same beginning, or token ids. Token ids are not decoded: `prompt` only says how many there
-    are. Returns other rows unchanged."""
-    if "messages" in row:
+    responses with the same beginning, or token ids. Token ids are not decoded: `prompt` only says how many there are.
+    Returns other rows unchanged."""
+    # In data with several layouts, a column that a row lacks is None.
+    if row.get("messages") is not None:
         return _opened_conversation(row, place)
-    if _is_chat(row.get("chosen")) and _is_chat(row.get("rejected")):
-        alike = takewhile(lambda pair: pair[0] == pair[1], zip(row["chosen"], row["rejected"], strict=False))
-        prompt = [message for message, _ in alike]
-        if not prompt:
-            raise DataError(
-                f"{place}: 'chosen' and 'rejected' begin with different messages; begin both with the same prompt"
-            )
-        return {"prompt": prompt, **row}
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        try:
+            prompt, chosen, rejected = split_pair(row["chosen"], row["rejected"])
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        return {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
     if isinstance(row.get("input_ids"), list):
-        return {"prompt": f"{len(row['input_ids'])} token ids", **row}
+        return {**row, "prompt": f"{len(row['input_ids'])} token ids"}
     return row
 
 
 def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Splits a whole conversation, as in TRL's data sets. If the last message is the assistant's, it is the completion,
     and the messages before it are the prompt. Otherwise, all messages are the prompt."""
-    messages = row["messages"]
-    if not _is_chat(messages):
-        shown = repr(messages)[:80]
-        raise DataError(f"{place}: 'messages' must be a list of messages with 'role' and 'content', got {shown}")
-    # In Parquet, every message has every field, and a field that the message lacks is None.
-    plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    is_answered = plain[-1]["role"] == "assistant"
-    prompt = plain[:-1] if is_answered else plain
+    messages = require_messages(row["messages"], f"{place}: 'messages'")
+    is_answered = messages[-1]["role"] == "assistant"
+    prompt = messages[:-1] if is_answered else messages
     if not prompt:
         raise DataError(f"{place}: 'messages' has no message before the assistant's; add the prompt before it")
-    # In Parquet, a row without a completion has None if other rows have a completion.
     is_completed = row.get("completion") is not None
-    return {"prompt": prompt, **row, **({"completion": plain[-1:]} if is_answered and not is_completed else {})}
+    return {**row, "prompt": prompt, **({"completion": messages[-1:]} if is_answered and not is_completed else {})}
 
 
 class PromptSource:
