@@ -40,8 +40,9 @@ ESTIMATOR_COLUMNS = (
     "trajectory_T",
 )
 """Names of the positional parameters that an estimator may have. `environment_scores_N` are scores without the KL
-penalty. `trajectory_T` is the index of each token's trajectory, which is also the row of that trajectory in `…_N`;
-`sequence_T` is the index of each token's step."""
+penalty. In columns that end in `_T`, the steps of a trajectory stand one after another: to an estimator, an episode is
+one sequence, even if each of its steps is a row of the batch. `sequence_T` and `trajectory_T` are the same: the index
+of each token's trajectory, which is also the row of that trajectory in `…_N`."""
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
 

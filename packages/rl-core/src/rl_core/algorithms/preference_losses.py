@@ -208,8 +208,8 @@ class _Pairs(NamedTuple):
         counts_P = pair_S.bincount()
         if bool((counts_P > 2).any()):
             raise ShapeError(
-                f"a prompt has {int(counts_P.max())} sequences, but a pairwise loss compares two: set "
-                "generator.n_samples_per_prompt=2 and generator.step_wise_trajectories=false"
+                f"a prompt has {int(counts_P.max())} responses, but a pairwise loss compares two: set "
+                "generator.n_samples_per_prompt=2"
             )
         total_S = group_sum(rewards_S, pair_S)[pair_S]
         trained_P = group_sum(sequence_sum(mask_T, sequence_T) > 0, pair_S)

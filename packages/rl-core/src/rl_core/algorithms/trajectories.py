@@ -123,21 +123,30 @@ def step_returns(rewards_N: Tensor, trajectory_N: Tensor, step_index_N: Tensor, 
     require_same_length(rewards_N=rewards_N, trajectory_N=trajectory_N, step_index_N=step_index_N)
     require_floating(rewards_N=rewards_N)
     require_int64(trajectory_N=trajectory_N, step_index_N=step_index_N)
-    order_N, continues_N = _in_time(trajectory_N, step_index_N)
-    returns_N = reverse_scan(rewards_N[order_N].double(), gamma * continues_N.double())
+    order_N = trajectory_order(trajectory_N, step_index_N)
+    decay_N = gamma * continues(trajectory_N[order_N]).double()
+    returns_N = reverse_scan(rewards_N[order_N].double(), decay_N)
     return torch.empty_like(rewards_N).index_copy(0, order_N, returns_N.to(rewards_N.dtype))
 
 
-def _in_time(trajectory_N: Tensor, step_index_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the row indices sorted by trajectory, then step, and whether the next row in this order has the same
-    trajectory. Raises ShapeError for two rows with the same trajectory and step."""
+def trajectory_order(trajectory_N: Tensor, step_index_N: Tensor) -> Tensor:
+    """Row indices sorted by trajectory, then by step: int64 [N].
+
+    Args:
+        trajectory_N: int64, equal for the steps of one trajectory, in any order.
+        step_index_N: int64, position of the step in its trajectory.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or two steps of a trajectory have the same index.
+    """
+    require_same_length(trajectory_N=trajectory_N, step_index_N=step_index_N)
+    require_int64(trajectory_N=trajectory_N, step_index_N=step_index_N)
     by_step_N = step_index_N.argsort(stable=True)
     order_N = by_step_N[trajectory_N[by_step_N].argsort(stable=True)]
     trajectory_N, step_index_N = trajectory_N[order_N], step_index_N[order_N]
-    continues_N = continues(trajectory_N)
-    repeats = (continues_N[:-1] & (step_index_N[1:] == step_index_N[:-1])).nonzero().flatten()
+    repeats = (continues(trajectory_N)[:-1] & (step_index_N[1:] == step_index_N[:-1])).nonzero().flatten()
     if repeats.numel():
         a, b = sorted(order_N[int(repeats[0]) : int(repeats[0]) + 2].tolist())
         step = int(step_index_N[repeats[0]])
         raise ShapeError(f"trajectory {int(trajectory_N[repeats[0]])}: rows {a} and {b} both have step index {step}")
-    return order_N, continues_N
+    return order_N

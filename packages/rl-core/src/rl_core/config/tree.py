@@ -587,7 +587,8 @@ class GeneratorConfig:
     their thinking. False: an episode is one sequence."""
     merge_stepwise_output: bool = True
     """With `step_wise_trajectories`: merge a turn with the previous turn if the prompt of the later one begins with all
-    tokens of the earlier one. The gradient stays the same, and each token is computed only once."""
+    tokens of the earlier one. Each token is then computed only once. The gradient stays the same unless the loss has a
+    ratio per sequence (`gspo`, `gspo_token`, `gmpo`) or `off_policy_sequence_mask` is set."""
     sampling_params: SamplingConfig = attrs.field(factory=SamplingConfig)
     """Sampling in training."""
     eval_sampling_params: EvalSamplingConfig = attrs.field(factory=EvalSamplingConfig)

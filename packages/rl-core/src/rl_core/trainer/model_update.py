@@ -16,7 +16,7 @@ from rl_core.errors import NonFiniteError
 from rl_core.interfaces import LossSpec, Metrics, OptimizerStep, OptimizerUpdate
 from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.seeds import seed_of
-from rl_core.trainer.batch_advantages import with_loss_weights, with_summed_loss_weights
+from rl_core.trainer.batch_advantages import with_loss_weights, with_prepared, with_summed_loss_weights
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_core.workers.group import add_metrics
 
@@ -136,9 +136,7 @@ class ModelUpdate:
         and `perplexity` = exp(mean negative log-prob of the trained tokens) if the loss reads log-probs."""
         settings, objective = self._settings, self._objective
         batch = with_loss_weights(batch, settings.reduction, settings.reduction_params)
-        batch = batch.with_columns(
-            **objective.prepare(batch.columns, batch.sequence_index, seed=seed_of(settings.seed, step))
-        )
+        batch = with_prepared(batch, objective, seed_of(settings.seed, step))
         current = {f"{name}_T": batch[_SCORE_OF[name]] for name in objective.reads}
         _, sums = objective(batch.columns, sequence_T=batch.sequence_index, **current)
         metrics = {name: float(total) / float(weight) for name, (total, weight) in sums.items() if weight}
@@ -150,8 +148,7 @@ class ModelUpdate:
     def _for_workers(self, mini_batch: Batch, loss: LossSpec, seed: int) -> Batch:
         """Reduces the mini-batch to the model's inputs and the columns that the loss reads, and adds the columns that
         the loss prepares from the whole mini-batch."""
-        made = self._objective.prepare(mini_batch.columns, mini_batch.sequence_index, seed=seed)
-        mini_batch = mini_batch.with_columns(**made)
+        mini_batch = with_prepared(mini_batch, self._objective, seed)
         needed = {*INPUT_COLUMNS, *self._objective.call_columns}
         needed -= {"old_logprobs"} if loss.old_is_current else set()
         return mini_batch.without_columns(*(name for name in mini_batch if name not in needed))

@@ -17,9 +17,8 @@ def merge_steps(batch: Batch) -> tuple[Batch, PrefixMerge]:
     """Merges each step with the previous step if the step's prompt continues the previous step's tokens.
 
     Every sampled token keeps its log-probs, reward, mask, advantage and weight, at the position where it was sampled.
-    So if advantages and loss weights are already computed, the gradient of a per-token loss does not change. A mean per
-    sequence that is computed afterwards, or a ratio per sequence (GSPO), is taken over the whole merged sequence.
-    `step_index` is renumbered.
+    Advantages and loss weights are the same before and after merging, and so is the gradient of a per-token loss. A
+    ratio per sequence (GSPO) is taken over the whole merged sequence. `step_index` is renumbered.
 
     Args:
         batch: has `sampled` and the columns of `columns.STEP_COLUMNS`. Its rows may be in any order.
