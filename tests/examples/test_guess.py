@@ -95,6 +95,23 @@ def test_a_run_trains_on_episodes_of_several_turns(
             assert len(sample.tokens) == num_sequences
 
 
+def test_the_gradient_is_the_same_whether_or_not_steps_are_merged(start: Path, tmp_path: Path):
+    norms = []
+    for is_merged in (True, False):
+        changes: dict[str, Any] = {
+            "trainer__max_training_steps": 1,
+            "trainer__algorithm__advantage_estimator": "reinforce++",
+            "trainer__algorithm__gamma": 0.9,
+            "trainer__algorithm__loss_reduction": "sequence_mean",
+            "generator__step_wise_trajectories": True,
+            "generator__merge_stepwise_output": is_merged,
+        }
+        run_training(config_of(start, tmp_path / str(is_merged), **changes))
+        norms.append(list(read_rows(tmp_path / str(is_merged) / "metrics.jsonl"))[-1]["policy/grad_norm"])
+    # The attention of float32 sums longer sequences in another order.
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 def test_generated_episodes_are_shown_turn_by_turn(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "samples.jsonl"
     assert run_generation(config_of(start, tmp_path / "run"), output) == 40
