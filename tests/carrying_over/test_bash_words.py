@@ -24,14 +24,14 @@ def words_of_bash(script: str) -> list[str]:
         capture_output=True,
         check=False,
         timeout=20,
-        env={"HOME": "/home/me", "LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"},
+        env={"HOME": "/elsewhere/me", "LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"},
     )
     assert found.stderr == b"", (script, found.stderr)
     return found.stdout.decode().split("\0")[:-1]
 
 
 def words_here(script: str) -> list[str]:
-    shell = Shell({"HOME": "/home/me"})
+    shell = Shell({"HOME": "/elsewhere/me"})
     found = list[str]()
     for command in commands(script):
         fields = list(takewhile(lambda field: not isinstance(field, Operator), list(shell.run(command))))

@@ -158,6 +158,13 @@ class Unsupported:
     """Whether all values are harmless."""
 
 
+_SUPPORT = (
+    "training log-probs are always those of the distribution that was sampled, also with top_p, top_k or min_p; where "
+    "that is impossible, the run is refused"
+)
+_FP8 = "models are not trained in 8 bits, because log-probs would depend on the micro-batches"
+_ONE_RANK = "all modules have adapters of the same rank, which vLLM serves with one strength"
+_EXPERT_ADAPTERS = "each expert has its own adapter; settings under which experts would share one are refused"
 _PROFILER = "there is no profiler; run torch.profiler in a callback (trainer.callbacks)"
 _QAT = "there is no quantisation-aware training"
 _MTP = "there is no multi-token prediction"
@@ -191,7 +198,18 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "trainer.policy.model.lora.merge_lora=false, separately",
         is_harmless=True,
     ),
-    "trainer.critic.model.lora.lora_sync_path": Unsupported("a critic is not sent to the engines", is_harmless=True),
+    "trainer.policy.model.lora.sync_mode": Unsupported(
+        "adapters are sent through the weight transport, never through a folder", is_harmless=True
+    ),
+    **{
+        f"trainer.{model}.model.lora.share_expert_adapters": Unsupported(_EXPERT_ADAPTERS, is_harmless=True)
+        for model in ("policy", "critic")
+    },
+    **{
+        f"trainer.critic.model.lora.{name}": Unsupported("a critic is not sent to the engines", is_harmless=True)
+        for name in ("lora_sync_path", "sync_mode")
+    },
+    "trainer.algorithm.enable_sample_support_replay": Unsupported(_SUPPORT, (True, False)),
     "trainer.ref.model.lora": Unsupported("the reference has no adapters"),
     "trainer.mtp": Unsupported(_MTP, is_harmless=True),
     "trainer.mtp.enabled": Unsupported(_MTP, (False,)),
@@ -290,6 +308,15 @@ for _model in ("policy", "ref", "critic"):
         "hf_export_config.save_every_n_ranks": Unsupported("rank 0 writes the model, bucket by bucket", (1,)),
         "model_config_kwargs": Unsupported("the model's own config.json is used unchanged", (None, {})),
         "dist_ckpt_optim_fully_reshardable": Unsupported("a checkpoint loads on any mesh", (True, False)),
+        "lora_config.experts_shared_outer_loras": Unsupported(_EXPERT_ADAPTERS, (False,)),
+        "lora_config.normalize_moe_lora": Unsupported(_ONE_RANK, (False,)),
+        "fp8": Unsupported(_FP8, (None,)),
+        "fp8_recipe": Unsupported(_FP8, is_harmless=True),
+        "fp8_param": Unsupported(_FP8, (None, False)),
+        "fp8_amax_compute_algo": Unsupported(_FP8, is_harmless=True),
+        "freeze_dsa_indexer": Unsupported(
+            "no model with an indexer of sparse attention trains with Megatron", (True, False)
+        ),
         "mtp_num_layers": Unsupported(_MTP, (None, 0)),
         "mtp_loss_weight": Unsupported(_MTP, is_harmless=True),
         "mtp_loss_chunk_size": Unsupported(_MTP, is_harmless=True),
@@ -343,6 +370,7 @@ for _key in ("trainer.ref", "trainer.critic"):
     ):
         UNSUPPORTED[f"{_key}.{_name}"] = UNSUPPORTED[f"trainer.policy.{_name}"]
 for _name, _unsupported in {
+    "enable_return_sample_support_set": Unsupported(_SUPPORT, (True, False)),
     "enable_http_endpoint": Unsupported(_AGENTS, (False,)),
     "http_endpoint_host": Unsupported("set generator.inference_engine.host", ("127.0.0.1",)),
     "http_endpoint_port": Unsupported(_AGENTS, (8000,)),
