@@ -1,8 +1,8 @@
 """Converts prompts to token ids, and token ids to text.
 
 The tokenizer's chat template renders chat messages, with the special tokens that the model expects and the tools that
-the environment offers. Text is encoded without adding any special token, not even a beginning-of-sequence token: the
-text of a row may be the middle of a document, and a rendered template already contains its special tokens.
+the environment offers. A prompt of text begins with the tokens with which the tokenizer begins a text. No other text
+gets additional tokens: it continues a prompt, or is a rendered template, which already contains its special tokens.
 """
 
 from __future__ import annotations
@@ -100,8 +100,17 @@ _CALLED: tuple[Message, ...] = (
 class TokenCodec:
     """Encodes prompts and decodes responses with a model's tokenizer and chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template_kwargs: Mapping[str, Any],
+        add_special_tokens: bool = True,
+    ) -> None:
+        """`add_special_tokens`: whether a prompt of text begins with the tokens that the tokenizer writes before a
+        text."""
         self.tokenizer = tokenizer
+        self._add_special_tokens = add_special_tokens
         self._chat_template_kwargs = dict(chat_template_kwargs)
         self._tools: tuple[ToolSchema, ...] = ()
         self._found_form: list[CallForm] = []
@@ -134,7 +143,7 @@ class TokenCodec:
     def encode_with_text(self, prompt: Prompt) -> tuple[tuple[int, ...], str]:
         """Like `encode`, but also returns the prompt's text, as `prompt_text` does."""
         text = self.prompt_text(prompt)
-        tokens = self.encode_text(text)
+        tokens = self.encode_opening(text) if isinstance(prompt, str) else self.encode_text(text)
         if not tokens:
             raise DataError(f"the prompt {prompt!r} has no tokens")
         return tokens, text
@@ -163,6 +172,25 @@ class TokenCodec:
     def response_text(self, tokens: Sequence[int]) -> str:
         """Decodes a response to text, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def encode_opening(self, text: str) -> tuple[int, ...]:
+        """Encodes the text with which a sequence begins. It gets the tokens that the tokenizer adds at the start of a
+        text, unless it begins with them, but not those that the tokenizer adds at the end.
+
+        Raises ConfigError if the tokenizer encodes the text differently behind its own tokens.
+        """
+        tokens = self.encode_text(text)
+        if not self._add_special_tokens:
+            return tokens
+        whole = tuple(self.tokenizer(text)["input_ids"])  # pyright: ignore
+        starts = (start for start in range(len(whole)) if whole[start : start + len(tokens)] == tokens)
+        start = next(starts, None)
+        if start is None:
+            raise ConfigError(
+                "data.add_special_tokens: the tokenizer encodes text differently when it adds its special tokens, so "
+                f"they cannot be added alone (text: {text!r:.80}); set the key to false"
+            )
+        return tokens if tokens[:start] == whole[:start] else whole[:start] + tokens
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Encodes text. Special tokens that the text contains are recognised, and none are added."""

@@ -78,7 +78,11 @@ def create_generator(spec: GeneratorSpec) -> DatasetGenerator:
     """Creates the generator of a run. Raises ConfigError if the model has no usable tokenizer."""
     options = spec.options
     assert isinstance(options, DatasetGeneratorOptions)
-    codec = TokenCodec(load_tokenizer(spec.model_path), chat_template_kwargs=options.chat_template_kwargs)
+    codec = TokenCodec(
+        load_tokenizer(spec.model_path),
+        chat_template_kwargs=options.chat_template_kwargs,
+        add_special_tokens=spec.add_special_tokens,
+    )
     encoder = RowEncoder(
         codec,
         response_key=options.response_key,

@@ -243,7 +243,11 @@ def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerat
     options: EnvironmentGeneratorOptions = spec.options
     return EnvironmentGenerator(
         client,
-        TokenCodec(load_tokenizer(spec.model_path), chat_template_kwargs=options.chat_template_kwargs),
+        TokenCodec(
+            load_tokenizer(spec.model_path),
+            chat_template_kwargs=options.chat_template_kwargs,
+            add_special_tokens=spec.add_special_tokens,
+        ),
         Episodes(
             environment_of=_environment_of(spec.env_class),
             environment_options=spec.environment_options,

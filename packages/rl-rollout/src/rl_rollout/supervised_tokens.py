@@ -101,7 +101,8 @@ class RowEncoder:
                 raise DataError(
                     "the row has 'tools', which only a chat template can show, but its prompt is text; use messages"
                 )
-            return self._joined([(prompt, False), (response + self._end_text(response), True)])
+            opening = self._codec.encode_opening(prompt)
+            return self._joined([(response + self._end_text(response), True)], opening)
         opening = require_messages(prompt, "a prompt")
         if isinstance(response, str):
             response = [{"role": "assistant", "content": response}]
@@ -156,8 +157,11 @@ class RowEncoder:
         end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
         return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
 
-    def _joined(self, parts: Sequence[tuple[str, bool]]) -> Supervised:
+    def _joined(self, parts: Sequence[tuple[str, bool]], opening: tuple[int, ...] | None = None) -> Supervised:
+        """Joins texts, each with whether it is trained. `opening`: the tokens of an untrained text before them."""
         encoded = [(self._codec.encode_text(text), is_trained) for text, is_trained in parts]
+        if opening is not None:
+            encoded.insert(0, (opening, False))
         tokens = tuple(token for part, _ in encoded for token in part)
         trained = tuple(is_trained for part, is_trained in encoded for _ in part)
         if not tokens or not (encoded[0][0] or encoded[0][1]):

@@ -101,6 +101,7 @@ def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
         environment_workers=environment.num_workers,
         num_samples=generator.n_samples_per_prompt,
         eval_num_samples=generator.eval_n_samples_per_prompt,
+        add_special_tokens=config.data.add_special_tokens,
     )
     return adapted_generator(plugin, config), spec
 

@@ -627,6 +627,10 @@ class DataConfig:
     """Held-out prompts in the same formats. Empty: no evaluation."""
     prompt_key: str = "prompt"
     """The column with the prompt."""
+    add_special_tokens: bool = True
+    """Begin prompts of text with the tokens with which the tokenizer itself begins a text, such as the
+    beginning-of-sequence token of Llama 3, Gemma and Mistral models. Without effect on chat messages, whose template
+    writes such tokens."""
     shuffle: bool = True
     """Shuffle the training prompts in every epoch; the seed determines the order."""
     on_long_prompt: Literal["error", "drop"] = "error"

@@ -291,6 +291,8 @@ class GeneratorSpec:
     """Samples per training row."""
     eval_num_samples: int = 1
     """Samples per held-out row."""
+    add_special_tokens: bool = True
+    """Whether prompts of text begin with the tokens with which the tokenizer begins a text."""
 
 
 @runtime_checkable
