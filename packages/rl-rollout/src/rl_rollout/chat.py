@@ -183,7 +183,7 @@ class TokenCodec:
         if not self._add_special_tokens:
             return tokens
         whole = tuple(self.tokenizer(text)["input_ids"])  # pyright: ignore
-        starts = (start for start in range(len(whole)) if whole[start : start + len(tokens)] == tokens)
+        starts = (start for start in range(len(whole) + 1) if whole[start : start + len(tokens)] == tokens)
         start = next(starts, None)
         if start is None:
             raise ConfigError(
