@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -15,10 +16,13 @@ import psutil
 import pytest
 
 from rl_core import plugins
-from rl_core.errors import ConfigError, DataError, DeadlineError
+from rl_core.errors import ConfigError, DataError, DeadlineError, Mistakes
 from rl_core.testing.environments import EnvironmentConformance
+from rl_core.trainer.data import DataRow
+from rl_core.trainer.environment_checks import gather_unplayable
+from rl_environments import mathematics
 from rl_environments.judge_pool import JudgeError, JudgePool, close_pools
-from rl_environments.mathematics import MathematicsEnvironment, reference_answer
+from rl_environments.mathematics import MathematicsEnvironment, reference_answers
 from tests.environments.boxes import DEADLINE_S
 from tests.environments.episodes import judged, played
 
@@ -76,20 +80,45 @@ async def test_an_episode_runs_through_the_generator():
     assert rewards == {"\\boxed{0.5}": 1.0, "\\boxed{3}": 0.0, "none": 0.0}
 
 
-async def test_an_unreadable_reference_fails_the_sample_with_a_data_error():
-    with pytest.raises(DataError, match=r"the reference answer '.*' cannot be read"):
-        await judged(MathematicsEnvironment, {"prompt": "", "answer": "\\boxed{}"}, "\\boxed{1}", **OPTIONS)
-    (trajectory,) = await played(MathematicsEnvironment, {"prompt": "?", "answer": "\\boxed{}"}, ["1"], OPTIONS)
-    assert trajectory.failure_kind == "DataError"
+def test_an_unreadable_reference_is_an_error_before_the_run_with_its_row():
+    answers = ["5", "\\frac{1}{2}", "\\boxed{}", "6"]
+    rows = [DataRow({"prompt": "?", "answer": answer}, f"d.jsonl:{i}") for i, answer in enumerate(answers, start=1)]
+    mistakes = Mistakes()
+    gather_unplayable("mathematics", MathematicsEnvironment, {}, rows, mistakes)
+    with pytest.raises(DataError, match=r"^d.jsonl:3: the reference answer '.*' cannot be used: .* leave the row out"):
+        mistakes.raise_found()
+
+
+def test_a_reference_that_takes_too_long_to_read_is_named(monkeypatch):
+    monkeypatch.setattr("rl_environments.mathematics._PROOF_CPU_S", 1.0)
+    with pytest.raises(DataError, match="reading it takes more than 1 s of CPU time"):
+        MathematicsEnvironment.require_row({"prompt": "", "answer": "9^{9^{9^{9^{9}}}}+5^{4^{3^{7}}}"})
+
+
+def test_references_are_tried_once_and_only_for_a_time(monkeypatch, caplog):
+    monkeypatch.setattr("rl_environments.mathematics.PROOF_S", 1e-9)
+    proofs = mathematics._Proofs()
+    assert proofs.problem("1,234.5") is None
+    assert proofs.problem("\\boxed{}") == proofs.problem("\\boxed{}") is not None
+    assert proofs.problem("\\frac{1}{") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "mathematics: 1 references took 0 s; those of further rows are not tried before the run"
+    ]
+
+
+async def test_each_of_several_references_is_right():
+    row = {"prompt": "", "reward_spec": {"ground_truth": '["34", "\\\\frac{1}{2}"]'}}
+    for response, reward in (("\\boxed{34}", 1.0), ("\\boxed{0.5}", 1.0), ("\\boxed{35}", 0.0)):
+        assert (await judged(MathematicsEnvironment, row, response, **OPTIONS)).reward == reward
 
 
 async def test_a_process_killed_from_outside_fails_the_sample():
     pool = JudgePool(1)
     try:
-        assert (await pool.verdict("2", "2", cpu_s=60.0, wait_s=WAIT_S)).is_right
+        assert (await pool.verdict("2", ["2"], cpu_s=60.0, wait_s=WAIT_S)).is_right
         (pid,) = pool.pids()
         used_s = _cpu_seconds(pid)
-        hanging = asyncio.create_task(pool.verdict(HANGS, "2", cpu_s=60.0, wait_s=WAIT_S))
+        hanging = asyncio.create_task(pool.verdict(HANGS, ["2"], cpu_s=60.0, wait_s=WAIT_S))
         async with asyncio.timeout(DEADLINE_S):
             # An idle process uses no CPU time, so this one has begun to compare.
             while _cpu_seconds(pid) < used_s + 0.1:
@@ -105,14 +134,14 @@ async def test_waiting_too_long_for_a_verdict_is_an_error():
     pool = JudgePool(1)
     try:
         with pytest.raises(DeadlineError, match=r"waited 0.01 s for one of 1 processes"):
-            await pool.verdict("2", "2", cpu_s=60.0, wait_s=0.01)
+            await pool.verdict("2", ["2"], cpu_s=60.0, wait_s=0.01)
     finally:
         pool.close()
 
 
 async def test_closing_a_pool_leaves_no_process():
     pool = JudgePool(1)
-    hanging = asyncio.create_task(pool.verdict(HANGS, "2", cpu_s=60.0, wait_s=WAIT_S))
+    hanging = asyncio.create_task(pool.verdict(HANGS, ["2"], cpu_s=60.0, wait_s=WAIT_S))
     while not pool.pids():
         await asyncio.sleep(0.01)
     (pid,) = pool.pids()
@@ -131,9 +160,9 @@ import asyncio
 from rl_environments.judge_pool import shared_pool
 async def main():
     pool = shared_pool(1)
-    await pool.verdict("2", "2", cpu_s=60.0, wait_s=250.0)
+    await pool.verdict("2", ["2"], cpu_s=60.0, wait_s=250.0)
     (pid,) = pool.pids()
-    hanging = asyncio.create_task(pool.verdict({HANGS!r}, "2", cpu_s={cpu_s}, wait_s=250.0))
+    hanging = asyncio.create_task(pool.verdict({HANGS!r}, ["2"], cpu_s={cpu_s}, wait_s=250.0))
     await asyncio.sleep(0.2)
     print(pid, flush=True)
     {ending}
@@ -149,8 +178,12 @@ asyncio.run(main())
 
 
 def test_a_row_without_a_reference_is_refused_before_the_run():
-    assert reference_answer({"answer": "a\n#### 1,250 "}) == "1,250"
-    for row in ({}, {"answer": " "}, {"answer": True}, {"reward_spec": {"ground_truth": ["1"]}}, {"answer": "####"}):
+    assert reference_answers({"answer": "a\n#### 1,250 "}) == ("1,250",)
+    assert reference_answers({"answer": 0.00001}) == ("0.00001",)
+    assert reference_answers({"reward_spec": {"ground_truth": '["34"]'}}) == ("34",)
+    assert reference_answers({"answer": "[1, 2]"}) == ("[1, 2]",)
+    given = [{}, *({"answer": each} for each in (" ", True, "####", [], [1], ["1", ""], math.nan, math.inf, {"a": 1}))]
+    for row in given:
         with pytest.raises(DataError, match=r"needs reward_spec.ground_truth or answer"):
             MathematicsEnvironment.require_row({"prompt": "", **row})
 

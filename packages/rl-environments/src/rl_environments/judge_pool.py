@@ -17,12 +17,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
 
-from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, install
+from rl_core.errors import ConfigError, DeadlineError, RLError, install
 from rl_environments.sandbox.inside import frames
 
 _START_S = 300.0
@@ -63,23 +64,23 @@ class JudgePool:
         self._all: set[_Judge] = set()
         self._is_closed = False
 
-    async def verdict(self, response: str, reference: str, *, cpu_s: float, wait_s: float) -> Verdict:
-        """Compares a response with a reference.
+    async def verdict(self, response: str, references: Sequence[str], *, cpu_s: float, wait_s: float) -> Verdict:
+        """Compares a response with the references, any of which is right.
 
         Args:
             cpu_s: CPU time in seconds for comparing this answer; an answer that takes longer counts as wrong.
             wait_s: longest wait for the verdict in seconds, including the wait for a free process.
 
         Raises:
-            DataError: the reference cannot be parsed.
             ConfigError: math-verify is not installed.
             DeadlineError: there is no verdict within `wait_s`; the answer may be right or wrong.
             JudgeError: the process ended for a reason unrelated to the answer, or the pool was closed.
         """
-        judged = self._executor.submit(self._verdict, response, reference, cpu_s)
+        request = {"response": response, "references": list(references), "cpu_s": cpu_s}
+        judged = self._executor.submit(self._answer, request)
         try:
             async with asyncio.timeout(wait_s):
-                return await asyncio.wrap_future(judged)
+                answer = await asyncio.wrap_future(judged)
         except TimeoutError as error:
             if isinstance(error, DeadlineError):
                 raise
@@ -87,6 +88,17 @@ class JudgePool:
                 f"waited {wait_s:g} s for one of {self._count} processes that compare answers: raise `processes` if "
                 "CPU cores are idle, or raise `wait_s`"
             ) from error
+        if answer is None:
+            return Verdict(is_right=False, has_answer=True, is_given_up=True)
+        return Verdict(is_right=answer["is_right"], has_answer=answer["has_answer"], is_given_up=False)
+
+    def problem(self, reference: str, *, cpu_s: float) -> str | None:
+        """Returns why no answer could be judged by this reference; None if it can be used. Blocks until it is known.
+
+        Raises: what `verdict` raises.
+        """
+        answer = self._executor.submit(self._answer, {"reference": reference, "cpu_s": cpu_s}).result()
+        return f"reading it takes more than {cpu_s:g} s of CPU time" if answer is None else answer["problem"]
 
     def pids(self) -> list[int]:
         """Returns the ids of the pool's existing processes."""
@@ -105,22 +117,22 @@ class JudgePool:
         while not self._idle.empty():
             self._idle.get().end()
 
-    def _verdict(self, response: str, reference: str, cpu_s: float) -> Verdict:
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
         judge = self._taken()
         try:
-            verdict = judge.verdict(response, reference, cpu_s)
+            answer = judge.answer(request)
         except BaseException:
             self._ended(judge)
             raise
         # Under the lock, so that either `close` finds the process in the queue, or this thread sees that the pool is
         # closed.
         with self._lock:
-            is_kept = not verdict.is_given_up and not self._is_closed
+            is_kept = answer is not None and not self._is_closed
             if is_kept:
                 self._idle.put(judge)
         if not is_kept:
             self._ended(judge)
-        return verdict
+        return answer
 
     def _taken(self) -> _Judge:
         while True:
@@ -163,12 +175,11 @@ class _Judge:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def verdict(self, response: str, reference: str, cpu_s: float) -> Verdict:
-        """See `JudgePool.verdict`."""
+    def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the process's answer to a request; None if the process has ended because of what it should read."""
         self._get_ready()
         assert self._process.stdin is not None
-        request = {"response": response, "reference": reference, "cpu_s": cpu_s}
-        wall_s = max(_LEAST_WALL_S, _WALL_PER_CPU * cpu_s)
+        wall_s = max(_LEAST_WALL_S, _WALL_PER_CPU * request["cpu_s"])
         try:
             frames.send(self._process.stdin.fileno(), request)
         except BrokenPipeError:
@@ -176,10 +187,8 @@ class _Judge:
         else:
             answer = self._answer(wall_s, "to compare an answer")
         if answer is None:
-            return self._given_up()
-        if "unreadable" in answer:
-            raise DataError(f"the reference answer {reference!r:.200} cannot be read: {answer['unreadable']}")
-        return Verdict(is_right=answer["is_right"], has_answer=answer["has_answer"], is_given_up=False)
+            self._require_own_fault()
+        return answer
 
     def kill(self) -> None:
         """Kills the process and waits until it has ended."""
@@ -222,14 +231,13 @@ class _Judge:
             )
         return frames.receive(fd)
 
-    def _given_up(self) -> Verdict:
+    def _require_own_fault(self) -> None:
         code = self._process.wait(_END_S)
-        if -code in _ANSWERS_OWN_FAULT:
-            return Verdict(is_right=False, has_answer=True, is_given_up=True)
-        raise JudgeError(
-            f"the process that compares answers ended unexpectedly, with code {code}; -9 often means that the machine "
-            "ran out of memory"
-        )
+        if -code not in _ANSWERS_OWN_FAULT:
+            raise JudgeError(
+                f"the process that compares answers ended unexpectedly, with code {code}; -9 often means that the "
+                "machine ran out of memory"
+            )
 
 
 _lock = threading.Lock()

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from rl_environments.mathematical_text import ends_in_a_variable, marked, readings
 from rl_environments.sandbox.inside import frames
 
 _ADDRESS_SPACE_BYTES = 4 << 30
 _PR_SET_PDEATHSIG = 1
+_MOST_ZEROS = 10_000
 
 
 def main() -> None:
@@ -35,36 +39,89 @@ def main() -> None:
         return
     # The parent may ignore SIGPROF, and a process inherits which signals are ignored.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    grader = Grader(math_verify)
     frames.send(answers_fd, {"ready": True})
     while (request := frames.receive(0)) is not None:
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
-        verdict = _verdict(math_verify, request["response"], request["reference"])
+        if "reference" in request:
+            answer = {"problem": grader.problem(request["reference"])}
+        else:
+            answer = grader.verdict(request["response"], request["references"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         with contextlib.suppress(BrokenPipeError):
-            frames.send(answers_fd, verdict)
+            frames.send(answers_fd, answer)
 
 
-def _verdict(math_verify: Any, response: str, reference: str) -> dict[str, Any]:
-    """Returns the message that says whether the response's answer equals the reference. An answer counts as wrong if
-    comparing it raises, for example because it needs too much memory or recursion depth."""
-    try:
-        expected = math_verify.parse(_marked(reference), parsing_timeout=None)
-    except Exception as error:
-        return {"unreadable": repr(error)[:200]}
-    if not expected:
-        return {"unreadable": "math-verify finds no expression in it"}
-    try:
-        found = math_verify.parse(response, parsing_timeout=None)
-        is_right = bool(found) and bool(math_verify.verify(expected, found, timeout_seconds=None))
-        return {"is_right": is_right, "has_answer": bool(found)}
-    except (Exception, MemoryError, RecursionError) as error:
-        return {"is_right": False, "has_answer": True, "error": repr(error)[:200]}
+class Grader:
+    """Compares answers by means of the module `math_verify`."""
+
+    def __init__(self, math_verify: Any) -> None:
+        self._parse, self._verify = math_verify.parse, math_verify.verify
+        latex, expression = math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()
+        with_units = latex.normalization_config
+        without_units = math_verify.LatexExtractionConfig(
+            normalization_config=dataclasses.replace(with_units, units=False)
+        )
+        self._extractions = {False: [latex, expression], True: [without_units, expression]}
+
+    def problem(self, reference: str) -> str | None:
+        """Returns why no answer could be judged by this reference, or None: it must be an expression with a value, and
+        equal the same text in a box."""
+        read = [(text, self._parsed(text, reference)) for text in dict.fromkeys(readings(marked(reference)))]
+        expressions = [found for _, found in read if found and not isinstance(found[0], str)]
+        if not expressions:
+            return "math-verify does not read it as an expression, so at most the very same spelling would be right"
+        if not any(map(_has_value, expressions)):
+            return f"its value is {expressions[0][0]}"
+        if not self.verdict(marked(reference), [reference])["is_right"]:
+            return "math-verify says that it does not equal itself"
+        return None
+
+    def verdict(self, response: str, references: Sequence[str]) -> dict[str, Any]:
+        """Returns the message that says whether the response's answer equals one of the references. An answer counts as
+        wrong if comparing it raises, for example because it needs too much memory or recursion depth."""
+        has_answer = False
+        try:
+            for reference in references:
+                pairs = dict.fromkeys(zip(readings(marked(reference)), readings(response), strict=True))
+                for expected_text, found_text in pairs:
+                    found = self._parsed(found_text, reference)
+                    has_answer |= bool(found)
+                    if found and self._are_equal(self._parsed(expected_text, reference), found):
+                        return {"is_right": True, "has_answer": True}
+        except (Exception, MemoryError, RecursionError) as error:
+            return {"is_right": False, "has_answer": True, "error": repr(error)[:200]}
+        return {"is_right": False, "has_answer": has_answer}
+
+    def _parsed(self, text: str, reference: str) -> list[Any]:
+        extraction = self._extractions[ends_in_a_variable(reference)]
+        return self._parse(text, extraction_config=extraction, parsing_timeout=None)
+
+    def _are_equal(self, expected: list[Any], found: list[Any]) -> bool:
+        # math-verify compares numbers to 6 and 15 decimals; small ones need more, or else all of them are equal.
+        further = _leading_zeros(expected[0]) if expected else 0
+        return self._verify(
+            expected, found, float_rounding=6 + further, numeric_precision=15 + further, timeout_seconds=None
+        )
 
 
-def _marked(reference: str) -> str:
-    """Marks the reference as LaTeX if it is not marked yet, because math-verify does not find unmarked LaTeX."""
-    is_marked = "$" in reference or "\\boxed" in reference or "\\(" in reference or "\\[" in reference
-    return reference if is_marked else f"\\boxed{{{reference}}}"
+def _has_value(parsed: list[Any]) -> bool:
+    import sympy  # pyright: ignore[reportMissingImports]
+
+    value = parsed[0]
+    return not (hasattr(value, "doit") and value.doit() in (sympy.nan, sympy.zoo))
+
+
+def _leading_zeros(expression: Any) -> int:
+    """The number of zeros behind the decimal point of a number, less one; 0 for anything else than a number."""
+    import sympy  # pyright: ignore[reportMissingImports]
+
+    if not getattr(expression, "is_number", False):
+        return 0
+    size = sympy.Abs(expression).evalf(3)
+    if not size.is_Float or not 0 < size < 0.1:
+        return 0
+    return min(_MOST_ZEROS, max(0, int(-sympy.log(size, 10).evalf(3)) - 1))
 
 
 def _become_quiet() -> None:

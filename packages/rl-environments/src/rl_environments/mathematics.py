@@ -3,8 +3,14 @@ expressions."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import math
 import os
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,9 +18,16 @@ import attrs
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between
 from rl_environments.judge_pool import shared_pool
+from rl_environments.mathematical_text import positional
 from rl_environments.options import is_number, options_of
 from rl_environments.tools.call_formats import without_thought
 
+logger = logging.getLogger(__name__)
+
+PROOF_S = 120.0
+"""Longest time in seconds for trying references before a run, over all rows."""
+_PROOF_CPU_S = 10.0
+_PLAIN = re.compile(r"[-+]?(\d{1,4000}|\d{1,3}(,\d{3})+)(\.\d+)?")
 _MOST_PROCESSES = 4
 
 
@@ -36,7 +49,7 @@ class MathematicsEnvironment:
 
     An answer that takes more than `cpu_s` to compare, or that crashes the comparing process, counts as wrong. The
     policy wrote it, and failing the sample would spare the policy the reward of zero. The sample fails if the process
-    was ended for another reason, if there is no verdict within `wait_s`, or if the reference cannot be parsed.
+    was ended for another reason, or if there is no verdict within `wait_s`.
 
     Metrics: `accuracy`, `has_answer` (an expression was found in the response, or the comparison failed), `given_up`
     (the comparison took too long or crashed its process).
@@ -47,7 +60,7 @@ class MathematicsEnvironment:
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: Prompt = row["prompt"]
         self._options = options_of(MathematicsOptions, "mathematics", options)
-        self._reference = reference_answer(row)
+        self._references = reference_answers(row)
 
     @staticmethod
     def require_options(options: Mapping[str, Any]) -> None:
@@ -56,17 +69,24 @@ class MathematicsEnvironment:
 
     @staticmethod
     def require_row(row: Row) -> None:
-        """See `RowChecking`."""
-        reference_answer(row)
+        """See `RowChecking`. Lets math-verify read every reference that is not a plain number, for at most `PROOF_S`
+        in all."""
+        for reference in reference_answers(row):
+            problem = _proofs.problem(reference)
+            if problem is not None:
+                raise DataError(
+                    f"the reference answer {reference!r:.200} cannot be used: {problem}. Write the answer alone, as a "
+                    "number or in LaTeX (`\\frac{1}{2}`, `\\text{Monday}`), or leave the row out"
+                )
 
     async def reset(self) -> Prompt:
         return self._prompt
 
     async def step(self, action: Action) -> StepResult:
         """Raises what `JudgePool.verdict` raises."""
-        processes = self._options.processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
+        processes = self._options.processes or _default_processes()
         verdict = await shared_pool(processes).verdict(
-            without_thought(action.text), self._reference, cpu_s=self._options.cpu_s, wait_s=self._options.wait_s
+            without_thought(action.text), self._references, cpu_s=self._options.cpu_s, wait_s=self._options.wait_s
         )
         metrics = {
             "accuracy": float(verdict.is_right),
@@ -79,22 +99,70 @@ class MathematicsEnvironment:
         pass
 
 
-def reference_answer(row: Row) -> str:
-    """Returns the row's `reward_spec.ground_truth`, else its `answer`; of a worked solution, only the part after the
-    last `####`.
+def reference_answers(row: Row) -> tuple[str, ...]:
+    """Returns the row's right answers, from `reward_spec.ground_truth`, else `answer`; of a worked solution, only the
+    part after the last `####`. A list of texts, also as JSON text (`'["34"]'`, as in Skywork-OR1), has several answers,
+    each of which is right. A number keeps all its digits: 1e-05 is `0.00001`.
 
     Raises:
-        DataError: the row has neither, or the value is empty, or the value is neither text nor a number.
+        DataError: the row has neither, or the value is empty, or it is neither text nor a finite number.
     """
     spec = row.get("reward_spec")
     given = spec.get("ground_truth") if isinstance(spec, Mapping) else None
     given = row.get("answer") if given is None else given
-    is_number_given = isinstance(given, int | float) and not isinstance(given, bool)
-    text = str(given).rpartition("####")[2].strip() if isinstance(given, str) or is_number_given else ""
-    if not text:
+    texts = [_text(each) for each in _listed(given)]
+    if not texts or not all(texts):
         columns = ", ".join(map(str, row))
         raise DataError(
-            "a mathematics row needs reward_spec.ground_truth or answer, a number or text such as '\\frac{1}{2}'; got "
-            f"{given!r:.200} (the row has {columns})"
+            "a mathematics row needs reward_spec.ground_truth or answer, a number or text such as '\\frac{1}{2}', or a "
+            f"list of right answers as text; got {given!r:.200} (the row has {columns})"
         )
-    return text
+    return tuple(texts)
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    """Returns a list's items, and another value as the only item. A list as text is a list only if its items are texts:
+    `[1, 2]` is an interval."""
+    if isinstance(given, str) and given.lstrip().startswith('["'):
+        with contextlib.suppress(ValueError):
+            return json.loads(given)
+    return given if isinstance(given, list | tuple) and all(isinstance(item, str) for item in given) else [given]
+
+
+def _text(given: Any) -> str:
+    """Returns an answer as text, or an empty text if it is none."""
+    if isinstance(given, str):
+        return given.rpartition("####")[2].strip()
+    is_finite = isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
+    return positional(given) if is_finite else ""
+
+
+class _Proofs:
+    """Which references of this process's rows math-verify can read; each is tried once."""
+
+    def __init__(self) -> None:
+        self._problems: dict[str, str | None] = {}
+        self._left_s = PROOF_S
+
+    def problem(self, reference: str) -> str | None:
+        """Returns why no answer could be judged by the reference; None if it is usable or the time is up."""
+        if _PLAIN.fullmatch(reference) or (self._left_s <= 0 and reference not in self._problems):
+            return None
+        if reference not in self._problems:
+            started = time.monotonic()
+            self._problems[reference] = shared_pool(_default_processes()).problem(reference, cpu_s=_PROOF_CPU_S)
+            self._left_s -= time.monotonic() - started
+            if self._left_s <= 0:
+                logger.warning(
+                    "mathematics: %d references took %.0f s; those of further rows are not tried before the run",
+                    len(self._problems),
+                    PROOF_S,
+                )
+        return self._problems[reference]
+
+
+_proofs = _Proofs()
+
+
+def _default_processes() -> int:
+    return min(_MOST_PROCESSES, os.cpu_count() or 1)

@@ -347,7 +347,8 @@ class RowChecking(Protocol):
 
     def require_row(self, row: Row) -> None:
         """Raises DataError if an environment cannot be created from this row. The message names the missing or wrong
-        column. A static method that starts nothing; called for every row before the run."""
+        column. A static method that leaves nothing to close; called for every row before the run, so it should be fast
+        for most rows."""
         ...
 
 

@@ -1,0 +1,125 @@
+"""Rewrites answers, before math-verify reads them, where it misreads a notation or reads it differently with different
+versions of its parser.
+
+math-verify 0.9 with latex2sympy2-extended 1.11 reads `1 1/2` as 1, `1\\,234` as 235, `33\\frac{1}{3}\\%` as a third of
+a per cent and `1e-3` as e - 3. It reads `50\\%` with ANTLR 4.13.2, but not with 4.9.3.
+tests/environments/test_mathematical_text.py shows each case.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from decimal import Decimal
+
+_NUMBER = r"(?:(?<!\d)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_PART = r"(?:\{\d+\}|\d)"
+_MIXED = rf"(?:(?:{_NUMBER}\s*)?\\[dtc]?frac\s*{_PART}\s*{_PART}|{_NUMBER})"
+_TEXT = r"\\(?:text|textrm|textbf|mathrm|mbox)\s*"
+_OPENING, _CLOSING = r"(?:^|\$|\{|\\\(|\\\[)", r"(?:$|\$|\}|\\\)|\\\])"
+_SMALLEST, _LARGEST = -400, 400
+"""Range of the exponents that are written out; numbers beyond it stay as they are."""
+
+
+def _repeating(found: re.Match[str]) -> str:
+    """The fraction that equals a repeating decimal."""
+    whole, fixed, repeated = found.groups()
+    numerator = int(whole + fixed + repeated) - int(whole + fixed)
+    return rf"\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
+
+
+def _improper(found: re.Match[str]) -> str:
+    """The fraction that equals a mixed number."""
+    whole, numerator, denominator = map(int, found.groups())
+    return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+
+
+def _without_separators(found: re.Match[str]) -> str:
+    return "".join(filter(str.isdigit, found[0].replace(r"\ ", "")))
+
+
+def _hundredths(found: re.Match[str]) -> str:
+    # Not a fraction where there is none: math-verify prefers a fraction to the other numbers of a text.
+    number = found[1].replace(",", "")
+    return rf"\frac{{{number}}}{{100}}" if "\\" in number else positional(Decimal(number) / 100)
+
+
+def _positional(found: re.Match[str]) -> str:
+    return positional(found[0]) if _SMALLEST <= int(found[1]) <= _LARGEST else found[0]
+
+
+_FOR_BOTH: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        # Currencies: `\$5`, `\text{\$}5`, `£5`, `5€`, `5 dollars`
+        (rf"{_TEXT}\{{\s*(?:\\\$|[$£€¥])\s*\}}|\\\$|[£€¥]", ""),
+        (r"(?<=\d)\s*(?:dollars?|euros?)\b", ""),
+        # Per cent as a word or as text, and without the backslash within LaTeX: `50\%`
+        (rf"(?<!\s)\s*{_TEXT}\{{\s*(?:\\?%|percent(?:age)?|pct)\s*\}}", r"\\%"),
+        (r"(?<=[\d}])\s*(?:percent(?:age)?|pct)\b", r"\\%"),
+        (rf"(?<=[\d}}])\s*%(?=\s*(?:{_CLOSING}|\\times|\\cdot))", r"\\%"),
+        # Thousands: `1\,234`, `1{,}234`; with a plain space only as a whole answer
+        (r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|\{,\}|~|\u00a0|\u2009|\u202f)\d{3})+(?!\d)", _without_separators),
+        (r"(?<=\{)\d{1,3}(?: \d{3})+(?=\})", _without_separators),
+        # Mixed and vulgar fractions, repeating decimals
+        (r"(?<![\d./,])(\d+)\s+(\d+)/(\d+)(?![\d/]|\.\d)", _improper),
+        (r"(?<!\d)(\d+)\.(\d*)\\overline\s*\{(\d+)\}", _repeating),
+        (r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
+        (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        # A dash for a minus sign, and a full stop at the end of a box
+        (r"(?<![\w)}])[‒–](?=\s*[\d\\])", "-"),
+        (r"(?<=\d)\.(?=\s*\})", ""),
+    )
+]
+_E_NOTATION = re.compile(r"(?<![\w.\\}])\d+(?:\.\d+)?[eE]([-+]?\d+)(?!\w|\.\d|[{^])")
+_PER_CENT = re.compile(rf"({_MIXED})\s*\\%")
+_ONLY_PER_CENT = re.compile(rf"({_OPENING}\s*(?:[-+]\s*)?{_MIXED})\s*\\%(?=\s*{_CLOSING})")
+_ENCLOSED = re.compile(
+    r"\s*(?:\$\$([^$]+)\$\$|\$((?:\\\$|[^$])+)\$|"
+    r"\\\(((?:(?!\\\)).)+)\\\)|\\\[((?:(?!\\\]).)+)\\\])\s*",
+    re.DOTALL,
+)
+_LONE_DOLLAR = re.compile(r"(?<!\\)\$")  # a currency
+_ENDS_IN_A_VARIABLE = re.compile(r"(?:[\d})]|[-+*/^=(,]\s*)[a-zA-Z]\s*[}$]?$")
+
+
+def positional(number: Decimal | str | float) -> str:
+    """Writes a number without an exponent, with the digits that it has: `1e-05` becomes `0.00001`."""
+    return format(Decimal(str(number)), "f")
+
+
+def readings(text: str) -> tuple[str, str]:
+    """Returns the text as math-verify shall read it, twice. In the first, `50\\%` and `1e-3` have their values, 50/100
+    and 0.001; in the second an answer `50\\%` is the number 50, and `1e-3` is LaTeX, e - 3. An answer is right if the
+    reference, read in the same way, equals it; so a reference of 50 accepts `50\\%`, and one of 0.5 does so too.
+
+    Both are the same text if there is nothing that has two readings.
+    """
+    text = "".join(_ascii(character) for character in text)
+    for pattern, replacement in _FOR_BOTH:
+        text = pattern.sub(replacement, text)
+    values, written = _E_NOTATION.sub(_positional, text), _ONLY_PER_CENT.sub(r"\1", text)
+    return _PER_CENT.sub(_hundredths, values), _PER_CENT.sub(_hundredths, written)
+
+
+def marked(reference: str) -> str:
+    """Puts a reference into a box, because math-verify does not find unmarked LaTeX. A text that contains a box, or a
+    formula between its words, stays as it is."""
+    enclosed = _ENCLOSED.fullmatch(reference)
+    bare = next(filter(None, enclosed.groups())) if enclosed else reference
+    is_marked = bare.replace(r"\$", "").count("$") > 1 or any(mark in bare for mark in ("\\boxed", "\\(", "\\["))
+    return bare if is_marked else f"\\boxed{{{_LONE_DOLLAR.sub('', bare).strip()}}}"
+
+
+def ends_in_a_variable(reference: str) -> bool:
+    """Whether a reference ends in a single letter that belongs to its expression, as in `2t` or `x + t`. math-verify
+    removes such a letter if a unit is called like it."""
+    return _ENDS_IN_A_VARIABLE.search(reference.strip()) is not None
+
+
+def _ascii(character: str) -> str:
+    """Converts full-width characters and vulgar fractions."""
+    if unicodedata.category(character) == "No" and "FRACTION" in unicodedata.name(character, ""):
+        return f" {unicodedata.normalize('NFKC', character).replace('⁄', '/')}"
+    return chr(ord(character) - 0xFEE0) if "！" <= character <= "～" else character
