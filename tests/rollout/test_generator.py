@@ -9,7 +9,6 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
-from tokenizers.processors import TemplateProcessing
 
 from rl_core.config import from_mapping, generator_spec
 from rl_core.errors import ConfigError, DataError, GenerationError
@@ -254,14 +253,6 @@ async def test_chat_messages_go_through_the_template_with_its_settings(tokenizer
     text = "u:2+2=\na:think"
     assert list(client.requests[0].prompt_tokens) == tokenizer(text.replace(":", "<unk>"))["input_ids"]
     assert trajectory.failure is None
-
-
-def test_text_prompts_are_encoded_without_special_tokens(tokenizer):
-    start = ("<eos>", tokenizer.eos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[start])
-    with_special = tokenizer("1+")["input_ids"]
-    assert with_special[0] == tokenizer.eos_token_id
-    assert list(TokenCodec(tokenizer, chat_template_kwargs={}).encode("1+")) == with_special[1:]
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,9 @@ class RowEncoder:
                 raise DataError(
                     "the row has 'tools', which only a chat template can show, but its prompt is text; use messages"
                 )
-            opening = self._codec.encode_opening(prompt)
-            return self._joined([(response + self._end_text(response), True)], opening)
+            return self._joined(
+                [(self._codec.encode_opening(prompt), False), (response + self._end_text(response), True)]
+            )
         opening = require_messages(prompt, "a prompt")
         if isinstance(response, str):
             response = [{"role": "assistant", "content": response}]
@@ -133,7 +134,7 @@ class RowEncoder:
             )
         codec = self._codec.with_tools(_tools_of(row))
         codec.require_tools_shown(messages)
-        parts: list[tuple[str, bool]] = []
+        parts: list[tuple[str | tuple[int, ...], bool]] = []
         written = ""
         for turn in turns if self._trained_turns == "all" else turns[-1:]:
             is_answer = roles[turn] == "assistant"
@@ -157,11 +158,10 @@ class RowEncoder:
         end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
         return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
 
-    def _joined(self, parts: Sequence[tuple[str, bool]], opening: tuple[int, ...] | None = None) -> Supervised:
-        """Joins texts, each with whether it is trained. `opening`: the tokens of an untrained text before them."""
-        encoded = [(self._codec.encode_text(text), is_trained) for text, is_trained in parts]
-        if opening is not None:
-            encoded.insert(0, (opening, False))
+    def _joined(self, parts: Sequence[tuple[str | tuple[int, ...], bool]]) -> Supervised:
+        """Joins parts, each text or tokens, and whether it is trained."""
+        encode = self._codec.encode_text
+        encoded = [(encode(part) if isinstance(part, str) else part, is_trained) for part, is_trained in parts]
         tokens = tuple(token for part, _ in encoded for token in part)
         trained = tuple(is_trained for part, is_trained in encoded for _ in part)
         if not tokens or not (encoded[0][0] or encoded[0][1]):
