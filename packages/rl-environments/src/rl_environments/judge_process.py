@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from rl_environments.mathematical_text import ends_in_a_variable, marked, readings
@@ -106,22 +107,19 @@ class Grader:
 
 
 def _has_value(parsed: list[Any]) -> bool:
-    import sympy  # pyright: ignore[reportMissingImports]
-
     value = parsed[0]
-    return not (hasattr(value, "doit") and value.doit() in (sympy.nan, sympy.zoo))
+    return not hasattr(value, "doit") or type(value.doit()).__name__ not in ("NaN", "ComplexInfinity")
 
 
 def _leading_zeros(expression: Any) -> int:
-    """The number of zeros behind the decimal point of a number, less one; 0 for anything else than a number."""
-    import sympy  # pyright: ignore[reportMissingImports]
-
+    """The number of zeros after the decimal point of a number, less one; 0 for anything else than a number."""
     if not getattr(expression, "is_number", False):
         return 0
-    size = sympy.Abs(expression).evalf(3)
-    if not size.is_Float or not 0 < size < 0.1:
+    try:
+        exponent = Decimal(str(abs(expression).evalf(3))).adjusted()
+    except (ArithmeticError, TypeError, AttributeError):  # no finite number
         return 0
-    return min(_MOST_ZEROS, max(0, int(-sympy.log(size, 10).evalf(3)) - 1))
+    return min(_MOST_ZEROS, max(0, -exponent - 2))
 
 
 def _become_quiet() -> None:
