@@ -267,6 +267,31 @@ def test_a_missing_file_is_named_with_its_key(files: Path, change: dict[str, Any
     assert str(raised.value).partition(":")[0] in change
 
 
+@pytest.mark.parametrize("key", ["policy", "ref", "critic"])
+def test_an_adapter_beside_the_weights_of_any_model_is_named(files: Path, key: str):
+    (files / "both").mkdir()
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (files / "both" / name).write_text("{}")
+    (files / "model" / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    config = from_mapping(
+        {
+            "data.train_data": ["train.parquet"],
+            "trainer.policy.model.path": "model",
+            "trainer.algorithm.use_kl_loss": True,
+            f"trainer.{key}.model.path": "both",
+        }
+    )
+    check_files(config)
+    (files / "both" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"trainer\.{key}\.model\.path: both has a LoRA adapter .*merge_and_unload"):
+        check_files(config)
+    (files / "both" / "config.json").unlink()
+    with pytest.raises(
+        ConfigError, match=rf"trainer\.{key}\.model\.path: both has no config\.json, only a LoRA adapter"
+    ):
+        check_files(config)
+
+
 def test_files_that_will_be_created_may_be_missing_but_not_wrong(files: Path):
     config = from_mapping({"data.train_data": ["new.parquet"], "trainer.policy.model.path": "./new"})
     check_files(config, makes={"new.parquet", "./new"})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +14,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 from rl_core.config import from_mapping
 from rl_core.config.file_checks import gather_data
 from rl_core.errors import ConfigError, DataError, Mistakes
-from rl_core.trainer.data import DataRow, PromptSource, read_rows
+from rl_core.trainer.data import DataRow, PromptSource, _read_parquet, read_rows
 
 
 def write_lines(path: Path, *rows: object) -> Path:
@@ -286,3 +288,43 @@ def test_a_store_that_cannot_be_reached_or_read_is_an_error_with_its_address():
     assert [str(error) for error in mistakes.errors] == [
         "data.train_data: forbidden://bucket/a.jsonl cannot be read: Forbidden"
     ]
+
+
+def write_nested(file: Path, num_rows: int, characters: int) -> None:
+    """Writes rows with a nested column of equal texts, which take little room in the file, in one row group."""
+    schema = pa.schema([("prompt", pa.string()), ("tests", pa.struct([("inputs", pa.list_(pa.string()))]))])
+    with pq.ParquetWriter(file, schema, write_batch_size=64) as writer:
+        rows = [{"prompt": f"{number}", "tests": {"inputs": ["x" * characters]}} for number in range(num_rows)]
+        writer.write_table(pa.Table.from_pylist(rows, schema), row_group_size=num_rows)
+
+
+def test_a_nested_column_is_read_in_parts(tmp_path: Path):
+    file = tmp_path / "rows.parquet"
+    write_nested(file, 4096, 65_536)  # 256 MiB in memory
+    assert pq.ParquetFile(file).num_row_groups == 1
+    code = f"""
+import pyarrow
+from rl_core.trainer.data import _read_parquet
+with open({str(file)!r}, "rb") as opened:
+    for count, row in _read_parquet(opened, "rows.parquet"):
+        assert row["prompt"] == str(count - 1) and len(row["tests"]["inputs"][0]) == 65_536
+print(count, pyarrow.default_memory_pool().max_memory() // 2**20)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    count, peak = map(int, found.stdout.split())
+    assert count == 4096
+    assert peak < 128, "the column was read at once"
+
+
+@pytest.mark.soak
+def test_a_nested_column_of_more_than_2_gib_is_read(tmp_path: Path):
+    file = tmp_path / "rows.parquet"
+    part = tmp_path / "part.parquet"
+    write_nested(part, 103, 2**20)
+    table = pq.read_table(part)
+    with pq.ParquetWriter(file, table.schema) as writer:
+        writer.write_table(pa.concat_tables([table] * 20), row_group_size=2060)
+    with pytest.raises(pa.ArrowNotImplementedError, match="Nested data conversions not implemented"):
+        pq.read_table(file)
+    with file.open("rb") as opened:
+        assert sum(len(row["tests"]["inputs"][0]) for _, row in _read_parquet(opened, "rows.parquet")) == 2060 * 2**20

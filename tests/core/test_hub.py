@@ -135,6 +135,25 @@ def test_a_model_is_downloaded_once_with_a_line_of_progress(hub: ThreadingHTTPSe
     assert python(FETCH, tmp_path, "http://127.0.0.1:9").returncode == 0
 
 
+CHECK = """
+from rl_core.config.file_checks import check_files
+from rl_core.config import from_mapping
+check_files(from_mapping({"data.train_data": ["org/rows"], "trainer.policy.model.path": "org/model"}))
+"""
+
+
+def test_an_adapter_beside_a_cached_models_weights_is_named(tmp_path: Path):
+    stored = tmp_path / "hub" / "models--org--model"
+    (stored / "snapshots" / "0").mkdir(parents=True)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("0")
+    (stored / "snapshots" / "0" / "config.json").write_text("{}")
+    offline = {"address": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    assert python(CHECK, tmp_path, **offline).returncode == 0
+    (stored / "snapshots" / "0" / "adapter_config.json").write_text("{}")
+    assert "trainer.policy.model.path: org/model has a LoRA adapter" in python(CHECK, tmp_path, **offline).stderr
+
+
 def test_the_user_can_disable_requests(hub: ThreadingHTTPServer, tmp_path: Path):
     variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     for variable in variables:

@@ -97,10 +97,10 @@ def require_model(name: str, *, key: str) -> bool:
     )
 
 
-def is_cached(name: str) -> bool:
-    """Whether the model's `config.json` is in the local cache; other files may be missing."""
+def is_cached(name: str, file: str = "config.json") -> bool:
+    """Whether a file of the model is in the local cache; other files may be missing."""
     try:
-        return isinstance(_library().try_to_load_from_cache(name, "config.json"), str)
+        return isinstance(_library().try_to_load_from_cache(name, file), str)
     except ValueError:  # the hub allows no such name, for example one with a blank
         return False
 

@@ -11,6 +11,7 @@ import copy
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,22 @@ _CALLED: tuple[Message, ...] = (
 )
 
 
+def codec_of(
+    model_path: str, *, chat_template_kwargs: Mapping[str, Any], add_special_tokens: bool = True
+) -> TokenCodec:
+    """Loads the codec of a model. Raises ConfigError as `load_tokenizer` does."""
+    tokenizer = load_tokenizer(model_path)
+    from transformers import AutoConfig
+
+    text_config: Any = AutoConfig.from_pretrained(model_path).get_text_config(decoder=True)
+    return TokenCodec(
+        tokenizer,
+        chat_template_kwargs=chat_template_kwargs,
+        add_special_tokens=add_special_tokens,
+        vocab_size=text_config.vocab_size,
+    )
+
+
 class TokenCodec:
     """Encodes prompts and decodes responses with a model's tokenizer and chat template."""
 
@@ -106,10 +123,17 @@ class TokenCodec:
         *,
         chat_template_kwargs: Mapping[str, Any],
         add_special_tokens: bool = True,
+        vocab_size: int | None = None,
     ) -> None:
-        """`add_special_tokens`: whether a prompt of text begins with the tokens that the tokenizer writes before a
-        text."""
+        """
+        Args:
+            tokenizer: the model's tokenizer.
+            chat_template_kwargs: further arguments of its chat template.
+            add_special_tokens: whether a prompt of text begins with the tokens that the tokenizer writes before a text.
+            vocab_size: number of tokens that the model knows, of which the tokenizer may have more; None: unknown.
+        """
         self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._add_special_tokens = add_special_tokens
         self._chat_template_kwargs = dict(chat_template_kwargs)
         self._tools: tuple[ToolSchema, ...] = ()
@@ -193,8 +217,31 @@ class TokenCodec:
         return tokens if tokens[:start] == whole[:start] else whole[:start] + tokens
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Encodes text. Special tokens that the text contains are recognised, and none are added."""
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+        """Encodes text. Special tokens that the text contains are recognised, and none are added. Raises DataError if
+        the model does not know one of the tokens."""
+        return self.known(tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]))  # pyright: ignore
+
+    def known(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the tokens. Raises DataError if one of them is beyond the model's vocabulary."""
+        highest = max(tokens, default=0)
+        if self._vocab_size is not None and highest >= self._vocab_size:
+            raise DataError(
+                f"token {highest} ({self.tokenizer.convert_ids_to_tokens(highest)!r}) is beyond the model's vocabulary "
+                f"(0…{self._vocab_size - 1}); give the model an embedding for it (resize_token_embeddings in "
+                "transformers), or remove the token"
+            )
+        return tokens
+
+    def may_be_unknown(self, text: str) -> bool:
+        """Whether a text has a token that the tokenizer, but not the model, knows by name."""
+        return any(token in text for token in self._unknown_names)
+
+    @cached_property
+    def _unknown_names(self) -> tuple[str, ...]:
+        if self._vocab_size is None:
+            return ()
+        added = self.tokenizer.added_tokens_decoder
+        return tuple(str(token) for number, token in added.items() if number >= self._vocab_size)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """Renders messages with the chat template. Raises DataError if there is no template, or if the template refuses

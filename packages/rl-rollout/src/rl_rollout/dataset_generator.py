@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_core.errors import DataError
 from rl_core.interfaces import GeneratorSpec, GroupRequest, Row, Trajectory, TrajectoryStep
-from rl_rollout.chat import TokenCodec, load_tokenizer
+from rl_rollout.chat import TokenCodec, codec_of
 from rl_rollout.generator_options import DatasetGeneratorOptions
 from rl_rollout.supervised_tokens import RowEncoder, Supervised, text_parts
 
@@ -29,6 +29,10 @@ class DatasetGenerator:
     def response_length(self, row: Row) -> int:
         """See `ResponseMeasuring`."""
         return max(len(sequence.tokens) - sequence.prompt_length for sequence in self._sequences(row))
+
+    def may_have_unknown_tokens(self, row: Row) -> bool:
+        """See `Generator.prompt_length`."""
+        return row.get("input_ids") is not None or self._codec.may_be_unknown(str(row))
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """Returns one trajectory per response of the row. Raises DataError if the row has no usable response."""
@@ -78,8 +82,8 @@ def create_generator(spec: GeneratorSpec) -> DatasetGenerator:
     """Creates the generator of a run. Raises ConfigError if the model has no usable tokenizer."""
     options = spec.options
     assert isinstance(options, DatasetGeneratorOptions)
-    codec = TokenCodec(
-        load_tokenizer(spec.model_path),
+    codec = codec_of(
+        spec.model_path,
         chat_template_kwargs=options.chat_template_kwargs,
         add_special_tokens=spec.add_special_tokens,
     )

@@ -34,7 +34,7 @@ from rl_core.interfaces import (
 )
 from rl_core.seeds import seed_of
 from rl_core.tasks import all_of, code_of
-from rl_rollout.chat import TokenCodec, load_tokenizer
+from rl_rollout.chat import TokenCodec, codec_of
 from rl_rollout.conversation import Tokens, start_history
 from rl_rollout.environment_calls import EnvironmentFailure
 from rl_rollout.environment_pool import EnvironmentPool, HangingThreads
@@ -93,6 +93,10 @@ class EnvironmentGenerator:
         if "prompt" not in row:
             raise DataError(f"the row has no column 'prompt'; it has {', '.join(map(str, row)) or 'none'}")
         return len(self._codec.encode(row["prompt"]))
+
+    def may_have_unknown_tokens(self, row: Row) -> bool:
+        """See `Generator.prompt_length`."""
+        return self._codec.may_be_unknown(str(row.get("prompt")))
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """See `Generator.generate`. Samples of a group run concurrently."""
@@ -243,8 +247,8 @@ def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerat
     options: EnvironmentGeneratorOptions = spec.options
     return EnvironmentGenerator(
         client,
-        TokenCodec(
-            load_tokenizer(spec.model_path),
+        codec_of(
+            spec.model_path,
             chat_template_kwargs=options.chat_template_kwargs,
             add_special_tokens=spec.add_special_tokens,
         ),

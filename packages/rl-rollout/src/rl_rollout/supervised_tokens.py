@@ -66,7 +66,9 @@ class RowEncoder:
     def response(self, row: Row) -> Supervised:
         """Encodes a row with one response. Raises DataError if the row has no usable response."""
         if row.get("input_ids") is not None:
-            return self._ended(_marked(row))
+            marked = _marked(row)
+            self._codec.known(marked.tokens)
+            return self._ended(marked)
         if row.get("messages") is not None:
             return self._ended(self._conversation(row, require_messages(row["messages"], "messages")))
         if row.get(self._response_key) is None:

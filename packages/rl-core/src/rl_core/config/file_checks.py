@@ -8,6 +8,7 @@ import json
 import os
 import stat
 from collections.abc import Container, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rl_core.config.function_params import needs_reference
@@ -15,9 +16,10 @@ from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
 from rl_core.data_sets import is_data_set
 from rl_core.errors import ConfigError, Mistakes, RLError
-from rl_core.hub import is_name
+from rl_core.hub import is_cached, is_name
 from rl_core.remote_files import exists, is_remote
 
+ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -170,13 +172,31 @@ def _require_model(key: str, path: str) -> None:
     directory = Path(path)
     if not directory.exists():
         if is_name(path):
+            if find_spec("huggingface_hub") is not None:
+                require_no_adapter(key, path)
             return
         raise ConfigError(f"{key}: the directory {path} does not exist (current directory: {Path.cwd()})")
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"{key}: {path} has no config.json; expected a model directory in Hugging Face format")
+        adapter = ", only a LoRA adapter" if (directory / ADAPTER_FILE).is_file() else ""
+        raise ConfigError(
+            f"{key}: {path} has no config.json{adapter}; expected a model directory in Hugging Face format"
+        )
+    require_no_adapter(key, path)
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise ConfigError(
             f"{key}: {path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); save the model's tokenizer there"
+        )
+
+
+def require_no_adapter(key: str, path: str) -> None:
+    """Raises ConfigError if a model, given by directory or by the name of a model in the hub's cache, has a LoRA
+    adapter beside its weights. transformers would load the adapter too, and name all weights as peft does."""
+    directory = Path(path)
+    if (directory / ADAPTER_FILE).is_file() if directory.is_dir() else is_cached(path, ADAPTER_FILE):
+        raise ConfigError(
+            f"{key}: {path} has a LoRA adapter ({ADAPTER_FILE}) beside the model, which transformers would load on top "
+            f"of the weights. If the weights already contain the adapter, remove {ADAPTER_FILE} and adapter_model.*; "
+            "otherwise merge it (peft: merge_and_unload) and save the merged model to another directory"
         )
 
 

@@ -229,7 +229,10 @@ class Generator(Protocol):
     (`Sampler`); the loop pauses and aborts requests and updates weights."""
 
     def prompt_length(self, row: Row) -> int:
-        """Number of tokens of the row's prompt. Raises DataError if there is no prompt, or it cannot be encoded."""
+        """Number of tokens of the row's prompt. Raises DataError if there is no prompt, or it cannot be encoded.
+
+        A dry run calls this only for the shortest and longest prompts and, if the generator has a method
+        `may_have_unknown_tokens(row) -> bool`, for the rows for which it is true."""
         ...
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:

@@ -34,6 +34,8 @@ class DataRow:
 
 FORMATS = (".parquet", ".jsonl", ".json", ".csv")
 """File name suffixes of data files."""
+_ROWS_READ = 128
+"""Rows that are read at a time from a Parquet file. pyarrow reads a nested column only up to 2 GiB at a time."""
 _STRUCTURED = ("messages", "reward_spec", "reward_model", "extra_info")
 """Columns that hold nested values. In CSV files, their cells are parsed as JSON."""
 
@@ -161,15 +163,17 @@ def _read_parquet(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet
 
     try:
-        columns = pyarrow.parquet.read_schema(file).names
+        stored = pyarrow.parquet.ParquetFile(file)
+        columns = stored.schema_arrow.names
         repeated = next((name for name in columns if columns.count(name) > 1), None)
         if repeated is not None:
             raise DataError(f"{path}: got two columns {repeated!r}; expected different names, so rename or remove one")
-        file.seek(0)
-        rows = pyarrow.parquet.read_table(file).to_pylist()
+        number = 0
+        for batch in stored.iter_batches(batch_size=_ROWS_READ):
+            for row in batch.to_pylist():
+                yield (number := number + 1), row
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
-    yield from enumerate(rows, start=1)
 
 
 def _decoded(data: bytes, place: str) -> str:

@@ -19,7 +19,7 @@ from rl_core import hub, plugins
 from rl_core.config import Config, Loaded, generator_spec, needs_engine
 from rl_core.config.checks import gather_playing, gather_plugins, gather_room
 from rl_core.config.context import EVALUATION, TRAINING
-from rl_core.config.file_checks import gather_files, why_not_created
+from rl_core.config.file_checks import gather_files, require_no_adapter, why_not_created
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import environment_options
 from rl_core.config.value_checks import gather_values, longest_prompt
@@ -31,6 +31,7 @@ from rl_core.interfaces import (
     GrammarSampling,
     ModelProving,
     Role,
+    Row,
 )
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
@@ -262,6 +263,7 @@ def _fetch_models(config: Config, roles: Sequence[Role], made: Container[str]) -
         path = value_at(config, key)
         if path not in fetched and path not in made and hub.is_name(path):
             hub.fetch_model(path, key=key)
+            require_no_adapter(key, path)
             fetched.add(path)
 
 
@@ -371,8 +373,9 @@ def _gather_prompts(
     config: Config, rows: Mapping[str, list[DataRow] | None], mistakes: Mistakes, *, makes: Container[str]
 ) -> None:
     """Notes prompts that are too long, and a tokenizer that cannot be loaded. Encodes only the prompts with the most
-    and the fewest characters; the run later counts the tokens of all prompts. Does nothing if other mistakes were
-    found, if the model is not on this machine yet, or if creating the generator may start processes."""
+    and the fewest characters, and rows that may have tokens beyond the model's vocabulary; the run later encodes all
+    rows. Does nothing if other mistakes were found, if the model is not on this machine yet, or if creating the
+    generator may start processes."""
     if mistakes:
         return
     is_made = config.policy_model_path in makes
@@ -391,11 +394,13 @@ def _gather_prompts(
             if is_made:
                 return  # the model directory is incomplete and will be created again
             raise
+        is_suspect: Callable[[Row], bool] = getattr(generator, "may_have_unknown_tokens", lambda row: False)
         for key, found in rows.items():
             if not found:
                 continue
             ordered = sorted(found, key=lambda row: len(str(row.row["prompt"])))
-            likely = [*ordered[:_FEW], *ordered[max(_FEW, len(ordered) - _FEW) :]]
+            few, last = ordered[:_FEW], max(_FEW, len(ordered) - _FEW)
+            likely = [*few, *ordered[last:], *(row for row in ordered[_FEW:last] if is_suspect(row.row))]
             sampling = TRAINING if key == _TRAINING_DATA[0] else EVALUATION
             try:
                 fitting_rows(likely, generator, config, sampling)
