@@ -112,7 +112,8 @@ the numbers and, if parallel sizes do not fit, the nearest mesh that works. Refu
 - two pipeline stages with virtual stages, if sends are batched or do not overlap, or if both stages have layer counts
 - the dispatcher `allgather` with pipeline stages; options whose kernels (Transformer Engine, Apex, DeepEP) are not
   installed
-- adapters on latent attention's query, key and value projections, and on experts that are split or in grouped products
+- adapters on latent attention's query, key and value projections, and on experts that are split, in grouped products,
+  or beside dense layers or shared experts
 - `seq_aux_loss` with tensor parallelism (its gradients differ from a single rank's) or with packed sequences (it treats
   a micro-batch as one sequence)
 - router replay with a fused router, with a capacity factor, or on a model without experts; routes that arrive without

@@ -270,6 +270,55 @@ def test_experts_in_stacked_tensors_are_refused_by_name(tmp_path: Path):
     adapted(path, LoraConfig(rank=2, target_modules=("q_proj", "o_proj")))
 
 
+MIXED = {"family": "qwen3_moe", "mlp_only_layers": [0]}
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ("gate_proj", "up_proj", "down_proj"),
+        ("o_proj", "layers.0.mlp.down_proj"),
+        "all-linear",
+        r".*layers\.0\.mlp\.(gate|up|down)_proj",
+        ("gate",),
+    ],
+)
+def test_names_that_peft_takes_for_stacked_experts_are_refused(targets: Any, tmp_path: Path):
+    """peft 0.21 would adapt the experts instead of the first layer, with twice the rank for gate and up."""
+    path = make_checkpoint(tmp_path, **MIXED)
+    with pytest.raises(ConfigError, match=r"target_modules: .* such as those of attention"):
+        adapted(path, LoraConfig(rank=2, target_modules=targets))
+
+
+def test_another_rank_scale_or_set_of_layers_than_asked_is_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    lora, inject = LoraConfig(rank=2, alpha=4, target_modules=("q_proj", "o_proj")), peft.inject_adapter_in_model
+    for field, value in {
+        "rank_pattern": {"q_proj": 4},
+        "alpha_pattern": {"o_proj": 8},
+        "layers_to_transform": [1],
+        "target_modules": {"q_proj", "o_proj", "v_proj"},
+    }.items():
+
+        def altered(config: Any, *args: Any, field: str = field, value: Any = value, **kwargs: Any):
+            setattr(config, field, value)
+            return inject(config, *args, **kwargs)
+
+        monkeypatch.setattr(peft, "inject_adapter_in_model", altered)
+        with pytest.raises(ConfigError, match="peft adapts other layers, or with another rank or scale: "):
+            adapted(checkpoint, lora)
+
+
+def test_the_log_says_which_layers_and_how_many_parameters_are_trained(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level("INFO"):
+        worker = adapted(checkpoint, LoraConfig(rank=2, target_modules=("q_proj", "o_proj")))
+    trained = sum(p.numel() for p in worker.scorer.parameters() if p.requires_grad)
+    assert trained == 2 * 2 * (2 * (32 + 32))
+    expected = f"{trained} parameters are trained, in adapters of rank 2 of 4 linear layers: 2 x model.layers.*.self_"
+    assert expected in caplog.text
+
+
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
@@ -284,3 +333,8 @@ def test_experts_in_stacked_tensors_are_refused_by_name(tmp_path: Path):
 def test_layers_that_cannot_be_adapted_are_refused_by_name(checkpoint: Path, targets: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         adapted(checkpoint, LoraConfig(rank=2, target_modules=targets))
+
+
+def test_an_excluded_name_that_fits_no_layer_is_refused(checkpoint: Path):
+    with pytest.raises(ConfigError, match=r"exclude_modules: no layer of Qwen3ForCausalLM is called \.\*mlp; its"):
+        adapted(checkpoint, LoraConfig(rank=2, exclude_modules=(".*mlp",)))

@@ -336,6 +336,16 @@ def test_experts_that_would_share_an_adapter_are_refused(spec_of, monkeypatch):
     refuse(attrs.evolve(spec_of(MOE, {PP: 2, "moe_grouped_gemm": False}), model=adapted), 2)
 
 
+@pytest.mark.parametrize("mixed", [{**MOE, "mlp_only_layers": [0]}, {**LATENT, "first_k_dense_replace": 0}])
+def test_adapters_that_peft_would_not_load_are_refused(mixed, spec_of):
+    lora = LoraConfig(rank=4, target_modules=("o_proj", "down_proj"))
+    message = refusal(attrs.evolve(spec_of(mixed, {}), model=attrs.evolve(spec_of(mixed, {}).model, lora=lora)), 1)
+    assert "down_proj of experts would have adapters, and peft 0.21 would not load" in message
+    for model, names in ((mixed, ("o_proj",)), (MOE, ("o_proj", "down_proj"))):
+        fine = attrs.evolve(spec_of(model, {}).model, lora=LoraConfig(rank=4, target_modules=names))
+        refuse(attrs.evolve(spec_of(model, {}), model=fine), 1)
+
+
 def test_refusing_imports_neither_torch_nor_megatron():
     code = "import sys, rl_megatron.checks.refusals; print({'torch', 'megatron', 'transformers'} & sys.modules.keys())"
     printed = subprocess.run(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -233,13 +234,13 @@ async def test_whole_weights_and_adapters_of_other_layers_are_refused(adapter_se
 # --- others by name -------------------------------------------------------------------------------------------------
 
 
-def write_adapter(model_path: str, directory: Path, seed: int, rank: int = 4) -> list[float]:
+def write_adapter(model_path: str, directory: Path, seed: int, rank: int = 4, **settings: Any) -> list[float]:
     """Writes a random adapter in peft's format. Returns the log-probs of SEQUENCE with it, by peft and transformers."""
     import peft
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
     model = peft.get_peft_model(base, config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -305,8 +306,14 @@ async def test_an_adapter_that_cannot_be_served_leaves_the_previous_adapter(
     short = load_file(file)
     short[matrices_of(LAYERS[0])[1]] = short[matrices_of(LAYERS[0])[1]][:1].clone()
     save_file(short, file)
+    write_adapter(adapter_server.model_path, tmp_path / "strengths", seed=10, alpha_pattern={"q_proj": 64})
+    elsewhere = shutil.copytree(tmp_path / "good", tmp_path / "elsewhere") / "adapter_model.safetensors"
+    renamed = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in load_file(elsewhere).items()}
+    save_file(renamed, elsewhere)
     await client.load_lora_from_disk("kept", tmp_path / "good")
     refused = {
+        "strengths": r"vLLM does not read the settings alpha_pattern=\{'q_proj': 64\}.*merge_and_unload",
+        "elsewhere": r"the model has no layers \['model.layers.7.mlp.down_proj'",
         "nowhere": "nowhere",
         "large": "rank 16 is greater than max_lora_rank 8",
         "short": r"q_proj.lora_B.weight has the shape \[1, 4\]",

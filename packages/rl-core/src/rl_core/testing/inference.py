@@ -499,7 +499,7 @@ def make_bench(client: InferenceClient, transport: WeightTransport, path: str, r
     """A bench for a client that serves the checkpoint at `path`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return Bench(client, transport, model.eval(), AutoTokenizer.from_pretrained(path), runner)
 
 

@@ -64,7 +64,7 @@ class ReferenceEngine:
         """Loads the model in float32, and its tokenizer."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         return cls(model, AutoTokenizer.from_pretrained(path))
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:

@@ -284,6 +284,12 @@ def _adapters_of_experts(setup: Setup) -> str | None:
             f"{complaint}, which all experts of a rank would share in grouped products; name layers of attention, or "
             f"set {setup.key('moe_grouped_gemm')}=false"
         )
+    if setup.shape.shared_ffn_hidden_size or len(setup.shape.moe_layers) < setup.shape.num_layers:
+        # peft 0.21 takes gate_proj, up_proj and down_proj of such a model for the experts' stacked tensors alone.
+        return (
+            f"{complaint}, and peft 0.21 would not load the adapters that dense layers or shared experts have under "
+            "the same names; name layers of attention"
+        )
     return None
 
 

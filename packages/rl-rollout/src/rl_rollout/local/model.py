@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord
 from rl_core.rank_kit.expert_choices import no_progress_bars
 from rl_core.rank_kit.model_files import require_all_weights
+from rl_core.rank_kit.scoring.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
 from rl_core.rank_kit.weight_buckets import broken_weights_file, bucket_records, unpack_bucket
 from rl_core.rank_kit.weight_deltas import HeldWeights, received
 
@@ -41,11 +42,12 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
             (`layer_types`) other than full and sliding-window attention, such as Mamba or linear attention.
     """
     arguments = {"trust_remote_code": False, **model_kwargs}
+    asked = arguments.pop("attn_implementation", None)
     try:
         _require_servable(path, AutoConfig.from_pretrained(path, **arguments))
         with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), output_loading_info=True, **arguments
+                path, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True, **arguments
             )
         model, found = loaded
         require_all_weights(found["missing_keys"], f"trainer.policy.model.path: {path}")
@@ -57,7 +59,35 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
             f"{type(error).__name__}: {error}"
         ) from error
     model.to(device)  # pyright: ignore[reportArgumentType]
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    _select_attention(model, asked)
+    return model
+
+
+@torch.no_grad()
+def _select_attention(model: PreTrainedModel, asked: str | None) -> None:
+    """Selects the attention implementation `asked`. None: SDPA, or eager attention if SDPA ignores a layer's setting.
+
+    Raises:
+        ConfigError: results with `asked` differ from those with eager attention.
+    """
+    tokens_BL = torch.arange(12, device=model.device)[None] % model.config.get_text_config().vocab_size
+    expected, fault = with_eager_attention(
+        model, lambda: model(input_ids=tokens_BL, use_cache=False).logits.float(), sdpa_with_mask
+    )
+    model.set_attn_implementation(asked or ("eager" if fault else default_attention(model)))
+    if asked in (None, "eager"):
+        return
+    found = model(input_ids=tokens_BL, use_cache=False).logits.float()
+    error = float((found - expected).norm() / (expected - expected.mean()).norm())
+    limit = 1e-3 if model.dtype == torch.float32 else 0.1
+    if asked != "sdpa":
+        fault = None if error < limit else f"logits differ by {error:.1e} (relative), expected below {limit:g}"
+    if fault is not None:
+        raise ConfigError(
+            f"generator.inference_engine.engine_init_kwargs.attn_implementation: got {asked}, which does not compute "
+            f"this model: {fault}; leave it out, or set it to eager"
+        )
 
 
 def _require_servable(path: str, config: Any) -> None:

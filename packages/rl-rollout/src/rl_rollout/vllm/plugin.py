@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ import attrs
 
 from rl_core.errors import ConfigError, install
 from rl_core.interfaces import EnginePlan, EngineSpec, InferenceClient, ServedModel
+from rl_rollout.vllm.adapter_settings import read_settings, require_read
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, max_served_rank, require_known, require_own_distribution
 from rl_rollout.vllm.memory_plan import plan_engine
 from rl_rollout.vllm.options import VLLMOptions
@@ -123,21 +123,19 @@ def _is_url(text: str) -> bool:
 
 
 def _check_adapter(directory: Path, *, max_rank: int) -> None:
-    """Raises ConfigError if the directory lacks a file of peft's format, or the rank is too large. The servers check
-    later whether the matrices fit the model."""
+    """Raises ConfigError if the directory lacks a file of peft's format, if vLLM does not read one of the adapter's
+    settings, or if the rank is too large. The servers check later whether the matrices fit the model."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (directory / name).is_file():
             raise ConfigError(
                 f"it has no file {name}; expected `base` or the directory of an adapter in peft's format, which all "
                 "servers can read"
             )
-    try:
-        rank = json.loads((directory / "adapter_config.json").read_bytes())["r"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"its adapter_config.json cannot be read ({error!r}); save the adapter again") from error
-    if not isinstance(rank, int) or rank > max_rank:
+    config = read_settings(directory)
+    require_read(config)
+    if config["r"] > max_rank:
         raise ConfigError(
-            f"its rank is {rank}, but the servers accept ranks up to {max_rank}; raise "
+            f"its rank is {config['r']}, but the servers accept ranks up to {max_rank}; raise "
             "trainer.policy.model.lora.rank, or use a smaller adapter"
         )
 

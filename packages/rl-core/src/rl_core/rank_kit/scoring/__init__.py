@@ -10,6 +10,7 @@
     micro_batch       a micro-batch as model input
     packed_sequences  where the sequences of a packed stream are
     attention         causal attention inside a packed stream
+    attention_proof   finds attention functions that ignore a setting of a model's layers
     shared_attention  attention that computes prefixes shared by several sequences once
     ulysses           sequences split over ranks
     recomputation     gradient checkpointing

@@ -15,6 +15,7 @@ import math
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -86,6 +87,14 @@ def packed_attention(
     if ulysses is not None:
         output_BLHD = tokens_for_heads(output_BLHD.transpose(1, 2), ulysses).transpose(1, 2)
     return output_BLHD, None
+
+
+def packed_attention_of_rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor, **settings: Any
+) -> tuple[Tensor, None]:
+    """`packed_attention` of a batch in which each row is one sequence, for `attention_proof`."""
+    packed = PackedSequences.of_lengths(np.full(query.shape[0], query.shape[2]), query.device)
+    return packed_attention(module, query, key, value, None, **{**settings, "packed_sequences": packed})
 
 
 def _bounds_in_masks(module: nn.Module, sliding_window: int | None) -> list[str]:

@@ -7,8 +7,10 @@ model, `<layer>.lora_A.default.weight` [r, in] and `<layer>.lora_B.default.weigh
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ Making = Callable[[Sequence[nn.Parameter], Callable[[], Tensor]], Tensor]
 """`making(parameters, make)` calls `make` while torch can compute with `parameters`, and returns the result of `make`.
 Collective."""
 _NAME = "default"
+logger = logging.getLogger(__name__)
 
 
 def as_they_are(parameters: Sequence[nn.Parameter], make: Callable[[], Tensor]) -> Tensor:
@@ -52,7 +55,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
     """
     import peft
 
-    _require_known_names(model, lora.target_modules, where)
+    _require_known_names(model, lora, where)
+    asked = _asked_layers(model, lora)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -79,8 +83,19 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
             f"{where}.model.lora.target_modules: the output layer cannot have adapters, because log-probs are "
             "computed from its weight; name other layers, or leave it out with exclude_modules"
         )
+    _require_asked_layers(model, lora, asked, where)
     for _, weight in adapter_weights(model):
         weight.data = weight.data.to(torch.promote_types(torch.float32, weight.dtype))
+    if model.device.type != "meta":
+        counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in asked)
+        logger.info(
+            "%s.model.lora: %s parameters are trained, in adapters of rank %d of %d linear layers: %s",
+            where,
+            f"{sum(weight.numel() for _, weight in adapter_weights(model)):,}",
+            lora.rank,
+            len(asked),
+            ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())),
+        )
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
@@ -141,16 +156,55 @@ def _names(names: str | tuple[str, ...]) -> str | list[str]:
     return names if isinstance(names, str) else list(names)
 
 
-def _require_known_names(model: PreTrainedModel, names: str | tuple[str, ...], where: str) -> None:
+def _matches(name: str, given: str | Sequence[str]) -> bool:
+    """Whether peft's `given` matches a module path: a list has the ends of paths, a text is a regular expression."""
+    if isinstance(given, str):
+        return re.fullmatch(given, name) is not None
+    return any(f".{name}".endswith(f".{end}") for end in given)
+
+
+def _asked_layers(model: PreTrainedModel, lora: LoraConfig) -> set[str]:
+    """Paths of the linear layers that the configuration names; `all-linear` leaves out the output layer."""
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    output, targets, excluded = model.get_output_embeddings(), lora.target_modules, lora.exclude_modules
+    is_all = isinstance(targets, str) and targets.lower() == "all-linear"
+    try:
+        return {
+            name
+            for name, layer in linear.items()
+            if (layer is not output if is_all else _matches(name, targets))
+            and not (excluded is not None and _matches(name, excluded))
+        }
+    except re.error:  # peft's error for it is reported
+        return set()
+
+
+def _require_known_names(model: PreTrainedModel, lora: LoraConfig, where: str) -> None:
     """Raises ConfigError if a name of a list fits no layer. peft ignores such a name if another name of the list fits a
     layer. For example, in a model with a single `qkv_proj`, peft would ignore `q_proj` without a message."""
     layers = dict(model.named_modules())
-    unknown = [] if isinstance(names, str) else [n for n in names if not any(f".{k}".endswith(f".{n}") for k in layers)]
-    if unknown:
-        linear = sorted({k.rpartition(".")[2] for k, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D)})
+    for key, names in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules or ())):
+        unknown = [] if isinstance(names, str) else [n for n in names if not any(_matches(k, [n]) for k in layers)]
+        if unknown:
+            linear = {k.rpartition(".")[2] for k, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D)}
+            raise ConfigError(
+                f"{where}.model.lora.{key}: no layer of {type(model).__name__} is called {', '.join(unknown)}; "
+                f"its linear layers are {', '.join(sorted(linear))}"
+            )
+
+
+def _require_asked_layers(model: PreTrainedModel, lora: LoraConfig, asked: set[str], where: str) -> None:
+    """Raises ConfigError unless exactly the layers `asked` have adapters, with the configured rank and scale. For some
+    models, peft changes the configuration: since transformers 5 stacks experts, names of dense layers mean experts."""
+    adapted: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "base_layer")}
+    wrong = sorted(asked ^ adapted.keys())
+    for name, layer in adapted.items():
+        if (layer.r[_NAME], layer.scaling[_NAME]) != (lora.rank, lora.alpha / lora.rank):
+            wrong.append(f"{name} (rank {layer.r[_NAME]}, scale {layer.scaling[_NAME]:g})")
+    if wrong:
         raise ConfigError(
-            f"{where}.model.lora.target_modules: no layer of {type(model).__name__} is called {', '.join(unknown)}; "
-            f"its linear layers are {', '.join(linear)}"
+            f"{where}.model.lora.target_modules: got {lora.target_modules!r}, but peft adapts other layers, or with "
+            f"another rank or scale: {', '.join(wrong[:3])}; name other layers, such as those of attention"
         )
 
 

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.process_group import agree, from_first
-from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION
+from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION, packed_attention_of_rows
+from rl_core.rank_kit.scoring.attention_proof import with_eager_attention
 from rl_core.rank_kit.scoring.rank_mesh import RankMesh
 from rl_core.rank_kit.scoring.shards import Shards
 from rl_core.rank_kit.scoring.token_scorer import (
@@ -54,14 +57,16 @@ def start_shards(
         num_heads, group = scorer.model.config.get_text_config().num_attention_heads, ranks.ulysses
         agree(lambda: require_heads(num_heads, group, f"{where}.{section}"))
         agree(lambda: require_separable_layers(scorer.model, where, f"set {where}.{section}.sequence_parallel_size=1"))
+        from_first(lambda: _require_packed_attention(scorer.model, where, f"{where}.{section}"))
     inputs = partial(two_sequences, scorer.model, spec)
     with torch.no_grad():
         expected_S = from_first(lambda: inputs(torch.device("cpu")).scored_by(scorer, temperature=1.0)[0])
-        if ranks.ulysses is not None:
-            scorer.model.set_attn_implementation(PACKED_ATTENTION)
+        chosen = str(scorer.model.config._attn_implementation)
+        attention = from_first(lambda: chosen) if ranks.ulysses is None else PACKED_ATTENTION
+        scorer.model.set_attn_implementation(attention)
         shards = shard(scorer)
-        own = inputs(ranks.device, ulysses=ranks.ulysses)
-        found_S = own.scored_by(shards.module, temperature=1.0)[0].cpu()
+        on_ranks = inputs(ranks.device, ulysses=ranks.ulysses)
+        found_S = on_ranks.scored_by(shards.module, temperature=1.0)[0].cpu()
         shards.let_go()
     require_close(
         found_S,
@@ -72,3 +77,13 @@ def start_shards(
         "set sequence_parallel_size=1" if ranks.ulysses else "this backend cannot shard it",
     )
     return shards
+
+
+@torch.no_grad()
+def _require_packed_attention(model: PreTrainedModel, where: str, section: str) -> None:
+    """Raises ConfigError if the attention of Ulysses ignores a setting of a layer. The model keeps its attention."""
+    chosen, tokens_BL = str(model.config._attn_implementation), torch.zeros(1, 12, dtype=torch.int64)
+    _, fault = with_eager_attention(model, lambda: model.base_model(tokens_BL), packed_attention_of_rows)
+    model.set_attn_implementation(chosen)
+    if fault is not None:
+        raise ConfigError(f"{where}.model.path: split over ranks, {fault}; set {section}.sequence_parallel_size=1")

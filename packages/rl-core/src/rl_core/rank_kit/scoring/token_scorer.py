@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,8 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
 from rl_core.rank_kit.model_files import require_all_weights
-from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION
+from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION, packed_attention_of_rows
+from rl_core.rank_kit.scoring.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
 from rl_core.rank_kit.scoring.lora import Making, add_adapters, as_they_are
 from rl_core.rank_kit.scoring.micro_batch import ModelInput, autocast, model_input, predicted_tokens, predicting_states
 from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
@@ -27,6 +30,8 @@ from rl_core.rank_kit.scoring.value_head import ValueScorer, load_head
 from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
 from rl_core.rank_kit.weight_buckets import broken_weights_file
 from rl_core.rank_kit.worker_specs import SECTIONS
+
+logger = logging.getLogger(__name__)
 
 _SEPARABLE = {"full_attention", "sliding_attention", "chunked_attention", "moe", "dense", "sparse"}
 """Kinds of layers (`layer_types`) in which packed sequences stay separate. The packed attention refuses chunks."""
@@ -120,10 +125,12 @@ def load_scorer(
         auto_class = AutoModel if is_critic else AutoModelForCausalLM
         if is_empty:
             with device:
-                model = auto_class.from_config(config, dtype=dtype)
+                model = auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
         else:
             with no_progress_bars():
-                loaded: Any = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True)
+                loaded: Any = auto_class.from_pretrained(
+                    path, dtype=dtype, attn_implementation="eager", output_loading_info=True
+                )
             model, found = loaded
             require_all_weights(found["missing_keys"], f"{where}.model.path: {path}")
     except ConfigError:
@@ -137,8 +144,8 @@ def load_scorer(
     if is_adapted:
         add_adapters(model, spec.model.lora, path=path, seed=spec.seed, where=where)
     nn.Module.to(model, device)
-    if is_empty and spec.use_sample_packing:
-        model.set_attn_implementation(PACKED_ATTENTION)
+    if is_empty:
+        model.set_attn_implementation(PACKED_ATTENTION if spec.use_sample_packing else _planned_attention(model))
     if is_critic:
         scorer = ValueScorer(model, compute_dtype=compute_dtype)
         if not is_empty:
@@ -220,6 +227,18 @@ def _require_same_states(model: PreTrainedModel, spec: WorkerSpec, compute_dtype
     _require_agreement(model, spec, compute_dtype, as_trained, alone, where)
 
 
+def _planned_attention(model: PreTrainedModel) -> str:
+    """The attention implementation of a model on `meta`, from the layers that run there. A layer of experts reads
+    values, which ends the run after the attention of the first such layer has been compared."""
+
+    def run() -> None:
+        with suppress(RuntimeError, NotImplementedError):
+            model.base_model(input_ids=torch.zeros(1, 12, dtype=torch.int64, device="meta"), use_cache=False)
+
+    _, fault = with_eager_attention(model, run, sdpa_with_mask)
+    return default_attention(model) if fault is None else "eager"
+
+
 def _require_agreement(
     model: PreTrainedModel,
     spec: WorkerSpec,
@@ -233,8 +252,9 @@ def _require_agreement(
 
     This comparison detects layers that mix packed sequences (state-space, convolution) and attention that ignores the
     bounds of sequences. `require_separable_layers` also refuses such layers by name, because a small effect is within
-    the limit, and sparse attention has an effect only in long sequences. Afterwards the model uses the attention
-    function of training.
+    the limit, and sparse attention has an effect only in long sequences. The model's own code computes attention
+    eagerly. Afterwards the model uses the attention function of training; rows use eager attention if SDPA ignores a
+    setting of a layer.
     """
     name, sequences = type(model).__name__, _two_token_sequences(model, spec)
     inputs = two_sequences(model, spec, model.device)
@@ -246,11 +266,19 @@ def _require_agreement(
             if spec.share_prefixes
             else ""
         )
+    attention = PACKED_ATTENTION if spec.use_sample_packing else default_attention(model)
+    attend = packed_attention_of_rows if spec.use_sample_packing else sdpa_with_mask
     with torch.no_grad(), autocast(model, compute_dtype):
-        expected = torch.cat([alone(tokens_T) for tokens_T in sequences])
-        if spec.use_sample_packing:
-            model.set_attn_implementation(PACKED_ATTENTION)
         try:
+            expected, fault = with_eager_attention(
+                model, lambda: torch.cat([alone(tokens_T) for tokens_T in sequences]), attend
+            )
+            if fault is not None and spec.use_sample_packing:
+                raise ConfigError(f"packed, {fault}; set trainer.use_sample_packing=false")
+            if fault is not None and attention != "eager":
+                logger.info("%s: attention is computed by the model's own code, because with SDPA %s", where, fault)
+                attention = "eager"
+            model.set_attn_implementation(attention)
             found = as_trained(inputs)
         except ConfigError as error:
             raise ConfigError(f"{where}.model.path: {error}") from error

@@ -19,6 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 
 from rl_core.errors import WeightSyncError
+from rl_rollout.vllm.adapter_settings import read_settings, require_read
 from rl_rollout.vllm.engine_arguments import BASE_MODEL_NAME
 from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix, tensors_of_file
 
@@ -58,6 +59,7 @@ def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
     loras = worker.model_runner.lora_manager
     mapper = getattr(worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
     try:
+        require_read(config, tensors.keys())
         helper = PEFTHelper.from_dict(dict(config))
         helper.validate_legal(loras.lora_config)
         adapter = LoRAModel.from_lora_tensors(
@@ -69,7 +71,7 @@ def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
             model_vocab_size=loras.vocab_size,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
-    except ValueError as error:
+    except ValueError as error:  # a ConfigError, too
         raise WeightSyncError(f"the adapter cannot be served: {error}") from error
     _require_both_matrices(adapter)
     return adapter
@@ -85,14 +87,22 @@ def require_loadable(worker: Any, name: str, path: str, stored: Mapping[str, Sto
     """Checks that the adapter at `path`, in peft's format, can be served; changes nothing.
 
     Raises:
-        Exception: an error of vLLM, or a WeightSyncError for a matrix that is missing or does not fit its layer.
+        Exception: an error of vLLM, a ConfigError for a setting or tensor that vLLM does not read, or a WeightSyncError
+            for a matrix that is missing, does not fit its layer, or belongs to no layer.
     """
+    directory = Path(get_adapter_absolute_path(path))
+    file = directory / "adapter_model.safetensors"
+    tensors = tensors_of_file(file) if file.exists() else {}
+    require_read(read_settings(directory), tensors.keys())
     adapter = worker.model_runner.lora_manager._load_adapter(LoRARequest(name, POLICY_ADAPTER.lora_int_id + 1, path))
     _require_both_matrices(adapter)
-    file = Path(get_adapter_absolute_path(path), "adapter_model.safetensors")
-    if file.exists():
-        for tensor_name, given in tensors_of_file(file).items():
-            require_matrix(tensor_name, given, stored, adapter.rank)
+    for tensor_name, given in tensors.items():
+        require_matrix(tensor_name, given, stored, adapter.rank)
+    if worker.vllm_config.parallel_config.pipeline_parallel_size == 1:
+        names = sorted(layer for layer in adapter.loras if ".experts" not in layer)
+        known = known_layers(worker, names)
+        if unknown := [layer for layer, is_known in zip(names, known, strict=True) if not is_known]:
+            raise WeightSyncError(f"the model has no layers {unknown[:3]} that could have adapters")
 
 
 def known_layers(worker: Any, names: Sequence[str]) -> list[bool]:
