@@ -220,7 +220,7 @@ def row_with(tools: Any, prompt: Any = None) -> dict[str, Any]:
 
 
 async def test_a_template_that_does_not_show_tools_ends_the_run():
-    with pytest.raises(ConfigError, match="rows:1: the environment or the row has tools, but the model's chat"):
+    with pytest.raises(ConfigError, match="rows:1: the model's chat template does not show the name of the tool"):
         await play("chatml", row_with([CLOCK]), random.Random(0))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,14 @@ import attrs
 from rl_core import hub
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EXAMPLE_CALL, Message, Prompt, ToolSchema, require_messages
+from rl_rollout.rendering_proof import kind_of, require_complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MODEL_PATH = "trainer.policy.model.path"
+_MOST_PROVED = 256
+"""Largest number of kinds of conversations that are proved, so that a proof takes well below a second."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -138,6 +141,9 @@ class TokenCodec:
         self._chat_template_kwargs = dict(chat_template_kwargs)
         self._tools: tuple[ToolSchema, ...] = ()
         self._found_form: list[CallForm] = []
+        self._tools_key = ""
+        self.proved: set[Hashable] = set()
+        """The kinds of conversations that the template renders completely (`prove`)."""
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> TokenCodec:
         """Returns a copy of this codec for conversations in which the model sees these functions.
@@ -152,6 +158,14 @@ class TokenCodec:
             )
         codec = copy.copy(self)
         codec._tools = tuple(tools)
+        codec._tools_key = json.dumps(list(tools))
+        return codec
+
+    def with_settings(self, settings: Mapping[str, Any]) -> TokenCodec:
+        """Returns a copy of this codec whose template gets further settings."""
+        codec = copy.copy(self)
+        codec._chat_template_kwargs = {**self._chat_template_kwargs, **settings}
+        codec.proved = set()
         return codec
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -182,16 +196,34 @@ class TokenCodec:
                 )
             return prompt
         messages = require_messages(prompt, "a prompt")
-        self.require_tools_shown(messages)
+        self.prove(messages)
         return self.render(messages)
 
-    def require_tools_shown(self, messages: Sequence[Message]) -> None:
-        """Raises ConfigError if the template's output does not contain the tools of this codec."""
-        if self._tools and self.render(messages) == self.with_tools(()).render(messages):
-            raise ConfigError(
-                "the environment or the row has tools, but the model's chat template does not show them: give the "
-                "model a chat_template.jinja that reads `tools`, or remove the tools and describe them in the prompt"
-            )
+    def prove(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_turn: bool = True,
+        thoughts: Collection[int] = (),
+        anew: bool = False,
+    ) -> None:
+        """Requires that the template renders these messages and this codec's tools completely (`require_complete`). A
+        conversation of a kind that was proved before is rendered only if `anew`.
+
+        Args:
+            opens_turn: whether the policy responds next.
+            thoughts: see `require_complete`.
+        """
+        if self.tokenizer.chat_template is None:
+            return  # `render` refuses the messages
+        key = (self._tools_key, opens_turn, frozenset(thoughts), kind_of(messages))
+        if anew or (key not in self.proved and len(self.proved) < _MOST_PROVED):
+
+            def render(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+                return self.with_tools(tools).render(messages, add_generation_prompt=opens_turn)
+
+            require_complete(render, messages, self._tools, thoughts=thoughts)
+            self.proved.add(key)
 
     def response_text(self, tokens: Sequence[int]) -> str:
         """Decodes a response to text, without special tokens."""

@@ -16,6 +16,7 @@ import attrs
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Message, Row, ToolSchema, require_messages, require_tools, split_pair
+from rl_rollout.answers import answered
 from rl_rollout.chat import TokenCodec
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
@@ -135,18 +136,18 @@ class RowEncoder:
                 f"(generator.trained_roles), got {', '.join(roles[num_given:]) or 'no message'}"
             )
         codec = self._codec.with_tools(_tools_of(row))
-        codec.require_tools_shown(messages)
+        trained = turns if self._trained_turns == "all" else turns[-1:]
         parts: list[tuple[str | tuple[int, ...], bool]] = []
         written = ""
-        for turn in turns if self._trained_turns == "all" else turns[-1:]:
+        for turn in trained:
             is_answer = roles[turn] == "assistant"
             before = codec.render(messages[:turn], add_generation_prompt=is_answer) if turn or is_answer else ""
-            whole = codec.render(messages[: turn + 1], add_generation_prompt=False)
-            if not before.startswith(written) or not whole.startswith(before):
+            if not before.startswith(written):
                 raise DataError(
                     "the chat template changes earlier turns (many templates drop the thinking), so one sequence "
                     "cannot hold all turns; train only on the last turn with generator.trained_turns=last"
                 )
+            whole = answered(codec, before, messages[: turn + 1])
             response = self._until_end(whole[len(before) :])
             if before or is_answer:
                 parts.append((before[len(written) :], False))
