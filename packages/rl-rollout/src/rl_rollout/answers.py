@@ -62,10 +62,12 @@ def _continuation(codec: TokenCodec, before: str, messages: Sequence[Message]) -
     whole = codec.render(messages, add_generation_prompt=False)
     *_, answer = messages
     if whole.startswith(before):
-        codec.prove(messages, opens_turn=False, thoughts={len(messages) - 1})
+        codec.prove(messages, opens_turn=False, thinks=True)
         num_thoughts = (answer.get("content") or "").count(_CLOSE) + any(answer.get(key) for key in THINKING_KEYS)
-        # A template that reads thinking only from a key writes an empty thought before the thinking in the content.
-        return whole if not num_thoughts or whole[len(before) :].count(_CLOSE) <= num_thoughts else None
+        # A template that reads thinking only from a key writes an empty thought before the thinking in the content, or
+        # the generation prompt already has one.
+        is_doubled = before.rstrip().endswith(_CLOSE) or whole[len(before) :].count(_CLOSE) > num_thoughts
+        return None if num_thoughts and is_doubled else whole
     header = before.rstrip("\n").removesuffix(_OPEN)
     thought = _thought(answer)
     rest = whole[len(header) :]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,6 +117,16 @@ def codec_of(
     )
 
 
+@attrs.define
+class Proofs:
+    """What the copies of a codec know about their template."""
+
+    kinds: set[Hashable] = attrs.field(factory=set)
+    """The kinds of conversations that the template renders completely."""
+    anew: bool = False
+    """Whether conversations are proved even if their kind is known, to prove them with their own texts and values."""
+
+
 class TokenCodec:
     """Encodes prompts and decodes responses with a model's tokenizer and chat template."""
 
@@ -142,8 +152,7 @@ class TokenCodec:
         self._tools: tuple[ToolSchema, ...] = ()
         self._found_form: list[CallForm] = []
         self._tools_key = ""
-        self.proved: set[Hashable] = set()
-        """The kinds of conversations that the template renders completely (`prove`)."""
+        self.proofs = Proofs()
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> TokenCodec:
         """Returns a copy of this codec for conversations in which the model sees these functions.
@@ -165,7 +174,7 @@ class TokenCodec:
         """Returns a copy of this codec whose template gets further settings."""
         codec = copy.copy(self)
         codec._chat_template_kwargs = {**self._chat_template_kwargs, **settings}
-        codec.proved = set()
+        codec.proofs = Proofs()
         return codec
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -204,26 +213,25 @@ class TokenCodec:
         messages: Sequence[Message],
         *,
         opens_turn: bool = True,
-        thoughts: Collection[int] = (),
-        anew: bool = False,
+        thinks: bool = False,
     ) -> None:
         """Requires that the template renders these messages and this codec's tools completely (`require_complete`). A
-        conversation of a kind that was proved before is rendered only if `anew`.
+        conversation of a kind that was proved before is proved only if `proofs.anew`.
 
         Args:
             opens_turn: whether the policy responds next.
-            thoughts: see `require_complete`.
+            thinks: whether the thinking of the last message has to be in the rendering.
         """
         if self.tokenizer.chat_template is None:
             return  # `render` refuses the messages
-        key = (self._tools_key, opens_turn, frozenset(thoughts), kind_of(messages))
-        if anew or (key not in self.proved and len(self.proved) < _MOST_PROVED):
+        key = (self._tools_key, opens_turn, thinks, kind_of(messages))
+        if self.proofs.anew or (key not in self.proofs.kinds and len(self.proofs.kinds) < _MOST_PROVED):
 
             def render(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
                 return self.with_tools(tools).render(messages, add_generation_prompt=opens_turn)
 
-            require_complete(render, messages, self._tools, thoughts=thoughts)
-            self.proved.add(key)
+            require_complete(render, messages, self._tools, thoughts={len(messages) - 1} if thinks else ())
+            self.proofs.kinds.add(key)
 
     def response_text(self, tokens: Sequence[int]) -> str:
         """Decodes a response to text, without special tokens."""

@@ -34,6 +34,13 @@ class DatasetGenerator:
         """See `Generator.prompt_length`."""
         return row.get("input_ids") is not None or self._codec.may_be_unknown(str(row))
 
+    def prove(self, row: Row, *, anew: bool) -> int:
+        """Requires that the template renders the conversations of the row completely. See `Generator`."""
+        self._codec.proofs.anew = anew
+        self._sequences(row)
+        self._codec.proofs.anew = False
+        return len(self._codec.proofs.kinds)
+
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """Returns one trajectory per response of the row. Raises DataError if the row has no usable response."""
         try:

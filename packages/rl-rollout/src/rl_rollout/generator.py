@@ -98,6 +98,24 @@ class EnvironmentGenerator:
         """See `Generator.prompt_length`."""
         return self._codec.may_be_unknown(str(row.get("prompt")))
 
+    def prove(self, row: Row, *, anew: bool) -> int:
+        """Requires that the template renders the row's prompt, the tools of its environment and an observation
+        completely. Tools and observation are known before an episode if the environment has a class method `preview`.
+        See `Generator`."""
+        prompt = row.get("prompt")
+        if isinstance(prompt, str) or self._codec.tokenizer.chat_template is None:
+            return 0
+        preview = getattr(self._episodes.environment_of(row), "preview", None)
+        tools, observation = preview(row, self._episodes.environment_options) if preview else ((), ())
+        turns = self._turns_with(json.dumps(list(tools)))
+        messages = require_messages(prompt, "a prompt")
+        self._codec.proofs.anew = anew
+        turns.codec.prove(messages)
+        self._codec.proofs.anew = False
+        if observation and self._episodes.limits.max_turns > 1:
+            start_history(turns, messages, step_wise=self._episodes.step_wise).next_prompt((), (), observation)
+        return len(self._codec.proofs.kinds)
+
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """See `Generator.generate`. Samples of a group run concurrently."""
         prompts = _GroupPrompts()

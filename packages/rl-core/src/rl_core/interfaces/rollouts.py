@@ -226,7 +226,11 @@ class GroupRequest:
 @runtime_checkable
 class Generator(Protocol):
     """Runs the episodes of prompts, and returns them as trajectories. A generator only samples from the engine
-    (`Sampler`); the loop pauses and aborts requests and updates weights."""
+    (`Sampler`); the loop pauses and aborts requests and updates weights.
+
+    A generator may also have a method `prove(row, *, anew)`, called for some rows before a run. It raises DataError or
+    ConfigError if the policy would not see all of the row's conversation, and returns the number of kinds of
+    conversations proved so far. With `anew` it proves the row even if it has proved another row of its kind."""
 
     def prompt_length(self, row: Row) -> int:
         """Number of tokens of the row's prompt. Raises DataError if there is no prompt, or it cannot be encoded.

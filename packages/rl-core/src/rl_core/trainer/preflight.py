@@ -41,6 +41,7 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.stored_files import is_found
 from rl_core.trainer.batch_advantages import with_advantages
 from rl_core.trainer.checkpoint import load_state
+from rl_core.trainer.conversation_proof import require_proved
 from rl_core.trainer.data import DataRow, is_at_hand, read_rows
 from rl_core.trainer.environment_checks import gather_unplayable
 from rl_core.trainer.fingerprint import fingerprint, require_same_groups, warn_of_changes
@@ -372,7 +373,8 @@ def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes:
 def _gather_prompts(
     config: Config, rows: Mapping[str, list[DataRow] | None], mistakes: Mistakes, *, makes: Container[str]
 ) -> None:
-    """Notes prompts that are too long, and a tokenizer that cannot be loaded. Encodes only the prompts with the most
+    """Notes prompts that are too long, conversations that the chat template does not render completely, and a
+    tokenizer that cannot be loaded. Encodes only the prompts with the most
     and the fewest characters, and rows that may have tokens beyond the model's vocabulary; the run later encodes all
     rows. Does nothing if other mistakes were found, if the model is not on this machine yet, or if creating the
     generator may start processes."""
@@ -398,6 +400,7 @@ def _gather_prompts(
         for key, found in rows.items():
             if not found:
                 continue
+            require_proved(found, generator)
             ordered = sorted(found, key=lambda row: len(str(row.row["prompt"])))
             few, last = ordered[:_FEW], max(_FEW, len(ordered) - _FEW)
             likely = [*few, *ordered[last:], *(row for row in ordered[_FEW:last] if is_suspect(row.row))]

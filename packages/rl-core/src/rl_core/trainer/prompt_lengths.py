@@ -11,6 +11,7 @@ from rl_core.config.context import context_of
 from rl_core.config.resolving import value_at
 from rl_core.errors import DataError
 from rl_core.interfaces import Generator, ResponseMeasuring
+from rl_core.trainer.conversation_proof import require_proved
 from rl_core.trainer.data import DataRow
 
 logger = logging.getLogger(__name__)
@@ -19,8 +20,9 @@ _PART = 256
 
 
 async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
-    """Returns the rows that `fitting_rows` keeps, and warns of dropped rows. Yields to the event loop between chunks of
-    rows, so that signals are handled."""
+    """Has conversations of the rows proved (`require_proved`), returns the rows that `fitting_rows` keeps, and warns of
+    dropped rows. Yields to the event loop between chunks of rows, so that signals are handled."""
+    require_proved(rows, generator)
     kept: list[DataRow] = []
     for first in range(0, len(rows), _PART):
         await asyncio.sleep(0)

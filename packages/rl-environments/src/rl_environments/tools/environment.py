@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Action, Prompt, Row, StepResult, ToolSchema
+from rl_core.interfaces import Action, Message, Prompt, Row, StepResult, ToolSchema
 from rl_environments.options import key_of
 from rl_environments.tools.call_formats import (
     MARKED,
@@ -116,6 +116,20 @@ class ToolEnvironment:
     def _require_judge(cls) -> None:
         if cls.judge is ToolEnvironment.judge and cls.step is ToolEnvironment.step:
             raise ConfigError(f"{cls.__name__} needs a method `async def judge(self, answer: str) -> float`")
+
+    @classmethod
+    def preview(cls, row: Row, options: Mapping[str, Any]) -> tuple[Sequence[ToolSchema], Sequence[Message]]:
+        """Returns the functions that an episode of the row will show, and an example of an observation, from which the
+        checks before a run find out whether the chat template renders both. Empty if the class does not know them,
+        because it or the row has its own."""
+        own = ("reset", "tools", "step", "observation")
+        if isinstance(row["prompt"], str) or any(
+            getattr(cls, name) is not getattr(ToolEnvironment, name) for name in own
+        ):
+            return (), ()
+        functions = _tool_functions(cls)
+        observation = [{"role": "tool", "content": "the answer", "name": next(iter(functions))}]
+        return [each.schema for each in functions.values()] if cls.shows_schemas else (), observation
 
     async def judge(self, answer: str) -> float:
         """Returns the reward for the answer that ends the episode; `self.row` is the row. The answer contains no call
