@@ -20,7 +20,7 @@ import attrs
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Message, ToolSchema
 
-Render = Callable[[Sequence[Message], Sequence[ToolSchema]], str]
+_Render = Callable[[Sequence[Message], Sequence[ToolSchema]], str]
 """Renders messages and tools with the template."""
 THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold its thinking apart from its content."""
@@ -68,7 +68,7 @@ class _Part:
 
 
 def require_complete(
-    render: Render, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, thoughts: Collection[int] = ()
+    render: _Render, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, thoughts: Collection[int] = ()
 ) -> None:
     """Requires that the rendering of a conversation contains all of it once and unchanged. White space at the ends of a
     content or a description may be missing.
@@ -119,7 +119,7 @@ def _shape(value: Any) -> Hashable:
 
 
 def _fault(
-    render: Render,
+    render: _Render,
     messages: Sequence[Message],
     tools: Sequence[ToolSchema],
     plain: str,
