@@ -374,10 +374,9 @@ def _gather_prompts(
     config: Config, rows: Mapping[str, list[DataRow] | None], mistakes: Mistakes, *, makes: Container[str]
 ) -> None:
     """Notes prompts that are too long, conversations that the chat template does not render completely, and a
-    tokenizer that cannot be loaded. Encodes only the prompts with the most
-    and the fewest characters, and rows that may have tokens beyond the model's vocabulary; the run later encodes all
-    rows. Does nothing if other mistakes were found, if the model is not on this machine yet, or if creating the
-    generator may start processes."""
+    tokenizer that cannot be loaded. Encodes only the prompts with the most and the fewest characters, and rows that may
+    have tokens beyond the model's vocabulary; the run later encodes all rows. Does nothing if other mistakes were
+    found, if the model is not on this machine yet, or if creating the generator may start processes."""
     if mistakes:
         return
     is_made = config.policy_model_path in makes
