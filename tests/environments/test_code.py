@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import pickle
+import zlib
 from typing import Any, ClassVar
 
 import pytest
@@ -72,6 +75,76 @@ async def test_functions_and_checks_are_tests_too():
     assert good.reward == 1.0
     bad = await judged(CodeEnvironment, row, "```python\ndef add(a, b): return 3\n```", reward="fraction", **OPTIONS)
     assert bad.reward == 0.5  # the first and the last pass: 3 == 3 and 3 > 0.3
+
+
+ADD = "class Solution:\n    def add(self, a: int, b: List[int]) -> int:\n        return a + b"
+FIRST = "def first(xs):\n    return xs[0]"
+TOTAL = "def total(xs):\n    return sum(xs)"
+DEEP = "def deep(n):\n    return 0 if n == 0 else 1 + deep(n - 1)"
+PAIR = "class Solution:\n    def pair(self, xs):\n        return (xs[0], xs[1])"
+MEAN = "print(sum(map(float, input().split())) / 2)"
+ECHO = "import sys\nprint(sys.stdin.read().strip())"
+LCB = {"testtype": "functional", "metadata": {"func_name": "add"}}
+STDIN = {"testtype": "stdin", "metadata": {"func_name": None}}
+
+
+@pytest.mark.parametrize(
+    ("column", "tests", "right", "wrong"),
+    [
+        # LiveCodeBench and DeepCoder
+        ("tests", [{"input": "1\n2", "output": "3", **LCB}], ADD, ADD.replace("+", "-")),
+        ("tests", [{"input": "1\n2", "output": "3", **LCB, "metadata": '{"func_name": "add"}'}], ADD, "x = 3"),
+        ("tests", [{"input": "[1, 2, 3]", "output": "6", "testtype": "functional", "fn_name": "total"}], TOTAL, FIRST),
+        ("tests", [{"input": "30000", "output": "30000", "testtype": "functional", "fn_name": "deep"}], DEEP, TOTAL),
+        ("tests", [{"input": "[1]", "output": "[1]", **LCB, "metadata": {"func_name": "first"}}],
+         "def first(xs): return xs", FIRST),
+        ("tests", [{"input": "1 2", "output": "1.5", **STDIN}], MEAN, "print(1.500001)"),
+        ("tests", [{"input": "1 2\n", "output": " 1.50 \n\n", **STDIN}], MEAN, "print(1, 5)"),
+        ("public_test_cases", [{"input": "5", "output": "5", "testtype": "stdin"}], "print(input())", "print(6)"),
+        # APPS, TACO and PRIME, and PrimeIntellect
+        ("input_output", {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}, ADD, ADD.replace("+", "-")),
+        ("input_output", {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, ADD.replace("List[int]", "int"), ""),
+        ("input_output", {"fn_name": "pair", "inputs": [[[1, 2]]], "outputs": [[[1, 2]]]}, PAIR, FIRST),
+        ("tests", [{"input": "[1, 0]", "output": "true", "fn_name": "first"}], FIRST, "first = len"),
+        ("tests", {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}, ADD, ADD.replace("+", "*")),
+        ("tests", {"fn_name": "total", "inputs": ["[1, 2]"], "outputs": ["[3]"]}, TOTAL, FIRST),
+        ("tests", {"fn_name": "double", "inputs": ['"ab"'], "outputs": ['"abab"']}, "double = lambda x: 2 * x", ECHO),
+        ("tests", {"inputs": [["1 2", "3"]], "outputs": [["1 2", "3"]]}, ECHO, "print(input())"),
+        ("tests", {"inputs": ["1 2\n"], "outputs": ["1.50001\n"]}, MEAN, "print(1.49)"),
+        ("tests", {"inputs": ["1\n\n2\n"], "outputs": ["1\n2\n"], "fn_name": None}, ECHO, "print(2, 1)"),
+        ("tests", {"inputs": ["100000"], "outputs": ["100001"]}, "print(100001)", ECHO),
+        ("verification_info", {"language": "python", "test_cases": [
+            {"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]}, ADD, "add = max"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_text", [False, True])
+async def test_tests_of_public_data_sets_judge_as_their_authors_do(column, tests, right, wrong, is_text):
+    row = {"prompt": "", column: json.dumps(tests) if is_text else tests}
+    if column == "public_test_cases":
+        row["private_test_cases"] = json.dumps([{"input": "7", "output": "7", "testtype": "stdin"}])
+    for program, reward in ((right, 1.0), (wrong, 0.0)):
+        assert (await judged(CodeEnvironment, row, f"```python\n{program}\n```", **OPTIONS)).reward == reward, program
+
+
+async def test_names_are_given_only_where_the_authors_give_them_and_are_no_solution():
+    own = {"prompt": "", "tests": [{"function": "add", "input": [1, 2], "output": 3}]}
+    assert (await judged(CodeEnvironment, own, f"```\n{ADD}\n```", **OPTIONS)).reward == 0.0  # `List` is unknown
+    public = {"prompt": "", "tests": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}}
+    assert (await judged(CodeEnvironment, public, "```\nprint(3)\n```", **OPTIONS)).reward == 0.0  # operator.add
+
+
+def test_pickled_tests_are_refused_with_a_remedy():
+    private = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(SUM)))).decode()
+    with pytest.raises(DataError, match=r"pickle, which can run code.*remove the column to use only public_test_cases"):
+        CodeEnvironment.require_row({"prompt": "", "public_test_cases": "[]", "private_test_cases": private})
+
+
+def test_the_name_of_a_function_may_be_in_the_rows_metadata():
+    row = {"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}
+    (test,) = expected_tests({**row, "metadata": '{"func_name": "f"}'})
+    assert (test.test.function, test.test.arguments, test.output) == ("f", [1], 2)
+    with pytest.raises(DataError, match=r"test 1: a functional test needs the function's name"):
+        expected_tests({**row, "metadata": "{}"})
 
 
 async def test_limits_may_be_written_with_an_exponent():
@@ -143,7 +216,21 @@ def test_rows_have_tests_in_several_forms():
 @pytest.mark.parametrize(
     "tests",
     [None, [], {}, "no JSON", [3], [{"input": 1, "output": "1"}], [{"input": "1"}], {"inputs": ["1"], "outputs": []},
-     [{"function": "f", "input": 5, "output": 5}], [{"function": "f", "input": [{1}], "output": 5}], 7],
+     [{"function": "f", "input": 5, "output": 5}], [{"function": "f", "input": [{1}], "output": 5}], 7,
+     # A kind, a key or a name that is not understood
+     [{"input": "1", "output": "1", "timeout": 3}], {"inputs": ["1"], "outputs": ["1"], "fn": "f"},
+     [{"input": "1", "output": "1", "testtype": "interactive"}],
+     [{"input": "1", "output": "1", "testtype": "functional"}],
+     [{"input": "1", "output": "1", "testtype": "stdin", "fn_name": "f"}], [{"check": "assert 1", "output": "1"}],
+     {"language": "rust", "test_cases": [{"input": "1", "output": "1"}]},
+     # One program cannot pass both tests
+     [{"input": "1", "output": "1"}, {"function": "f", "input": [], "output": 1}],
+     # Text that is no JSON, and a mapping that JSON cannot hold
+     {"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, {"inputs": ["1"], "outputs": ["three"], "fn_name": "f"},
+     {"inputs": [[{"1": 2}]], "outputs": [3], "fn_name": "f"}, [{"function": "f", "input": "1\n2", "output": "3"}],
+     # A check that cannot fail
+     ["f(1) ==", "def check(candidate):\n    assert candidate(1) == 2", "x == 2", '["x"]'],
+    ],
 )  # fmt: skip
 def test_a_row_without_usable_tests_is_refused_before_the_run(tests):
     with pytest.raises(DataError, match="a code row needs"):

@@ -80,6 +80,7 @@ _ENCLOSED = re.compile(
     r"\\\(((?:(?!\\\)).)+)\\\)|\\\[((?:(?!\\\]).)+)\\\])\s*",
     re.DOTALL,
 )
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _LONE_DOLLAR = re.compile(r"(?<!\\)\$")  # a currency
 _ENDS_IN_A_VARIABLE = re.compile(r"(?:[\d})]|[-+*/^=(,]\s*)[a-zA-Z]\s*[}$]?$")
 
@@ -101,6 +102,17 @@ def readings(text: str) -> tuple[str, str]:
         text = pattern.sub(replacement, text)
     values, written = _E_NOTATION.sub(_positional, text), _ONLY_PER_CENT.sub(r"\1", text)
     return _PER_CENT.sub(_hundredths, values), _PER_CENT.sub(_hundredths, written)
+
+
+def last_box(text: str) -> str | None:
+    """Returns the content of the last `\\boxed{}`, as in the solutions of MATH; None if there is no closed box."""
+    *_, found = [None, *_BOX.finditer(text)]
+    depth, start = 1, found.end() if found else len(text)
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end].strip()
+    return None
 
 
 def marked(reference: str) -> str:

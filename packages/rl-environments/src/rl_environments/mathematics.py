@@ -18,7 +18,7 @@ import attrs
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between
 from rl_environments.judge_pool import shared_pool
-from rl_environments.mathematical_text import positional
+from rl_environments.mathematical_text import last_box, positional
 from rl_environments.options import is_number, options_of
 from rl_environments.tools.call_formats import without_thought
 
@@ -100,16 +100,17 @@ class MathematicsEnvironment:
 
 
 def reference_answers(row: Row) -> tuple[str, ...]:
-    """Returns the row's right answers, from `reward_spec.ground_truth`, else `answer`; of a worked solution, only the
-    part after the last `####`. A list of texts, also as JSON text (`'["34"]'`, as in Skywork-OR1), has several answers,
-    each of which is right. A number keeps all its digits: 1e-05 is `0.00001`.
+    """Returns the row's right answers, from `reward_spec.ground_truth`, else `answer`, else `solution`; of a worked
+    solution, only the part after the last `####`, or in the last `\\boxed{}`. A list of texts, also as JSON text
+    (`'["34"]'`, as in Skywork-OR1), has several answers, each of which is right. A number keeps all its digits: 1e-05
+    is `0.00001`.
 
     Raises:
         DataError: the row has neither, or the value is empty, or it is neither text nor a finite number.
     """
     spec = row.get("reward_spec")
     given = spec.get("ground_truth") if isinstance(spec, Mapping) else None
-    given = row.get("answer") if given is None else given
+    given = next((each for each in (given, row.get("answer"), row.get("solution")) if each is not None), None)
     texts = [_text(each) for each in _listed(given)]
     if not texts or not all(texts):
         columns = ", ".join(map(str, row))
@@ -130,9 +131,10 @@ def _listed(given: Any) -> Sequence[Any]:
 
 
 def _text(given: Any) -> str:
-    """Returns an answer as text, or an empty text if it is none."""
+    """Returns an answer as text, or an empty text if it is none; of a worked solution, its answer."""
     if isinstance(given, str):
-        return given.rpartition("####")[2].strip()
+        text = given.rpartition("####")[2].strip()
+        return last_box(text) or text
     is_finite = isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
     return positional(given) if is_finite else ""
 

@@ -68,6 +68,10 @@ class Test:
     """Plain JSON data."""
     check: str | None = None
     """Code that runs after the program, in its namespace, and raises if the program is wrong."""
+    has_imports: bool = False
+    """Whether the program finds names of the standard library (`List`, `deque`, `sqrt`, …) without importing them, and
+    may recurse 50,000 calls deep, as in LiveCodeBench's grader: data sets give code such as `def f(self, a: List[int])`
+    to start from."""
 
 
 @attrs.frozen(kw_only=True)
