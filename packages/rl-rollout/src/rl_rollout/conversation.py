@@ -3,7 +3,8 @@
 `TextHistory` and `ChatHistory` only append: each prompt begins with the previous prompt and the response that was
 sampled for it, so a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns: most
 templates of thinking models drop the thinking. `RenderedHistory` appends if the template leaves the earlier turns
-unchanged. Otherwise the next prompt is a new rendering of the conversation and begins a new sequence. In every case,
+unchanged and the response ends as the template ends a turn. Otherwise the next prompt is a new rendering of the
+conversation and begins a new sequence. In every case,
 training uses the tokens that the engine sampled, and rendered tokens are used only in prompts.
 """
 
@@ -70,9 +71,11 @@ class ChatHistory:
             raise ConfigError(
                 f"the model's chat template {change}, so an episode of several turns is not one sequence: set "
                 "generator.step_wise_trajectories=true, so that each such change begins a new sequence, or give the "
-                "model a chat_template.jinja that keeps earlier turns"
+                "model a chat_template.jinja that keeps earlier turns and ends each with the same special token"
             )
-        return prompt + response + self._turns.between(response, messages)
+        # A response may end with a special token that the template does not write there. It was sampled and is trained
+        # on, so it stays, and the template's own end follows it.
+        return prompt + response + self._turns.between(response, messages)[0]
 
 
 class RenderedHistory:
@@ -89,8 +92,12 @@ class RenderedHistory:
         before = self._codec.render(self._messages) + self._codec.response_text(response)
         self._messages += [{"role": "assistant", "content": self._codec.response_text(response)}, *messages]
         if not self._turns.how_it_changes(self._opening, messages):
-            return prompt + response + self._turns.between(response, messages)
+            following, is_exact = self._turns.between(response, messages)
+            if is_exact:
+                return prompt + response + following
         text = self._codec.render(self._messages)
         if text.startswith(before):
-            return prompt + response + self._turns.behind(before, response, text[len(before) :])
+            following, is_exact = self._turns.behind(before, response, text[len(before) :])
+            if is_exact:
+                return prompt + response + following
         return self._codec.encode_text(text)

@@ -7,6 +7,7 @@ from rl_core.interfaces import GeneratorSpec, GroupRequest, Row, Trajectory, Tra
 from rl_rollout.chat import TokenCodec, codec_of
 from rl_rollout.generator_options import DatasetGeneratorOptions
 from rl_rollout.supervised_tokens import RowEncoder, Supervised, text_parts
+from rl_rollout.turn_ends import stop_tokens
 
 _REWARDS = (1.0, 0.0)
 """Rewards of the two responses of a pair: first of the preferred one, then of the other."""
@@ -17,6 +18,7 @@ class DatasetGenerator:
 
     def __init__(self, codec: TokenCodec, encoder: RowEncoder, *, of_pairs: bool) -> None:
         self._codec = codec
+        self.stop_tokens = stop_tokens(codec)
         self._encoder = encoder
         self._of_pairs = of_pairs
         self._latest: tuple[Row, tuple[Supervised, ...]] | None = None

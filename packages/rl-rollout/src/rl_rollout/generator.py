@@ -41,6 +41,7 @@ from rl_rollout.environment_pool import EnvironmentPool, HangingThreads
 from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play
 from rl_rollout.generator_options import EnvironmentGeneratorOptions
 from rl_rollout.resuming import whole_response
+from rl_rollout.turn_ends import stop_tokens, template_ends
 from rl_rollout.turn_tokens import TurnTokens
 
 _MOST_TOOL_SETS = 256
@@ -72,12 +73,18 @@ class Episodes:
 
 
 class EnvironmentGenerator:
-    """Implements `Generator`: plays one episode, of one or several turns, for each sample."""
+    """Implements `Generator`: plays one episode, of one or several turns, for each sample.
+
+    Responses in conversations end at the tokens with which the chat template ends a turn, in addition to those of the
+    model's configuration and tokenizer. `stop_tokens` is written into the exported generation configuration.
+    """
 
     def __init__(self, client: Sampler, codec: TokenCodec, episodes: Episodes) -> None:
         self._client = client
         self._codec = codec
         self._turns_with = lru_cache(_MOST_TOOL_SETS)(self._turns_with_tools)
+        self._ends = template_ends(codec)
+        self.stop_tokens = stop_tokens(codec)
         self._episodes = episodes
         self._free = asyncio.Semaphore(episodes.max_concurrency)
         self._environments = EnvironmentPool(
@@ -146,12 +153,15 @@ class EnvironmentGenerator:
             params = attrs.evolve(request.params, structural_tag=structural_tag)
             if room < params.max_tokens:
                 params = attrs.evolve(params, max_tokens=int(room))
+            if is_chat and not params.ignore_eos:
+                params = attrs.evolve(params, stop_token_ids=(*params.stop_token_ids, *self._ends))
             return await self._response(request, index, session_id, turn, prompt, params)
 
         async with self._environments.opened(
             factory, request.row, self._episodes.environment_options, limits.environment_timeout_s
         ) as environment:
             prompt = await environment.reset()
+            is_chat = not isinstance(prompt, str)
             if not isinstance(prompt, str):
                 prompt = require_messages(prompt, "the environment's first prompt")
             tools = await environment.tools()

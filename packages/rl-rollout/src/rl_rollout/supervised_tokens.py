@@ -18,6 +18,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Message, Row, ToolSchema, require_messages, require_tools, split_pair
 from rl_rollout.answers import answered
 from rl_rollout.chat import TokenCodec
+from rl_rollout.turn_ends import find_ends
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns that mark the trained tokens of `input_ids`; `labels` marks all other tokens with −100."""
@@ -36,6 +37,31 @@ class Supervised:
     def prompt_length(self) -> int:
         """Number of tokens before the first trained token."""
         return self.trained.index(True)
+
+
+@attrs.frozen
+class _Ends:
+    """The texts of the tokens that end a turn; None if there is no such token."""
+
+    text: str | None
+    call: str | None
+    texts: tuple[str, ...]
+    """Both, or the end-of-sequence token if the template shows no example of a turn."""
+
+    @classmethod
+    def of(cls, codec: TokenCodec, eos: int) -> _Ends:
+        def text_of(token: int) -> str:
+            return str(codec.tokenizer.convert_ids_to_tokens(token))
+
+        try:
+            ends = find_ends(codec)
+        except DataError:
+            return cls(None, None, (text_of(eos),))
+        text, call = (None if end is None else text_of(end) for end in (ends.text, ends.call))
+        return cls(text, call, tuple(map(text_of, ends.tokens)))
+
+    def is_in(self, text: str) -> bool:
+        return text.endswith(self.texts)
 
 
 class RowEncoder:
@@ -59,6 +85,7 @@ class RowEncoder:
             )
         self._codec = codec
         self._end = end
+        self._ends = _Ends.of(codec, end)
         self._response_key = response_key
         self._trained_roles = tuple(trained_roles)
         self._trained_turns: TrainedTurns = trained_turns
@@ -149,6 +176,8 @@ class RowEncoder:
                 )
             whole = answered(codec, before, messages[: turn + 1])
             response = self._until_end(whole[len(before) :])
+            if is_answer and not self._ends.is_in(response):
+                response += self._end_behind(codec, messages, turn, whole)
             if before or is_answer:
                 parts.append((before[len(written) :], False))
             parts.append((response, True))
@@ -156,10 +185,24 @@ class RowEncoder:
         return self._joined(parts)
 
     def _until_end(self, text: str) -> str:
-        """Returns a turn's text up to its last end-of-sequence token. If the text has no such token, removes the white
+        """Returns a turn's text up to its last end-of-turn token. If the text has no such token, removes the white
         space that the template adds at the end."""
-        end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
-        return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
+        ends = [text.rindex(end) + len(end) for end in self._ends.texts if end in text]
+        return text[: max(ends)] if ends else text.rstrip()
+
+    def _end_behind(self, codec: TokenCodec, messages: Sequence[Message], turn: int, whole: str) -> str:
+        """Returns the token that ends a turn of the assistant, but belongs to the next message: the one that the
+        template writes before the message that follows, or for the last message the one that would end it."""
+        later = codec.render(messages[: turn + 2], add_generation_prompt=False) if turn + 1 < len(messages) else ""
+        written = next((end for end in self._ends.texts if later.startswith(whole.rstrip() + end)), None)
+        usual = self._ends.call if messages[turn].get("tool_calls") else self._ends.text
+        if (written or usual) is None:
+            raise DataError(
+                "the chat template writes no special token at the end of the assistant's message, so the policy would "
+                "not learn to end its turn, and no engine would stop there: give the model a chat_template.jinja that "
+                "writes {{ eos_token }} after the assistant's content"
+            )
+        return str(written or usual)
 
     def _joined(self, parts: Sequence[tuple[str | tuple[int, ...], bool]]) -> Supervised:
         """Joins parts, each text or tokens, and whether it is trained."""

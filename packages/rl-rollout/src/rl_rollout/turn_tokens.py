@@ -18,13 +18,9 @@ from functools import cached_property
 from rl_core.errors import DataError
 from rl_core.interfaces import EXAMPLE_CALL, Message
 from rl_rollout.chat import TokenCodec
+from rl_rollout.turn_ends import ASKED, REPLACES_SAID, SAID, TurnEnds, around_said, encode_behind, find_ends
 
-_SAID = "wh4t.w4s.s4id"
-"""Placeholder for a response, which templates should not change and whose last letter tokenizers should not merge with
-the text after it."""
-_WITH_THOUGHT = f"<think>\nth0ught\n</think>\n\n{_SAID}"
-_ASKED: Message = {"role": "user", "content": "?"}
-_REPLACES_SAID: Message = {"role": "assistant", "content": _SAID}
+_WITH_THOUGHT = f"<think>\nth0ught\n</think>\n\n{SAID}"
 
 
 class TurnTokens:
@@ -34,8 +30,9 @@ class TurnTokens:
         self.codec = codec
         self._changes: dict[tuple[tuple[str, ...], tuple[str, ...]], str | None] = {}
 
-    def between(self, response_tokens: Sequence[int], observation: Sequence[Message]) -> tuple[int, ...]:
-        """Returns the tokens from the end of a response to the start of the next.
+    def between(self, response_tokens: Sequence[int], observation: Sequence[Message]) -> tuple[tuple[int, ...], bool]:
+        """Returns the tokens from the end of a response to the start of the next, and whether they are `exact`
+        (`behind`).
 
         Args:
             response_tokens: the sampled tokens of the response.
@@ -44,19 +41,35 @@ class TurnTokens:
         Raises:
             DataError: the template refuses the observation, or does not render the assistant's text.
         """
-        head, tail = self._around_said([_ASKED, _REPLACES_SAID, *observation], add_generation_prompt=True)
+        head, tail = around_said(self.codec, [ASKED, REPLACES_SAID, *observation], add_generation_prompt=True)
         return self.behind(head, response_tokens, tail)
 
-    def behind(self, text: str, response_tokens: Sequence[int], tail: str) -> tuple[int, ...]:
+    def behind(self, text: str, response_tokens: Sequence[int], tail: str) -> tuple[tuple[int, ...], bool]:
         """Encodes `tail`, which the template wrote after `text`, without those end-of-turn tokens that the policy has
-        already sampled."""
-        closing, num_blank = self._closing
-        return without_said_end(response_tokens, self._encode_behind(text, tail), closing, num_blank=num_blank)
+        already sampled. Also returns whether response and result together are exact, that is, what the template could
+        write: False if the response ends with a special token that the template does not write there, such as the
+        end-of-sequence token of a base model in a conversation."""
+        tokens, ends, said = encode_behind(self.codec, text, tail), self.ends, tuple(response_tokens[-1:])
+        if ends.closing and tokens[: len(ends.closing)] == ends.closing:
+            if {*said} & ends.others:
+                return tokens[len(ends.closing) :], True
+            rest = without_said_end(response_tokens, tokens, *self._closing)
+        else:  # this end belongs to the next message
+            is_said = said == tokens[:1] and {*said} <= {*ends.tokens}
+            rest = tokens[1:] if is_said else tokens
+        return rest, rest != tokens or not {*said} & {*self.codec.tokenizer.all_special_ids}
+
+    @cached_property
+    def ends(self) -> TurnEnds:
+        """The tokens that end a turn of the policy. Raises DataError, as `find_ends` does."""
+        return find_ends(self.codec)
 
     @cached_property
     def _closing(self) -> tuple[tuple[int, ...], int]:
-        """The tokens that end every turn of the policy, and the number of whitespace tokens at their start."""
-        closing = self._encode_behind(*self._around_said([_ASKED, _REPLACES_SAID], add_generation_prompt=False))
+        """The tokens that follow the text of the last turn, and the number of whitespace tokens at their start."""
+        closing = encode_behind(
+            self.codec, *around_said(self.codec, [ASKED, REPLACES_SAID], add_generation_prompt=False)
+        )
         visible = (bool(str(self.codec.tokenizer.decode([token])).strip()) for token in closing)
         return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
 
@@ -65,8 +78,8 @@ class TurnTokens:
         """`EXAMPLE_CALL` as the template renders it in a response; None if the template renders no calls."""
         calling: Message = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE_CALL]}
         try:
-            opening = self.codec.encode_text(self.codec.render([_ASKED]))
-            written = self.codec.encode_text(self.codec.render([_ASKED, calling], add_generation_prompt=False))
+            opening = self.codec.encode_text(self.codec.render([ASKED]))
+            written = self.codec.encode_text(self.codec.render([ASKED, calling], add_generation_prompt=False))
         except DataError:
             return None  # the template refuses calls; an environment may still define its own format
         # Tokens are compared, not text: as text, two different markers would both start with `<`.
@@ -84,7 +97,11 @@ class TurnTokens:
         """
         roles = (_roles(opening), _roles(observation))
         if roles not in self._changes:
-            if not self._keeps(opening, observation, _SAID):
+            if self.ends.text is None:
+                self._changes[roles] = "ends turns without a special token at which the engine could stop"
+            elif not self.ends.is_kept:
+                self._changes[roles] = "ends the last turn with other tokens than earlier turns"
+            elif not self._keeps(opening, observation, SAID):
                 self._changes[roles] = "renders earlier turns differently once later turns follow"
             elif not self._keeps(opening, observation, _WITH_THOUGHT):
                 self._changes[roles] = "drops the thinking of earlier turns"
@@ -93,7 +110,7 @@ class TurnTokens:
         return self._changes[roles]
 
     def _keeps(self, opening: Sequence[Message], observation: Sequence[Message], said: str) -> bool:
-        _, tail = self._around_said([_ASKED, _REPLACES_SAID, *observation], add_generation_prompt=True)
+        _, tail = around_said(self.codec, [ASKED, REPLACES_SAID, *observation], add_generation_prompt=True)
         turn = [{"role": "assistant", "content": said}, *observation]
         opened, one_turn = self.codec.render(opening), self.codec.render([*opening, *turn])
         # A template that writes a space before a response expects the policy to sample this space.
@@ -101,25 +118,9 @@ class TurnTokens:
         expected = opened + 2 * (blank + said + tail)
         return expected.startswith(one_turn) and self.codec.render([*opening, *turn, *turn]) == expected
 
-    def _around_said(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> tuple[str, str]:
-        text = self.codec.render(messages, add_generation_prompt=add_generation_prompt)
-        head, said, tail = text.partition(_SAID)
-        if not said:
-            raise DataError(
-                "the chat template does not render the assistant's text, so it cannot be used for several turns; give "
-                "the model a chat_template.jinja that renders it"
-            )
-        return head + said, tail
-
-    def _encode_behind(self, head: str, tail: str) -> tuple[int, ...]:
-        """Encodes `tail` together with the preceding text, because some tokenizers treat the start of a text
-        specially."""
-        before, whole = self.codec.encode_text(head), self.codec.encode_text(head + tail)
-        return whole[len(before) :] if whole[: len(before)] == before else self.codec.encode_text(tail)
-
 
 def without_said_end(
-    response_tokens: Sequence[int], tail: tuple[int, ...], closing: tuple[int, ...], *, num_blank: int = 0
+    response_tokens: Sequence[int], tail: tuple[int, ...], closing: tuple[int, ...], num_blank: int = 0
 ) -> tuple[int, ...]:
     """Returns `tail` without the end-of-turn tokens that the response already contains.
 

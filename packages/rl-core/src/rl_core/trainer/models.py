@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -21,6 +23,8 @@ class Models:
     its log-probs."""
     critic: WorkerGroup | None = None
     """Computes values for advantage estimators that read them; None: the estimator reads none."""
+    stop_tokens: tuple[int, ...] = ()
+    """The tokens that end a response of the policy, besides those that its generation configuration names."""
 
     async def save_state(self, checkpoint: Path) -> None:
         """Saves weights, optimizer and schedule of the trained models."""
@@ -57,5 +61,19 @@ class Models:
     async def save_model(self, directory: Path) -> None:
         """Writes the policy in Hugging Face format, and the critic into the subfolder `critic`."""
         await self.policy.save_model(directory)
+        _name_stop_tokens(directory, self.stop_tokens)
         if self.critic is not None:
             await self.critic.save_model(directory / "critic")
+
+
+def _name_stop_tokens(directory: Path, stop_tokens: Sequence[int]) -> None:
+    """Adds the tokens to `eos_token_id` of the exported generation configuration, so that whoever serves the model
+    stops where the run's engines stopped. Engines that find no such file read `eos_token_id` of config.json."""
+    files = [directory / name for name in ("generation_config.json", "config.json")]
+    fields, *_ = (json.loads(file.read_text()) for file in files if file.exists())
+    given = fields.get("eos_token_id")
+    known = [given] if isinstance(given, int) else list(given or ())
+    ends = list(dict.fromkeys([*known, *stop_tokens]))
+    if ends != known:
+        fields = fields if files[0].exists() else {}
+        files[0].write_text(json.dumps({**fields, "eos_token_id": ends}, indent=2) + "\n")

@@ -247,6 +247,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
         train_rows = await fitting(train_rows, generator, config, TRAINING)
         eval_rows = await fitting(eval_rows, generator, config, EVALUATION)
         models = await stack.enter_async_context(_models(config, train_rows))
+        models = attrs.evolve(models, stop_tokens=tuple(getattr(generator, "stop_tokens", ())))
         total_steps = num_steps(config, len(train_rows))
         run_is = with_prompts(run_is, len(train_rows))
         if checkpoint is None:
