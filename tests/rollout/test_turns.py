@@ -216,7 +216,10 @@ async def test_a_text_observation_of_a_chat_is_a_users_message():
             return [{"role": "user", "content": "x"}]
 
     tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}.{% endfor %}a="
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}={{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}.{% endfor %}a="
+    )
     trajectory = await play(saying("a", "b"), Chats, tokenizer=tokenizer)
     assert masked(trajectory) == "u=x.a=A$.u=1,.a=B$"
 

@@ -114,6 +114,7 @@ def codec_of(
         chat_template_kwargs=chat_template_kwargs,
         add_special_tokens=add_special_tokens,
         vocab_size=text_config.vocab_size,
+        eos_tokens=_eos_tokens(model_path),
     )
 
 
@@ -127,6 +128,17 @@ class Proofs:
     """Whether conversations are proved even if their kind is known, to prove them with their own texts and values."""
 
 
+def _eos_tokens(path: str) -> tuple[int, ...]:
+    """Returns the end-of-sequence tokens that the generation configuration of a model names; none without one."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # there is no such file
+        return ()
+    return (ends,) if isinstance(ends, int) else tuple(ends or ())
+
+
 class TokenCodec:
     """Encodes prompts and decodes responses with a model's tokenizer and chat template."""
 
@@ -137,6 +149,7 @@ class TokenCodec:
         chat_template_kwargs: Mapping[str, Any],
         add_special_tokens: bool = True,
         vocab_size: int | None = None,
+        eos_tokens: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -144,9 +157,11 @@ class TokenCodec:
             chat_template_kwargs: further arguments of its chat template.
             add_special_tokens: whether a prompt of text begins with the tokens that the tokenizer writes before a text.
             vocab_size: number of tokens that the model knows, of which the tokenizer may have more; None: unknown.
+            eos_tokens: the end-of-sequence tokens of the model's generation configuration, besides the tokenizer's.
         """
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self.eos_tokens = frozenset(end for end in (*eos_tokens, tokenizer.eos_token_id) if isinstance(end, int))
         self._add_special_tokens = add_special_tokens
         self._chat_template_kwargs = dict(chat_template_kwargs)
         self._tools: tuple[ToolSchema, ...] = ()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import attrs
 
@@ -62,7 +63,7 @@ def find_ends(codec: TokenCodec) -> TurnEnds:
     Raises:
         DataError: there is no chat template, or it refuses or does not render an assistant's text.
     """
-    tokenizer = codec.tokenizer
+    tokenizer: Any = codec.tokenizer
     marks = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     last, later = _tails(codec, REPLACES_SAID, ASKED)
     if codec.render([ASKED], add_generation_prompt=False) == codec.render([ASKED]):

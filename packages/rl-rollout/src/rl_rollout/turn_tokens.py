@@ -47,8 +47,8 @@ class TurnTokens:
     def behind(self, text: str, response_tokens: Sequence[int], tail: str) -> tuple[tuple[int, ...], bool]:
         """Encodes `tail`, which the template wrote after `text`, without those end-of-turn tokens that the policy has
         already sampled. Also returns whether response and result together are exact, that is, what the template could
-        write: False if the response ends with a special token that the template does not write there, such as the
-        end-of-sequence token of a base model in a conversation."""
+        write: False if the response ends with a token at which engines stop, but which the template does not write
+        there, such as the end-of-sequence token of a base model in a conversation."""
         tokens, ends, said = encode_behind(self.codec, text, tail), self.ends, tuple(response_tokens[-1:])
         if ends.closing and tokens[: len(ends.closing)] == ends.closing:
             if {*said} & ends.others:
@@ -57,7 +57,7 @@ class TurnTokens:
         else:  # this end belongs to the next message
             is_said = said == tokens[:1] and {*said} <= {*ends.tokens}
             rest = tokens[1:] if is_said else tokens
-        return rest, rest != tokens or not {*said} & {*self.codec.tokenizer.all_special_ids}
+        return rest, rest != tokens or not {*said} & {*ends.tokens, *ends.others, *self.codec.eos_tokens}
 
     @cached_property
     def ends(self) -> TurnEnds:
