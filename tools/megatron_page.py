@@ -114,10 +114,11 @@ the numbers and, if parallel sizes do not fit, the nearest mesh that works. Refu
   installed
 - adapters on latent attention's query, key and value projections, and on experts that are split, in grouped products,
   or beside dense layers or shared experts
-- `seq_aux_loss` with tensor parallelism (its gradients differ from a single rank's) or with packed sequences (it treats
-  a micro-batch as one sequence)
-- router replay with a fused router, with a capacity factor, or on a model without experts; routes that arrive without
-  replay, replay without routes, and routes of another shape or with an expert that does not exist
+- load-balancing losses other than `aux_loss`: the gradient of `seq_aux_loss` depends on the number of sequences in a
+  micro-batch, that of `global_aux_loss` on the order of the micro-batches; `moe_z_loss_coeff` with tensor or context
+  parallelism, which would scale its gradient down; losses of routers on a model without experts, or with a fused router
+- router replay with a fused router or on a model without experts; routes that arrive without replay, replay without
+  routes, and routes of another shape or with an expert that does not exist
 - models that fail the comparison with transformers, and models that are refused without a comparison
 
 Fields of `transformer_config_kwargs` that can have only one value:
@@ -133,8 +134,8 @@ features that run without an error but compute wrong results. This package does 
 - 1 (label smoothing over a split vocabulary), 2 (labels with gathered logits): Megatron's cross entropy is not called.
   Log-probs are computed from hidden states (`model/parallel_logprobs.py`), and tests compare meshes with transformers
 - 3, 4 (multi-token prediction: normalisation, recomputation): `mtp_num_layers` is refused
-- 5 (padding masks of routers), 10 (their token count): no padding mask is passed; auxiliary losses are weighted by the
-  mini-batch's tokens here (`tests/megatron/test_auxiliary_losses.py`)
+- 5 (padding masks of routers), 10 (their token count): `aux_loss` and the z-loss leave padding out and are weighted by
+  the mini-batch's tokens here (`tests/megatron/test_auxiliary_losses.py`)
 - 6 (cross attention in its own groups): all models are decoder-only, and there is one set of process groups
 - 8 (the norm of attention sinks' gradients): `softmax_type` is refused, and so are models with sinks
 - 9 (losses divided by one context rank's tokens): `calculate_per_token_loss=false` is refused, and losses are sums. The

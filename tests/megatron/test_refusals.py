@@ -177,6 +177,12 @@ def test_an_uneven_split_of_layers_names_the_key_that_would_make_it_fit(spec_of)
     assert "num_first" not in message
 
 
+AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+SEQ_LOSS, GLOBAL_LOSS = (
+    AUX_LOSS | {"moe_router_load_balancing_type": f"{kind}_aux_loss"} for kind in ("seq", "global")
+)
+
+
 @pytest.mark.parametrize(
     ("model", "world_size", "options", "passed", "complaint"),
     [
@@ -206,14 +212,35 @@ def test_an_uneven_split_of_layers_names_the_key_that_would_make_it_fit(spec_of)
             "moe_router_fusion: the fused router",
         ),
         (MOE, 1, {}, {"moe_enable_routing_replay": True, "moe_router_fusion": True}, "moe_router_fusion"),
-        (MOE, 1, {"moe_enable_routing_replay": True}, {"moe_expert_capacity_factor": 1.0}, "dropped from the experts"),
+        (MOE, 1, {}, {"moe_expert_capacity_factor": 1.0}, "log-probs would depend on the micro-batches"),
+        (MOE, 1, {}, {"mtp_loss_scaling_factor": 0.3}, "multi-token prediction is not trained here"),
+        (MOE, 1, {}, {"dsa_indexer_loss_coeff": 0.1}, "indexers of sparse attention are not trained here"),
+        (MOE, 1, {}, {"qk_clip": True}, "it would have no effect. Leave it out"),
         (DENSE, 1, {"moe_enable_routing_replay": True}, {}, "the model has no experts"),
+        (MOE, 1, SEQ_LOSS, {}, "got seq_aux_loss, but its gradient depends on the number of sequences"),
+        (MOE, 2, {CP: 2, **SEQ_LOSS}, {}, "megatron_config.moe_router_load_balancing_type: got seq_aux_loss"),
+        (MOE, 1, {}, GLOBAL_LOSS, "kwargs.moe_router_load_balancing_type: got global_aux_loss, but it counts"),
+        (MOE, 1, {"moe_router_load_balancing_type": "sinkhorn"}, {}, "got 'sinkhorn'; expected none or aux_loss"),
+        (MOE, 1, {"moe_aux_loss_coeff": 0.01}, {}, "megatron_config.moe_router_load_balancing_type=aux_loss"),
+        (MOE, 1, {**AUX_LOSS, "moe_aux_loss_coeff": -0.01}, {}, "moe_aux_loss_coeff: got -0.01; expected 0 or more"),
+        (DENSE, 1, AUX_LOSS, {}, "moe_aux_loss_coeff: the model has no experts"),
+        (DENSE, 1, {}, {"moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff: the model has no experts"),
+        (MOE, 1, AUX_LOSS, {"moe_router_fusion": True}, "the loss of moe_aux_loss_coeff counts padding"),
+        (MOE, 1, {}, {"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff: got -0.1; expected 0 or more"),
         (
             MOE,
-            2,
-            {TP: 2, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01},
+            4,
+            {TP: 2, CP: 2},
+            {"moe_z_loss_coeff": 0.001},
+            "got 0.001; Megatron-Core 0.16.1 adds only 1/4 of the z-loss's gradient with tensor_model_parallel_size=2 "
+            "and context_parallel_size=2. Leave it out, or split the model only with expert_model_parallel_size",
+        ),
+        (
+            MOE,
+            1,
             {},
-            "seq_aux_loss with tensor_model_parallel_size=2",
+            {"moe_router_load_balancing_type": ["aux_loss", "aux_loss"], "moe_aux_loss_coeff": [0.1, 0.1]},
+            "Megatron would use only the first of two equal kinds",
         ),
         (
             MOE,
@@ -236,6 +263,12 @@ def test_settings_that_cannot_work_are_refused_whichever_section_set_them(
     spec_of, model, world_size, options, passed, complaint
 ):
     assert complaint in refusal(spec_of(model, options, **passed), world_size)
+
+
+def test_losses_of_routers_that_are_exact_are_accepted(spec_of):
+    refuse(spec_of(MOE, {TP: 2, CP: 2, **AUX_LOSS}), 4)
+    refuse(spec_of(MOE, {EP: 2, PP: 2, **AUX_LOSS}, moe_z_loss_coeff=0.001), 4)
+    refuse(spec_of(MOE, {TP: 2, **SEQ_LOSS, "moe_aux_loss_coeff": 0.0}, moe_z_loss_coeff=0.0), 2)
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ class MegatronOptions:
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens reach their experts' ranks."""
     moe_router_load_balancing_type: str = "none"
-    """`none`, or one of Megatron's auxiliary losses."""
+    """`none` or `aux_loss`, which balances the load of the experts over each micro-batch of each data-parallel rank."""
     moe_aux_loss_coeff: float = 0.0
-    """Weight of the auxiliary loss."""
+    """Weight of the auxiliary loss. The losses of micro-batches are averaged, each weighted by its tokens."""
     moe_grouped_gemm: bool = True
     """Compute all experts of a rank in one grouped matrix product, if Transformer Engine is installed."""
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None

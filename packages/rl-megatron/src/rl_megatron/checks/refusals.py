@@ -7,6 +7,7 @@ The checks of parallel sizes are in `mesh_checks`. Imports no torch.
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,7 +42,15 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
         "data and router replay do not support a free layout; use num_layers_in_first_pipeline_stage and "
         "num_layers_in_last_pipeline_stage",
     ),
+    "moe_expert_capacity_factor": (
+        None,
+        "tokens above the capacity would be dropped, so log-probs would depend on the micro-batches",
+    ),
+    **dict.fromkeys(("moe_token_dropping", "moe_pad_expert_input_to_capacity"), (False, "experts drop no tokens here")),
     "mtp_num_layers": (None, "multi-token prediction is not trained here"),
+    "mtp_loss_scaling_factor": (0.1, "multi-token prediction is not trained here, so its loss has no effect"),
+    "dsa_indexer_loss_coeff": (None, "indexers of sparse attention are not trained here"),
+    "qk_clip": (False, "only Megatron's own training loop clips, so it would have no effect"),
     "fp16": (False, "there is no loss scaling here; use trainer.bf16"),
     "fp8": (None, "log-probs would depend on the micro-batches"),
     "fp4": (None, "log-probs would depend on the micro-batches"),
@@ -192,29 +201,66 @@ def _interleaved_sends(setup: Setup) -> str | None:
     return None
 
 
-def _auxiliary_losses(setup: Setup) -> str | None:
-    name = "moe_router_load_balancing_type"
+_BALANCING: dict[str, str | None] = {
+    "none": None,
+    "aux_loss": None,
+    "seq_aux_loss": "its gradient depends on the number of sequences in a micro-batch (Megatron-Core 0.16.1)",
+    "global_aux_loss": "it counts the tokens of the micro-batches so far, so its gradient depends on their order",
+}
+"""Megatron's load-balancing losses → why a loss cannot be used; None: it can. tests/megatron/test_auxiliary_losses.py
+measures the differences."""
+
+
+def _balancing_losses(setup: Setup) -> str | None:
+    name, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     kinds = _as_list(setup.fields.get(name) or "none")
-    coefficients = _as_list(setup.fields.get("moe_aux_loss_coeff", 0.0))
-    if unknown := [kind for kind in kinds if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")]:
-        return f"{setup.key(name)}: got {unknown[0]!r}; expected none, aux_loss, seq_aux_loss or global_aux_loss"
+    coefficients = [value or 0.0 for value in _as_list(setup.fields.get(coefficient))]
+    if unknown := [kind for kind in kinds if kind not in _BALANCING]:
+        return f"{setup.key(name)}: got {unknown[0]!r}; expected none or aux_loss"
     if len(kinds) != len(coefficients):
         return (
-            f"{setup.key('moe_aux_loss_coeff')}: {len(coefficients)} coefficients for {len(kinds)} kinds of loss "
+            f"{setup.key(coefficient)}: {len(coefficients)} coefficients for {len(kinds)} kinds of loss "
             f"({', '.join(kinds)}); set one for each"
         )
-    if ("seq_aux_loss", True) not in [(kind, bool(c)) for kind, c in zip(kinds, coefficients, strict=True)]:
+    if len(set(kinds)) < len(kinds):
+        return f"{setup.key(name)}: got {', '.join(kinds)}; Megatron would use only the first of two equal kinds"
+    for kind, value in zip(kinds, coefficients, strict=True):
+        if value < 0:
+            return f"{setup.key(coefficient)}: got {value:g}; expected 0 or more"
+        if value and kind == "none":
+            return f"{setup.key(coefficient)}: got {value:g}, but {name} is none; set {setup.key(name)}=aux_loss"
+        if value and (reason := _BALANCING[kind]):
+            return f"{setup.key(name)}: got {kind}, but {reason}; use aux_loss"
+    return None
+
+
+def _losses_of_routers(setup: Setup) -> str | None:
+    """Refuses losses that a model's routers do not have, or whose gradient Megatron-Core 0.16.1 scales down."""
+    z_coefficient = setup.fields.get("moe_z_loss_coeff") or 0.0
+    weights = {
+        "moe_z_loss_coeff": z_coefficient,
+        "moe_aux_loss_coeff": any(_as_list(setup.fields["moe_aux_loss_coeff"])),
+    }
+    used = [name for name, weight in weights.items() if weight]
+    if not used:
         return None
-    tensor = setup.size("tensor_model_parallel_size")
-    if tensor > 1:
+    if setup.shape is not None and not setup.shape.is_moe:
+        return f"{setup.key(used[0])}: the model has no experts, so it has no such loss. Leave it out"
+    if setup.fields.get("moe_router_fusion"):
         return (
-            f"{setup.key(name)}: seq_aux_loss with tensor_model_parallel_size={tensor} gives router gradients that "
-            "differ from one rank's by 4e-3 in Megatron-Core 0.16.1; use aux_loss, or tensor_model_parallel_size=1"
+            f"{setup.key('moe_router_fusion')}: with a fused router, the loss of {used[0]} counts padding, and tensor "
+            f"or context parallelism scales it down. Leave it out, or set {used[0]}=0"
         )
-    if setup.is_packed:
+    sizes = {name: setup.size(name) for name in ("tensor_model_parallel_size", "context_parallel_size")}
+    parts = math.prod(sizes.values())
+    if z_coefficient < 0 or (z_coefficient and parts > 1):
+        split = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        reason = (
+            f"Megatron-Core 0.16.1 adds only 1/{parts} of the z-loss's gradient with {split}. Leave it out, or split "
+            "the model only with expert_model_parallel_size and pipeline_model_parallel_size"
+        )
         return (
-            f"{setup.key(name)}: seq_aux_loss counts a packed micro-batch as one sequence; use aux_loss, or set "
-            "trainer.use_sample_packing=false"
+            f"{setup.key('moe_z_loss_coeff')}: got {z_coefficient:g}; {reason if parts > 1 else 'expected 0 or more'}"
         )
     return None
 
@@ -233,11 +279,6 @@ def _replay(setup: Setup) -> str | None:
         return (
             f"{setup.key('moe_router_fusion')}: the fused router chooses experts itself and ignores replayed routes. "
             f"Leave it out, or set {name}=false"
-        )
-    if setup.fields.get("moe_expert_capacity_factor") is not None:
-        return (
-            f"{setup.key('moe_expert_capacity_factor')}: tokens above the capacity would be dropped from the experts "
-            f"that the engine used. Leave it out, or set {name}=false"
         )
     return None
 
@@ -316,7 +357,8 @@ _CHECKS: tuple[Check, ...] = (
     _recomputation,
     _sequence_parallelism,
     _interleaved_sends,
-    _auxiliary_losses,
+    _balancing_losses,
+    _losses_of_routers,
     _replay,
     _transformer_engine,
     _fused_gradients,
