@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,10 +54,70 @@ def test_generated_rows_are_accepted_by_the_environment():
             ReasoningGymEnvironment(row, {})
 
 
-def test_a_row_of_another_version_is_refused():
+def test_a_row_that_was_changed_is_refused():
     row = {**rows_of("gcd", 1)[0], "prompt": [{"role": "user", "content": "What is 1+1?"}]}
-    with pytest.raises(DataError, match="made with another version of reasoning-gym"):
+    with pytest.raises(DataError, match="the row's prompt is not the puzzle in its entry"):
         ReasoningGymEnvironment(row, {})
+
+
+@pytest.mark.parametrize(
+    "entry", [None, "", "{", "[1]", "{'question': 3, 'answer': 1}", "open('x')", {"question": "?"}]
+)
+def test_a_row_without_its_puzzle_is_refused_before_the_run(entry: Any):
+    with pytest.raises(DataError, match=r"entry: got .*make the data again"):
+        ReasoningGymEnvironment.require_row({**rows_of("gcd", 1)[0], "entry": entry})
+
+
+HASHED_TASKS = (
+    "ransom_note",
+    "isomorphic_strings",
+    "polynomial_multiplication",
+    "codeio",
+    "knight_swap",
+    "word_ladder",
+)
+
+
+@pytest.mark.parametrize("tasks", [HASHED_TASKS, pytest.param(None, marks=pytest.mark.soak)], ids=["hashed", "all"])
+def test_puzzles_made_in_one_process_are_played_in_another_with_other_hashes(
+    tasks: Sequence[str] | None, tmp_path: Path
+):
+    """Tasks are made with one seed of Python's hashes and played with another; the scores must be the same. The second
+    process would make other puzzles: a negative control."""
+    script = """
+import asyncio, json, sys
+from rl_core.errors import DataError
+from rl_core.interfaces import Action
+from rl_environments.reasoning_gym import FAULTY_TASKS, ReasoningGymEnvironment, rows_of
+from reasoning_gym.factory import DATASETS
+path, count, *tasks = sys.argv[1:]
+def scores(row):
+    answer = str(eval(row["entry"])["answer"])
+    said = [f"<answer>{text}</answer>" for text in (answer, answer[::-1], answer + "x", "nonsense", "0")]
+    async def played(text):
+        action = Action(text=text, tokens=(), stop_reason="stop", example_call=None)
+        return (await ReasoningGymEnvironment(row, {}).step(action)).reward
+    return [asyncio.run(played(text)) for text in said]
+if count != "0":
+    sizes = {"acre": 50, "word_ladder": 50}
+    made = [row for task in tasks or sorted(set(DATASETS) - set(FAULTY_TASKS)) for row in rows_of(
+        task, int(count), seed=3, difficulty={"size": sizes[task]} if task in sizes else None)]
+    json.dump([(row, scores(row)) for row in made], open(path, "w"))
+else:
+    bad = [row["task"] for row, expected in json.load(open(path)) if scores(row) != expected]
+    assert not bad, bad
+    first = rows_of("ransom_note", 1, seed=3)[0]
+    assert first["entry"] not in [row["entry"] for row, _ in json.load(open(path))], "the puzzles are the same"
+"""
+    path = tmp_path / "rows.json"
+    for count, seed in (("3", "1"), ("0", "2")):
+        command = [sys.executable, "-W", "ignore", "-c", script, str(path), count, *(tasks or ())]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run(command, env=environment, timeout=500, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+    made = json.loads(path.read_text())
+    assert len(made) >= 3 * len(tasks or range(90))
+    assert all(scores[0] == 1.0 for row, scores in made if row["task"] in HASHED_TASKS)
 
 
 def test_rows_are_made_by_a_command_and_unknown_settings_are_refused(tmp_path: Path):

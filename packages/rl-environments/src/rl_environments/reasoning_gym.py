@@ -2,8 +2,9 @@
 with a scoring function. Needs the extra `reasoning-gym`.
 
 Data:      python -m rl_environments.reasoning_gym chain_sum --count 2000 --output train.parquet --set max_terms=3
-Row:       `prompt` (messages), and the values from which the puzzle is regenerated for scoring: `task`, `seed`,
-           `index`, and `difficulty`, the task's own settings as JSON text
+Row:       `prompt` (messages), `task`, `difficulty` (the task's own settings as JSON text), and `entry`, the puzzle as
+           reasoning-gym made it, as a Python literal; also `seed` and `index`, from which it was made. The puzzle is
+           stored because some tasks make another one in another process, if the text hashes differ (PYTHONHASHSEED)
 Reward:    the task's score for the text between the last `<answer>` and `</answer>`, from 0 to 1; 0 without these tags
 Metrics:   `accuracy` (the score), `is_right` (a score of 1), `has_answer`
 
@@ -13,6 +14,7 @@ The environment refuses the tasks in `FAULTY_TASKS`, most of which have a faulty
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import threading
@@ -52,15 +54,10 @@ class ReasoningGymEnvironment:
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
         self.require_options(options)
         self._prompt: Prompt = row["prompt"]
-        self._dataset = _dataset(row["task"], row["seed"], json.dumps(_settings_of(row), sort_keys=True))
-        with _one_at_a_time:
-            self._entry = self._dataset[row["index"]]
+        self._entry = _entry_of(row)
+        self._dataset = _dataset(row["task"], json.dumps({**_settings_of(row), "seed": 0, "size": 1}, sort_keys=True))
         if not _is_asked(self._entry, self._prompt):
-            raise DataError(
-                f"the row's prompt is not the puzzle that {row['task']} generates for seed {row['seed']}, index "
-                f"{row['index']}: the row was changed, or made with another version of reasoning-gym; "
-                "make the data again"
-            )
+            raise DataError("the row's prompt is not the puzzle in its entry: the row was changed; make the data again")
 
     @staticmethod
     def require_options(options: Mapping[str, Any]) -> None:
@@ -72,17 +69,14 @@ class ReasoningGymEnvironment:
         """See `RowChecking`. Does not import reasoning-gym, so an unknown task is noticed only when the row is
         played."""
         require_prompt(row, "reasoning_gym")
-        if (
-            not isinstance(row.get("task"), str)
-            or type(row.get("seed")) is not int
-            or type(row.get("index")) is not int
-        ):
+        if not isinstance(row.get("task"), str):
             raise DataError(
-                "a row of reasoning_gym needs task (text), seed and index (whole numbers), as `python -m "
-                f"rl_environments.reasoning_gym` writes them; the row has {', '.join(map(str, row))}"
+                "a row of reasoning_gym needs task and entry (text), as `python -m rl_environments.reasoning_gym` "
+                f"writes them; the row has {', '.join(map(str, row))}"
             )
         _require_sound(row["task"])
         _settings_of(row)
+        _entry_of(row)
 
     async def reset(self) -> Prompt:
         """See `Environment.reset`."""
@@ -115,9 +109,9 @@ def rows_of(
             `FAULTY_TASKS`, the task has fewer than `count` puzzles per seed, or `count` is below 1.
         ConfigError: the extra `reasoning-gym` is not installed.
     """
-    settings = json.dumps(dict(difficulty or {}), sort_keys=True)
-    dataset = _dataset(task, seed, settings)
-    made = {"task": task, "seed": seed, "difficulty": settings, "env_class": "reasoning_gym"}
+    settings = dict(difficulty or {})
+    dataset = _dataset(task, json.dumps({"size": _SIZES.get(task, _SIZE), **settings, "seed": seed}, sort_keys=True))
+    shared = {"task": task, "seed": seed, "difficulty": json.dumps(settings, sort_keys=True)}
     if count < 1:
         raise DataError(f"got a count of {count} rows; expected at least 1")
     if count > len(dataset):
@@ -125,17 +119,21 @@ def rows_of(
             f"reasoning-gym's task {task!r} has {len(dataset)} puzzles per seed, got a count of {count}; make the "
             "rest with another seed"
         )
-    asked = (f"{dataset[index]['question']}\n\n{ASK_FOR_MARKS}" for index in range(count))
-    return [{"prompt": [{"role": "user", "content": text}], "index": index, **made} for index, text in enumerate(asked)]
+    rows = []
+    for index in range(count):
+        entry = _plain(dataset[index])
+        prompt = [{"role": "user", "content": f"{entry['question']}\n\n{ASK_FOR_MARKS}"}]
+        rows.append({"prompt": prompt, "entry": repr(entry), "index": index, "env_class": "reasoning_gym", **shared})
+    return rows
 
 
-def _dataset(task: str, seed: int, difficulty: str) -> Any:
+def _dataset(task: str, settings: str) -> Any:
     with _one_at_a_time:
-        return _made(task, seed, difficulty)
+        return _made(task, settings)
 
 
 @lru_cache(256)
-def _made(task: str, seed: int, difficulty: str) -> Any:
+def _made(task: str, settings: str) -> Any:
     _require_sound(task)
     try:
         import reasoning_gym
@@ -144,11 +142,40 @@ def _made(task: str, seed: int, difficulty: str) -> Any:
         raise ConfigError(f"reasoning-gym is not installed: {install('rl-environments[reasoning-gym]')}") from error
     if task not in DATASETS:
         raise DataError(f"reasoning-gym has no task {task!r}.{nearest(task, DATASETS)}")
-    settings = json.loads(difficulty)
     try:
-        return reasoning_gym.create_dataset(task, **{"size": _SIZES.get(task, _SIZE), **settings, "seed": seed})
+        return reasoning_gym.create_dataset(task, **json.loads(settings))
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(f"reasoning-gym's task {task!r} does not take {settings}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Converts subclasses of Python's types, such as NumPy's text, to those types, whose `repr` is a literal."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    for kind in (list, tuple, set):
+        if isinstance(value, kind):
+            return kind(map(_plain, value))
+    if isinstance(value, bool) or value is None:
+        return value
+    kinds = [kind for kind in (int, float, str) if isinstance(value, kind)]
+    if not kinds:
+        raise DataError(f"the puzzle has a value of type {type(value).__name__}, which cannot be stored in a row")
+    return kinds[0](value)
+
+
+def _entry_of(row: Row) -> dict[str, Any]:
+    """Returns the puzzle, from the row's `entry`. Raises DataError unless it is a puzzle as a Python literal."""
+    given = row.get("entry")
+    try:
+        entry = ast.literal_eval(given) if isinstance(given, str) else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict) or not isinstance(entry.get("question"), str) or "answer" not in entry:
+        raise DataError(
+            f"entry: got {given!r:.80}; expected the puzzle as `python -m rl_environments.reasoning_gym` writes it. "
+            "Earlier versions did not: make the data again"
+        )
+    return entry
 
 
 def _settings_of(row: Row) -> dict[str, Any]:
