@@ -144,7 +144,7 @@ def test_text_shows_gaps_between_trained_parts():
     [
         ({"prompt": "a"}, "the row has no response: neither 'messages' nor 'input_ids' nor 'completion'"),
         ({"prompt": "a", "completion": 5}, "'completion' must be text, as the prompt is, got int"),
-        ({"prompt": "", "completion": "b"}, "the prompt has no tokens"),
+        ({"prompt": "", "completion": "b"}, "the prompt '' has no tokens"),
         (
             {"messages": say("a")},
             r"no message to train on: expected the role assistant \(generator\.trained_roles\), got user",

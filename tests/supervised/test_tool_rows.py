@@ -197,8 +197,9 @@ def test_a_row_with_invalid_tools_is_named_before_the_run(tmp_path: Path):
     from rl_core.testing.models import make_checkpoint
     from rl_core.trainer.preflight import NoSampler
 
-    model = make_checkpoint(tmp_path / "model", max_position_embeddings=2048)
-    tokenizer_with(TOOL_CHATML).save_pretrained(model)
+    tokenizer = tokenizer_with(TOOL_CHATML)
+    model = make_checkpoint(tmp_path / "model", max_position_embeddings=2048, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(model)
     config = config_of(tmp_path, model, [ROW, {**ROW, "tools": "sum"}])
     plugin, spec = generator_spec(config)
     generator = plugin.create(spec, NoSampler())

@@ -166,7 +166,7 @@ class TokenCodec:
         self._chat_template_kwargs = dict(chat_template_kwargs)
         self._tools: tuple[ToolSchema, ...] = ()
         self._found_form: list[CallForm] = []
-        self._tools_key = ""
+        self._row_settings: dict[str, Any] = {}
         self.proofs = Proofs()
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> TokenCodec:
@@ -182,14 +182,12 @@ class TokenCodec:
             )
         codec = copy.copy(self)
         codec._tools = tuple(tools)
-        codec._tools_key = json.dumps(list(tools))
         return codec
 
     def with_settings(self, settings: Mapping[str, Any]) -> TokenCodec:
-        """Returns a copy of this codec whose template gets further settings."""
+        """Returns a copy of this codec whose template gets further settings, such as a row's."""
         codec = copy.copy(self)
-        codec._chat_template_kwargs = {**self._chat_template_kwargs, **settings}
-        codec.proofs = Proofs()
+        codec._row_settings = {**self._row_settings, **settings}
         return codec
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -213,13 +211,20 @@ class TokenCodec:
     def prompt_text(self, prompt: Prompt) -> str:
         """Returns the text that the policy sees: the prompt itself, or chat messages as the template writes them."""
         if isinstance(prompt, str):
-            if self._tools:
-                raise DataError(
-                    "the environment offers tools, which only a chat template can show, but its first prompt is text; "
-                    "use messages"
-                )
+            for name, found in (("tools", self._tools), ("chat_template_kwargs", self._row_settings)):
+                if found:
+                    raise DataError(
+                        f"the row or its environment has {name}, which only a chat template can show, but its prompt "
+                        "is text; use messages"
+                    )
             return prompt
         messages = require_messages(prompt, "a prompt")
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                "the prompt ends with a message of the assistant, which the template closes, so the policy would begin "
+                "another one; remove it, or write the whole prompt as text, rendered with transformers' "
+                "apply_chat_template(…, continue_final_message=True, tokenize=False)"
+            )
         self.prove(messages)
         return self.render(messages)
 
@@ -239,7 +244,7 @@ class TokenCodec:
         """
         if self.tokenizer.chat_template is None:
             return  # `render` refuses the messages
-        key = (self._tools_key, opens_turn, thinks, kind_of(messages))
+        key = (json.dumps([self._tools, self._row_settings]), opens_turn, thinks, kind_of(messages))
         if self.proofs.anew or (key not in self.proofs.kinds and len(self.proofs.kinds) < _MOST_PROVED):
 
             def render(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
@@ -328,7 +333,7 @@ class TokenCodec:
         return self._found_form[0]
 
     def _rendered(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        settings: dict[str, Any] = dict(self._chat_template_kwargs)
+        settings: dict[str, Any] = {**self._chat_template_kwargs, **self._row_settings}
         if self._tools:
             settings["tools"] = [dict(tool) for tool in self._tools]
         try:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -29,6 +29,7 @@ from rl_core.interfaces import (
     Row,
     Sampler,
     SamplingParams,
+    ToolSchema,
     Trajectory,
     require_messages,
 )
@@ -41,6 +42,7 @@ from rl_rollout.environment_pool import EnvironmentPool, HangingThreads
 from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play
 from rl_rollout.generator_options import EnvironmentGeneratorOptions
 from rl_rollout.resuming import whole_response
+from rl_rollout.row_settings import template_settings_of, tools_of
 from rl_rollout.turn_ends import stop_tokens, template_ends
 from rl_rollout.turn_tokens import TurnTokens
 
@@ -99,7 +101,7 @@ class EnvironmentGenerator:
         """See `Generator.prompt_length`."""
         if "prompt" not in row:
             raise DataError(f"the row has no column 'prompt'; it has {', '.join(map(str, row)) or 'none'}")
-        return len(self._codec.encode(row["prompt"]))
+        return len(self._turns(row, self._known_tools(row)).codec.encode(row["prompt"]))
 
     def may_have_unknown_tokens(self, row: Row) -> bool:
         """See `Generator.prompt_length`."""
@@ -114,7 +116,7 @@ class EnvironmentGenerator:
             return 0
         preview = getattr(self._episodes.environment_of(row), "preview", None)
         tools, observation = preview(row, self._episodes.environment_options) if preview else ((), ())
-        turns = self._turns_with(json.dumps(list(tools)))
+        turns = self._turns(row, tools or self._known_tools(row))
         messages = require_messages(prompt, "a prompt")
         self._codec.proofs.anew = anew
         turns.codec.prove(messages)
@@ -164,9 +166,8 @@ class EnvironmentGenerator:
             is_chat = not isinstance(prompt, str)
             if not isinstance(prompt, str):
                 prompt = require_messages(prompt, "the environment's first prompt")
-            tools = await environment.tools()
-            # The tools are serialized, because a cache key must be hashable and must not change later.
-            turns = self._turns_with(json.dumps(list(tools)))
+            tools = _shown_tools(request.row, await environment.tools())
+            turns = self._turns(request.row, tools)
             tokens, prompt_text = prompts.encode(prompt, turns.codec)
             history = start_history(turns, prompt, step_wise=self._episodes.step_wise)
             episode = await play(
@@ -180,8 +181,19 @@ class EnvironmentGenerator:
             )
         return self._trajectory(request, index, episode, prompt_text)
 
-    def _turns_with_tools(self, tools: str) -> TurnTokens:
-        return TurnTokens(self._codec.with_tools(json.loads(tools)))
+    def _known_tools(self, row: Row) -> Sequence[ToolSchema]:
+        """The tools of the row's column, unless its environment may read the column and offer tools in an episode."""
+        if row.get("tools") is None or hasattr(self._episodes.environment_of(row), "tools"):
+            return ()
+        return tools_of(row)
+
+    def _turns(self, row: Row, tools: Sequence[ToolSchema]) -> TurnTokens:
+        # Serialized, because a cache key must be hashable and must not change later.
+        return self._turns_with(json.dumps([list(tools), template_settings_of(row)]))
+
+    def _turns_with_tools(self, key: str) -> TurnTokens:
+        tools, settings = json.loads(key)
+        return TurnTokens(self._codec.with_tools(tools).with_settings(settings))
 
     async def _response(
         self, request: GroupRequest, index: int, session_id: str, turn: int, prompt: Tokens, params: SamplingParams
@@ -214,6 +226,24 @@ class EnvironmentGenerator:
         )
         stopped = trajectory.steps[-1].stop_reason == "stop" and not trajectory.is_cut
         return trajectory if stopped or not self._episodes.zero_reward_on_non_stop else _without_reward(trajectory)
+
+
+def _shown_tools(row: Row, offered: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
+    """Returns the functions that the template shows: the environment's, else the row's. Raises DataError if the row has
+    others than the environment, which could not answer their calls."""
+    if not offered:
+        return tools_of(row)
+    try:
+        named = [tool["function"]["name"] for tool in tools_of(row)]
+    except DataError:
+        return offered  # the column has another meaning for the environment
+    names = [tool["function"]["name"] for tool in offered]
+    if others := [name for name in named if name not in names]:
+        raise DataError(
+            f"the row's 'tools' have {others[0]!r}, which its environment does not offer ({', '.join(names)}); remove "
+            "or rename the column, or choose an environment that offers the row's tools"
+        )
+    return offered
 
 
 def _transcript(episode: Episode) -> str:

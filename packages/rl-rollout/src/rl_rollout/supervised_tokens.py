@@ -7,7 +7,6 @@ start of the response.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -15,9 +14,10 @@ from typing import Any, Literal
 import attrs
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Message, Row, ToolSchema, require_messages, require_tools, split_pair
+from rl_core.interfaces import Message, Row, require_messages, split_pair
 from rl_rollout.answers import answered
 from rl_rollout.chat import TokenCodec
+from rl_rollout.row_settings import template_settings_of, tools_of
 from rl_rollout.turn_ends import find_ends
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
@@ -127,18 +127,19 @@ class RowEncoder:
         if isinstance(prompt, str):
             if not isinstance(response, str):
                 raise DataError(f"{name!r} must be text, as the prompt is, got {type(response).__name__}")
-            if _tools_of(row):
-                raise DataError(
-                    "the row has 'tools', which only a chat template can show, but its prompt is text; use messages"
-                )
             return self._joined(
-                [(self._codec.encode_opening(prompt), False), (response + self._end_text(response), True)]
+                [(self._of_row(row).encode(prompt), False), (response + self._end_text(response), True)]
             )
         opening = require_messages(prompt, "a prompt")
         if isinstance(response, str):
             response = [{"role": "assistant", "content": response}]
         messages = require_messages(response, repr(name))
         if messages[: len(opening)] != opening:
+            if opening[-1]["role"] == messages[0]["role"] == "assistant":
+                raise DataError(
+                    f"the prompt ends with a message of the assistant, and {name!r} begins with another; write both as "
+                    f"one message in {name!r}"
+                )
             if messages[0]["role"] in ("system", opening[-1]["role"]):
                 raise DataError(
                     f"{name!r} begins with a message of the role {messages[0]['role']!r} that cannot follow the "
@@ -147,6 +148,9 @@ class RowEncoder:
                 )
             messages = [*opening, *messages]
         return self._conversation(row, messages, num_given=len(opening))
+
+    def _of_row(self, row: Row) -> TokenCodec:
+        return self._codec.with_tools(tools_of(row)).with_settings(template_settings_of(row))
 
     def _end_text(self, response: str) -> str:
         end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
@@ -162,7 +166,7 @@ class RowEncoder:
                 f"the conversation has no message to train on: expected the role {' or '.join(self._trained_roles)} "
                 f"(generator.trained_roles), got {', '.join(roles[num_given:]) or 'no message'}"
             )
-        codec = self._codec.with_tools(_tools_of(row))
+        codec = self._of_row(row)
         trained = turns if self._trained_turns == "all" else turns[-1:]
         parts: list[tuple[str | tuple[int, ...], bool]] = []
         written = ""
@@ -241,17 +245,6 @@ def _with_conversation(row: Row) -> dict[str, Any]:
                 f"{text!r:.80}; remove the column 'prompt' to use that beginning, or write the prompt as messages"
             )
     return {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
-
-
-def _tools_of(row: Row) -> Sequence[ToolSchema]:
-    """Returns the tools in a row's column `tools`, which holds a list or the JSON text of one."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(f"the row's 'tools' are not JSON ({error}), got {tools!r:.200}") from error
-    return () if tools is None or tools == "" else require_tools(tools, "the row's 'tools'")
 
 
 def _marked(row: Mapping[str, Any]) -> Supervised:
