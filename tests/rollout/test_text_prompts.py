@@ -79,6 +79,8 @@ def test_messages_get_no_tokens_that_their_template_does_not_write():
 
 def test_a_text_that_the_tokenizer_encodes_differently_behind_its_own_tokens_is_refused():
     class Odd:
+        eos_token_id = None
+
         def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
             return {"input_ids": [0, *map(ord, text.upper())] if add_special_tokens else list(map(ord, text))}
 
