@@ -86,6 +86,12 @@ def test_families_with_unusual_settings_are_scored_as_by_transformers(
     require_reference_scores(random_model(tmp_path, family, **config), use_sample_packing=packing)
 
 
+def test_the_balancing_loss_of_transformers_is_not_added(tmp_path: Path):
+    """The reference has no balancing loss: it computes the loss from log-probs, without labels."""
+    config = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
+    require_reference_scores(make_checkpoint(tmp_path, family="qwen3_moe", **config))
+
+
 def test_a_model_whose_files_lack_a_weight_is_refused(tmp_path: Path):
     """transformers would fill the output layer with random values."""
     path = make_checkpoint(tmp_path, tie_word_embeddings=False)
