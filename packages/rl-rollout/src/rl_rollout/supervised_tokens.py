@@ -160,7 +160,11 @@ class RowEncoder:
         """Encodes a conversation whose first `num_given` messages are the prompt. The later messages of trained roles
         are trained, or only the last of them if `trained_turns` is "last"."""
         roles = [message["role"] for message in messages]
-        turns = [turn for turn in range(num_given, len(roles)) if roles[turn] in self._trained_roles]
+        turns = [
+            turn
+            for turn in range(num_given, len(roles))
+            if roles[turn] in self._trained_roles and _is_weighted(messages[turn])
+        ]
         if not turns:
             raise DataError(
                 f"the conversation has no message to train on: expected the role {' or '.join(self._trained_roles)} "
@@ -245,6 +249,14 @@ def _with_conversation(row: Row) -> dict[str, Any]:
                 f"{text!r:.80}; remove the column 'prompt' to use that beginning, or write the prompt as messages"
             )
     return {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _is_weighted(message: Message) -> bool:
+    """Whether a message is trained on according to its key `weight`, 0 or 1, as in OpenAI's data."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"a message has the weight {weight!r:.80}, expected 0 (not trained on) or 1")
+    return weight == 1
 
 
 def _marked(row: Mapping[str, Any]) -> Supervised:

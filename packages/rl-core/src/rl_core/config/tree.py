@@ -627,6 +627,8 @@ class DataConfig:
     """Held-out prompts in the same formats. Empty: no evaluation."""
     prompt_key: str = "prompt"
     """The column with the prompt."""
+    apply_chat_template: bool = False
+    """Make each prompt of text the user's message of a conversation, which the model's chat template renders."""
     add_special_tokens: bool = True
     """Begin prompts of text with the tokens with which the tokenizer itself begins a text, such as the
     beginning-of-sequence token of Llama 3, Gemma and Mistral models. Without effect on chat messages, whose template

@@ -45,7 +45,9 @@ def is_at_hand(path: str) -> bool:
     return (is_found(path) and Path(path).is_file()) or is_remote(path) or is_data_set(path)
 
 
-def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "prompt") -> list[DataRow]:
+def read_rows(
+    paths: Sequence[str | Path], *, key: str, prompt_key: str = "prompt", asks_in_chat: bool = False
+) -> list[DataRow]:
     """Reads, in order, all rows of files and of data sets (`rl_core.data_sets`). Files have the format Parquet,
     JSON-lines, JSON or CSV, and are local or at an address that fsspec supports.
 
@@ -53,6 +55,7 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
         paths: files and names of data sets.
         key: the configuration key that names the files, for messages.
         prompt_key: the column that holds the prompt.
+        asks_in_chat: whether a prompt of text becomes the user's message of a conversation.
 
     Raises:
         DataError: a file is missing, unreadable or empty; a row has no usable prompt; or `paths` is empty. The message
@@ -69,7 +72,9 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
         count = len(rows)
         try:
             read = _unpadded(_read(path, key)) if _pads(path) else _read(path, key)
-            rows += [checked_row(row, f"{path}:{number}", prompt_key) for number, row in read]
+            rows += [
+                checked_row(row, f"{path}:{number}", prompt_key, asks_in_chat=asks_in_chat) for number, row in read
+            ]
         except OSError as error:
             raise DataError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
         if len(rows) == count:
@@ -197,7 +202,7 @@ def _parse_json(text: str, place: str) -> Any:
         raise DataError(f"{place}: JSON that cannot be read: {error}") from error
 
 
-def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
+def checked_row(row: Any, place: str, prompt_key: str = "prompt", *, asks_in_chat: bool = False) -> DataRow:
     """Returns the row with a column `prompt`. Raises DataError, with the place, if it has no usable prompt."""
     if isinstance(row, dict) and prompt_key == "prompt" and row.get("prompt") is None:
         row = _with_prompt(row, place)
@@ -217,6 +222,8 @@ def checked_row(row: Any, place: str, prompt_key: str = "prompt") -> DataRow:
             f"{place}: {prompt_key!r} has half of a surrogate pair, which no tokenizer can encode, got {shown}; remove "
             "it, or write both halves"
         )
+    if asks_in_chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     row = {**row, "prompt": prompt}
     if "reward_model" in row and row.get("reward_spec") is None:
         row = {**row, "reward_spec": row["reward_model"]}  # verl's data sets call this column `reward_model`

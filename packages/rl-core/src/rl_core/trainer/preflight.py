@@ -417,7 +417,9 @@ def _rows(config: Config, key: str, mistakes: Mistakes) -> list[DataRow] | None:
     if not files or not all(is_at_hand(file) for file in files) or mistakes.about(key):
         return None  # a known mistake, or a file that the recipe will create
     with mistakes.gathered():
-        return read_rows(files, key=key, prompt_key=config.data.prompt_key)
+        return read_rows(
+            files, key=key, prompt_key=config.data.prompt_key, asks_in_chat=config.data.apply_chat_template
+        )
     return None
 
 

@@ -372,7 +372,9 @@ async def _generate(config: Config, reads: str, output: Path, limit: int | None)
 
 
 def _rows(config: Config, key: str) -> list[DataRow]:
-    return read_rows(value_at(config, key), key=key, prompt_key=config.data.prompt_key)
+    return read_rows(
+        value_at(config, key), key=key, prompt_key=config.data.prompt_key, asks_in_chat=config.data.apply_chat_template
+    )
 
 
 def _play_settings(config: Config) -> dict[str, Any]:
