@@ -175,6 +175,9 @@ def test_an_indexed_corpus_finds_the_same_documents(corpus: Path, tmp_path: Path
         ("calculator", {"answer": 1}, "needs `prompt`"),
         ("gsm8k_turns", {"prompt": ASKED, "reward_spec": {}}, "a row of gsm8k_turns needs `answer`"),
         ("gsm8k_turns", {"prompt": "x", "answer": float("inf")}, "a number; got inf"),
+        ("gsm8k_turns", {"prompt": "x", "answer": "1,5"}, "a number; got '1,5'"),
+        ("calculator", {"prompt": "x", "answer": "1, 2"}, "a number; got '1, 2'"),
+        ("search", {"prompt": "x", "answer": " "}, "text or a list of texts; got"),  # an empty answer would be right
         ("search", {"prompt": "x", "answer": []}, "text or a list of texts; got"),
         ("search", {"prompt": "", "answer": "x"}, "needs `prompt`"),
     ],

@@ -127,3 +127,26 @@ def test_a_prompt_of_text_is_refused():
 def test_a_name_that_skyrl_gym_does_not_know_is_refused():
     with pytest.raises(DataError, match=r"skyrl-gym has no 'gsm8'; it has .*Did you mean 'gsm8k'"):
         SkyrlGymEnvironment(ROW, {"env": "gsm8"})
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "right", "wrong"),
+    [
+        ("gsm8k", "reward_spec", "1234", ["1,234", "1234 apples", "$5", "", None, 5]),
+        ("gsm8k_multi_turn", "reward_spec", "-3.5", ["1,234", None]),
+        ("aime", "reward_model", "33", [33, None]),
+        ("search", "reward_spec", {"target": ["Jane Austen", "Austen"]}, [{"target": []}, "Jane", None]),
+    ],
+)
+def test_a_row_whose_own_answer_earns_no_reward_is_refused_before_the_run(name, column, right, wrong):
+    row = {"prompt": ROW["prompt"]}
+    SkyrlGymEnvironment.require_episode({**row, column: {"ground_truth": right}}, {"env": name})
+    for truth in wrong:
+        with pytest.raises(DataError, match=rf"{column}\.ground_truth"):
+            SkyrlGymEnvironment.require_episode({**row, column: {"ground_truth": truth}}, {"env": name})
+    with pytest.raises(DataError, match=rf"{column}\.ground_truth"):
+        SkyrlGymEnvironment.require_episode(row, {"env": name})
+
+
+def test_a_users_environment_is_not_started_before_the_run():
+    SkyrlGymEnvironment.require_episode({"prompt": ROW["prompt"]}, {"env": "nowhere:Missing"})

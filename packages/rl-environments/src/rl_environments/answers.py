@@ -12,6 +12,7 @@ from rl_core.errors import DataError
 from rl_core.interfaces import Row
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d*)?")
 _BEHIND_HASHES = re.compile(r"####\s*(-?)(?:\$\s*)?(-?[\d.,]*\d)")
 
 
@@ -58,9 +59,10 @@ def number_of_row(row: Row, environment: str) -> Decimal:
 
 def finite_number(value: Any) -> Decimal | None:
     """Converts a number, or text that contains only a number, to a Decimal; None if the number is not finite or the
-    text is not a number. Commas may separate thousands."""
+    text is not a number. Commas may separate thousands (or lakhs), but `1,5` and `1, 2` are not a number."""
+    text = str(value).strip()
     try:
-        number = Decimal(str(value).replace(",", ""))
+        number = Decimal(text.replace(",", "") if "," not in text or _GROUPED.fullmatch(text) else "")
     except InvalidOperation:
         return None
     return number if number.is_finite() else None

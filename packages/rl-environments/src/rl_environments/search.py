@@ -27,7 +27,7 @@ import attrs
 
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
-from rl_environments.answers import is_exact_match, require_prompt, right_answer
+from rl_environments.answers import is_exact_match, normalized, require_prompt, right_answer
 from rl_environments.corpora import Document, load_corpus
 from rl_environments.options import own_options, text, whole_number
 
@@ -123,7 +123,7 @@ def _accepted(row: Row) -> list[str]:
     if isinstance(answer, Mapping):
         answer = answer.get("target")
     accepted = [answer] if isinstance(answer, str) else list(answer) if isinstance(answer, Sequence) else []
-    if not accepted or not all(isinstance(each, str) and each for each in accepted):
+    if not accepted or not all(isinstance(each, str) and normalized(each) for each in accepted):
         columns = ", ".join(map(str, row))
         raise DataError(
             f"a row of search needs `answer` or `reward_spec.ground_truth`, text or a list of texts; got "

@@ -28,6 +28,13 @@ from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_environments.options import key_of, own_options, text, whole_number
 
 _OPTIONS = ("env", "config", "max_turns")
+_RIGHT = {
+    "gsm8k": ("reward_spec", "#### {}"),
+    "gsm8k_multi_turn": ("reward_spec", "#### {}"),
+    "aime": ("reward_model", "Answer: {}"),
+    "search": ("reward_spec", "<answer>{}</answer>"),
+}
+"""Environments of skyrl-gym that compare an answer with a text of the row: the text's column, and a right response."""
 
 
 class SkyrlGymEnvironment:
@@ -58,6 +65,31 @@ class SkyrlGymEnvironment:
             raise DataError(
                 f"prompt: got text, {row['prompt']!r:.80}; environments of skyrl-gym start from messages, such as "
                 '[{"role": "user", "content": "…"}]'
+            )
+
+    @staticmethod
+    def require_episode(row: Row, options: Mapping[str, Any]) -> None:
+        """See `EpisodeChecking`. Plays the row's own answer in environments of skyrl-gym that compare texts. It must
+        earn a reward of 1; with a comma between thousands, for example, it does not, and nor does any other answer."""
+        name = own_options(options, "skyrl_gym", _OPTIONS).get("env")
+        if name not in _RIGHT:
+            return
+        column, response = _RIGHT[name]
+        spec = row.get(column)
+        truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
+        target = truth.get("target") if isinstance(truth, Mapping) else truth
+        answers = [target] if isinstance(target, str) else list(target) if isinstance(target, list | tuple) else []
+        try:
+            reward = max(
+                SkyrlGymEnvironment(row, options)._environment.step(response.format(answer))["reward"]
+                for answer in answers
+            )
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{name} of skyrl-gym needs {column}.ground_truth, text; got {spec!r:.80}") from error
+        if reward < 1:
+            raise DataError(
+                f"{column}.ground_truth: got {truth!r:.80}, but {name} of skyrl-gym gives even this answer the reward "
+                f"{reward:g}; write a number without commas and units, as the environment compares texts"
             )
 
     async def reset(self) -> Prompt:
