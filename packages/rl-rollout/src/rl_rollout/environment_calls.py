@@ -43,10 +43,14 @@ class EnvironmentFailure(Exception):
         return f"{self.args[0]}: {self.args[1]}"
 
 
-async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str) -> T:
+async def answered(
+    call: Callable[[], Awaitable[T]], timeout_s: float, name: str, environment: object | None = None
+) -> T:
     """Calls the environment and returns its answer. Sets no deadline for a call that returns without awaiting anything:
     a deadline could not end such a call. If none of an episode's calls awaits anything, setting four deadlines would
     take a quarter of the episode's time.
+
+    `environment` may have an attribute `busy_at`, which names the function that runs when the deadline has passed.
 
     Raises:
         EnvironmentFailure: the environment raised.
@@ -65,7 +69,10 @@ async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str
     except TimeoutError as error:
         if not deadline.expired():
             raise
-        raise DeadlineError(f"waited {timeout_s:g} s (environment.timeout_s) for the environment's `{name}`") from error
+        place = getattr(environment, "busy_at", "")
+        raise DeadlineError(
+            f"waited {timeout_s:g} s (environment.timeout_s) for the environment's `{name}`{place and f', in {place}'}"
+        ) from error
 
 
 @types.coroutine

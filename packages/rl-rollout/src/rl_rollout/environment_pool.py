@@ -6,12 +6,15 @@ thread of its own.
 | `thread`     | a thread                        | is cancelled; a thread that blocks is abandoned and counted         |
 | `process`    | a process, reused afterwards    | kills the process and its whole process group                       |
 | `in_process` | the event loop of all episodes  | is cancelled; a call that blocks stops every episode and deadline   |
+
+With `process`, environments that only score one response (`Scores`) share a few processes (`scoring_processes`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import pickle
 import resource
@@ -37,6 +40,8 @@ from rl_core.interfaces import (
 from rl_rollout.environment_calls import EnvironmentFailure, answered, made, next_structural_tag, offered_tools
 from rl_rollout.environment_processes import EnvironmentProcess, ProcessEnvironment
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
+from rl_rollout.interpreter_watch import WATCH
+from rl_rollout.scoring_processes import ScoredEnvironment, Scores, ScoringProcesses
 
 _START_S = 300.0
 """Deadline for a process to start and import the environment. It is long, because many processes may start at once."""
@@ -76,6 +81,7 @@ class EnvironmentPool:
         self._max_threads = num_workers or max_episodes
         self._idle: list[EnvironmentProcess] = []
         self._left = LeftThreads()
+        self._scoring = ScoringProcesses(num_workers)
 
     def placement_of(self, factory: EnvironmentFactory) -> PlacementKind:
         """Returns where the factory's environments run in this pool; see the function `placement_of`."""
@@ -96,8 +102,12 @@ class EnvironmentPool:
         """
         kind = self.placement_of(factory)
         where = {"thread": self._in_thread, "process": self._in_process}.get(kind, _in_place)
-        async with where(factory, row, options) as environment:
-            calls = EnvironmentCalls(environment, timeout_s, is_constraining=isinstance(factory, Constraining))
+        if kind == "process" and isinstance(factory, Scores):
+            where = self._in_scoring_process
+        async with where(factory, row, options, timeout_s) as environment:
+            # A scored environment sets the deadline itself, because it also waits for a process.
+            limit_s = math.inf if isinstance(environment, ScoredEnvironment) else timeout_s
+            calls = EnvironmentCalls(environment, limit_s, is_constraining=isinstance(factory, Constraining))
             try:
                 yield calls
             except BaseException:
@@ -109,11 +119,37 @@ class EnvironmentPool:
     async def aclose(self) -> None:
         """Ends the processes that play no episode."""
         idle, self._idle = self._idle, []
-        await asyncio.gather(*(process.end() for process in idle))
+        await asyncio.gather(self._scoring.aclose(), *(process.end() for process in idle))
+
+    @contextlib.asynccontextmanager
+    async def _in_scoring_process(
+        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
+    ) -> AsyncIterator[Environment]:
+        """Falls back to a thread if the configuration sets no placement and the code cannot be imported elsewhere."""
+        assert isinstance(factory, Scores)
+        made_of = (pickled(factory), dict(row), dict(options))
+        try:
+            await self._scoring.import_once(made_of[0], options)
+        except EnvironmentFailure as error:
+            said = f"{factory.scored_by(options)} cannot be imported in another process ({error})"
+            if self._placement is not None:
+                raise ConfigError(f"environment.placement: {said}; choose the placement thread") from error
+            self._scoring.note_once(f"{said}, so it runs in threads, where a call that never returns may end the run")
+            async with self._in_thread(factory, row, options, timeout_s) as environment:
+                yield environment
+            return
+
+        async def alone(action: Action) -> StepResult:
+            async with self._in_process(factory, row, options, timeout_s) as environment:
+                calls = EnvironmentCalls(environment, timeout_s, is_constraining=False)
+                await calls.reset()
+                return await calls.step(action)
+
+        yield ScoredEnvironment(self._scoring, made_of, timeout_s, factory.scored_by(options), alone)
 
     @contextlib.asynccontextmanager
     async def _in_thread(
-        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]
+        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
     ) -> AsyncIterator[Environment]:
         async with self._threads:
             if (count := self._left.count()) >= MOST_LEFT_THREADS:
@@ -122,11 +158,12 @@ class EnvironmentPool:
                     "cannot be ended: set environment.placement=process, or give the environment's own waits a timeout"
                 )
             _allow_files(_FILES_PER_THREAD * (self._max_threads + count) + _OTHER_FILES)
-            yield ThreadedEnvironment(lambda: made(factory, row, options), self._left)
+            watched = partial(WATCH.calling, timeout_s)
+            yield ThreadedEnvironment(lambda: made(factory, row, options), self._left, watched)
 
     @contextlib.asynccontextmanager
     async def _in_process(
-        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]
+        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
     ) -> AsyncIterator[Environment]:
         made_by = pickled(factory)
         async with self._processes:
@@ -151,26 +188,26 @@ class EnvironmentCalls:
 
     async def reset(self) -> Prompt:
         """See `Environment.reset`."""
-        return await answered(self._environment.reset, self._timeout_s, "reset")
+        return await answered(self._environment.reset, self._timeout_s, "reset", self._environment)
 
     async def tools(self) -> Sequence[ToolSchema]:
         """Returns the environment's tools; empty if it does not implement `Tools`."""
-        return await answered(lambda: offered_tools(self._environment), self._timeout_s, "tools")
+        return await answered(lambda: offered_tools(self._environment), self._timeout_s, "tools", self._environment)
 
     async def structural_tag(self, example_call: str | None) -> str | None:
         """Returns the grammar of the next response; None if the environment is not `Constraining`, or sets none."""
         if not self._is_constraining:
             return None
         asked = partial(next_structural_tag, self._environment, example_call)
-        return await answered(asked, self._timeout_s, "structural_tag")
+        return await answered(asked, self._timeout_s, "structural_tag", self._environment)
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`."""
-        return await answered(lambda: self._environment.step(action), self._timeout_s, "step")
+        return await answered(lambda: self._environment.step(action), self._timeout_s, "step", self._environment)
 
     async def close(self) -> None:
         """See `Environment.close`."""
-        await answered(self._environment.close, self._timeout_s, "close")
+        await answered(self._environment.close, self._timeout_s, "close", self._environment)
 
 
 class _InPlace:
@@ -200,7 +237,9 @@ class _InPlace:
 
 
 @contextlib.asynccontextmanager
-async def _in_place(factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]) -> AsyncIterator[Environment]:
+async def _in_place(
+    factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], _: float
+) -> AsyncIterator[Environment]:
     yield _InPlace(lambda: made(factory, row, options))
 
 

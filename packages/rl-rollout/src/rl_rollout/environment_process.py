@@ -1,7 +1,9 @@
 """The program that runs in an environment process: `python -m rl_rollout.environment_process`.
 
-consumes     requests of the controller (`environment_processes.py`) on standard input, one at a time
-produces     one answer per request on standard output; what the environment prints goes to standard error
+consumes     requests of the controller (`environment_processes.py`) on standard input, one at a time; only requests
+             `score` run concurrently
+produces     one answer per request on standard output; what the environment prints goes to standard error; at SIGUSR1,
+             the stacks of all threads in the file that the controller names
 waits for    the next request
 unblocked by the controller's next request; when the controller ends, this process ends, even during a call
 """
@@ -9,8 +11,10 @@ unblocked by the controller's next request; when the controller ends, this proce
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import pickle
+import signal
 import struct
 import sys
 import threading
@@ -20,7 +24,8 @@ from typing import Any, BinaryIO
 import attrs
 
 from rl_core.interfaces import Environment, EnvironmentFactory, require_awaitable
-from rl_rollout.environment_calls import EnvironmentFailure, caught, made, next_structural_tag, offered_tools
+from rl_rollout.environment_calls import EnvironmentFailure, answered, caught, made, next_structural_tag, offered_tools
+from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 
 LENGTH = struct.Struct("<Q")
 
@@ -30,13 +35,17 @@ class Request:
     """A request of the controller to call a method of `EnvironmentHost`."""
 
     call: str
-    arguments: tuple[Any, ...] = ()
+    arguments: bytes
+    """A pickled tuple. Pickled on its own, because a value of the user's may fail to be unpickled."""
+    number: int = 0
+    """Names the request among those that run concurrently."""
 
 
 @attrs.frozen(kw_only=True)
 class Answer:
     """The result of a request: a value or a failure."""
 
+    number: int = 0
     value: Any = None
     failure: tuple[str, str] | None = None
     """Type and message of the exception; None: the call succeeded."""
@@ -48,6 +57,7 @@ class EnvironmentHost:
     def __init__(self) -> None:
         self._factories: dict[bytes, EnvironmentFactory] = {}
         self._environment: Environment | None = None
+        self._left = LeftThreads()
 
     async def load(self, path: list[str], factory: bytes) -> None:
         """Imports the pickled factory of the environments, with the controller's `sys.path`."""
@@ -84,23 +94,34 @@ class EnvironmentHost:
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
 
-    async def answer(self, request: bytes) -> bytes:
-        """Carries out a pickled request and returns the pickled answer. A request that cannot be unpickled, or a result
-        that cannot be pickled, becomes a failure."""
+    async def check(self, factory: bytes, options: Any) -> None:
+        """Checks the options with the environment's own check, which imports what they name."""
+        checking: Any = self._factories[factory]
+        checking.require_options(options)
 
-        async def carried_out() -> Any:
-            asked: Request = pickle.loads(request)
-            return await getattr(self, asked.call)(*asked.arguments)
-
+    async def score(self, factory: bytes, row: Any, options: Any, action: Any, timeout_s: float) -> Any:
+        """Plays an episode of one turn in a thread, concurrently with others: constructs the environment, passes it the
+        action and closes it. `timeout_s` is the deadline of each call."""
+        environment = ThreadedEnvironment(lambda: made(self._factories[factory], row, options), self._left)
         try:
-            value = await caught(carried_out)
-            return pickle.dumps(Answer(value=value))
+            await answered(environment.reset, timeout_s, "reset", environment)
+            return await answered(lambda: environment.step(action), timeout_s, "step", environment)
+        finally:
+            await environment.close()
+
+    async def answer(self, asked: Request) -> bytes:
+        """Carries out a request and returns the pickled answer. A request whose arguments cannot be unpickled, or a
+        result that cannot be pickled, becomes a failure."""
+        try:
+            value = await caught(lambda: getattr(self, asked.call)(*pickle.loads(asked.arguments)))
+            return pickle.dumps(Answer(number=asked.number, value=value))
         except EnvironmentFailure as error:
-            return pickle.dumps(Answer(failure=(error.kind, error.args[1])))
+            failure = (error.kind, error.args[1])
         except KeyboardInterrupt:
-            return pickle.dumps(Answer(failure=("KeyboardInterrupt", "")))
+            failure = ("KeyboardInterrupt", "")
         except Exception as error:
-            return pickle.dumps(Answer(failure=(type(error).__name__, f"its answer cannot be pickled: {error}")))
+            failure = (type(error).__name__, f"its answer cannot be pickled: {error}")
+        return pickle.dumps(Answer(number=asked.number, failure=failure))
 
 
 def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[bytes]) -> None:
@@ -111,16 +132,27 @@ def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Q
 
 
 async def _serve(source: BinaryIO, sink: BinaryIO) -> None:
-    host, requests = EnvironmentHost(), asyncio.Queue[bytes]()
-    threading.Thread(target=_read, args=(source, asyncio.get_running_loop(), requests), daemon=True).start()
-    while True:
-        answer = await host.answer(await requests.get())
+    host, requests, tasks = EnvironmentHost(), asyncio.Queue[bytes](), set[asyncio.Task[None]]()
+
+    async def carry_out(asked: Request) -> None:
+        answer = await host.answer(asked)
         sink.write(LENGTH.pack(len(answer)) + answer)
         sink.flush()
+
+    threading.Thread(target=_read, args=(source, asyncio.get_running_loop(), requests), daemon=True).start()
+    while True:
+        asked: Request = pickle.loads(await requests.get())
+        if asked.call == "score":
+            task = asyncio.create_task(carry_out(asked))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        else:
+            await carry_out(asked)
 
 
 def main() -> None:
     """Serves until the controller ends."""
+    faulthandler.register(signal.SIGUSR1, file=int(sys.argv[1]), all_threads=True)
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # The environment must not read from the requests or print between the answers.
     with Path(os.devnull).open() as nothing:

@@ -12,41 +12,78 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from pathlib import Path
+from typing import IO, Any, Self
 
 from rl_core.interfaces import Action, Prompt, Row, StepResult, ToolSchema
 from rl_rollout.environment_calls import EnvironmentFailure
 from rl_rollout.environment_process import LENGTH, Answer, Request
+from rl_rollout.held_interpreter import place_in
 
 _END_S = 5.0
 """Longest wait for a killed process to end. In Python 3.11, asyncio also waits until the process's pipes are closed,
 but a process that has left the group may keep them open."""
 
 
+_STACKS_TRIES, _STACKS_S = 10, 0.01
+"""How often, and after how many seconds, to look for the stacks that a process writes at a signal."""
+
+
+def request_of(call: str, arguments: tuple[Any, ...], number: int = 0) -> bytes:
+    """Returns a request in the form in which it is sent."""
+    request = pickle.dumps(Request(call=call, arguments=pickle.dumps(arguments), number=number))
+    return LENGTH.pack(len(request)) + request
+
+
+async def answer_from(answers: asyncio.StreamReader) -> Answer:
+    """Reads the next answer. Raises IncompleteReadError if the process has ended."""
+    (length,) = LENGTH.unpack(await answers.readexactly(LENGTH.size))
+    return pickle.loads(await answers.readexactly(length))
+
+
+def value_in(answer: Answer) -> Any:
+    """Returns the value of an answer. Raises what its failure says: KeyboardInterrupt or EnvironmentFailure."""
+    if answer.failure is None:
+        return answer.value
+    if answer.failure[0] == "KeyboardInterrupt":
+        raise KeyboardInterrupt
+    raise EnvironmentFailure(*answer.failure)
+
+
 class EnvironmentProcess:
     """A process in its own session and process group. So Ctrl-C does not reach it, and killing the group also kills the
     processes that the environment started."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, stacks: IO[bytes]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process = process
-        self._requests, self._answers = process.stdin, process.stdout
+        self._stacks = stacks
+        self._requests, self.answers = process.stdin, process.stdout
         self.is_usable = True
+        self.busy_at = ""
+        """The function that ran when a call was abandoned."""
 
     @classmethod
     async def start(cls) -> Self:
         """Starts Python with `environment_process`."""
+        descriptor, name = tempfile.mkstemp()
+        Path(name).unlink()
+        stacks = os.fdopen(descriptor, "rb")
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "rl_rollout.environment_process",
+            str(stacks.fileno()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
+            pass_fds=[stacks.fileno()],
         )
-        return cls(process)
+        return cls(process, stacks)
 
     async def ask(self, call: str, *arguments: Any) -> Any:
         """Sends a request and returns the answer. If the wait is cancelled, kills the process, because it cannot take
@@ -60,21 +97,33 @@ class EnvironmentProcess:
             raise EnvironmentFailure("EnvironmentEnded", "the environment's process has ended")
         self.is_usable = False
         try:
-            answer = await self._exchange(pickle.dumps(Request(call=call, arguments=arguments)))
+            answer = await self._exchange(request_of(call, arguments))
         except BaseException:
+            self.note_place()
             self.kill()
             raise
         self.is_usable = True
-        if answer.failure is None:
-            return answer.value
-        if answer.failure[0] == "KeyboardInterrupt":
-            raise KeyboardInterrupt
-        raise EnvironmentFailure(*answer.failure)
+        return value_in(answer)
+
+    def send(self, request: bytes) -> None:
+        """Sends a request without waiting for the answer, which arrives in `answers`."""
+        self._requests.write(request)
+
+    def note_place(self) -> None:
+        """Sets `busy_at`, if the process still runs."""
+        with contextlib.suppress(OSError):
+            self._process.send_signal(signal.SIGUSR1)
+            for _ in range(_STACKS_TRIES):
+                self.busy_at = place_in(os.pread(self._stacks.fileno(), 1 << 20, 0).decode(errors="replace"))
+                if self.busy_at:
+                    break
+                time.sleep(_STACKS_S)
 
     async def end(self) -> None:
         """Kills the process group, and waits for the process to end, but not for processes that have left the group."""
         self.is_usable = False
         self.kill()
+        self._stacks.close()
         self._requests.close()
         try:
             async with asyncio.timeout(_END_S):
@@ -90,10 +139,9 @@ class EnvironmentProcess:
 
     async def _exchange(self, request: bytes) -> Answer:
         try:
-            self._requests.write(LENGTH.pack(len(request)) + request)
+            self._requests.write(request)
             await self._requests.drain()
-            (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
-            return pickle.loads(await self._answers.readexactly(length))
+            return await answer_from(self.answers)
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._process.wait()
             raise EnvironmentFailure("EnvironmentEnded", f"the environment's process ended with code {code}") from None
@@ -105,6 +153,11 @@ class ProcessEnvironment:
     def __init__(self, process: EnvironmentProcess, factory: bytes, row: Row, options: Mapping[str, Any]) -> None:
         self._process = process
         self._made_of = (factory, dict(row), dict(options))
+
+    @property
+    def busy_at(self) -> str:
+        """The function that ran when a call was abandoned."""
+        return self._process.busy_at
 
     async def reset(self) -> Prompt:
         """Constructs the environment in the process and calls its `reset`."""

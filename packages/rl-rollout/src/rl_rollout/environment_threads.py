@@ -6,14 +6,18 @@ import asyncio
 import inspect
 import logging
 import selectors
+import sys
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, Environment, Prompt, StepResult, ToolSchema, require_awaitable
 from rl_rollout.environment_calls import EnvironmentFailure, caught, next_structural_tag, offered_tools
+from rl_rollout.held_interpreter import place_in
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
@@ -46,10 +50,20 @@ class ThreadedEnvironment:
     alive.
     """
 
-    def __init__(self, make: Callable[[], Environment], left: LeftThreads) -> None:
-        """Starts the thread. Raises ConfigError if the machine cannot start another thread."""
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        left: LeftThreads,
+        watched: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Starts the thread, in which each call runs in the context `watched()`.
+
+        Raises ConfigError if the machine cannot start another thread.
+        """
         self._make = make
         self._left = left
+        self._watched = watched
+        self.busy_at = ""
         self._environment: Environment | None = None
         self._was_given_up = False
         try:
@@ -129,6 +143,12 @@ class ThreadedEnvironment:
         assert self._environment is not None, "reset was not called"
         return self._environment
 
+    def _place(self) -> str:
+        """The function that runs in the thread, as `place_in` returns it."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        frames = reversed(traceback.extract_stack(frame)) if frame else ()
+        return place_in("".join(f'  File "{one.filename}", line {one.lineno} in {one.name}\n' for one in frames))
+
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -171,10 +191,11 @@ class ThreadedEnvironment:
 
     async def _in_thread(self, call: Callable[[], Awaitable[T]]) -> T:
         async def in_thread() -> T | KeyboardInterrupt:
-            try:
-                return await caught(call)
-            except KeyboardInterrupt as error:
-                return error  # raising it here would end this thread's loop
+            with self._watched():
+                try:
+                    return await caught(call)
+                except KeyboardInterrupt as error:
+                    return error  # raising it here would end this thread's loop
 
         if self._loop.is_closed():
             raise EnvironmentFailure("EnvironmentEnded", "the environment ended its own thread")
@@ -182,6 +203,7 @@ class ThreadedEnvironment:
             answer = await asyncio.wrap_future(self._begun(in_thread()))
         except asyncio.CancelledError:
             self._was_given_up = True
+            self.busy_at = self._place()
             raise
         if isinstance(answer, KeyboardInterrupt):
             raise answer

@@ -2,7 +2,8 @@
 
 Every argument of a function is a list of one element. A function gets `completions`. It also gets `prompts`,
 `completion_ids` and the row's columns, if it has parameters with these names or `**kwargs`. It returns a list with one
-number, or with None to give no reward for this completion. Async functions are awaited.
+number, or with None to give no reward for this completion. Async functions are awaited. A sample to which no function
+gives a reward fails.
 """
 
 from __future__ import annotations
@@ -78,11 +79,19 @@ class RewardFunctionsEnvironment:
     """Plays one turn, and rewards it with the weighted sum of the functions' rewards. Each function's reward is also
     logged as `reward_<function>`."""
 
+    placement = "process"  # one function that never returns, such as a regular expression, would stop all threads
+
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._row = row
         require_functions(options)
         self._functions = functions_at(_paths(options))
         self._weights = tuple(options.get("reward_weights", ())) or (1.0,) * len(self._functions)
+
+    @staticmethod
+    def scored_by(options: Mapping[str, Any]) -> str:
+        """See `Scores`."""
+        paths = _paths(options)
+        return f"the reward function{'s' * (len(paths) > 1)} {', '.join(paths)}"
 
     @staticmethod
     def require_options(options: Mapping[str, Any]) -> None:
@@ -112,6 +121,12 @@ class RewardFunctionsEnvironment:
             if reward is not None:
                 total += weight * reward
                 metrics[f"reward_{name}"] = reward
+        if not metrics:
+            names = ", ".join(self._functions)
+            raise DataError(
+                f"no reward function gives this completion a reward: {names} returned None. A reward of 0 would be "
+                "trained on like any other; let one of them return a number for every row"
+            )
         return StepResult(reward=total, done=True, metrics=metrics)
 
     async def close(self) -> None:

@@ -658,10 +658,13 @@ class EnvironmentConfig:
     """Longest time that one call of an environment may take. If it takes longer, the sample fails."""
     placement: PlacementKind | None = None
     """Where environments run: each in its own `thread` or `process`, or all `in_process` on one event loop, for
-    environments that never block it. None: what the environment declares, else `thread`."""
+    environments that never block it. None: what the environment declares (`reward_functions`: `process`), else
+    `thread`."""
     num_workers: int | None = None
     """Largest number of episodes that have an environment at the same time. None: with threads, no limit other than
-    `generator.max_concurrency`; with processes, four per CPU core. Without effect on `in_process` environments."""
+    `generator.max_concurrency`; with processes, four per CPU core. For reward functions in processes: the largest
+    number of responses that are scored at the same time; None: no limit. Without effect on `in_process`
+    environments."""
 
 
 # --- all sections ---------------------------------------------------------------------------------------------------
