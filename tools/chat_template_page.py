@@ -1,0 +1,277 @@
+"""Writes docs/chat_templates.md: what a run does with the chat templates that installed packages ship.
+
+python -m tools.chat_template_page > docs/chat_templates.md
+
+Each cell plays or encodes a conversation with the product, and compares the result with transformers' own rendering of
+the whole conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rl_core.errors import RLError
+from rl_core.interfaces import GroupRequest, SamplingParams, StepResult
+from rl_core.testing.scripted_engine import ScriptedClient
+from rl_rollout.chat import TokenCodec
+from rl_rollout.episode import Limits
+from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_rollout.supervised_tokens import RowEncoder, Supervised
+from rl_rollout.turn_ends import stop_tokens
+from tools.shipped_templates import shipped_templates, tokenizer_of
+
+Messages = list[dict[str, Any]]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "convert",
+        "description": "Converts a length.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "length": {"type": "number", "description": "The length."},
+                "unit": {"type": "string", "description": "Its unit."},
+            },
+            "required": ["length", "unit"],
+        },
+    },
+}
+USER: dict[str, Any] = {"role": "user", "content": "How long is it?"}
+AGAIN: dict[str, Any] = {"role": "user", "content": "And in feet?"}
+ANSWERS: Messages = [
+    {"role": "assistant", "content": "It is 12.5 metres long."},
+    {"role": "assistant", "content": "It is 41 feet long."},
+]
+_FUNCTION = {"name": "convert", "arguments": {"length": 12.5, "unit": "m"}}
+CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "call00001", "function": _FUNCTION}],
+}
+RESULT: dict[str, Any] = {"role": "tool", "content": "41 feet exactly", "name": "convert", "tool_call_id": "call00001"}
+EXACT = "exact"
+
+
+class Wrong(Exception):
+    """The product did something else than transformers, without an error."""
+
+
+def rendered(template: str, messages: Messages, *, tools: bool = False, opens: bool = False) -> str:
+    """Transformers' own rendering."""
+    options: dict[str, Any] = {"tools": [TOOL]} if tools else {}
+    return str(
+        tokenizer_of(template).apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **options)
+    )
+
+
+def _require(is_right: bool, *what: object) -> None:
+    if not is_right:
+        raise Wrong(" | ".join(map(repr, what)))
+
+
+# --- conversations that are played ------------------------------------------------------------------------------------
+
+
+def _played(
+    template: str,
+    prompt: Messages,
+    said: Sequence[str],
+    observations: Sequence[Messages],
+    *,
+    step_wise: bool,
+    tools: bool,
+) -> list[str]:
+    """Plays an episode in which the policy says `said`; returns the prompts that the engine got, and for the last turn
+    the prompt and the response."""
+    tokenizer = tokenizer_of(template)
+    codec = TokenCodec(tokenizer, chat_template_kwargs={})
+
+    class Environment:
+        def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+            self.turn = 0
+
+        async def reset(self) -> Any:
+            return prompt
+
+        async def tools(self) -> Any:
+            return [TOOL] if tools else []
+
+        async def step(self, action: Any) -> StepResult:
+            self.turn += 1
+            done = self.turn == len(said)
+            return StepResult(reward=0.0, done=done, observation=None if done else observations[self.turn - 1])
+
+        async def close(self) -> None: ...
+
+    def script(request: Any) -> Sequence[int]:
+        return codec.encode_text(said[len(client.exchanges)])
+
+    # The engine stops at the tokens that the product gives it, and at no other.
+    client = ScriptedClient(script, end_tokens=stop_tokens(codec))
+    episodes = Episodes(environment_of=lambda row: Environment, limits=Limits(max_turns=4), step_wise=step_wise)
+    request = GroupRequest(
+        group_id=0,
+        row={"prompt": prompt},
+        row_place="row",
+        num_samples=1,
+        params=SamplingParams(max_tokens=500),
+        seed=0,
+        start_version=0,
+    )
+    (played,) = asyncio.run(EnvironmentGenerator(client, codec, episodes).generate(request))
+    if played.failure is not None:
+        raise RLError(played.failure)
+    _require(all(exchange.completion.stop_reason == "stop" for exchange in client.exchanges), "no stop")
+    prompts = [tokenizer.decode(list(exchange.request.prompt_tokens)) for exchange in client.exchanges]
+    last = client.exchanges[-1]
+    return [*prompts, tokenizer.decode([*last.request.prompt_tokens, *last.completion.tokens])]
+
+
+def _response(template: str, before: Messages, message: dict[str, Any], after: Messages, *, tools: bool = False) -> str:
+    """What the policy samples for a message: what transformers renders between the generation prompt and the token that
+    ends the turn."""
+    prompt = rendered(template, before, tools=tools, opens=True)
+    whole = rendered(template, [*before, message, *after], tools=tools, opens=bool(after))
+    codec = TokenCodec(tokenizer_of(template), chat_template_kwargs={})
+    if not whole.startswith(prompt):
+        prompt = prompt.removesuffix("<think>\n")
+        if not whole.startswith(prompt):
+            # The rendered answer continues another text; the policy says the answer and its end.
+            return f"{message['content']}{codec.tokenizer.decode(list(stop_tokens(codec))[:1])}"
+    tokens, ends = codec.encode_text(whole[len(prompt) :]), {*stop_tokens(codec)}
+    end = next((number for number, token in enumerate(tokens, start=1) if token in ends), None)
+    if end is None:
+        return f"{message['content']}{codec.tokenizer.decode(list(stop_tokens(codec))[:1])}"
+    return str(codec.tokenizer.decode(list(tokens[:end])))
+
+
+def one_turn(template: str) -> None:
+    said = _response(template, [USER], ANSWERS[0], [])
+    prompt, whole = _played(template, [USER], [said], [], step_wise=False, tools=False)
+    _require(prompt == rendered(template, [USER], opens=True), prompt)
+    _require(whole == prompt + said, whole)
+
+
+def turns(template: str, *, step_wise: bool, tools: bool = False) -> None:
+    first, seen = (CALL, RESULT) if tools else (ANSWERS[0], AGAIN)
+    said = [
+        _response(template, [USER], first, [seen], tools=tools),
+        _response(template, [USER, first, seen], ANSWERS[1], [], tools=tools),
+    ]
+    prompts = _played(template, [USER], said, [[seen]], step_wise=step_wise, tools=tools)
+    _require(prompts[0] == rendered(template, [USER], tools=tools, opens=True), prompts[0])
+    expected = rendered(template, [USER, first, seen], tools=tools, opens=True)
+    # What the policy sampled stays in the prompt, so an episode may also have been continued as it was.
+    _require(prompts[1] in (expected, _continued(prompts[0] + said[0], expected)), prompts[1], expected)
+    _require(prompts[2] == prompts[1] + said[1], prompts[2])
+    _require(str(seen["content"]) in prompts[1].removeprefix(prompts[0] + said[0]), prompts[1])
+
+
+def _continued(before: str, rendering: str) -> str:
+    """The text before, continued by what the rendering has after the same end."""
+    tail = before[-12:]
+    return before + rendering.rpartition(tail)[2] if tail in rendering else ""
+
+
+# --- rows that are encoded --------------------------------------------------------------------------------------------
+
+
+def _encoder(template: str) -> RowEncoder:
+    return RowEncoder(
+        TokenCodec(tokenizer_of(template), chat_template_kwargs={}),
+        response_key="completion",
+        trained_roles=("assistant",),
+        trained_turns="all",
+        scored_at_end=False,
+    )
+
+
+def _require_rendered(template: str, sequence: Supervised, messages: Messages, *, tools: bool = False) -> None:
+    """Requires that a sequence is transformers' rendering up to the end of the last turn, and that each answer is
+    trained with an end."""
+    tokenizer = tokenizer_of(template)
+    text, expected = tokenizer.decode(list(sequence.tokens)), rendered(template, messages, tools=tools)
+    codec = TokenCodec(tokenizer, chat_template_kwargs={})
+    ends = [tokenizer.decode([token]) for token in stop_tokens(codec)]
+    shared = next((i for i, pair in enumerate(zip(text, expected, strict=False)) if len({*pair}) > 1), len(text))
+    behind = text[min(shared, len(expected)) :]
+    _require(behind in ("", *ends) or text[: len(expected)] == expected, text, expected)
+    _require(not expected[len(text) :].strip() or text.endswith(tuple(ends)), text, expected)
+    trained, parts = False, []
+    for token, is_trained in zip(sequence.tokens, sequence.trained, strict=True):
+        if is_trained and not trained:
+            parts.append([])
+        if is_trained:
+            parts[-1].append(token)
+        trained = is_trained
+    answers = [message for message in messages if message["role"] == "assistant"]
+    _require(len(parts) == len(answers), len(parts), text)
+    for part, answer in zip(parts, answers, strict=True):
+        said = tokenizer.decode(part)
+        wanted = [answer["content"]]
+        for call in answer.get("tool_calls", ()):
+            wanted += [call["function"]["name"], *map(str, call["function"]["arguments"].values())]
+        _require(all(each in said for each in wanted), said, wanted)
+        _require(said.endswith(tuple(ends)), said, ends)
+
+
+def rows(template: str, *, calls: bool = False) -> None:
+    messages = [USER, CALL, RESULT, ANSWERS[1]] if calls else [USER, ANSWERS[0], AGAIN, ANSWERS[1]]
+    row: dict[str, Any] = {"messages": messages, **({"tools": [TOOL]} if calls else {})}
+    _require_rendered(template, _encoder(template).response(row), messages, tools=calls)
+
+
+def pairs(template: str) -> None:
+    row = {"prompt": [USER], "chosen": ANSWERS[:1], "rejected": ANSWERS[1:]}
+    for sequence, answer in zip(_encoder(template).pair(row), ANSWERS, strict=True):
+        _require_rendered(template, sequence, [USER, answer])
+
+
+COLUMNS: dict[str, Callable[[str], None]] = {
+    "RL, one turn": one_turn,
+    "RL, turns": partial(turns, step_wise=False),
+    "step-wise": partial(turns, step_wise=True),
+    "tools": partial(turns, step_wise=False, tools=True),
+    "tools, step-wise": partial(turns, step_wise=True, tools=True),
+    "SFT": rows,
+    "SFT, calls": partial(rows, calls=True),
+    "preferences": pairs,
+}
+
+
+def outcome(template: str, column: str) -> str:
+    """`exact`, or the error with which the product refuses. Raises Wrong if it does something else."""
+    try:
+        COLUMNS[column](template)
+    except RLError as error:
+        return _reason(str(error))
+    return EXACT
+
+
+def _reason(error: str) -> str:
+    error = re.sub(r"^(row: )?(\w+Error: )?", "", error)
+    error = re.sub(r"^the (model's )?chat template ", "the template ", error)
+    return re.sub(r": (give|set|write|remove) .*|(, so|; ) .*", "", error, flags=re.DOTALL)
+
+
+def page() -> str:
+    """The whole page."""
+    raise NotImplementedError
+
+
+if __name__ == "__main__":
+    import sys
+
+    for name, template in shipped_templates().items():
+        for column in COLUMNS:
+            try:
+                print(name, "|", column, "|", outcome(template, column)[:150])
+            except Wrong as error:
+                print(name, "|", column, "| WRONG", error)
+            except Exception as error:
+                print(name, "|", column, "| CRASH", type(error).__name__, str(error)[:150])
+    sys.exit()
