@@ -134,19 +134,28 @@ def _played(
 def _response(template: str, before: Messages, message: dict[str, Any], after: Messages, *, tools: bool = False) -> str:
     """What the policy samples for a message: what transformers renders between the generation prompt and the token that
     ends the turn."""
-    prompt = rendered(template, before, tools=tools, opens=True)
-    whole = rendered(template, [*before, message, *after], tools=tools, opens=bool(after))
     codec = TokenCodec(tokenizer_of(template), chat_template_kwargs={})
+    try:
+        prompt = rendered(template, before, tools=tools, opens=True)
+        whole = rendered(template, [*before, message, *after], tools=tools, opens=bool(after))
+    except Exception:  # the template refuses the conversation, so the product has to refuse it whatever the policy says
+        return f"{_text_of(message)}{codec.tokenizer.eos_token}"
     if not whole.startswith(prompt):
         prompt = prompt.removesuffix("<think>\n")
         if not whole.startswith(prompt):
             # The rendered answer continues another text; the policy says the answer and its end.
-            return f"{message['content']}{codec.tokenizer.decode(list(stop_tokens(codec))[:1])}"
+            return f"{_text_of(message)}{codec.tokenizer.decode(list(stop_tokens(codec))[:1])}"
     tokens, ends = codec.encode_text(whole[len(prompt) :]), {*stop_tokens(codec)}
     end = next((number for number, token in enumerate(tokens, start=1) if token in ends), None)
+    if end is None and after:
+        return _response(template, before, message, [], tools=tools)
     if end is None:
-        return f"{message['content']}{codec.tokenizer.decode(list(stop_tokens(codec))[:1])}"
+        return f"{_text_of(message)}{codec.tokenizer.decode(list(stop_tokens(codec))[:1])}"
     return str(codec.tokenizer.decode(list(tokens[:end])))
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    return str(message["content"] or "I convert it.")
 
 
 def one_turn(template: str) -> None:
@@ -165,10 +174,20 @@ def turns(template: str, *, step_wise: bool, tools: bool = False) -> None:
     prompts = _played(template, [USER], said, [[seen]], step_wise=step_wise, tools=tools)
     _require(prompts[0] == rendered(template, [USER], tools=tools, opens=True), prompts[0])
     expected = rendered(template, [USER, first, seen], tools=tools, opens=True)
-    # What the policy sampled stays in the prompt, so an episode may also have been continued as it was.
-    _require(prompts[1] in (expected, _continued(prompts[0] + said[0], expected)), prompts[1], expected)
+    # What the policy sampled may have stayed in the prompt as it was, or its text is in the rendering, calls included.
+    text = TokenCodec(tokenizer_of(template), chat_template_kwargs={}).response_text(_tokens(template, said[0]))
+    as_text = rendered(template, [USER, {"role": "assistant", "content": text}, seen], tools=tools, opens=True)
+    _require(prompts[1] in (expected, _continued(prompts[0] + said[0], expected), as_text), prompts[1], expected)
+    for part in re.split(r"<[^<>]*>", said[0]):
+        _require(
+            prompts[1].removeprefix(prompts[0]).count(part.strip()) == 1 or len(part.strip()) < 4, part, prompts[1]
+        )
     _require(prompts[2] == prompts[1] + said[1], prompts[2])
     _require(str(seen["content"]) in prompts[1].removeprefix(prompts[0] + said[0]), prompts[1])
+
+
+def _tokens(template: str, text: str) -> list[int]:
+    return tokenizer_of(template)(text, add_special_tokens=False)["input_ids"]
 
 
 def _continued(before: str, rendering: str) -> str:

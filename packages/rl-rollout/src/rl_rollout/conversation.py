@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Message, Prompt, require_observed_messages, require_observed_text
 from rl_rollout.chat import TokenCodec
+from rl_rollout.observations import require_shown
 from rl_rollout.turn_tokens import TurnTokens
 
 Tokens = tuple[int, ...]
@@ -86,11 +87,16 @@ class RenderedHistory:
         self._turns = turns
         self._opening = opening
         self._messages = list(opening)
+        self._is_known = True
+        """Whether the texts of all answers are known."""
 
     def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
         messages = require_observed_messages(observation)
-        before = self._codec.render(self._messages) + self._codec.response_text(response)
-        self._messages += [{"role": "assistant", "content": self._codec.response_text(response)}, *messages]
+        said = self._turns.said(response)
+        self._is_known = self._is_known and said is not None
+        said = self._codec.response_text(response) if said is None else said
+        before = self._codec.render(self._messages) + said
+        self._messages += [{"role": "assistant", "content": said}, *messages]
         if not self._turns.how_it_changes(self._opening, messages):
             following, is_exact = self._turns.between(response, messages)
             if is_exact:
@@ -100,4 +106,10 @@ class RenderedHistory:
             following, is_exact = self._turns.behind(before, response, text[len(before) :])
             if is_exact:
                 return prompt + response + following
+        if not self._is_known:
+            raise DataError(
+                f"the chat template writes {self._turns.marked_header!r} before the text of an answer, and changes "
+                "earlier turns, but a response has no such text, so it cannot be rendered again"
+            )
+        require_shown(text, messages)
         return self._codec.encode_text(text)

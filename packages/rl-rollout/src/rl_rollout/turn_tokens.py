@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EXAMPLE_CALL, Message
 from rl_rollout.chat import TokenCodec
+from rl_rollout.observations import PlaceholderTurns, require_shown
 from rl_rollout.turn_ends import ASKED, REPLACES_SAID, SAID, TurnEnds, around_said, encode_behind, find_ends
 
 _WITH_THOUGHT = f"<think>\nth0ught\n</think>\n\n{SAID}"
@@ -28,6 +29,7 @@ class TurnTokens:
 
     def __init__(self, codec: TokenCodec) -> None:
         self.codec = codec
+        self.placeholders = PlaceholderTurns(codec)
         self._changes: dict[tuple[tuple[str, ...], tuple[str, ...]], str | None] = {}
 
     def between(self, response_tokens: Sequence[int], observation: Sequence[Message]) -> tuple[tuple[int, ...], bool]:
@@ -41,8 +43,24 @@ class TurnTokens:
         Raises:
             DataError: the template refuses the observation, or does not render the assistant's text.
         """
-        head, tail = around_said(self.codec, [ASKED, REPLACES_SAID, *observation], add_generation_prompt=True)
-        return self.behind(head, response_tokens, tail)
+        before = self.placeholders.before(observation)
+        text = self.codec.render([ASKED, before, *observation])
+        head, said, tail = text.rpartition(SAID) if "tool_calls" in before else text.partition(SAID)
+        require_shown(tail, observation)
+        if "tool_calls" in before:
+            return self._behind_call(head + said, response_tokens, tail)
+        return self.behind(head + said, response_tokens, tail)
+
+    def _behind_call(self, head: str, response_tokens: Sequence[int], tail: str) -> tuple[tuple[int, ...], bool]:
+        """Encodes what the template wrote after a turn with calls, from the token that ends such a turn."""
+        tokens, end = encode_behind(self.codec, head, tail), self.ends.call
+        if end is None or end not in tokens or response_tokens[-1:] not in ((), (end,)):
+            raise ConfigError(
+                "the model's chat template shows the results of tools only after calls in its own format, which the "
+                "response does not end with: let the environment parse this format, answer with messages of the role "
+                "user, or give the model another chat_template.jinja"
+            )
+        return tokens[tokens.index(end) + len(response_tokens[-1:]) :], True
 
     def behind(self, text: str, response_tokens: Sequence[int], tail: str) -> tuple[tuple[int, ...], bool]:
         """Encodes `tail`, which the template wrote after `text`, without those end-of-turn tokens that the policy has
@@ -72,6 +90,26 @@ class TurnTokens:
         )
         visible = (bool(str(self.codec.tokenizer.decode([token])).strip()) for token in closing)
         return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
+
+    @cached_property
+    def marked_header(self) -> str | None:
+        """What the template writes between the generation prompt and the text of an answer, such as gpt-oss's channel,
+        if special tokens are in it; else None. The decoded text of a response would have only a part of it."""
+        head, _ = around_said(self.codec, [ASKED, REPLACES_SAID], add_generation_prompt=False)
+        opened = self.codec.render([ASKED])
+        header = head.removesuffix(SAID)[len(opened) :] if head.startswith(opened) else ""
+        special = {*self.codec.tokenizer.all_special_ids}
+        return header if special & {*self.codec.encode_text(header)} else None
+
+    def said(self, response_tokens: Sequence[int]) -> str | None:
+        """Returns the text of an answer, without its thinking if the template writes a header with special tokens
+        between the two. None if the response lacks this header."""
+        if self.marked_header is None:
+            return self.codec.response_text(response_tokens)
+        header, size = self.codec.encode_text(self.marked_header), len(response_tokens)
+        ends = (end for end in range(size, 0, -1) if tuple(response_tokens[max(0, end - len(header)) : end]) == header)
+        end = next(ends, None)
+        return None if end is None else self.codec.response_text(response_tokens[end:])
 
     @cached_property
     def example_call(self) -> str | None:
@@ -110,9 +148,12 @@ class TurnTokens:
         return self._changes[roles]
 
     def _keeps(self, opening: Sequence[Message], observation: Sequence[Message], said: str) -> bool:
-        _, tail = around_said(self.codec, [ASKED, REPLACES_SAID, *observation], add_generation_prompt=True)
-        turn = [{"role": "assistant", "content": said}, *observation]
+        turn = [self.placeholders.before(observation, said), *observation]
         opened, one_turn = self.codec.render(opening), self.codec.render([*opening, *turn])
+        if "tool_calls" in turn[0]:
+            twice = opened + 2 * one_turn.removeprefix(opened)
+            return one_turn.startswith(opened) and self.codec.render([*opening, *turn, *turn]) == twice
+        _, tail = around_said(self.codec, [ASKED, REPLACES_SAID, *observation], add_generation_prompt=True)
         # A template that writes a space before a response expects the policy to sample this space.
         blank = " " if one_turn.startswith(f"{opened} {said}") else ""
         expected = opened + 2 * (blank + said + tail)
