@@ -267,7 +267,7 @@ class _Marker:
     def _tool(self, tool: ToolSchema) -> ToolSchema:
         function = dict(tool["function"])
         of = f"the tool {function['name']!r}"
-        function["name"] = self._name(function["name"], "tool", f"the name of {of}", -1)
+        function["name"] = self._name(function["name"], "tool", f"the name of {of}", -1, most=_ANY)
         if isinstance(function.get("description"), str):
             function["description"] = self._text(
                 function["description"], "tool", f"the description of {of}", trims=True
@@ -284,7 +284,10 @@ class _Marker:
             return schema
         marked, names = dict(schema), {}
         if isinstance(schema.get("properties"), Mapping):
-            names = {key: self._name(key, "tool", f"the parameter {key!r} of {of}", -1) for key in schema["properties"]}
+            names = {
+                key: self._name(key, "tool", f"the parameter {key!r} of {of}", -1, most=_ANY)
+                for key in schema["properties"]
+            }
             marked["properties"] = {
                 names[key]: self._schema(value, f"the parameter {key!r} of {of}")
                 for key, value in schema["properties"].items()
@@ -323,9 +326,6 @@ class _Marker:
         number = int(re.findall(r"\d{4}", mark.removeprefix("73100"))[0])
         if self._only not in (None, number) or mark in self._plain:
             return False
-        fields.setdefault("most", 1)
-        if kind == "tool":
-            fields["most"] = _ANY
         self._parts.append(_Part(kind=kind, what=what, turn=turn, mark=mark, **fields))
         return True
 
