@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 
 from rl_core.interfaces import Worker
@@ -14,6 +15,7 @@ from rl_core.testing.ranks import RankGroup
 from rl_deepspeed import deepspeed
 from rl_fsdp import FsdpOptions, fsdp
 from tests.deepspeed.test_conformance import zero
+from tests.kept_extras import require_kept_extras
 from tests.trained_kinds import KINDS, UNTIED
 
 PRELOADED.update(dict.fromkeys(["rl_deepspeed.backend", "rl_deepspeed.worker", "rl_fsdp.worker"]))
@@ -51,3 +53,8 @@ def test_two_ranks_score_train_save_and_export_like_one_rank(kind: str, stage: i
     assert all(weight.equal(expected[name]) for name, weight in two.weights().items())
     two.call(Worker.save_model, case.directory / "model")
     model.require_saved(case.directory / "model", case, expected)
+
+
+def test_two_ranks_save_tensors_that_are_not_trained_unchanged(case: Case):
+    spec = attrs.evolve(case.spec, options=zero(3))
+    require_kept_extras(attrs.evolve(case, spec=spec), deepspeed, 2)

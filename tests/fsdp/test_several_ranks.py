@@ -21,6 +21,7 @@ from rl_core.testing.models import make_checkpoint
 from rl_core.testing.ranks import RankGroup
 from rl_fsdp import FsdpOptions, fsdp, fsdp1
 from tests.fsdp.conftest import spec_of
+from tests.kept_extras import require_kept_extras
 
 UNTIED = {"tie_word_embeddings": False}
 """Most tests use this model. With tied embeddings, gradients are added in another order, which needs a larger tolerance
@@ -137,3 +138,8 @@ def test_unshardable_settings_are_refused_before_any_rank_starts(
 
 def test_fsdp1_may_offload_a_reference():
     fsdp1.validate(spec_of("x", role="reference", optimizer=None, options=FsdpOptions(cpu_offload=True)), 2)
+
+
+@pytest.mark.parametrize("backend", [fsdp, fsdp1], ids=["fsdp", "fsdp1"])
+def test_two_ranks_save_tensors_that_are_not_trained_unchanged(backend: Backend, case: Case):
+    require_kept_extras(case, backend, 2)

@@ -10,7 +10,8 @@ from rl_core.interfaces import LoraConfig
 from rl_core.testing.backend import PRELOADED
 from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Variant, open_case
 from rl_core.testing.rank_process import SuiteHost
-from rl_megatron import MegatronOptions
+from rl_megatron import MegatronOptions, megatron
+from tests.kept_extras import require_kept_extras
 from tests.megatron.probes import probed
 
 PRELOADED["rl_megatron.rank.worker"] = None
@@ -58,3 +59,10 @@ def test_later_exports_of_weights_and_gradients_reuse_the_first_exports_layout(t
         after = group.weights()
         assert any(not after[name].equal(before[name]) for name in after)
         assert group.call(SuiteHost.ask, "stale_export_tensors") == [[], []]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tensors_that_are_not_trained_are_saved_unchanged(is_tied, tmp_path):
+    variant = Variant(world_size=2, checkpoint={"tie_word_embeddings": is_tied}, options=STAGES)
+    with open_case(megatron, STAGES, variant, tmp_path, timeout_s=120) as case:
+        require_kept_extras(case, megatron, 2)

@@ -501,19 +501,23 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
     if not known.about(*_BUDGET_READS):
         require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
         if not isinstance(backend, ModelProving):  # a backend's own model code is proved instead
-            _require_own_frequencies(config, role, spec.model.path)
+            _require_fitting_model(config, role, spec.model.path)
 
 
-def _require_own_frequencies(config: Config, role: Role, path: str | None) -> None:
-    """If transformers' code computes the rotary frequencies, requires that the longest sequence does not change the
-    frequencies of other sequences."""
+def _require_fitting_model(config: Config, role: Role, path: str | None) -> None:
+    """If transformers' code computes the model, requires that the longest sequence does not change the rotary
+    frequencies of other sequences, and that a trained policy can be saved as a whole."""
     key = f"{SECTIONS[role]}.model.path"
     try:
         model_config = None if path is None else config_at_hand(path, key)
     except ConfigError:  # a model of the backend's own kind; a backend that needs transformers refuses it
         return
-    if model_config is None:
+    if model_config is None or path is None:
         return
+    if role == "policy":
+        from rl_core.rank_kit.kept_tensors import require_whole_export
+
+        require_whole_export(model_config, path, key)
     from rl_core.rank_kit.scoring.micro_batch import require_own_frequencies
 
     trainer = config.trainer

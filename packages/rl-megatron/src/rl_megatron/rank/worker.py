@@ -26,6 +26,7 @@ from rl_core.interfaces import (
     WorkerSpec,
 )
 from rl_core.rank_kit.background_writer import BackgroundWriter
+from rl_core.rank_kit.kept_tensors import copy_processors, with_rest
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import (
     ADAPTER_FOLDER,
@@ -250,12 +251,17 @@ class MegatronWorker:
         head = dict(head_tensors(self.chunks)) if self.spec.role == "critic" else {}
         adapters = dict(self.export.adapters()) if self.spec.model.lora.rank > 0 else {}
         with writing_model(directory):
-            write_weights(self.export.weights(with_buffers=True), directory, is_first=is_first)
+            tensors = self.export.weights(with_buffers=True)
+            if is_first and self.spec.role != "critic":
+                is_tied = self.chunks[0].config.share_embeddings_and_output_weights
+                tensors = with_rest(tensors, path, ["lm_head.weight"] if is_tied else [])
+            write_weights(tensors, directory, is_first=is_first)
             if not is_first:
                 return
             dtype = torch.bfloat16 if self.spec.bf16 else torch.float32
             generation = read_generation(path)
             write_config(self.bridge.hf_pretrained.config, directory, dtype=dtype, generation=generation)
+            copy_processors(path, directory)
             write_tokenizer(path, directory)
             if head:
                 write_head(head, directory)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
@@ -57,10 +57,13 @@ def start_shards(
         num_heads, group = scorer.model.config.get_text_config().num_attention_heads, ranks.ulysses
         agree(lambda: require_heads(num_heads, group, f"{where}.{section}"))
         agree(lambda: require_separable_layers(scorer.model, where, f"set {where}.{section}.sequence_parallel_size=1"))
-        from_first(lambda: _require_packed_attention(scorer.model, where, f"{where}.{section}"))
     inputs = partial(two_sequences, scorer.model, spec)
     with torch.no_grad():
-        expected_S = from_first(lambda: inputs(torch.device("cpu")).scored_by(scorer, temperature=1.0)[0])
+        score = partial(inputs(torch.device("cpu")).scored_by, scorer, temperature=1.0)
+        if ranks.ulysses is not None and not spec.use_sample_packing:  # packed attention was not compared yet
+            expected_S = from_first(lambda: _scored_by_rows(scorer, score, where, section))
+        else:
+            expected_S = from_first(lambda: score()[0])
         chosen = str(scorer.model.config._attn_implementation)
         attention = from_first(lambda: chosen) if ranks.ulysses is None else PACKED_ATTENTION
         scorer.model.set_attn_implementation(attention)
@@ -79,11 +82,11 @@ def start_shards(
     return shards
 
 
-@torch.no_grad()
-def _require_packed_attention(model: PreTrainedModel, where: str, section: str) -> None:
-    """Raises ConfigError if the attention of Ulysses ignores a setting of a layer. The model keeps its attention."""
-    chosen, tokens_BL = str(model.config._attn_implementation), torch.zeros(1, 12, dtype=torch.int64)
-    _, fault = with_eager_attention(model, lambda: model.base_model(tokens_BL), packed_attention_of_rows)
-    model.set_attn_implementation(chosen)
+def _scored_by_rows(scorer: Scorer, score: Callable[[], tuple[Tensor, ...]], where: str, section: str) -> Tensor:
+    """The scores with eager attention. Raises ConfigError if the attention of Ulysses ignores a setting of a layer."""
+    scores, fault = with_eager_attention(scorer.model, score, packed_attention_of_rows)
     if fault is not None:
-        raise ConfigError(f"{where}.model.path: split over ranks, {fault}; set {section}.sequence_parallel_size=1")
+        raise ConfigError(
+            f"{where}.model.path: split over ranks, {fault}; set {where}.{section}.sequence_parallel_size=1"
+        )
+    return scores[0]

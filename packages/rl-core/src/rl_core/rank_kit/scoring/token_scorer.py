@@ -18,6 +18,7 @@ from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
+from rl_core.rank_kit.kept_tensors import KeptTensors, kept_tensors
 from rl_core.rank_kit.model_files import require_all_weights
 from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION, packed_attention_of_rows
 from rl_core.rank_kit.scoring.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
@@ -52,6 +53,8 @@ class TokenScorer(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.compute_dtype = compute_dtype
         self.hidden_scale = _hidden_scale(model.config)
+        self.kept = KeptTensors(files={})
+        """What `save_model` copies from the checkpoint; empty on ranks above 0 and for a model that is not trained."""
         self.choices: ExpertChoices | None = None
         """Set if the model's routers follow a batch's routes."""
 
@@ -116,6 +119,7 @@ def load_scorer(
         ConfigError: the model does not exist, or this code cannot score or train it.
     """
     path, where, is_trained = spec.model.path, SECTIONS[spec.role], spec.optimizer is not None
+    kept = KeptTensors(files={})
     assert path is not None
     config, is_empty = _load_config(path, where), device.type == "meta"
     compute_dtype = torch.bfloat16 if spec.bf16 else torch.float64 if config.dtype == torch.float64 else torch.float32
@@ -133,6 +137,8 @@ def load_scorer(
                 )
             model, found = loaded
             require_all_weights(found["missing_keys"], f"{where}.model.path: {path}")
+            if is_trained and not is_critic:
+                kept = kept_tensors(model, found["unexpected_keys"], path, f"{where}.model.path")
     except ConfigError:
         raise
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
@@ -153,6 +159,7 @@ def load_scorer(
             _require_same_states(model, spec, compute_dtype, where)
     else:
         scorer = TokenScorer(model, chunk_tokens=spec.logprobs_chunk_size, compute_dtype=compute_dtype)
+        scorer.kept = kept
         if not is_empty:
             _require_linear_output(model, where)
             _require_same_scores(scorer, spec, where)

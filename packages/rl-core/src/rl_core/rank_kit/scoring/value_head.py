@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rl_core.rank_kit.kept_tensors import KeptTensors
 from rl_core.rank_kit.model_files import read_head
 from rl_core.rank_kit.scoring.lora import Making, as_they_are
 from rl_core.rank_kit.scoring.micro_batch import ModelInput, predicting_states
@@ -25,6 +26,8 @@ class ValueScorer(nn.Module):
     score_names = ("values",)
     choices = None
     """A critic always chooses its own experts, because recorded routes are the policy's."""
+    kept = KeptTensors(files={})
+    """A saved critic has a value head in place of the checkpoint's output layer, and no other tensors."""
 
     def __init__(self, model: PreTrainedModel, *, compute_dtype: torch.dtype):
         super().__init__()

@@ -26,6 +26,7 @@ from rl_core.interfaces import (
 )
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.device_copies import on_device
+from rl_core.rank_kit.kept_tensors import copy_processors
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import (
     ADAPTER_FOLDER,
@@ -213,12 +214,14 @@ class ScoringWorker:
         """Writes model and tokenizer. Weights are in the compute dtype, and `config.json` names it.
 
         Adapters are merged, and also written separately to the folder `adapter`. A critic's head is a separate file.
+        Tensors of the checkpoint that are not trained (`kept_tensors`) are copied.
         """
         scorer, model, dtype, is_first = self.scorer, self.scorer.model, self.scorer.compute_dtype, self._is_first
         # All ranks gather the head and the adapters before rank 0 writes, which may fail on rank 0 alone.
         head = self.shards.head() if isinstance(scorer, ValueScorer) else {}
         adapters = dict(self.shards.adapters(None)) if has_adapters(model) else {}
-        tensors = chain(self.shards.model_weights(), persistent_buffers(model).items())
+        kept, path = scorer.kept, require_model_path(self.spec)
+        tensors = chain(self.shards.model_weights(), persistent_buffers(model).items(), kept.tensors())
         with writing_model(directory):
             write_weights(tensors, directory, is_first=is_first)
             if not is_first:
@@ -227,7 +230,9 @@ class ScoringWorker:
             write_config(
                 model.config, directory, dtype=dtype, generation=generation, architectures=[type(model).__name__]
             )
-            write_tokenizer(require_model_path(self.spec), directory)
+            kept.write_config(directory, dtype)
+            copy_processors(path, directory)
+            write_tokenizer(path, directory)
             if isinstance(scorer, ValueScorer):
                 write_head(head, directory)
             if has_adapters(model):
