@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,20 @@ VERDICTS = [  # reference, right answers, wrong answers
     ("2 cm", [r"\boxed{2}", r"\boxed{2\text{ cm}}"], [r"\boxed{3\text{ cm}}"]),
     ("2", [r"\boxed{2 cm}", r"\boxed{2m}"], [r"\boxed{2\frac12 cm}"]),
     ("$x^2+2x+1$", ["$(x+1)^2$", r"\boxed{(x+1)^2}"], [r"\boxed{(x-1)^2}"]),
+    ("pi/4", [r"\boxed{\frac{\pi}{4}}", r"\boxed{pi/4}"], [r"\boxed{\frac{pi}{3}}", r"\boxed{\frac{ip}{4}}"]),
+    ("2π", [r"\boxed{2\pi}", r"\boxed{2pi}"], [r"\boxed{2}"]),
+    ("½π", [r"\boxed{\frac{\pi}{2}}"], [r"\boxed{\frac{1}{2\pi}}"]),
+    ("cos(x)", [r"\boxed{\cos x}", r"\boxed{\cos(x)}"], [r"\boxed{\sin x}", r"\boxed{xocs}"]),
+    ("ln 2", [r"\boxed{\ln 2}", r"\boxed{\ln(2)}"], [r"\boxed{\ln 3}"]),
+    ("1/2 x", [r"\boxed{\frac{x}{2}}"], [r"\boxed{\frac{1}{2x}}"]),
+    (r"\langle 1,2\rangle", [r"\boxed{(1,2)}", r"\boxed{\langle 1, 2 \rangle}"], [r"\boxed{1.2}"]),
+    ("1.234.567", [r"\boxed{1234567}"], [r"\boxed{1.234}"]),
+    ("30°", [r"\boxed{30}", r"\boxed{30^\circ}"], [r"\boxed{60}"]),
+    ("x²", ["$x^2$"], ["$x^3$"]),
+    ("5 km/h", [r"\boxed{5}", r"\boxed{5\text{ km/h}}"], [r"\boxed{6\text{ km/h}}"]),
+    ("9.8 m/s^2", [r"\boxed{9.8}", r"\boxed{9.8\text{ m/s}^2}"], [r"\boxed{8.9}"]),
+    ("5 marbles", [r"\boxed{5}"], [r"\boxed{4 marbles}"]),
+    ("(-∞, 3)", [r"\boxed{(-\infty, 3)}"], [r"\boxed{(-\infty, 3]}"]),
     ("x=5", [r"\boxed{5}", r"\boxed{x=5}"], [r"\boxed{6}", r"\boxed{x=6}"]),
     ("5 or 6", [r"\boxed{5\text{ or }6}", r"\boxed{5, 6}"], [r"\boxed{5}", r"\boxed{5, 7}"]),
     (r"(-\infty,1)\cup(1,\infty)", [r"\boxed{(-\infty,1)\cup(1,\infty)}"], [r"\boxed{(-\infty,\infty)}"]),
@@ -91,6 +108,39 @@ LIMITS = [  # Wrong answers that earn 1: docs/environments.md names them
     ("1011_2", r"\boxed{1011_3}"), ("listen", r"\boxed{silent}"),
 ]
 # fmt: on
+
+
+def notations(value: Fraction) -> list[str]:
+    """Ways to write a number, which is computed with here, not read."""
+    sign, size = "-" if value < 0 else "", abs(value)
+    whole, rest = divmod(size.numerator, size.denominator)
+    if not rest:
+        digits = f"{whole:,}"
+        thin, braced = digits.replace(",", r"\,"), digits.replace(",", "{,}")
+        return [sign + each for each in (str(whole), digits, thin, braced, rf"\${digits}", f"{whole}.0", f"{whole} cm")]
+    top, bottom = size.numerator, size.denominator
+    forms = [rf"\frac{{{top}}}{{{bottom}}}", rf"\dfrac{{{top}}}{{{bottom}}}", f"{top}/{bottom}"]
+    if whole:
+        forms += [rf"{whole}\frac{{{rest}}}{{{bottom}}}", f"{whole} {rest}/{bottom}"]
+    if 10**6 % bottom == 0:
+        decimal = format(Decimal(top) / bottom, "f")
+        exponent = f"{Decimal(top) / bottom * 1000:f}e-3"
+        per_cent = format(Decimal(top) / bottom * 100, "f")
+        forms += [decimal, exponent, rf"{per_cent}\%", f"{per_cent}%", f"{per_cent} percent"]
+    return [sign + form for form in forms]
+
+
+def random_pairs(count: int = 150) -> dict[tuple[str, str], bool]:
+    """Pairs of a reference and a response, and whether they are equal; one in three is not."""
+    choices, pairs = random.Random(0), {}
+    while len(pairs) < count:
+        bottom = choices.choice([1, 1, 2, 3, 4, 5, 8, 7, 20])
+        value = choices.choice([1, -1]) * Fraction(choices.randint(1, 30_000), bottom)
+        is_right = choices.random() < 2 / 3
+        other = value if is_right else value + choices.choice([1, Fraction(1, bottom)])
+        pairs[choices.choice(notations(value)), rf"\boxed{{{choices.choice(notations(other))}}}"] = is_right
+    return pairs
+
 
 SCRIPT = """
 import json, logging, sys
@@ -117,6 +167,7 @@ def judged(request, tmp_path_factory):
     runtime = f"antlr4-python3-runtime=={request.param}"
     run([*install, *find_links(), f"--target={folder}", runtime], dict(os.environ), folder)
     pairs = [(case[0], response) for case in VERDICTS for response in (*case[1], *case[2])] + LIMITS
+    pairs += [pair for pair in random_pairs() if pair not in pairs]
     references = [*(case[0] for case in VERDICTS), *UNREADABLE]
     path = os.pathsep.join([str(folder), str(ROOT / "packages" / "rl-environments" / "src")])
     result = subprocess.run(
@@ -139,6 +190,12 @@ def test_every_notation_of_the_public_data_is_judged_alike_by_both_parsers(judge
     expected |= {(case[0], wrong): False for case in VERDICTS for wrong in case[2]}
     said = {pair: judged["verdicts"][pair] for pair in expected}
     assert {pair: verdict for pair, verdict in said.items() if verdict != expected[pair]} == {}
+
+
+def test_random_numbers_in_random_notations_are_equal_only_if_their_values_are(judged):
+    expected = random_pairs()
+    wrong = {pair: verdict for pair, verdict in expected.items() if judged["verdicts"][pair] != verdict}
+    assert (wrong, 30 < sum(expected.values()) < 120) == ({}, True)
 
 
 def test_without_rewriting_the_two_parsers_disagree_about_fifty_per_cent(judged):

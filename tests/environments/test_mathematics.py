@@ -106,6 +106,15 @@ def test_references_are_tried_once_and_only_for_a_time(monkeypatch, caplog):
     ]
 
 
+async def test_a_reference_that_was_not_tried_before_the_run_fails_its_sample():
+    """Rows beyond the time for trying references must not earn a silent 0."""
+    (trajectory,) = await played(
+        MathematicsEnvironment, {"prompt": "?", "answer": "\\frac{1}{"}, ["\\boxed{1}"], OPTIONS
+    )
+    assert trajectory.failure_kind == "DataError"
+    assert "cannot be read as expressions" in (trajectory.failure or "")
+
+
 async def test_each_of_several_references_is_right():
     row = {"prompt": "", "reward_spec": {"ground_truth": '["34", "\\\\frac{1}{2}"]'}}
     for response, reward in (("\\boxed{34}", 1.0), ("\\boxed{0.5}", 1.0), ("\\boxed{35}", 0.0)):
@@ -181,7 +190,11 @@ def test_a_row_without_a_reference_is_refused_before_the_run():
     assert reference_answers({"answer": "a\n#### 1,250 "}) == ("1,250",)
     assert reference_answers({"answer": 0.00001}) == ("0.00001",)
     assert reference_answers({"reward_spec": {"ground_truth": '["34"]'}}) == ("34",)
+    assert reference_answers({"answer": "[ '34', '35']"}) == ("34", "35")
     assert reference_answers({"answer": "[1, 2]"}) == ("[1, 2]",)
+    assert reference_answers({"solution": "So \\boxed{1} is wrong and $\\boxed{\\frac{1}{2}}$ right."}) == (
+        "\\frac{1}{2}",
+    )
     given = [{}, *({"answer": each} for each in (" ", True, "####", [], [1], ["1", ""], math.nan, math.inf, {"a": 1}))]
     for row in given:
         with pytest.raises(DataError, match=r"needs reward_spec.ground_truth or answer"):

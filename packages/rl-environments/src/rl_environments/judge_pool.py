@@ -23,7 +23,7 @@ from typing import Any
 
 import attrs
 
-from rl_core.errors import ConfigError, DeadlineError, RLError, install
+from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, install
 from rl_environments.sandbox.inside import frames
 
 _START_S = 300.0
@@ -72,6 +72,7 @@ class JudgePool:
             wait_s: longest wait for the verdict in seconds, including the wait for a free process.
 
         Raises:
+            DataError: none of the references can be read.
             ConfigError: math-verify is not installed.
             DeadlineError: there is no verdict within `wait_s`; the answer may be right or wrong.
             JudgeError: the process ended for a reason unrelated to the answer, or the pool was closed.
@@ -90,6 +91,8 @@ class JudgePool:
             ) from error
         if answer is None:
             return Verdict(is_right=False, has_answer=True, is_given_up=True)
+        if not answer["is_readable"]:
+            raise DataError(f"the reference answers {list(references)!r:.200} cannot be read as expressions")
         return Verdict(is_right=answer["is_right"], has_answer=answer["has_answer"], is_given_up=False)
 
     def problem(self, reference: str, *, cpu_s: float) -> str | None:

@@ -68,8 +68,8 @@ class Grader:
     def problem(self, reference: str) -> str | None:
         """Returns why no answer could be judged by this reference, or None: it must be an expression with a value, and
         equal the same text in a box."""
-        read = [(text, self._parsed(text, reference)) for text in dict.fromkeys(readings(marked(reference)))]
-        expressions = [found for _, found in read if found and not isinstance(found[0], str)]
+        read = [self._parsed(text, reference) for text in dict.fromkeys(readings(marked(reference)))]
+        expressions = list(filter(_is_expression, read))
         if not expressions:
             return "math-verify does not read it as an expression, so at most the very same spelling would be right"
         if not any(map(_has_value, expressions)):
@@ -81,18 +81,19 @@ class Grader:
     def verdict(self, response: str, references: Sequence[str]) -> dict[str, Any]:
         """Returns the message that says whether the response's answer equals one of the references. An answer counts as
         wrong if comparing it raises, for example because it needs too much memory or recursion depth."""
-        has_answer = False
+        has_answer = is_readable = False
         try:
             for reference in references:
                 pairs = dict.fromkeys(zip(readings(marked(reference)), readings(response), strict=True))
                 for expected_text, found_text in pairs:
-                    found = self._parsed(found_text, reference)
+                    expected, found = self._parsed(expected_text, reference), self._parsed(found_text, reference)
+                    is_readable |= _is_expression(expected)
                     has_answer |= bool(found)
-                    if found and self._are_equal(self._parsed(expected_text, reference), found):
-                        return {"is_right": True, "has_answer": True}
+                    if found and self._are_equal(expected, found):
+                        return {"is_right": True, "has_answer": True, "is_readable": is_readable}
         except (Exception, MemoryError, RecursionError) as error:
-            return {"is_right": False, "has_answer": True, "error": repr(error)[:200]}
-        return {"is_right": False, "has_answer": has_answer}
+            return {"is_right": False, "has_answer": True, "is_readable": True, "error": repr(error)[:200]}
+        return {"is_right": False, "has_answer": has_answer, "is_readable": is_readable}
 
     def _parsed(self, text: str, reference: str) -> list[Any]:
         extraction = self._extractions[ends_in_a_variable(reference)]
@@ -104,6 +105,11 @@ class Grader:
         return self._verify(
             expected, found, float_rounding=6 + further, numeric_precision=15 + further, timeout_seconds=None
         )
+
+
+def _is_expression(parsed: list[Any]) -> bool:
+    """Whether a text was read as more than a text."""
+    return bool(parsed) and not isinstance(parsed[0], str)
 
 
 def _has_value(parsed: list[Any]) -> bool:

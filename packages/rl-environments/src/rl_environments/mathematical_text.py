@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
+from functools import lru_cache
 
 _NUMBER = r"(?:(?<!\d)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _PART = r"(?:\{\d+\}|\d)"
@@ -33,6 +34,12 @@ def _improper(found: re.Match[str]) -> str:
     """The fraction that equals a mixed number."""
     whole, numerator, denominator = map(int, found.groups())
     return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+
+
+def _improper_vulgar(found: re.Match[str]) -> str:
+    """The fraction that equals `½` or `3½`."""
+    numerator, denominator = unicodedata.normalize("NFKC", found[2]).split("\N{FRACTION SLASH}")
+    return rf"\frac{{{int(found[1] or 0) * int(denominator) + int(numerator)}}}{{{denominator}}}"
 
 
 def _without_separators(found: re.Match[str]) -> str:
@@ -59,9 +66,9 @@ _FOR_BOTH: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
         (rf"(?<!\s)\s*{_TEXT}\{{\s*(?:\\?%|percent(?:age)?|pct)\s*\}}", r"\\%"),
         (r"(?<=[\d}])\s*(?:percent(?:age)?|pct)\b", r"\\%"),
         (rf"(?<=[\d}}])\s*%(?=\s*(?:{_CLOSING}|\\times|\\cdot))", r"\\%"),
-        # Thousands: `1\,234`, `1{,}234`; with a plain space only as a whole answer
+        # Thousands: `1\,234`, `1{,}234`, `1.234.567`
+        (r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.,])", _without_separators),
         (r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|\{,\}|~|\u00a0|\u2009|\u202f)\d{3})+(?!\d)", _without_separators),
-        (r"(?<=\{)\d{1,3}(?: \d{3})+(?=\})", _without_separators),
         # Mixed and vulgar fractions, repeating decimals
         (r"(?<![\d./,])(\d+)\s+(\d+)/(\d+)(?![\d/]|\.\d)", _improper),
         (r"(?<!\d)(\d+)\.(\d*)\\overline\s*\{(\d+)\}", _repeating),
@@ -70,8 +77,38 @@ _FOR_BOTH: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
         # A dash for a minus sign, and a full stop at the end of a box
         (r"(?<![\w)}])[‒–](?=\s*[\d\\])", "-"),
         (r"(?<=\d)\.(?=\s*\})", ""),
+        # Tuples, of which math-verify reads `\langle 1,2\rangle` as 1.2
+        (r"\\langle(?![a-zA-Z])", "("),
+        (r"\\rangle(?![a-zA-Z])", ")"),
     )
 ]
+_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
+_FOR_BOXES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^\s*[-+]?\d{1,3}(?: \d{3})+\s*$", lambda found: found[0].replace(" ", "")),
+        # `1/2 x` is half of x, not 1/(2x)
+        (r"(?<![\w./)}])(\d+)/(\d+)\s+(?=[a-zA-Z\\(])", r"\\frac{\1}{\2} "),
+        # Names without a backslash, which are products of letters for math-verify: `cos(x)`, `ln 2`, `pi/4`
+        (rf"(?<![\\a-zA-Z])({_FUNCTIONS})(?=\s*[(^_]|\s+[\w\\])", r"\\\1"),
+        (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+        # Units that math-verify does not know: `5 km/h`, `5 marbles`
+        (
+            r"(?<=[\d)}])\s+(?!and\b|or\b)([a-zA-Z]+/[a-zA-Z]+|[a-zA-Z]{3,}(?: [a-zA-Z]+)*)((?:\^\{?\d\}?)?)\s*$",
+            r" \\text{\1}\2",
+        ),
+    )
+]
+_SIGNS = {
+    **{ord(character): ord(character) - 0xFEE0 for character in map(chr, range(0xFF01, 0xFF5F))},
+    **{ord(sign): f"{latex} " for sign, latex in (("°", r"^\circ"), ("∞", r"\infty"), ("∪", r"\cup"), ("∩", r"\cap"))},
+    ord("·"): r"\cdot ",
+    ord("²"): "^2",
+    ord("³"): "^3",
+    ord("π"): r"\pi ",
+}
+"""Full-width characters and signs that math-verify cannot read."""
+_VULGAR = re.compile(r"(?<!\d)(\d*) ?([¼-¾⅐-⅞])")
 _E_NOTATION = re.compile(r"(?<![\w.\\}])\d+(?:\.\d+)?[eE]([-+]?\d+)(?!\w|\.\d|[{^])")
 _PER_CENT = re.compile(rf"({_MIXED})\s*\\%")
 _ONLY_PER_CENT = re.compile(rf"({_OPENING}\s*(?:[-+]\s*)?{_MIXED})\s*\\%(?=\s*{_CLOSING})")
@@ -97,22 +134,43 @@ def readings(text: str) -> tuple[str, str]:
 
     Both are the same text if there is nothing that has two readings.
     """
-    text = "".join(_ascii(character) for character in text)
-    for pattern, replacement in _FOR_BOTH:
-        text = pattern.sub(replacement, text)
+    text = _in_boxes(_rewritten(_VULGAR.sub(_improper_vulgar, text.translate(_SIGNS)), _FOR_BOTH))
     values, written = _E_NOTATION.sub(_positional, text), _ONLY_PER_CENT.sub(r"\1", text)
     return _PER_CENT.sub(_hundredths, values), _PER_CENT.sub(_hundredths, written)
 
 
 def last_box(text: str) -> str | None:
     """Returns the content of the last `\\boxed{}`, as in the solutions of MATH; None if there is no closed box."""
-    *_, found = [None, *_BOX.finditer(text)]
-    depth, start = 1, found.end() if found else len(text)
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
+    *_, found = [None, *_boxes(text)]
+    return text[slice(*found)].strip() if found else None
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int]]:
+    """Yields where the content of each closed box begins and ends."""
+    end = 0
+    while found := _BOX.search(text, end):
+        start = end = found.end()
+        depth = 1
+        while depth and end < len(text):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
         if depth == 0:
-            return text[start:end].strip()
-    return None
+            yield start, end - 1
+
+
+def _in_boxes(text: str) -> str:
+    """Rewrites what is in boxes."""
+    rest, parts = 0, []
+    for start, end in _boxes(text):
+        parts += [text[rest:start], _rewritten(text[start:end], _FOR_BOXES)]
+        rest = end
+    return "".join([*parts, text[rest:]])
+
+
+def _rewritten(text: str, rules: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]) -> str:
+    for pattern, replacement in rules:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def marked(reference: str) -> str:
@@ -124,14 +182,8 @@ def marked(reference: str) -> str:
     return bare if is_marked else f"\\boxed{{{_LONE_DOLLAR.sub('', bare).strip()}}}"
 
 
+@lru_cache(1024)
 def ends_in_a_variable(reference: str) -> bool:
     """Whether a reference ends in a single letter that belongs to its expression, as in `2t` or `x + t`. math-verify
     removes such a letter if a unit is called like it."""
-    return _ENDS_IN_A_VARIABLE.search(reference.strip()) is not None
-
-
-def _ascii(character: str) -> str:
-    """Converts full-width characters and vulgar fractions."""
-    if unicodedata.category(character) == "No" and "FRACTION" in unicodedata.name(character, ""):
-        return f" {unicodedata.normalize('NFKC', character).replace('⁄', '/')}"
-    return chr(ord(character) - 0xFEE0) if "！" <= character <= "～" else character
+    return _ENDS_IN_A_VARIABLE.search(readings(marked(reference))[1]) is not None

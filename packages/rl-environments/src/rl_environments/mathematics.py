@@ -3,8 +3,8 @@ expressions."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import json
 import logging
 import math
 import os
@@ -124,9 +124,9 @@ def reference_answers(row: Row) -> tuple[str, ...]:
 def _listed(given: Any) -> Sequence[Any]:
     """Returns a list's items, and another value as the only item. A list as text is a list only if its items are texts:
     `[1, 2]` is an interval."""
-    if isinstance(given, str) and given.lstrip().startswith('["'):
-        with contextlib.suppress(ValueError):
-            return json.loads(given)
+    if isinstance(given, str) and re.match(r"\s*\[\s*[\"']", given):
+        with contextlib.suppress(ValueError, SyntaxError):
+            given = ast.literal_eval(given)
     return given if isinstance(given, list | tuple) and all(isinstance(item, str) for item in given) else [given]
 
 
