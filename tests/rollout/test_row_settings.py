@@ -7,14 +7,16 @@ import asyncio
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import GroupRequest, SamplingParams, StepResult
+from rl_core.testing.models import make_checkpoint
 from rl_core.testing.scripted_engine import ScriptedClient
-from rl_rollout.chat import TokenCodec
+from rl_rollout.chat import TokenCodec, codec_of
 from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.supervised_tokens import RowEncoder
 from tests.rollout.chat_templates import TOOL_CHATML, tokenizer_of
@@ -129,7 +131,7 @@ def test_the_columns_of_a_row_reach_its_responses(row: Any, columns: dict[str, A
 def test_the_configurations_settings_stay_unless_the_row_has_others():
     codec = TokenCodec(tokenizer_with(), chat_template_kwargs=FAST)
     assert codec.prompt_text([ASKED]).startswith("fast")
-    assert codec.with_settings({"other": 1}).prompt_text([ASKED]).startswith("fast")
+    assert codec.with_settings({}).prompt_text([ASKED]).startswith("fast")
     assert codec.with_settings({"enable_thinking": True}).prompt_text([ASKED]).startswith("slow")
 
 
@@ -145,6 +147,10 @@ def test_the_configurations_settings_stay_unless_the_row_has_others():
         ),
         ({"prompt": [ASKED], "chat_template_kwargs": [1]}, "'chat_template_kwargs' must be a mapping"),
         ({"prompt": [ASKED], "chat_template_kwargs": {"tools": [ADD]}}, "write them into the column 'tools'"),
+        (
+            {"prompt": [ASKED], "chat_template_kwargs": {"enable_thinkin": 1}},
+            "'enable_thinkin', which the .* does not read",
+        ),
         ({"prompt": [ASKED, ANSWER]}, "the prompt ends with a message of the assistant, .*continue_final_message"),
     ],
 )
@@ -188,3 +194,12 @@ def test_a_prompt_that_was_rendered_as_text_continues_the_assistants_message():
     text = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
     expected = tokenizer.apply_chat_template(messages, continue_final_message=True, return_dict=False)
     assert TokenCodec(tokenizer, chat_template_kwargs={}).encode(text) == tuple(expected)
+
+
+def test_a_setting_of_the_configuration_that_the_template_does_not_read_is_refused(tmp_path: Path):
+    model = make_checkpoint(tmp_path / "model", vocab_size=1000)
+    tokenizer_with().save_pretrained(model)
+    codec = codec_of(str(model), chat_template_kwargs=FAST)
+    assert codec.prompt_text([ASKED]).startswith("fast")
+    with pytest.raises(ConfigError, match=r"generator\.chat_template_kwargs: got 'thinking', which the model's chat"):
+        codec_of(str(model), chat_template_kwargs={**FAST, "thinking": False})

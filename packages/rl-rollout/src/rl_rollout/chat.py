@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +20,9 @@ import attrs
 
 from rl_core import hub
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import EXAMPLE_CALL, Message, Prompt, ToolSchema, require_messages
+from rl_core.interfaces import EXAMPLE_CALL, Message, Prompt, Row, ToolSchema, require_messages
 from rl_rollout.rendering_proof import kind_of, require_complete
+from rl_rollout.row_settings import template_settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,13 +111,18 @@ def codec_of(
     from transformers import AutoConfig
 
     text_config: Any = AutoConfig.from_pretrained(model_path).get_text_config(decoder=True)
-    return TokenCodec(
+    codec = TokenCodec(
         tokenizer,
         chat_template_kwargs=chat_template_kwargs,
         add_special_tokens=add_special_tokens,
         vocab_size=text_config.vocab_size,
         eos_tokens=_eos_tokens(model_path),
     )
+    if (name := codec._unread(chat_template_kwargs)) is not None:
+        raise ConfigError(
+            f"generator.chat_template_kwargs: got {name!r}, which the model's chat template does not read; remove it"
+        )
+    return codec
 
 
 @attrs.define
@@ -183,6 +190,22 @@ class TokenCodec:
         codec = copy.copy(self)
         codec._tools = tuple(tools)
         return codec
+
+    def settings_of(self, row: Row) -> dict[str, Any]:
+        """Returns the row's `chat_template_kwargs`. Raises DataError if they are not a mapping, or if the template does
+        not contain one of the names, so that it would have no effect."""
+        settings = template_settings_of(row)
+        if (name := self._unread(settings)) is not None:
+            raise DataError(
+                f"the row's 'chat_template_kwargs' have {name!r}, which the model's chat template does not read; "
+                "remove it"
+            )
+        return settings
+
+    def _unread(self, settings: Mapping[str, Any]) -> str | None:
+        template = str(self.tokenizer.chat_template or "")
+        unread = (name for name in settings if re.search(rf"\b{re.escape(name)}\b", template) is None)
+        return next(unread, None) if template else None
 
     def with_settings(self, settings: Mapping[str, Any]) -> TokenCodec:
         """Returns a copy of this codec whose template gets further settings, such as a row's."""

@@ -42,7 +42,7 @@ from rl_rollout.environment_pool import EnvironmentPool, HangingThreads
 from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play
 from rl_rollout.generator_options import EnvironmentGeneratorOptions
 from rl_rollout.resuming import whole_response
-from rl_rollout.row_settings import template_settings_of, tools_of
+from rl_rollout.row_settings import tools_of
 from rl_rollout.turn_ends import stop_tokens, template_ends
 from rl_rollout.turn_tokens import TurnTokens
 
@@ -189,7 +189,7 @@ class EnvironmentGenerator:
 
     def _turns(self, row: Row, tools: Sequence[ToolSchema]) -> TurnTokens:
         # Serialized, because a cache key must be hashable and must not change later.
-        return self._turns_with(json.dumps([list(tools), template_settings_of(row)]))
+        return self._turns_with(json.dumps([list(tools), self._codec.settings_of(row)]))
 
     def _turns_with_tools(self, key: str) -> TurnTokens:
         tools, settings = json.loads(key)

@@ -17,7 +17,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Message, Row, require_messages, split_pair
 from rl_rollout.answers import answered
 from rl_rollout.chat import TokenCodec
-from rl_rollout.row_settings import template_settings_of, tools_of
+from rl_rollout.row_settings import tools_of
 from rl_rollout.turn_ends import find_ends
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
@@ -150,7 +150,7 @@ class RowEncoder:
         return self._conversation(row, messages, num_given=len(opening))
 
     def _of_row(self, row: Row) -> TokenCodec:
-        return self._codec.with_tools(tools_of(row)).with_settings(template_settings_of(row))
+        return self._codec.with_tools(tools_of(row)).with_settings(self._codec.settings_of(row))
 
     def _end_text(self, response: str) -> str:
         end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
