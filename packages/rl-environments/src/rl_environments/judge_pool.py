@@ -96,11 +96,13 @@ class JudgePool:
         return Verdict(is_right=answer["is_right"], has_answer=answer["has_answer"], is_given_up=False)
 
     def problem(self, reference: str, *, cpu_s: float) -> str | None:
-        """Returns why no answer could be judged by this reference; None if it can be used. Blocks until it is known.
+        """Returns why no answer could be judged by this reference; None if it can be used. Blocks until it is known,
+        and starts no thread, so that the caller can fork.
 
-        Raises: what `verdict` raises.
+        Raises:
+            ConfigError, DeadlineError, JudgeError: as `verdict`.
         """
-        answer = self._executor.submit(self._answer, {"reference": reference, "cpu_s": cpu_s}).result()
+        answer = self._answer({"reference": reference, "cpu_s": cpu_s})
         return f"reading it takes more than {cpu_s:g} s of CPU time" if answer is None else answer["problem"]
 
     def pids(self) -> list[int]:
