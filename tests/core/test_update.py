@@ -279,6 +279,14 @@ async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficien
     assert update.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
 
 
+def test_the_adaptive_coefficient_counts_samples_not_steps():
+    update = update_with(FakeGroup(), adaptive_kl={"kl_target": 0.1, "horizon": 10.0})
+    steps = {"trajectory_id": [0, 0, 1], "step_index": [0, 1, 0], "is_last_step": [False, True, True]}
+    columns = {name: torch.tensor(values) for name, values in steps.items()}
+    update.observed(make_batch([0.0, 1.0, 0.0], [3, 3, 3]).with_columns(**columns), {"policy/kl": (4.0, 4.0)})
+    assert update.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+
+
 @pytest.mark.parametrize(("estimator", "params"), [(maxrl_advantages, {}), (pass_at_k_advantages, {"k": 2})])
 async def test_kl_in_the_reward_does_not_turn_successes_into_failures(estimator: Any, params: dict[str, Any]):
     """A KL of 10 nats per token at coefficient 0.1 makes every score negative; the same two samples stay successes."""

@@ -21,7 +21,7 @@ def data_metrics(batch: Batch) -> dict[str, float]:
     return {
         "rollout/tokens": float(batch.num_tokens),
         "rollout/sampled_tokens": float(batch["sampled"].sum()),
-        "rollout/response_length": float(batch["sampled"].sum()) / batch.num_sequences,
+        "rollout/response_length": float(batch["sampled"].sum()) / float(batch["is_last_step"].sum()),
     }
 
 

@@ -194,7 +194,8 @@ class BatchUpdate:
         if adaptive is not None and "policy/kl" in metrics:
             total, weight = metrics["policy/kl"]
             observed = total / max(weight, 1.0)
-            self.kl_coef = adaptive_kl_coef(self.kl_coef, observed, num_samples=batch.num_sequences, **adaptive)
+            num_samples = int(batch["is_last_step"].sum())
+            self.kl_coef = adaptive_kl_coef(self.kl_coef, observed, num_samples=num_samples, **adaptive)
         return {} if self._critic is None else explained_variance(batch)
 
     def agreement(self, batch: Batch, version: int) -> Metrics:
