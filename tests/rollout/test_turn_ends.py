@@ -30,7 +30,7 @@ from rl_rollout.supervised_tokens import RowEncoder, TrainedTurns
 from rl_rollout.turn_ends import find_ends
 
 MARKS = re.compile(
-    r"<\|[^<>|\n'\"{}]{1,40}\|>|<｜[^<>｜\n]{1,40}｜>|<[a-z_]+\|>|<\|[a-z_]+>|<(?:start|end)_of_turn>|\[gMASK\]"
+    r"<\|[^<>|\n'\"{}]{1,40}\|>|<｜[^<>｜\n]{1,40}｜>|<[a-z_]+\|>|<\|[a-z_]+>|<(?:start|end)_of_turn>|\[(?:gMASK|/?INST|/?THINK)\]"
 )
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

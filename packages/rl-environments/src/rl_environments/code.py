@@ -10,12 +10,11 @@ import attrs
 from attrs.validators import optional
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between
+from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between, without_thought
 from rl_environments.code_tests import ExpectedTest, expected_tests
 from rl_environments.options import is_number, one_of, options_of
 from rl_environments.sandbox import Limits, Outcome, Sandbox, shared_sandbox
 from rl_environments.sandbox.slots import MOST_SLOTS
-from rl_environments.tools.call_formats import without_thought
 
 _FENCED = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
@@ -116,7 +115,7 @@ class CodeEnvironment:
             readable=tuple(self._options.readable),
             slots=self._options.slots,
         )
-        program = program_in(action.text)
+        program = program_in(action.answer)
         outcomes = [] if program is None else await self._outcomes(sandbox, program)
         passed = sum(_pass(self._tests, outcomes)) / len(self._tests)
         metrics = {

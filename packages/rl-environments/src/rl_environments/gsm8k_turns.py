@@ -49,7 +49,7 @@ class Gsm8kTurnsEnvironment:
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`."""
         self._tries += 1
-        number = number_behind_hashes(action.text)
+        number = number_behind_hashes(action.answer)
         is_right = number == self._answer
         metrics = {
             "accuracy": float(is_right),

@@ -20,7 +20,6 @@ from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least,
 from rl_environments.judge_pool import shared_pool
 from rl_environments.mathematical_text import last_box, positional
 from rl_environments.options import is_number, options_of
-from rl_environments.tools.call_formats import without_thought
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class MathematicsEnvironment:
         """Raises what `JudgePool.verdict` raises."""
         processes = self._options.processes or _default_processes()
         verdict = await shared_pool(processes).verdict(
-            without_thought(action.text), self._references, cpu_s=self._options.cpu_s, wait_s=self._options.wait_s
+            action.answer, self._references, cpu_s=self._options.cpu_s, wait_s=self._options.wait_s
         )
         metrics = {
             "accuracy": float(verdict.is_right),

@@ -84,7 +84,7 @@ class ReasoningGymEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`."""
-        found = re.findall(r"<answer>(.*?)</answer>", action.text, re.DOTALL)
+        found = re.findall(r"<answer>(.*?)</answer>", action.answer, re.DOTALL)
         score = float(self._dataset.score_answer(answer=found[-1].strip(), entry=self._entry)) if found else 0.0
         metrics = {"accuracy": score, "is_right": float(score >= 1), "has_answer": float(bool(found))}
         return StepResult(reward=score, done=True, metrics=metrics)

@@ -85,7 +85,7 @@ class SearchEnvironment:
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`. A turn that neither searches nor answers counts as a search, so that every episode
         ends."""
-        said = _MARKED.search(action.text)
+        said = _MARKED.search(action.answer)
         if said and said[1] == "answer":
             return self._done(reward=float(is_exact_match(said[2], self._accepted)), has_answer=True)
         if self._searches == self._max_searches:

@@ -99,7 +99,7 @@ class SkyrlGymEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`. Raises DataError for an output that has no counterpart here."""
-        output = self._environment.step(action.text)
+        output = self._environment.step(action.opening + action.text)
         if output.get("postprocessed_action") is not None:
             raise DataError(
                 "the environment's `step` returned a postprocessed_action, but a sampled response cannot be replaced "

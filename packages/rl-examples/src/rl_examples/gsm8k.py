@@ -80,7 +80,7 @@ class Gsm8kEnvironment:
         return self._prompt
 
     async def step(self, action: Action) -> StepResult:
-        answer = number_behind_hashes(action.text)
+        answer = number_behind_hashes(action.answer)
         reward = float(answer is not None and answer == self._ground_truth)
         metrics = {"accuracy": reward, "has_answer": float(answer is not None)}
         return StepResult(reward=reward, done=True, metrics=metrics)

@@ -20,7 +20,16 @@ import attrs
 
 from rl_core import hub
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import EXAMPLE_CALL, Message, Prompt, Row, ToolSchema, require_messages
+from rl_core.interfaces import (
+    CHANNEL_TOKENS,
+    EXAMPLE_CALL,
+    THOUGHT_TOKENS,
+    Message,
+    Prompt,
+    Row,
+    ToolSchema,
+    require_messages,
+)
 from rl_rollout.rendering_proof import kind_of, require_complete
 from rl_rollout.row_settings import template_settings_of
 
@@ -277,8 +286,21 @@ class TokenCodec:
             self.proofs.kinds.add(key)
 
     def response_text(self, tokens: Sequence[int]) -> str:
-        """Decodes a response to text, without special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        """Decodes a response to text, without special tokens. Marks of thinking stay in the text if they are special
+        tokens, because a reader could not tell thinking and answer apart without them."""
+        marks = self._thought_marks
+        if marks.isdisjoint(tokens):
+            return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        hidden = {*self.tokenizer.all_special_ids} - marks
+        shown = [token for token in tokens if token not in hidden]
+        return str(self.tokenizer.decode(shown, skip_special_tokens=False))
+
+    @cached_property
+    def _thought_marks(self) -> frozenset[int]:
+        """The special tokens that mark thinking."""
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        names = THOUGHT_TOKENS | (CHANNEL_TOKENS if "<|channel|>" in special else frozenset())
+        return frozenset(token for name, token in special.items() if name in names)
 
     def encode_opening(self, text: str) -> tuple[int, ...]:
         """Encodes the text with which a sequence begins. It gets the tokens that the tokenizer adds at the start of a

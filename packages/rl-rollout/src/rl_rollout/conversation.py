@@ -15,7 +15,6 @@ from typing import Protocol
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Message, Prompt, require_observed_messages, require_observed_text
-from rl_rollout.chat import TokenCodec
 from rl_rollout.observations import require_shown
 from rl_rollout.turn_tokens import TurnTokens
 
@@ -35,6 +34,15 @@ class History(Protocol):
         """
         ...
 
+    def opening(self, prompt: Tokens, before: str) -> str:
+        """Returns the text with which a prompt opens the response (`Action.opening`).
+
+        Args:
+            prompt: the whole prompt, or its part after the previous response if the prompt continues that response.
+            before: the opening and the text of the previous response; "" if there is none.
+        """
+        ...
+
 
 def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> History:
     """Starts the conversation that `prompt` opens.
@@ -44,18 +52,22 @@ def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> Hist
         step_wise: whether an episode may be several sequences, so that the template may change earlier turns.
     """
     if isinstance(prompt, str):
-        return TextHistory(turns.codec)
+        return TextHistory(turns)
     return RenderedHistory(turns, prompt) if step_wise else ChatHistory(turns, prompt)
 
 
 class TextHistory:
     """Builds prompts of text without a template: appends each observation unchanged."""
 
-    def __init__(self, codec: TokenCodec) -> None:
-        self._codec = codec
+    def __init__(self, turns: TurnTokens) -> None:
+        self._codec = turns.codec
+        self._openings = turns.openings
 
     def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
         return prompt + response + self._codec.encode_text(require_observed_text(observation))
+
+    def opening(self, prompt: Tokens, before: str) -> str:
+        return self._openings.of_text(prompt, before)
 
 
 class ChatHistory:
@@ -77,6 +89,9 @@ class ChatHistory:
         # A response may end with a special token that the template does not write there. It was sampled and is trained
         # on, so it stays, and the template's own end follows it.
         return prompt + response + self._turns.between(response, messages)[0]
+
+    def opening(self, prompt: Tokens, before: str) -> str:
+        return self._turns.openings.of_chat(prompt)
 
 
 class RenderedHistory:
@@ -113,3 +128,6 @@ class RenderedHistory:
             )
         require_shown(text, messages)
         return self._codec.encode_text(text)
+
+    def opening(self, prompt: Tokens, before: str) -> str:
+        return self._turns.openings.of_chat(prompt)

@@ -106,12 +106,17 @@ async def play(
     """
     turns: list[PlayedTurn] = []
     room: float = math.inf
+    opening = history.opening(prompt, "")
     while True:
         structural_tag = await environment.structural_tag(example_call)
         completion = await respond(len(turns), prompt, room, structural_tag)
         said = text_of(completion.tokens)
         action = Action(
-            text=said, tokens=completion.tokens, stop_reason=completion.stop_reason, example_call=example_call
+            text=said,
+            tokens=completion.tokens,
+            stop_reason=completion.stop_reason,
+            example_call=example_call,
+            opening=opening,
         )
         result = _checked(await environment.step(action))
         following, end = _what_follows(result, history, prompt, completion, len(turns) + 1, limits)
@@ -121,6 +126,9 @@ async def play(
         turns.append(PlayedTurn(prompt=prompt, completion=completion, result=result, text=text, is_forced=is_forced))
         if end:
             return Episode(turns=tuple(turns), end=end)
+        played = prompt + completion.tokens
+        added = following[len(played) :] if following[: len(played)] == played else following
+        opening = history.opening(added, opening + said)
         prompt, room = following, limits.room(following)
 
 

@@ -1,9 +1,10 @@
 """Implements the environment `reward_functions`: functions with TRL's signature score single-turn episodes.
 
-Every argument of a function is a list of one element. A function gets `completions`. It also gets `prompts`,
-`completion_ids` and the row's columns, if it has parameters with these names or `**kwargs`. It returns a list with one
-number, or with None to give no reward for this completion. Async functions are awaited. A sample to which no function
-gives a reward fails.
+Every argument of a function is a list of one element. A function gets `completions`, the sampled text, as in TRL. It
+also gets `prompts`, `completion_ids`, `openings` (`Action.opening`, such as `<think>` if the chat template opens the
+thinking) and the row's columns, if it has parameters with these names or `**kwargs`. It returns a list with one number,
+or with None to give no reward for this completion. Async functions are awaited. A sample to which no function gives a
+reward fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rl_core.errors import ConfigError, DataError, PluginError, nearest
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_core.plugins import import_object
 
-_OF_EPISODE = ("prompts", "completions", "completion_ids")
+_OF_EPISODE = ("prompts", "completions", "completion_ids", "openings")
 _ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric")
 KEY, WEIGHTS = "environment.reward_functions", "environment.reward_weights"
 
@@ -112,7 +113,13 @@ class RewardFunctionsEnvironment:
         prompt = self._row["prompt"]
         completion = action.text if isinstance(prompt, str) else [{"role": "assistant", "content": action.text}]
         columns = {name: [value] for name, value in self._row.items()}
-        given = {**columns, "prompts": [prompt], "completions": [completion], "completion_ids": [list(action.tokens)]}
+        given = {
+            **columns,
+            "prompts": [prompt],
+            "completions": [completion],
+            "completion_ids": [list(action.tokens)],
+            "openings": [action.opening],
+        }
         metrics: dict[str, float] = {}
         total = 0.0
         for (name, function), weight in zip(self._functions.items(), self._weights, strict=True):

@@ -19,6 +19,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EXAMPLE_CALL, Message
 from rl_rollout.chat import TokenCodec
 from rl_rollout.observations import PlaceholderTurns, require_shown
+from rl_rollout.openings import Openings
 from rl_rollout.turn_ends import ASKED, REPLACES_SAID, SAID, TurnEnds, around_said, encode_behind, find_ends
 
 _WITH_THOUGHT = f"<think>\nth0ught\n</think>\n\n{SAID}"
@@ -30,6 +31,7 @@ class TurnTokens:
     def __init__(self, codec: TokenCodec) -> None:
         self.codec = codec
         self.placeholders = PlaceholderTurns(codec)
+        self.openings = Openings(codec)
         self._changes: dict[tuple[tuple[str, ...], tuple[str, ...]], str | None] = {}
 
     def between(self, response_tokens: Sequence[int], observation: Sequence[Message]) -> tuple[tuple[int, ...], bool]:

@@ -20,6 +20,7 @@ its own options: `WorkerSpec`, `EngineSpec`, `GeneratorSpec`.
     inference   token ids in, token ids out: `InferenceClient`, `InferencePlugin`
     messages    chat messages and tools, in the form that chat templates expect
     rollouts    `Environment`, `Trajectory`, `Generator`, `GeneratorPlugin`
+    thoughts    a response's thinking, and the answer without it
     results     checks of what the methods of an environment return
     options     `Configurable`, a plug-in that declares keys, and validators for these keys
     runs        `Recipe`, `Tracker`, `Callback`
@@ -108,6 +109,13 @@ from rl_core.interfaces.runs import (
     Recipe,
     Tracker,
     TrackerFactory,
+)
+from rl_core.interfaces.thoughts import (
+    CHANNEL_TOKENS,
+    THOUGHT_TOKENS,
+    opened_thought,
+    unfinished_thought,
+    without_thought,
 )
 from rl_core.interfaces.training import (
     Backend,
@@ -235,6 +243,11 @@ __all__ = [
     "EnginePlan",
     "EnginePlanner",
     "InferencePlugin",
+    "CHANNEL_TOKENS",
+    "THOUGHT_TOKENS",
+    "opened_thought",
+    "unfinished_thought",
+    "without_thought",
     "Action",
     "StepResult",
     "Environment",

@@ -10,6 +10,7 @@ import attrs
 
 from rl_core.interfaces.inference import Sampler, SamplingParams, StopReason
 from rl_core.interfaces.messages import Prompt, ToolSchema
+from rl_core.interfaces.thoughts import without_thought
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +34,15 @@ class Action:
     example_call: str | None = None
     """`EXAMPLE_CALL` as the model's chat template renders it. It shows the format of this model's calls in `text`. None
     if the episode has no tools, or the template renders no calls."""
+    opening: str = ""
+    """The text with which the prompt opened this response, and which the policy continued: what follows the assistant's
+    marker, such as `<think>\\n` if the chat template opens the thinking."""
+
+    @property
+    def answer(self) -> str:
+        """The response without its thinking (`without_thought`), also if the prompt opened the thinking. Empty if the
+        thinking was cut off."""
+        return without_thought(self.opening + self.text)
 
 
 @attrs.frozen(kw_only=True)

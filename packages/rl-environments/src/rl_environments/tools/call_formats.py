@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import EXAMPLE_CALL, ToolSchema
+from rl_core.interfaces import EXAMPLE_CALL, ToolSchema, without_thought
 
 
 @attrs.frozen(kw_only=True)
@@ -46,7 +46,8 @@ class CallFormat(Protocol):
     name: str
 
     def read(self, text: str) -> Sequence[Call | BrokenCall]:
-        """Returns the calls in a policy's text, in order; empty if there are none. Must not raise."""
+        """Returns the calls in a policy's text, which `ToolEnvironment` passes without thinking (`Action.answer`), in
+        order; empty if there are none. Must not raise."""
         ...
 
 
@@ -85,13 +86,6 @@ def format_of_name(name: str, key: str = "environment.options.call_format") -> C
     if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{key}: got {name!r}; expected one of {', '.join(known)}")
     return known[name]
-
-
-def without_thought(text: str) -> str:
-    """The text after the last `</think>`, up to the next `<think>`, whose thought was cut off. What the model writes in
-    its thinking does not count."""
-    behind = text.rpartition("</think>")[2]
-    return behind.partition("<think>")[0]
 
 
 class HermesCalls:

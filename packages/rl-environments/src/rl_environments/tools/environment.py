@@ -27,7 +27,6 @@ from rl_environments.tools.call_formats import (
     ForcibleFormat,
     format_of_example,
     format_of_name,
-    without_thought,
 )
 from rl_environments.tools.calling import Answer, run_calls
 from rl_environments.tools.functions import ToolFunction
@@ -155,9 +154,9 @@ class ToolEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`."""
-        calls = self._format_of(action.example_call).read(action.text)
+        calls = self._format_of(action.example_call).read(action.answer)
         if not calls:
-            judged = self.judge(without_thought(action.text).strip())
+            judged = self.judge(action.answer.strip())
             if not inspect.isawaitable(judged):
                 raise ConfigError(
                     f"{type(self).__name__}.judge returned {type(judged).__name__}, expected an awaitable; define it "
