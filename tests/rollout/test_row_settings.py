@@ -17,6 +17,7 @@ from rl_core.interfaces import GroupRequest, SamplingParams, StepResult
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec, codec_of
+from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.supervised_tokens import RowEncoder
 from tests.rollout.chat_templates import TOOL_CHATML, tokenizer_of
@@ -203,3 +204,40 @@ def test_a_setting_of_the_configuration_that_the_template_does_not_read_is_refus
     assert codec.prompt_text([ASKED]).startswith("fast")
     with pytest.raises(ConfigError, match=r"generator\.chat_template_kwargs: got 'thinking', which the model's chat"):
         codec_of(str(model), chat_template_kwargs={**FAST, "thinking": False})
+
+
+class InParts(OneTurn):
+    """Writes prompt and observation in the forms in which data sets write messages."""
+
+    async def reset(self) -> Any:
+        return ({**ASKED, "name": None, "content": [{"type": "text", "text": "12+"}, {"type": "text", "text": "30?"}]},)
+
+    async def step(self, action: Any) -> StepResult:
+        parts = [{"type": "text", "text": "again"}]
+        return StepResult(reward=1.0, done=False, observation=({"role": "user", "content": parts, "name": None},))
+
+
+def test_the_messages_of_an_environment_are_read_as_those_of_a_row():
+    tokenizer = tokenizer_with()
+    said = tuple(tokenizer("42<|im_end|>", add_special_tokens=False)["input_ids"])
+    generator = EnvironmentGenerator(
+        ScriptedClient(lambda request: said),
+        TokenCodec(tokenizer, chat_template_kwargs={}),
+        Episodes(environment_of=lambda row: InParts, limits=Limits(max_turns=2)),
+    )
+    request = GroupRequest(
+        row={"prompt": [ASKED]},
+        row_place="d:1",
+        group_id=0,
+        num_samples=1,
+        seed=0,
+        start_version=0,
+        params=SamplingParams(max_tokens=20),
+    )
+    (trajectory,) = asyncio.run(generator.generate(request))
+    assert trajectory.failure is None
+    whole = tokenizer.apply_chat_template(
+        [ASKED, ANSWER, {"role": "user", "content": "again"}], tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(trajectory.steps[0].tokens) == whole + "42<|im_end|>"
+    assert [turn.observation for turn in trajectory.turns] == ["again", None]

@@ -16,6 +16,7 @@ from rl_core.interfaces import (
     TrajectoryEnd,
     TrajectoryStep,
     Turn,
+    require_observed_messages,
     require_step_result,
 )
 from rl_rollout.conversation import History, Tokens
@@ -162,7 +163,7 @@ def _checked(result: object) -> StepResult:
 def _shown(result: StepResult) -> str | None:
     if result.observation is None or isinstance(result.observation, str):
         return result.observation
-    return "\n".join(message["content"] for message in result.observation)
+    return "\n".join(message["content"] for message in require_observed_messages(result.observation))
 
 
 # --- turns as sequences ---------------------------------------------------------------------------------------------

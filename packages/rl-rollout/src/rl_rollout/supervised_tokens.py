@@ -114,8 +114,14 @@ class RowEncoder:
                 raise DataError(
                     f"the row has no {name!r} (generator.responses=pair); it has {', '.join(map(str, row))}"
                 )
-        if isinstance(row.get("prompt"), str) and not isinstance(row["chosen"], str):
+        prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
+        if isinstance(prompt, str) and not isinstance(row["chosen"], str):
             row = _with_conversation(row)
+        elif isinstance(prompt, str) and all(isinstance(one, str) and one.startswith(prompt) for one in answers):
+            raise DataError(
+                "'chosen' and 'rejected' both begin with the text in 'prompt', which would stand twice; remove the "
+                "column 'prompt', or remove the prompt from both"
+            )
         preferred, other = (self._ended(self._answered(row, name)) for name in ("chosen", "rejected"))
         return preferred, other
 
@@ -134,13 +140,15 @@ class RowEncoder:
         if isinstance(response, str):
             response = [{"role": "assistant", "content": response}]
         messages = require_messages(response, repr(name))
-        if messages[: len(opening)] != opening:
+        if len(messages) >= len(opening) and all(map(_are_alike, messages, opening)):
+            messages[: len(opening)] = opening
+        else:
             if opening[-1]["role"] == messages[0]["role"] == "assistant":
                 raise DataError(
                     f"the prompt ends with a message of the assistant, and {name!r} begins with another; write both as "
                     f"one message in {name!r}"
                 )
-            if messages[0]["role"] in ("system", opening[-1]["role"]):
+            if messages[0]["role"] == "system" or messages[0]["role"] == opening[-1]["role"] == "user":
                 raise DataError(
                     f"{name!r} begins with a message of the role {messages[0]['role']!r} that cannot follow the "
                     f"prompt's last message ({opening[-1]['role']!r}) and is not the prompt's first: remove the prompt "
@@ -249,6 +257,13 @@ def _with_conversation(row: Row) -> dict[str, Any]:
                 f"{text!r:.80}; remove the column 'prompt' to use that beginning, or write the prompt as messages"
             )
     return {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _are_alike(one: Message, other: Message) -> bool:
+    """Whether two messages are the same, except for keys that only one of them has, such as an id."""
+    return all(one[key] == other[key] for key in one.keys() & other.keys()) and ("tool_calls" in one) == (
+        "tool_calls" in other
+    )
 
 
 def _is_weighted(message: Message) -> bool:
