@@ -15,12 +15,12 @@ from typing import Any
 import attrs
 
 from rl_core import plugins
+from rl_core.algorithms import token_mean
 from rl_core.batch import Batch
 from rl_core.config import Config, engine_spec, generator_spec
 from rl_core.errors import RLError
 from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, SamplingParams
 from rl_core.reports.progress import Progress
-from rl_core.trainer.batch_advantages import with_loss_weights
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import evaluate
 from rl_core.trainer.publish import publish_weights
@@ -83,7 +83,7 @@ async def _warm_start(
         with Progress("warm start", None, "updates") as progress:
             for update in range(1, settings.max_updates + 1):
                 batch = Batch.from_sequences([encode(row.row) for row in rng.choices(rows, k=settings.batch_size)])
-                batch = with_loss_weights(batch, "token_mean", {})
+                batch = batch.with_columns(loss_weights=token_mean(batch["loss_mask"]))
                 await group.forward_backward(
                     batch,
                     MicroBatchLimits(max_sequences=settings.batch_size),
