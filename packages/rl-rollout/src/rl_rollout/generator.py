@@ -115,14 +115,19 @@ class EnvironmentGenerator:
         if isinstance(prompt, str) or self._codec.tokenizer.chat_template is None:
             return 0
         preview = getattr(self._episodes.environment_of(row), "preview", None)
-        tools, observation = preview(row, self._episodes.environment_options) if preview else ((), ())
-        turns = self._turns(row, tools or self._known_tools(row))
-        messages = require_messages(prompt, "a prompt")
+        tools, turn = self._known_tools(row), ()
+        if preview is not None:
+            options = self._episodes.environment_options
+            tools, turn = preview(row, options, lambda tools: self._turns(row, tools).example_call)
+        turns, messages = self._turns(row, tools), require_messages(prompt, "a prompt")
         self._codec.proofs.anew = anew
         turns.codec.prove(messages)
         self._codec.proofs.anew = False
-        if observation and self._episodes.limits.max_turns > 1:
-            start_history(turns, messages, step_wise=self._episodes.step_wise).next_prompt((), (), observation)
+        if turn and self._episodes.limits.max_turns > 1:
+            said, *observation = turn
+            end = turns.ends.call if "tool_calls" in said else turns.ends.text
+            history = start_history(turns, messages, step_wise=self._episodes.step_wise)
+            history.next_prompt((), () if end is None else (end,), observation)
         return len(self._codec.proofs.kinds)
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:

@@ -19,10 +19,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Action, Message, Prompt, Row, StepResult, ToolSchema
+from rl_core.interfaces import EXAMPLE_CALL, Action, Message, Prompt, Row, StepResult, ToolSchema
 from rl_environments.options import key_of
 from rl_environments.tools.call_formats import (
     MARKED,
+    Call,
     CallFormat,
     ForcibleFormat,
     format_of_example,
@@ -117,18 +118,28 @@ class ToolEnvironment:
             raise ConfigError(f"{cls.__name__} needs a method `async def judge(self, answer: str) -> float`")
 
     @classmethod
-    def preview(cls, row: Row, options: Mapping[str, Any]) -> tuple[Sequence[ToolSchema], Sequence[Message]]:
-        """Returns the functions that an episode of the row will show, and an example of an observation, from which the
-        checks before a run find out whether the chat template renders both. Empty if the class does not know them,
-        because it or the row has its own."""
+    def preview(
+        cls, row: Row, options: Mapping[str, Any], example_call: Callable[[Sequence[ToolSchema]], str | None]
+    ) -> tuple[Sequence[ToolSchema], Sequence[Message]]:
+        """Returns what an episode of the row will show: the functions, and an example of a turn, which is a message of
+        the assistant (with `tool_calls` if the calls are in the chat template's format) and the answer to its call.
+        Both are empty if the class does not know them, because it has methods of its own. Used by checks before a run.
+
+        Args:
+            example_call: returns `Action.example_call` for an episode with these functions.
+        """
         own = ("reset", "tools", "step", "observation")
         if isinstance(row["prompt"], str) or any(
             getattr(cls, name) is not getattr(ToolEnvironment, name) for name in own
         ):
             return (), ()
         functions = _tool_functions(cls)
-        observation = [{"role": "tool", "content": "the answer", "name": next(iter(functions))}]
-        return [each.schema for each in functions.values()] if cls.shows_schemas else (), observation
+        tools = [each.schema for each in functions.values()] if cls.shows_schemas else []
+        example = example_call(tools) if tools else None
+        chosen = cls._chosen_format(options) or (MARKED if example is None else format_of_example(example))
+        is_templates = example is not None and any(isinstance(call, Call) for call in chosen.read(example))
+        turn: Message = {"role": "assistant", "content": "", **({"tool_calls": [EXAMPLE_CALL]} if is_templates else {})}
+        return tools, [turn, {"role": "tool", "content": "the answer", "name": next(iter(functions))}]
 
     async def judge(self, answer: str) -> float:
         """Returns the reward for the answer that ends the episode; `self.row` is the row. The answer contains no call
