@@ -159,7 +159,7 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module", params=["4.9.3", "4.13.2"])
+@pytest.fixture(scope="module", params=["4.9.3", "4.13.2", pytest.param("4.11.0", marks=pytest.mark.soak)])
 def judged(request, tmp_path_factory):
     """What the grader says with a version of ANTLR's runtime, which is installed for it."""
     folder = tmp_path_factory.mktemp("antlr")

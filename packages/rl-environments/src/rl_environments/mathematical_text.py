@@ -2,7 +2,7 @@
 versions of its parser.
 
 math-verify 0.9 with latex2sympy2-extended 1.11 reads `1 1/2` as 1, `1\\,234` as 235, `33\\frac{1}{3}\\%` as a third of
-a per cent and `1e-3` as e - 3. It reads `50\\%` with ANTLR 4.13.2, but not with 4.9.3.
+a per cent and `1e-3` as e - 3. It reads `50\\%` with ANTLR 4.13.2, but not with 4.9.3 and 4.11.0.
 tests/environments/test_mathematical_text.py shows each case.
 """
 
