@@ -84,7 +84,9 @@ CHAT = """\
     {%- if m.role == 'assistant' %}
         {%- generation %}
         {{- m.content or '' }}
-        {%- for call in m.tool_calls or [] %}*{{ call.function.name }} {{ call.function.arguments.of }}*{% endfor %}
+        {%- for call in m.tool_calls or [] %}
+            {{- '*' + call.function.name }} {{ call.function.arguments | tojson }}*
+        {%- endfor %}
         {{- eos_token }}
         {%- endgeneration %}
     {%- else %}{{ m.content }}{% endif %}

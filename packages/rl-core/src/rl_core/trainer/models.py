@@ -69,6 +69,8 @@ class Models:
 def _name_stop_tokens(directory: Path, stop_tokens: Sequence[int]) -> None:
     """Adds the tokens to `eos_token_id` of the exported generation configuration, so that whoever serves the model
     stops where the run's engines stopped. Engines that find no such file read `eos_token_id` of config.json."""
+    if not stop_tokens:
+        return
     files = [directory / name for name in ("generation_config.json", "config.json")]
     fields, *_ = (json.loads(file.read_text()) for file in files if file.exists())
     given = fields.get("eos_token_id")
