@@ -61,7 +61,8 @@ class Models:
     async def save_model(self, directory: Path) -> None:
         """Writes the policy in Hugging Face format, and the critic into the subfolder `critic`."""
         await self.policy.save_model(directory)
-        _name_stop_tokens(directory, self.stop_tokens)
+        if self.stop_tokens:
+            _name_stop_tokens(directory, self.stop_tokens)
         if self.critic is not None:
             await self.critic.save_model(directory / "critic")
 
