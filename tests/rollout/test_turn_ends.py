@@ -18,9 +18,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces import GenerateRequest, GroupRequest, SamplingParams, StepResult, Trajectory
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_core.trainer.models import Models
+from rl_core.trainer.run import run_training
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
@@ -28,6 +30,7 @@ from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import load_model
 from rl_rollout.supervised_tokens import RowEncoder, TrainedTurns
 from rl_rollout.turn_ends import find_ends
+from tests.supervised.trained import config_of
 
 MARKS = re.compile(
     r"<\|[^<>|\n'\"{}]{1,40}\|>|<｜[^<>｜\n]{1,40}｜>|<[a-z_]+\|>|<\|[a-z_]+>|<(?:start|end)_of_turn>|\[(?:gMASK|/?INST|/?THINK)\]"
@@ -201,6 +204,22 @@ def test_one_sequence_is_refused_where_turns_end_differently(name: str, message:
         second_prompt(name, "<|endoftext|>", "hm<|endoftext|>", "user", step_wise=False)
 
 
+@pytest.mark.parametrize(("name", "is_refused"), [("last_only", True), ("plain", True), ("chatml", False)])
+def test_differing_ends_are_refused_before_the_run_whatever_the_environment(name: str, is_refused: bool):
+    tokenizer, row = tokenizer_of(name, "<|endoftext|>"), {"prompt": [QUESTION]}
+    for step_wise, max_turns in ((False, 2), (True, 2), (False, 1)):
+        episodes = Episodes(
+            environment_of=lambda row: chatting([]), limits=Limits(max_turns=max_turns), step_wise=step_wise
+        )
+        client: Any = None
+        generator = EnvironmentGenerator(client, TokenCodec(tokenizer, chat_template_kwargs={}), episodes)
+        if is_refused and not step_wise and max_turns > 1:
+            with pytest.raises(ConfigError, match="step_wise_trajectories=true"):
+                generator.prove(row, anew=True)
+        else:
+            generator.prove(row, anew=True)
+
+
 # --- engines that stop ----------------------------------------------------------------------------------------------
 
 
@@ -329,6 +348,19 @@ def test_every_trained_turn_ends_at_a_token_at_which_the_engine_stops(
     assert set(ends) <= set(ends_of(name, eos))
 
 
+@pytest.mark.parametrize("messages", [[QUESTION, ANSWER, QUESTION, ANSWER], [QUESTION, CALL, RESULT, ANSWER]])
+def test_the_trained_text_of_glm_is_that_of_trls_own_training_template(messages: Any):
+    tokenizer = tokenizer_of("glm4moe_training", "<|endoftext|>")
+    made = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, tokenize=True, add_generation_prompt=False
+    )
+    marked = "".join(
+        tokenizer.decode([token]) if is_trained else "\0"
+        for token, is_trained in zip(made["input_ids"], made["assistant_masks"], strict=True)
+    )
+    assert trained_texts("glm4moe", "<|endoftext|>", messages) == [text for text in marked.split("\0") if text]
+
+
 def test_a_thoughtful_last_turn_of_glm_ends_too():
     answer = {"role": "assistant", "content": "<think>hm</think>42"}
     assert trained_texts("glm4moe", "<|endoftext|>", [QUESTION, answer]) == ["\n<think>hm</think>\n42<|user|>"]
@@ -369,3 +401,29 @@ async def test_an_export_names_the_ends_of_the_run(written: dict[str, Any], expe
     policy: Any = Exports(written)
     await Models(policy=policy, stop_tokens=(7, 5)).save_model(tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text()) == expected
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_transformers_stops_where_the_run_stopped_with_an_exported_base_model(lora_rank: int, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = tokenizer_of("chatml", "<|endoftext|>")
+    base = model_that_says(tokenizer, "<|im_end|>", tmp_path / "base")
+    rows = [{"messages": [QUESTION, {"role": "assistant", "content": ""}]}] * 2
+    keys = {
+        "trainer.policy.optimizer_config.lr": 1e-9,
+        "trainer.policy.model.lora.rank": lora_rank,
+        "generator.sampling_params.max_generate_length": 64,
+        "trainer.logger": [],
+        "trainer.epochs": 1,
+    }
+    run_training(config_of(tmp_path, base, rows, **keys))
+    exported = tmp_path / "run" / "model"
+    ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|endoftext|>", "<|im_end|>")]
+    prompt_NT = torch.tensor([tokenizer("hm", add_special_tokens=False)["input_ids"]])
+    lengths = []
+    for path in (base, exported):
+        model: Any = AutoModelForCausalLM.from_pretrained(path)
+        lengths.append(model.generate(prompt_NT, max_new_tokens=9, do_sample=False).shape[1] - prompt_NT.shape[1])
+    assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == ends
+    assert lengths == [9, 1]

@@ -56,6 +56,16 @@ def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> Hist
     return RenderedHistory(turns, prompt) if step_wise else ChatHistory(turns, prompt)
 
 
+def require_unchanged(change: str | None) -> None:
+    """Raises ConfigError if the template changes earlier turns (`TurnTokens.how_it_changes`)."""
+    if change:
+        raise ConfigError(
+            f"the model's chat template {change}, so an episode of several turns is not one sequence: set "
+            "generator.step_wise_trajectories=true, so that each such change begins a new sequence, or give the "
+            "model a chat_template.jinja that keeps earlier turns and ends each with the same special token"
+        )
+
+
 class TextHistory:
     """Builds prompts of text without a template: appends each observation unchanged."""
 
@@ -79,13 +89,7 @@ class ChatHistory:
 
     def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
         messages = require_observed_messages(observation)
-        change = self._turns.how_it_changes(self._opening, messages)
-        if change:
-            raise ConfigError(
-                f"the model's chat template {change}, so an episode of several turns is not one sequence: set "
-                "generator.step_wise_trajectories=true, so that each such change begins a new sequence, or give the "
-                "model a chat_template.jinja that keeps earlier turns and ends each with the same special token"
-            )
+        require_unchanged(self._turns.how_it_changes(self._opening, messages))
         # A response may end with a special token that the template does not write there. It was sampled and is trained
         # on, so it stays, and the template's own end follows it.
         return prompt + response + self._turns.between(response, messages)[0]

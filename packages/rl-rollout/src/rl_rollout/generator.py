@@ -36,7 +36,7 @@ from rl_core.interfaces import (
 from rl_core.seeds import seed_of
 from rl_core.tasks import all_of, code_of
 from rl_rollout.chat import TokenCodec, codec_of
-from rl_rollout.conversation import Tokens, start_history
+from rl_rollout.conversation import Tokens, require_unchanged, start_history
 from rl_rollout.environment_calls import EnvironmentFailure
 from rl_rollout.environment_pool import EnvironmentPool, HangingThreads
 from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play
@@ -110,7 +110,8 @@ class EnvironmentGenerator:
     def prove(self, row: Row, *, anew: bool) -> int:
         """Requires that the template renders the row's prompt, the tools of its environment and an observation
         completely. Tools and observation are known before an episode if the environment has a class method `preview`.
-        See `Generator`."""
+        Without one, episodes of several turns in one sequence still require that all turns end alike. See
+        `Generator`."""
         prompt = row.get("prompt")
         if isinstance(prompt, str) or self._codec.tokenizer.chat_template is None:
             return 0
@@ -128,6 +129,8 @@ class EnvironmentGenerator:
             end = turns.ends.call if "tool_calls" in said else turns.ends.text
             history = start_history(turns, messages, step_wise=self._episodes.step_wise)
             history.next_prompt((), () if end is None else (end,), observation)
+        elif self._episodes.limits.max_turns > 1 and not self._episodes.step_wise:
+            require_unchanged(turns.other_ends)
         return len(self._codec.proofs.kinds)
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:

@@ -84,6 +84,13 @@ class TurnTokens:
         """The tokens that end a turn of the policy. Raises DataError, as `find_ends` does."""
         return find_ends(self.codec)
 
+    @property
+    def other_ends(self) -> str | None:
+        """Describes how the ends of earlier turns differ from what the policy sampled; None if they do not."""
+        if self.ends.text is None:
+            return "ends turns without a special token at which the engine could stop"
+        return None if self.ends.is_kept else "ends the last turn with other tokens than earlier turns"
+
     @cached_property
     def _closing(self) -> tuple[tuple[int, ...], int]:
         """The tokens that follow the text of the last turn, and the number of whitespace tokens at their start."""
@@ -137,10 +144,8 @@ class TurnTokens:
         """
         roles = (_roles(opening), _roles(observation))
         if roles not in self._changes:
-            if self.ends.text is None:
-                self._changes[roles] = "ends turns without a special token at which the engine could stop"
-            elif not self.ends.is_kept:
-                self._changes[roles] = "ends the last turn with other tokens than earlier turns"
+            if self.other_ends is not None:
+                self._changes[roles] = self.other_ends
             elif not self._keeps(opening, observation, SAID):
                 self._changes[roles] = "renders earlier turns differently once later turns follow"
             elif not self._keeps(opening, observation, _WITH_THOUGHT):
