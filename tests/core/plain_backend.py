@@ -37,6 +37,7 @@ class PlainBackend:
     worker_class: Callable[[WorkerSpec, RankInfo], Worker]
     name: str = "plain"
     contract_version: int = 3
+    replays_kept_tokens: bool = True
     config_section: str = "plain_config"
     options_class: type = NoOptions
 

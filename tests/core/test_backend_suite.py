@@ -293,7 +293,7 @@ class KeepsNoFloat32Weights(ComputesInBfloat16):
 class TakesLogprobsInBfloat16(ComputesInBfloat16):
     """Computes log-probs in the dtype of the logits that the model returns."""
 
-    def score(self, tokens_T, temperature, routes=None):
+    def score(self, tokens_T, temperature, routes=None, kept=None):
         logits_TV = self.computing(input_ids=tokens_T[None], use_cache=False).logits[0, :-1] / temperature
         all_logprobs_TV = logits_TV.log_softmax(-1)
         logprobs_T = all_logprobs_TV[range(len(tokens_T) - 1), tokens_T[1:]].float()
@@ -355,6 +355,28 @@ class KeepsItsNoise(PlainWorker):
                 parameter += sign * torch.randn(parameter.shape, generator=noise)
 
 
+class IgnoresKeptTokens(PlainWorker):
+    def forward(self, batch, plan, *, temperature):
+        return super().forward(batch.without_columns("kept_counts", "kept_ids"), plan, temperature=temperature)
+
+
+class TrainsOnTheWholeVocabulary(PlainWorker):
+    """Scores among the kept tokens, but trains without them."""
+
+    def forward_backward(self, batch, *args, **kwargs):
+        return super().forward_backward(batch.without_columns("kept_counts", "kept_ids"), *args, **kwargs)
+
+
+class ShiftsKeptTokens(PlainWorker):
+    """Reads each token's kept ids one token late, where they include the token."""
+
+    def score(self, tokens_T, temperature, routes=None, kept=None):
+        if kept is not None:
+            late = zip(tokens_T, kept[1:] + kept[:1], strict=True)
+            kept = [ids_K if token in ids_K else ids_K[:0] for token, ids_K in late]
+        return super().score(tokens_T, temperature, routes, kept)
+
+
 class IgnoresRoutes(RoutedWorker):
     def forward(self, batch, plan, *, temperature):
         without = batch.without_columns("routed_experts", "routed")
@@ -394,6 +416,9 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (plain.ReturnsScoresInThePlansOrder, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (plain.ReturnsScoresInThePlansOrder, TWO, "test_logprobs_and_entropies_of_the_stream"),
     (TrainsAtAnotherTemperature, ONE, "test_loss_and_every_gradient"),
+    (IgnoresKeptTokens, ONE, "test_logprobs_and_entropies_of_the_stream"),
+    (TrainsOnTheWholeVocabulary, ONE, "test_loss_and_every_gradient"),
+    (ShiftsKeptTokens, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (WeighsOneTokenWrong, ONE, "test_loss_and_every_gradient"),
     (LeavesOneTokenOut, ONE, "test_loss_and_every_gradient"),
     (LeavesOneTokenOut, ONE, "test_metrics_are_averages_over_the_trained_tokens"),

@@ -31,8 +31,17 @@ def batches(draw) -> Batch:
     """One to eight sequences with `tokens` and any subset of the other columns."""
     lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=8))
     names = draw(st.sets(st.sampled_from([*FIELDS, "x_quantile"]))) | {"tokens"}
+    counted = {name for name in names if field_of(name).counted_by}
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    return Batch(offsets_of(lengths), {name: column_of(name, lengths, generator) for name in sorted(names)})
+    columns = {name: column_of(name, lengths, generator) for name in sorted(names - counted)}
+    for name in counted:
+        counts_T = column_of(str(field_of(name).counted_by), lengths, generator) % 4
+        size = (int(counts_T.sum()),)
+        columns |= {
+            str(field_of(name).counted_by): counts_T,
+            name: torch.randint(0, 100, size, generator=generator).int(),
+        }
+    return Batch(offsets_of(lengths), columns)
 
 
 def require_equal(one: Batch, other: Batch) -> None:
@@ -95,6 +104,40 @@ def test_neighbours_are_selected_without_a_copy(batch, data):
     require_equal(selected, backwards.select(list(reversed(range(end - first)))))
     assert selected["tokens"].untyped_storage().data_ptr() == batch["tokens"].untyped_storage().data_ptr()
     assert (selected is batch) == (end - first == batch.num_sequences)
+
+
+KEPT = [
+    {"tokens": [5, 6, 7], "kept_counts": [0, 3, 1], "kept_ids": [6, 1, 2, 7]},
+    {"tokens": [8, 9], "kept_counts": [0, 2], "kept_ids": [9, 3]},
+]
+
+
+def test_the_entries_of_a_column_with_several_per_token_follow_their_tokens():
+    batch = Batch.from_sequences(KEPT)
+    assert batch["kept_ids"].tolist() == [6, 1, 2, 7, 9, 3]
+    assert batch.select([1, 0, 1])["kept_ids"].tolist() == [9, 3, 6, 1, 2, 7, 9, 3]
+    assert batch.select([1])["kept_ids"].tolist() == [9, 3]
+    assert batch.rows_of("kept_ids", torch.tensor([4, 2, 0, 1]), torch.tensor([])).tolist() == [4, 5, 3, 0, 1, 2]
+    padded = batch.to_padded(pad_token_id=0)
+    assert padded.columns["kept_counts"].tolist() == [[0, 3, 1], [0, 0, 2]]
+    require_equal(Batch.from_padded(padded), batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kept_ids": [6, 1, 2]}, "sequence 0: kept_ids has 3 entries for 4 kept_counts in all"),
+        ({"kept_ids": 7}, "sequence 0: kept_ids is 7; expected a list"),
+    ],
+)
+def test_entries_that_their_counts_do_not_explain_are_refused(change, message):
+    with pytest.raises(ShapeError, match=message):
+        Batch.from_sequences([{**KEPT[0], **change}, KEPT[1]])
+    batch = Batch.from_sequences(KEPT)
+    with pytest.raises(ShapeError, match=r"kept_ids: expected \[E\] with E = 6, got \(5,\)"):
+        batch.with_columns(kept_ids=batch["kept_ids"][1:])
+    with pytest.raises(ShapeError, match="kept_ids: this batch has no column 'kept_counts', which counts its entries"):
+        batch.without_columns("kept_counts")
 
 
 def test_a_batch_is_not_changed_by_the_batches_made_of_it():

@@ -19,12 +19,14 @@ def batches(draw: st.DrawFn) -> Batch:
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     names = draw(st.sets(st.sampled_from(sorted(FIELDS))))
     columns = {}
-    for name in ["tokens", *sorted(names - {"tokens"}), "x_own"]:
+    for name in ["tokens", *sorted(names - {"tokens", "kept_ids"}), "x_own"]:
         field = FIELDS.get(name, FIELDS["rewards"])
         sizes = {"T": sum(lengths), "N": len(lengths), "L": 2, "K": 3}
         shape = [sizes[axis] for axis in field.axes]
         dtype = draw(st.sampled_from(dtypes_of(name)))
         columns[name] = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+    if "kept_counts" in names:
+        columns["kept_ids"] = torch.arange(int(columns["kept_counts"].sum()), dtype=torch.int32)
     return Batch(offsets_of(lengths), columns)
 
 

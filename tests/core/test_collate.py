@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from rl_core.errors import GenerationError
-from rl_core.interfaces import Trajectory, TrajectoryStep
+from rl_core.interfaces import KeptTokens, Trajectory, TrajectoryStep
 from rl_core.trainer.collate import collate
+from rl_core.trainer.step_merging import merge_steps
 
 
 def step(tokens: list[int], num_prompt: int, reward: float = 0.0, routes: np.ndarray | None = None) -> TrajectoryStep:
@@ -52,6 +53,37 @@ def test_expert_ids_above_255_are_kept_next_to_uint8_routes():
     few, many = np.array([[[3, 200]]], np.uint8), np.array([[[300, 4]]], np.int16)
     batch = collate([trajectory(1, step([1, 2], 1, routes=few)), trajectory(2, step([4, 5], 1, routes=many))])
     assert batch["routed_experts"][batch["routed"]].tolist() == [[[3, 200]], [[300, 4]]]
+
+
+def kept_step(tokens: list[int], num_prompt: int, *kept: list[int]) -> TrajectoryStep:
+    record = KeptTokens.of_each([*([],) * num_prompt, *kept])
+    return attrs.evolve(step(tokens, num_prompt), kept_tokens=record)
+
+
+def test_kept_tokens_stand_at_their_tokens_and_survive_a_merge():
+    turns = [kept_step([1, 2, 3], 1, [2, 9], [3, 4, 5]), kept_step([1, 2, 3, 6, 7], 4, [0, 7])]
+    batch = collate([trajectory(1, *turns), trajectory(2, kept_step([4, 5], 1, []))])
+    assert batch["kept_counts"].tolist() == [0, 2, 3, 0, 0, 0, 0, 2, 0, 0]
+    assert batch["kept_ids"].tolist() == [2, 9, 3, 4, 5, 0, 7]
+    merged, _ = merge_steps(batch)
+    assert merged["tokens"].tolist() == [1, 2, 3, 6, 7, 4, 5]
+    assert merged["kept_counts"].tolist() == [0, 2, 3, 0, 2, 0, 0]
+    assert merged["kept_ids"].tolist() == [2, 9, 3, 4, 5, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (KeptTokens.of_each([[], [2, 9], [4, 5]]), r"step 0: token 2 \(3\) is not among its own kept_tokens"),
+        (KeptTokens.of_each([[], [2]]), "got kept_tokens of 2 tokens with 1 ids; expected 3 tokens"),
+        (KeptTokens(counts=np.array([0, 2, 1]), ids=np.array([2])), r"with 1 ids; expected .* number of ids \(3\)"),
+        (None, "1 of 2 steps have kept_tokens; expected all or none"),
+    ],
+)
+def test_kept_tokens_that_do_not_fit_are_refused(kept, message):
+    other = attrs.evolve(step([1, 2, 3], 1), kept_tokens=kept)
+    with pytest.raises(GenerationError, match=message):
+        collate([trajectory(1, other), trajectory(2, kept_step([4, 5], 1, [5]))])
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
 from rl_core import plugins
 from rl_core.errors import GenerationError
+from rl_core.interfaces import KeptTokens
 from rl_core.rank_kit.weight_buckets import unpack_bucket
 from rl_core.testing import inference, reference_transport
 from rl_core.testing.inference import InferenceClientConformance, make_bench
@@ -22,9 +24,10 @@ from tests.core.test_suites import REJECTED
 @pytest.mark.slow
 class TestReferenceEngine(InferenceClientConformance):
     transport = MemoryTransport()
+    returns_kept_tokens = True
 
     async def create_client(self, model_path):
-        return ReferenceEngine.from_checkpoint(model_path)
+        return ReferenceEngine.from_checkpoint(model_path, return_kept_tokens=True)
 
 
 class FaultyEngine(ReferenceEngine):
@@ -57,6 +60,30 @@ class UnscaledLogprobs(FaultyEngine):
             logits_RV = self.model(input_ids=tokens).logits[0, len(request.prompt_tokens) - 1 : -1]
         own_R = logits_RV.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
         return attrs.evolve(completion, logprobs=tuple(own_R.tolist()))
+
+
+class KeepsOneTooFew(FaultyEngine):
+    """Leaves the least likely kept id out, which is nearly never the sampled one."""
+
+    def kept_ids(self, logits_V, params):
+        kept = super().kept_ids(logits_V, params)
+        return sorted(kept, key=lambda token: -logits_V[token])[:-1] if len(kept) > 1 else kept
+
+
+class KeepsTheNextTokens(FaultyEngine):
+    """Shifts the kept ids by one token."""
+
+    def spoil(self, completion, request):
+        kept = completion.kept_tokens
+        ids = np.split(kept.ids, kept.counts.cumsum()[:-1])
+        return attrs.evolve(completion, kept_tokens=KeptTokens.of_each(ids[1:] + ids[:1]))
+
+
+class KeepsTheWholeVocabulary(FaultyEngine):
+    """Names all ids where the filters exclude none, for which an engine names none."""
+
+    def kept_ids(self, logits_V, params):
+        return super().kept_ids(logits_V, params) or list(range(len(logits_V)))
 
 
 class LostSample(FaultyEngine):
@@ -206,6 +233,9 @@ WRONG_ENGINES = [
     (SlightlyWrongLogprobs, "test_logprobs_are_the_models_own"),
     (ShiftedLogprobs, "test_logprobs_are_the_models_own"),
     (UnscaledLogprobs, "test_logprobs_are_those_of_the_distribution_sampled_from"),
+    (KeepsOneTooFew, "test_kept_tokens_are_those_that_the_filters_keep"),
+    (KeepsTheNextTokens, "test_kept_tokens_are_those_that_the_filters_keep"),
+    (KeepsTheWholeVocabulary, "test_kept_tokens_are_those_that_the_filters_keep"),
     (Flattened, "test_samples_follow_the_models_distribution"),
     (SeedOfTheMoment, "test_a_seed_fixes_the_sample_alone_and_in_a_crowd"),
     (SameSeedForAll, "test_sample_i_is_drawn_with_seed_plus_i"),
@@ -243,7 +273,7 @@ def test_a_wrong_engine_is_rejected(engine, check, checkpoint, monkeypatch):
     monkeypatch.setattr(inference, "_TRIES", 1)  # these engines compute in the event loop, so no request ends too early
     suite = TestReferenceEngine()
     with asyncio.Runner() as runner:
-        client = engine.from_checkpoint(checkpoint)
+        client = engine.from_checkpoint(checkpoint, return_kept_tokens=True)
         bench = make_bench(client, suite.transport, checkpoint, runner)
         with pytest.raises(REJECTED):
             run_check(suite, check, bench)

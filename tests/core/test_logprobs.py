@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_core.algorithms import chunked_logprobs, full_logprobs
+from rl_core.algorithms.logprobs import KeptIds
 from rl_core.errors import ShapeError
 
 
@@ -117,6 +118,56 @@ def test_extreme_logits_stay_finite():
     assert hidden_TH.grad.isfinite().all()
 
 
+def kept_sets(targets_T, vocabulary=11):
+    """For every token, none or a random set of ids that includes the target; some sets have only the target, some all
+    ids."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = [0, 1, vocabulary, *torch.randint(0, vocabulary, (len(targets_T),), generator=generator).tolist()]
+    kept = []
+    for target, size in zip(targets_T.tolist(), sizes, strict=False):
+        others = torch.randperm(vocabulary, generator=generator)
+        kept.append([target, *others[others != target][: size - 1].tolist()] if size else [])
+    return kept, KeptIds(torch.tensor([len(ids) for ids in kept]), torch.tensor([i for ids in kept for i in ids]))
+
+
+def slow_among_kept(hidden_TH, weight_VH, targets_T, *, temperature, kept, bias_V=0.0):
+    """Log-probs and entropies from a softmax over the kept logits alone, one token after another."""
+    logprobs, entropies = [], []
+    for hidden_H, target, ids in zip(hidden_TH, targets_T.tolist(), kept, strict=True):
+        ids = ids or list(range(len(weight_VH)))
+        logprobs_K = ((weight_VH @ hidden_H + bias_V) / temperature)[ids].log_softmax(-1)
+        logprobs.append(logprobs_K[ids.index(target)])
+        entropies.append(-(logprobs_K.exp() * logprobs_K).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("use", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_values_and_gradients_among_kept_ids_are_those_of_a_softmax_over_them(use, chunk_tokens, has_bias):
+    tensors, targets_T = inputs()
+    if not has_bias:
+        del tensors["bias_V"]
+    kept, kept_ids = kept_sets(targets_T)
+    expected, expected_grads = value_and_gradients(slow_among_kept, tensors, targets_T, use, kept=kept)
+    settings = {"chunk_tokens": chunk_tokens, "with_entropy": "entropies" in use}
+    actual, grads = value_and_gradients(chunked_logprobs, tensors, targets_T, use, kept=kept_ids, **settings)
+    whole, _ = value_and_gradients(chunked_logprobs, tensors, targets_T, use, **settings)
+    for name, left, right, other in zip(("logprobs", "entropies"), actual, expected, whole, strict=True):
+        if left is not None or name in use:
+            torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+            assert (other - right).abs().max() > 0.3, "the kept ids matter"
+    for left, right in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+
+
+def test_a_count_for_each_target_is_required():
+    tensors, targets_T = inputs()
+    kept = KeptIds(torch.tensor([1]), torch.tensor([0]))
+    with pytest.raises(ShapeError, match=r"kept: expected counts of 13 tokens, got \(1,\)"):
+        chunked_logprobs(**tensors, targets_T=targets_T, temperature=1.0, chunk_tokens=4, kept=kept)
+
+
 @pytest.mark.parametrize("use", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
 @pytest.mark.parametrize("function", ["chunked", "full"])
 def test_a_bias_of_minus_infinity_removes_its_token_from_the_vocabulary(function, use):
@@ -176,12 +227,16 @@ class LogitsMemory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])
-@pytest.mark.parametrize("function", [chunked_logprobs, full_logprobs])
+@pytest.mark.parametrize("function", [chunked_logprobs, full_logprobs, "among kept ids"])
 def test_never_more_than_one_chunk_of_logits_is_alive(function, with_entropy):
     """Covers forward and backward pass. The version with full logits is the negative control."""
+    has_kept = function == "among kept ids"
+    function = chunked_logprobs if has_kept else function
     num_tokens, vocabulary, chunk_tokens = 64, 1000, 8
     tensors, targets_T = inputs(num_tokens, vocabulary, 4, torch.float32)
     settings = {"chunk_tokens": chunk_tokens, "with_entropy": with_entropy} if function is chunked_logprobs else {}
+    if has_kept:
+        settings["kept"] = kept_sets(targets_T, vocabulary)[1]
     use = ("logprobs", "entropies") if with_entropy else ("logprobs",)
     with LogitsMemory(vocabulary, [targets_T, *tensors.values()]) as memory:
         value_and_gradients(function, tensors, targets_T, use, **settings)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rl_core.config import from_mapping
 from rl_core.config.resolving import as_mapping, leaves
 from rl_core.errors import CheckpointError
-from rl_core.interfaces import Completion, Trajectory, TrajectoryStep, Turn
+from rl_core.interfaces import Completion, KeptTokens, Trajectory, TrajectoryStep, Turn
 from rl_core.trainer.buffer import FinishedGroup
 from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.fingerprint import plays_alike
@@ -74,6 +74,7 @@ def stored(group_id: int, start_version: int = 3, *trajectories: Trajectory, **c
 def test_groups_come_back_bit_for_bit(tmp_path: Path):
     routes = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
     turns = (Turn(response="x", observation="y", reward=0.5, stop_reason="stop"),)
+    kept = KeptTokens.of_each([[], [3, 1, 70_000], [2]])
     groups = [
         stored(
             7,
@@ -81,6 +82,8 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
             trajectory(
                 7,
                 step(4, routed_experts=routes),
+                step(3, kept_tokens=kept),
+                step(1, kept_tokens=KeptTokens.none(1), routed_experts=routes[:1]),
                 step(2, token_rewards=[0.0, 1 / 7]),
                 step(2, loss_mask=[True, False]),
                 turns=turns,
@@ -96,6 +99,16 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
     found = read_groups(tmp_path)
     assert plain(found) == plain(groups)
     assert found[1].group.trajectories[0].steps[1].reward == float(np.float32(0.1))
+
+
+def test_groups_stored_before_steps_had_kept_tokens_can_be_read(tmp_path: Path):
+    groups = [stored(1, 0, trajectory(1, step(2)))]
+    write_groups(tmp_path, groups)
+    described = json.loads((tmp_path / "finished_groups.json").read_text())
+    for name in ("kept_counts", "kept_ids"):
+        del described[0]["trajectories"][0]["steps"][0][name]
+    (tmp_path / "finished_groups.json").write_text(json.dumps(described))
+    assert plain(read_groups(tmp_path)) == plain(groups)
 
 
 def test_groups_stored_before_steps_had_loss_masks_can_be_read(tmp_path: Path):
@@ -148,7 +161,7 @@ def test_answers_of_groups_in_progress_come_back_bit_for_bit(tmp_path: Path):
             group_id=9,
             start_version=3,
             answers={"two": (completion(2, routed_experts=routes[:1], stop_reason="stop"), completion(1))}
-            | {"three": (completion(3, routed_experts=routes),)},
+            | {"three": (completion(3, routed_experts=routes, kept_tokens=KeptTokens.of_each([[0], [], [2, 9]])),)},
         ),
     ]
     write_started_groups(tmp_path, groups)

@@ -12,6 +12,7 @@ from rl_rollout.transports.files import files
 
 class TestLocalEngine(InferenceClientConformance):
     transport = files
+    returns_kept_tokens = True
 
     async def create_client(self, model_path):
         return await start(model_path, max_num_seqs=64)
@@ -21,6 +22,7 @@ class TestLocalEngineWithFewRows(InferenceClientConformance):
     """With few rows, most requests wait and join in the middle of other responses."""
 
     transport = files
+    returns_kept_tokens = True
 
     async def create_client(self, model_path):
         return await start(model_path, max_num_seqs=3)
@@ -31,4 +33,6 @@ async def start(path, *, max_num_seqs):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return model.eval(), AutoTokenizer.from_pretrained(path)
 
-    return await LocalEngine.start(load, max_num_seqs=max_num_seqs, timeout_s=250, num_threads=1)
+    return await LocalEngine.start(
+        load, max_num_seqs=max_num_seqs, timeout_s=250, num_threads=1, return_kept_tokens=True
+    )

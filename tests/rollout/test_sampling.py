@@ -23,7 +23,8 @@ knobs = st.builds(
 
 
 def draw_with(logits_BV, params, uniforms_B):
-    return draw(logits_BV, knob_array([params] * len(logits_BV)), np.asarray(uniforms_B, dtype=np.float64))
+    tokens, logprobs, _ = draw(logits_BV, knob_array([params] * len(logits_BV)), np.asarray(uniforms_B, np.float64))
+    return tokens, logprobs
 
 
 @given(params=knobs, seed=st.integers(0, 2**32))
@@ -57,7 +58,8 @@ def test_the_ends_of_the_unit_interval_give_tokens_that_have_a_probability(numbe
 def test_greedy_rows_ignore_filters_and_share_a_batch_with_sampled_ones():
     logits_V = torch.tensor([0.0, 1.0, 3.0, 2.0])
     params = [SamplingParams(temperature=0.0, top_k=1), SamplingParams(top_k=2), SamplingParams(temperature=0.0)]
-    tokens, logprobs = draw(logits_V.expand(3, -1), knob_array(params), np.array([0.9, 0.999, 0.1]))
+    tokens, logprobs, kept = draw(logits_V.expand(3, -1), knob_array(params), np.array([0.9, 0.999, 0.1]))
+    assert [len(ids) for ids in kept] == [0, 2, 0]
     own_V = logits_V.log_softmax(-1)
     assert tokens.tolist()[::2] == [2, 2]
     torch.testing.assert_close(logprobs[[0, 2]], own_V[[2, 2]])

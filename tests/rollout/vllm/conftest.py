@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 import pytest_asyncio
 import ray
@@ -38,7 +39,8 @@ def ray_for_servers() -> Iterator[None]:
 
 def _dense(directory: Path) -> EngineSpec:
     transport = "tests.rollout.vllm.other_transport:other"
-    return make_spec(write_model(directory / "model"), directory, weight_sync_backend=transport)
+    spec = make_spec(write_model(directory / "model"), directory, weight_sync_backend=transport)
+    return attrs.evolve(spec, return_kept_tokens=True)
 
 
 def _moe(directory: Path) -> EngineSpec:

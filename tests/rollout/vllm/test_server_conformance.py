@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 class TestVLLMServer(InferenceClientConformance):
     transport = FilesTransport(timeout_s=60.0)
+    returns_kept_tokens = True
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import GenerationError
-from rl_core.interfaces import Completion, GenerateRequest, Manifest, SamplingParams, TensorRecord
+from rl_core.interfaces import Completion, GenerateRequest, KeptTokens, Manifest, SamplingParams, TensorRecord
 from rl_rollout.vllm import bodies, wire
 from rl_rollout.vllm.calls import Calls
 
@@ -34,6 +34,7 @@ def test_requests_completions_and_manifests_are_received_as_they_were_sent():
         policy_versions=(-1, 3, 3),
         stop_reason="stop",
         routed_experts=routed,
+        kept_tokens=KeptTokens.of_each([[4], [151_935, 5], []]),
     )
     empty = Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")
     body = msgspec.msgpack.decode(wire.request_body(REQUEST), type=bodies.GenerateBody)
@@ -44,6 +45,13 @@ def test_requests_completions_and_manifests_are_received_as_they_were_sent():
     assert first.routed_experts.dtype == np.uint8
     np.testing.assert_array_equal(first.routed_experts, routed)
     assert second == empty
+    without = attrs.evolve(whole, kept_tokens=None)
+    # 4 bytes for each kept id, 4 for the count of each token, and less than 30 in all for names and sizes.
+    assert (
+        3 * 4 + 3 * 4
+        <= len(wire.completions_body([whole])) - len(wire.completions_body([without]))
+        < 3 * 4 + 3 * 4 + 30
+    )
     manifest = Manifest(version=3, tensors={"w": TensorRecord(shape=(2, 3), dtype="bfloat16", checksum=2**32 - 1)})
     assert wire.manifest_of(wire.decode(wire.encode(wire.manifest_record(manifest)))) == manifest
 

@@ -69,17 +69,16 @@ class Batch:
             missing = [i for i, sequence in enumerate(sequences) if name not in sequence]
             if missing:
                 raise ShapeError(f"Batch.from_sequences: sequence {missing[0]} has no {name!r}, but sequence 0 does")
-            dtypes = dtypes_of(name)
+            dtypes, counted_by = dtypes_of(name), field_of(name).counted_by
             values = [sequence[name] for sequence in sequences]
-            if field_of(name).axes[0] == "T":
+            if field_of(name).axes[0] in "TE":
                 for i, value in enumerate(values):
                     _require_list(i, name, value)
-                wrong = [
-                    i for i, (value, length) in enumerate(zip(values, lengths, strict=True)) if len(value) != length
-                ]
+                due = lengths if counted_by is None else [int(sum(s.get(counted_by, ()))) for s in sequences]
+                wrong = [i for i, (value, length) in enumerate(zip(values, due, strict=True)) if len(value) != length]
                 if wrong:
-                    i = wrong[0]
-                    raise ShapeError(f"sequence {i}: {name} has {len(values[i])} entries for {lengths[i]} tokens")
+                    i, what = wrong[0], "tokens" if counted_by is None else f"{counted_by} in all"
+                    raise ShapeError(f"sequence {i}: {name} has {len(values[i])} entries for {due[i]} {what}")
                 columns[name] = _laid_end_to_end(name, values, dtypes)
             else:
                 columns[name] = _one_per_sequence(name, values, dtypes)
@@ -156,24 +155,39 @@ class Batch:
         if 0 <= first < end <= self.num_sequences and torch.equal(index, torch.arange(first, end)):
             return self._neighbours(first, end)
         token_index = self.token_index(index)
-        columns = {name: v[token_index if field_of(name).axes[0] == "T" else index] for name, v in self.columns.items()}
+        columns = {name: v[self.rows_of(name, token_index, index)] for name, v in self.columns.items()}
         return Batch(offsets_of(self.lengths[index]), columns)
+
+    def rows_of(self, name: str, token_index: Tensor, sequences: Tensor) -> Tensor:
+        """The rows of a column that belong to the tokens (a column with one row per sequence: to the sequences), int64.
+        Both arguments are int64 indices, and the rows are in their order."""
+        counted_by = field_of(name).counted_by
+        if counted_by is None:
+            return token_index if field_of(name).axes[0] == "T" else sequences
+        return _within(offsets_of(self[counted_by]), token_index)
 
     def _neighbours(self, first: int, end: int) -> Batch:
         if end - first == self.num_sequences:
             return self
         offsets = self.offsets[first : end + 1]
-        ranges = {"T": slice(int(offsets[0]), int(offsets[-1])), "N": slice(first, end)}
-        columns = {name: values[ranges[field_of(name).axes[0]]] for name, values in self.columns.items()}
+        sequences = slice(first, end)
+        columns = {}
+        for name, values in self.columns.items():
+            starts = self._starts(name)
+            columns[name] = values[sequences if starts is None else slice(int(starts[first]), int(starts[end]))]
         return Batch(offsets - offsets[0], columns)
+
+    def _starts(self, name: str) -> Tensor | None:
+        """int64 [N+1]: where the rows of each sequence start in a column; None for a column with one per sequence."""
+        field = field_of(name)
+        if field.counted_by is not None:
+            return offsets_of(self[field.counted_by])[self.offsets]
+        return self.offsets if field.axes[0] == "T" else None
 
     def token_index(self, sequences: Tensor) -> Tensor:
         """Stream positions of all tokens of the given sequences, int64. `sequences` are int64 indices; the positions
         are in the order of `sequences`."""
-        lengths = self.lengths[sequences]
-        starts = offsets_of(lengths)[:-1]
-        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
-        return torch.repeat_interleave(self.offsets[:-1][sequences], lengths) + within
+        return _within(self.offsets, sequences)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -200,7 +214,8 @@ class Batch:
         """Converts the sequences to left-padded rows, for models without packing and for other frameworks.
 
         The width W is the length of the longest sequence. Padding is `pad_token_id` in `tokens`, -1 in `policy_version`
-        and 0 (False) in all other per-token columns.
+        and 0 (False) in all other per-token columns. Columns with several entries per token (`Field.counted_by`) stay
+        flat.
         """
         width = int(self.lengths.max())
         attention_mask = torch.arange(width) >= width - self.lengths[:, None]
@@ -258,12 +273,14 @@ class Batch:
         """
         offsets = self.offsets.numpy()
         starts_M, ends_M = offsets[sequences_M], offsets[sequences_M + 1]
-        sequences = [slice(start, end) for start, end in zip(starts_M, ends_M, strict=True)]
         arrays = {"offsets": np.concatenate([[0], np.cumsum(ends_M - starts_M)])}
         for name in self.columns if names is None else names:
-            column = self[name].detach().cpu().numpy()
-            per_token = field_of(name).axes[0] == "T"
-            arrays[name] = np.concatenate([column[part] for part in sequences]) if per_token else column[sequences_M]
+            column, starts = self[name].detach().cpu().numpy(), self._starts(name)
+            if starts is None:
+                arrays[name] = column[sequences_M]
+                continue
+            bounds = zip(starts.numpy()[sequences_M], starts.numpy()[sequences_M + 1], strict=True)
+            arrays[name] = np.concatenate([column[start:end] for start, end in bounds])
         return arrays
 
     @classmethod
@@ -338,6 +355,13 @@ def token_inputs(batch: Batch) -> list[np.ndarray]:
     """The per-token columns that are inputs of a model (tokens and routes), each [T, …]. Two tokens are the same input
     if they have the same position in their sequences and equal values in all these columns."""
     return [batch[name].numpy() for name in ("tokens", *ROUTE_COLUMNS) if name in batch]
+
+
+def _within(offsets: Tensor, index: Tensor) -> Tensor:
+    """int64: the positions in the ranges offsets[i]:offsets[i+1], for each i of `index` in order."""
+    starts, lengths = offsets[:-1][index], offsets.diff()[index]
+    within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(offsets_of(lengths)[:-1], lengths)
+    return torch.repeat_interleave(starts, lengths) + within
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Tensor:
@@ -419,8 +443,13 @@ def _validate(offsets: Tensor, columns: Mapping[str, Tensor]) -> None:
     for name, values in columns.items():
         field = field_of(name)
         _require_tensor(name, values)
-        if values.dim() != len(field.axes) or values.shape[0] != sizes[field.axes[0]]:
-            expected = f"[{field.axes}] with {field.axes[0]} = {sizes[field.axes[0]]}"
+        size = sizes.get(field.axes[0])
+        if field.counted_by is not None:
+            if field.counted_by not in columns:
+                raise ShapeError(f"{name}: this batch has no column {field.counted_by!r}, which counts its entries")
+            size = int(columns[field.counted_by].sum())
+        if values.dim() != len(field.axes) or values.shape[0] != size:
+            expected = f"[{field.axes}] with {field.axes[0]} = {size}"
             raise ShapeError(f"{name}: expected {expected}, got {tuple(values.shape)}")
         if values.dtype not in dtypes_of(name):
             raise ShapeError(f"{name}: expected {' or '.join(map(str, dtypes_of(name)))}, got {values.dtype}")

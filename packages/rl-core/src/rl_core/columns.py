@@ -11,12 +11,14 @@ class Field:
     """One column of a batch."""
 
     axes: str
-    """One letter per axis. The first letter is `T` (tokens) or `N` (sequences); `L` stands for layers, `K` for the
-    experts of a token."""
+    """One letter per axis. The first letter is `T` (tokens), `N` (sequences) or `E` (the entries of one token after
+    another, see `counted_by`); `L` stands for layers, `K` for the experts of a token."""
     dtypes: tuple[str, ...]
     """Accepted torch dtypes. Floats and bools are stored in the first dtype, integers in the first dtype that can hold
     all values."""
     meaning: str
+    counted_by: str | None = None
+    """For a column with the axis `E`: the per-token column that says how many of its entries belong to each token."""
 
 
 _FLOAT = ("float32", "float64")
@@ -39,6 +41,8 @@ FIELDS: dict[str, Field] = {
     "routed_experts": Field("TLK", ("uint8", "int16"), "experts chosen when token t was the input, per layer"),
     "routed": Field("T", ("bool",), "whether `routed_experts` is known at t"),
     "route_layers": Field("NL", ("bool",), "which layers `routed_experts` has, on a rank that reads only some"),
+    "kept_counts": Field("T", ("int32",), "number of ids among which token t was sampled; 0: all, or not sampled"),
+    "kept_ids": Field("E", ("int32",), "these ids, which top-p, top-k and min-p kept", counted_by="kept_counts"),
     "policy_version": Field("T", ("int32",), "version of the weights that sampled the token; -1 if it was not sampled"),
     "group_id": Field("N", ("int64",), "equal for the samples of one prompt"),
     "greedy_score": Field("N", _FLOAT, "reward of the policy's greedy answer to the prompt, if the estimator reads it"),
@@ -50,7 +54,9 @@ PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "computed by a lo
 """Describes every column that a loss's `prepare` computes. The names of these columns begin with `x_`."""
 ROUTE_COLUMNS = ("routed_experts", "routed")
 """Columns that record each token's experts, and whether the experts are known."""
-INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS, "route_layers")
-"""Columns that a model reads."""
+KEPT_COLUMNS = ("kept_counts", "kept_ids")
+"""Columns that record the ids among which each token was sampled, if sampling was truncated."""
+INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS, "route_layers", *KEPT_COLUMNS)
+"""Columns that a worker reads to compute scores."""
 STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")
 """Columns that say which sequences are the steps of one trajectory."""

@@ -24,6 +24,7 @@ class DeepSpeedBackend:
 
     name: str = "deepspeed"
     contract_version: int = 3
+    replays_kept_tokens: bool = True
     config_section: str = "deepspeed_config"
     options_class: type = DeepSpeedOptions
 

@@ -23,6 +23,7 @@ class FsdpBackend:
 
     name: str = "fsdp"
     contract_version: int = 3
+    replays_kept_tokens: bool = True
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
     is_fsdp1: bool = False

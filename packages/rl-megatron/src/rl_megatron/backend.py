@@ -30,6 +30,7 @@ class MegatronBackend:
 
     name: str = "megatron"
     contract_version: int = 3
+    replays_kept_tokens: bool = True
     config_section: str = "megatron_config"
     options_class: type = MegatronOptions
 

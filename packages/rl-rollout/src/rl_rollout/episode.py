@@ -12,6 +12,7 @@ from rl_core.errors import DataError
 from rl_core.interfaces import (
     Action,
     Completion,
+    KeptTokens,
     StepResult,
     TrajectoryEnd,
     TrajectoryStep,
@@ -187,6 +188,7 @@ def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
     versions: list[int] = []
     rewards: list[float] = []
     routes: np.ndarray | None = None
+    kept: list[KeptTokens] = []
     for turn in turns:
         assert list(turn.prompt[: len(tokens)]) == tokens, "a turn's prompt must begin with the tokens before it"
         given, completion = turn.prompt[len(tokens) :], turn.completion
@@ -199,6 +201,9 @@ def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
         versions += [-1] * len(given) + list(completion.policy_versions)
         rewards += [0.0] * (len(given) + len(completion.tokens) - 1) + [turn.result.reward]
         routes = _newest_routes(routes, completion.routed_experts)
+        if completion.kept_tokens is not None:
+            of_turn = KeptTokens.none(len(completion.tokens)) if turn.is_forced else completion.kept_tokens
+            kept += [KeptTokens.none(len(given)), of_turn]
     return TrajectoryStep(
         tokens=tokens,
         sampled=sampled,
@@ -207,6 +212,7 @@ def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
         reward=sum(turn.result.reward for turn in turns),
         stop_reason=turns[-1].completion.stop_reason,
         routed_experts=routes,
+        kept_tokens=KeptTokens.joined(kept) if kept else None,
         token_rewards=rewards if len(turns) > 1 else None,
         loss_mask=trained if any(turn.is_forced for turn in turns) else None,
     )

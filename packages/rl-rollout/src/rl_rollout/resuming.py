@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import GenerationError
-from rl_core.interfaces import Completion, GenerateRequest, Sampler
+from rl_core.interfaces import Completion, GenerateRequest, KeptTokens, Sampler
 from rl_core.seeds import seed_of
 from rl_rollout.local.stop_strings import StopStringWatch
 
@@ -77,7 +77,7 @@ def _joined(request: GenerateRequest, parts: Sequence[Completion], tokenizer: Pr
     last = parts[-1]
     tokens = tuple(token for part in parts for token in part.tokens)
     end = _first_stop(tokens, request.params.stop, tokenizer)
-    routes = last.routed_experts
+    routes, kept = last.routed_experts, [part.kept_tokens for part in parts if part.kept_tokens is not None]
     # The last token has no routes, because the engine never computed it as an input.
     return Completion(
         tokens=tokens[:end],
@@ -85,6 +85,7 @@ def _joined(request: GenerateRequest, parts: Sequence[Completion], tokenizer: Pr
         policy_versions=tuple(version for part in parts for version in part.policy_versions)[:end],
         stop_reason=last.stop_reason if end is None else "stop",
         routed_experts=routes if routes is None or end is None else routes[: len(request.prompt_tokens) + end - 1],
+        kept_tokens=KeptTokens.joined(kept).first(end) if kept else None,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,9 +12,38 @@ from torch.autograd.function import once_differentiable
 
 from rl_core.errors import ShapeError
 
-_LOWEST_LOGPROB = -1e4
+LOWEST_LOGPROB = -1e4
 """In products p · log p, log-probs below this value (including −inf) are replaced by it. Its exponential is 0 even in
 float64."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptIds:
+    """The ids to which sampling restricted the distributions of T tokens (top-p, top-k, min-p)."""
+
+    counts_T: Tensor
+    """int [T]: number of kept ids of each token; 0: its distribution has the whole vocabulary."""
+    ids_E: Tensor
+    """int [sum of counts]: the kept ids of one token after another."""
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *self.counts_T.cumsum(0).tolist()]
+
+    def restrict(self, logits_CV: Tensor, tokens: slice, *, first_id: int = 0) -> Tensor:
+        """Sets the logits of ids that were not kept to −inf, in place.
+
+        Args:
+            logits_CV: logits of the tokens for V consecutive ids.
+            tokens: which of the T tokens they are.
+            first_id: the first of the V ids.
+        """
+        counts_C, ids_E = self.counts_T[tokens], self.ids_E[self._starts[tokens.start] : self._starts[tokens.stop]]
+        row_E = torch.repeat_interleave(torch.arange(len(counts_C), device=counts_C.device), counts_C)
+        is_here_E = (ids_E >= first_id) & (ids_E < first_id + logits_CV.shape[1])
+        place_E = row_E[is_here_E], ids_E[is_here_E].long() - first_id
+        kept_E = logits_CV[place_E]
+        return logits_CV.masked_fill_((counts_C > 0)[:, None], -torch.inf).index_put_(place_E, kept_E)
 
 
 def chunked_logprobs(
@@ -24,6 +55,7 @@ def chunked_logprobs(
     chunk_tokens: int,
     bias_V: Tensor | None = None,
     with_entropy: bool = True,
+    kept: KeptIds | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the log-prob of each target and the entropy of its distribution directly from the last hidden states.
 
@@ -34,7 +66,9 @@ def chunked_logprobs(
     lower precision need one more buffer in that precision. Backward recomputes the logits, so that there are four
     matrix products instead of three. Matrix products use the dtype of `hidden_TH`; softmax and sums over chunks use
     float32 (float64 for float64 inputs). Gradients flow from both results to hidden states, weight and bias. A bias of
-    −inf removes a token from the vocabulary: its probability is 0, and 0 · log 0 counts as 0.
+    −inf removes a token from the vocabulary: its probability is 0, and 0 · log 0 counts as 0. With `kept`, a token's
+    distribution is restricted to its kept ids in the same way: logprob_t = logits_t[target_t] − logsumexp over the kept
+    ids, and the entropy is that of the renormalised distribution.
 
     Args:
         hidden_TH: hidden state that predicts each target.
@@ -44,6 +78,8 @@ def chunked_logprobs(
         chunk_tokens: >= 1, number of tokens whose logits are in memory at a time.
         bias_V: added to the logits before they are divided by the temperature.
         with_entropy: whether to compute entropies; if False, the second result is None.
+        kept: the ids to which each distribution is restricted, among them the target; None: all distributions have the
+            whole vocabulary.
 
     Returns:
         Log-probs [T] and entropies [T] or None, float32 (float64 for float64 inputs).
@@ -54,8 +90,10 @@ def chunked_logprobs(
     _require_fitting(hidden_TH, weight_VH, targets_T, bias_V)
     if temperature <= 0 or chunk_tokens < 1:
         raise ShapeError(f"temperature must be > 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
+    if kept is not None and kept.counts_T.shape != targets_T.shape:
+        raise ShapeError(f"kept: expected counts of {len(targets_T)} tokens, got {tuple(kept.counts_T.shape)}")
     logprobs_T, entropies_T = _ChunkedLogprobs.apply(
-        hidden_TH, weight_VH, bias_V, targets_T, float(temperature), chunk_tokens, with_entropy
+        hidden_TH, weight_VH, bias_V, targets_T, float(temperature), chunk_tokens, with_entropy, kept
     )
     return logprobs_T, entropies_T
 
@@ -71,7 +109,7 @@ def full_logprobs(
     if bias_V is not None:
         logits_TV = logits_TV + bias_V
     all_logprobs_TV = (logits_TV / temperature).log_softmax(-1)
-    entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV.clamp(min=_LOWEST_LOGPROB)).sum(-1)
+    entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV.clamp(min=LOWEST_LOGPROB)).sum(-1)
     return all_logprobs_TV.gather(-1, targets_T[:, None]).squeeze(-1), entropies_T
 
 
@@ -86,13 +124,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool,
+        kept: KeptIds | None,
     ) -> tuple[Tensor, Tensor | None]:
         dtype = _softmax_dtype(hidden_TH)
         lse_T, logprobs_T = (hidden_TH.new_empty(targets_T.numel(), dtype=dtype) for _ in range(2))
         entropies_T = torch.empty_like(lse_T) if with_entropy else None
         with torch.autocast(hidden_TH.device.type, enabled=False):
+            num_buffers = 2 if with_entropy else 1
             logits = _Logits(
-                hidden_TH, weight_VH, bias_V, temperature, chunk_tokens, num_buffers=2 if with_entropy else 1
+                hidden_TH, weight_VH, bias_V, temperature, chunk_tokens, num_buffers=num_buffers, kept=kept
             )
             for rows in logits.chunks():
                 logits_CV = logits.fill(rows)
@@ -111,7 +151,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 lse_T[rows] = lse_C
                 logprobs_T[rows] = target_C.sub_(lse_C)
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropies_T)
-        ctx.settings = temperature, chunk_tokens
+        ctx.settings = temperature, chunk_tokens, kept
         ctx.set_materialize_grads(False)
         return logprobs_T, entropies_T
 
@@ -121,9 +161,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_logprobs_T, grad_entropies_T = grad_outputs
         if grad_logprobs_T is None and grad_entropies_T is None:
-            return (None,) * 7
+            return (None,) * 8
         hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropies_T = ctx.saved_tensors
-        temperature, chunk_tokens = ctx.settings
+        temperature, chunk_tokens, kept = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = lse_T.dtype
         grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
@@ -136,7 +176,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         with torch.autocast(hidden_TH.device.type, enabled=False):
             num_buffers = 1 if grad_entropies_T is None else 2
-            logits = _Logits(hidden_TH, compute_weight_VH, bias_V, temperature, chunk_tokens, num_buffers=num_buffers)
+            logits = _Logits(
+                hidden_TH, compute_weight_VH, bias_V, temperature, chunk_tokens, num_buffers=num_buffers, kept=kept
+            )
             for rows in logits.chunks():
                 grad_CV = logits.fill(rows).sub_(lse_T[rows, None])  # log-probs of the whole vocabulary
                 if grad_entropies_T is None:
@@ -163,7 +205,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     grad_weight_VH += product_CV.T @ hidden_TH[rows]
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_TH, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden_TH, grad_weight, grad_bias, None, None, None, None, None
 
 
 class _Logits:
@@ -181,8 +223,9 @@ class _Logits:
         chunk_tokens: int,
         *,
         num_buffers: int,
+        kept: KeptIds | None,
     ) -> None:
-        self.hidden_TH, self.bias_V, self.temperature = hidden_TH, bias_V, temperature
+        self.hidden_TH, self.bias_V, self.temperature, self.kept = hidden_TH, bias_V, temperature, kept
         self.weight_VH = weight_VH.to(hidden_TH.dtype)
         self.rows = min(max(chunk_tokens // num_buffers, 1), max(hidden_TH.shape[0], 1))
         dtype = _softmax_dtype(hidden_TH)
@@ -206,15 +249,18 @@ class _Logits:
             logits_CV.copy_(product_CV)
         if self.bias_V is not None:
             logits_CV.add_(self.bias_V)
-        return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)
+        if self.temperature != 1.0:
+            logits_CV.div_(self.temperature)
+        return logits_CV if self.kept is None else self.kept.restrict(logits_CV, rows)
 
     def lowered(self, values_CV: Tensor) -> Tensor:
         """Converts the values to the dtype of the matrix products."""
         return values_CV if self.product is None else self.product[: values_CV.shape[0]].copy_(values_CV)
 
     def bounded(self, all_logprobs_CV: Tensor) -> Tensor:
-        """The log-probs, made finite in place where a token of the vocabulary has a bias of −inf."""
-        return all_logprobs_CV if self.bias_V is None else all_logprobs_CV.clamp_(min=_LOWEST_LOGPROB)
+        """The log-probs, made finite in place where a token of the vocabulary has a bias of −inf or was not kept."""
+        is_finite = self.bias_V is None and self.kept is None
+        return all_logprobs_CV if is_finite else all_logprobs_CV.clamp_(min=LOWEST_LOGPROB)
 
     def spare(self, rows: slice) -> Tensor:
         """The part of the second buffer that belongs to these rows, [C, V]."""

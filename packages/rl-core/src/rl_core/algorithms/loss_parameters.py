@@ -7,12 +7,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rl_core.columns import FIELDS, ROUTE_COLUMNS
+from rl_core.columns import FIELDS, KEPT_COLUMNS, ROUTE_COLUMNS
 from rl_core.errors import PluginError, nearest
 
 CURRENT = ("logprobs", "entropies", "predicted_values")
 """Scores that the current model computes."""
-COLUMNS = tuple(name for name, field in FIELDS.items() if field.axes == "T" and name not in ROUTE_COLUMNS)
+_OF_INPUTS = (*ROUTE_COLUMNS, *KEPT_COLUMNS)
+COLUMNS = tuple(name for name, field in FIELDS.items() if field.axes == "T" and name not in _OF_INPUTS)
 """Per-token columns of a batch that a loss may read."""
 
 

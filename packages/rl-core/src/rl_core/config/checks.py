@@ -56,7 +56,6 @@ _SAMPLING_READS = (
     "generator.sampling_params",
     "generator.inference_engine.backend",
     "trainer.algorithm.temperature",
-    "trainer.ref",
 )
 _ENGINE_READS = (
     "generator.inference_engine.backend",
@@ -152,6 +151,12 @@ def _validate_reference_engine(config: Config) -> None:
             f"{config.trainer.ref.inference_backend}; engines score tokens at temperature 1 only. Set this key and "
             "generator.sampling_params.temperature to 1, or remove trainer.ref.inference_backend, so that ranks "
             "compute the reference's log-probs"
+        )
+    if config.generator.sampling_params.is_truncated:
+        named = " and ".join(config.generator.sampling_params.truncating)
+        raise ConfigError(
+            f"trainer.ref.inference_backend: got {config.trainer.ref.inference_backend}, but engines score tokens in "
+            f"the whole distribution, and generator.sampling_params sets {named}; remove one of the two"
         )
     engine, spec = found
     try:
@@ -267,18 +272,11 @@ def _check_sampled_distribution(config: Config) -> None:
     engine, backend = config.generator.inference_engine.backend, trainer.strategy
     plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
     trains = plugins.load("rl_core.backends", backend, key="trainer.strategy")
-    lacking = [
-        reason
-        for reason, lacks in (
-            (f"the engine {engine!r} does not return the kept tokens", not getattr(plugin, "returns_kept_ids", False)),
-            (f"trainer.strategy={backend} cannot use them", not getattr(trains, "replays_kept_ids", False)),
-            (
-                f"trainer.ref.inference_backend={trainer.ref.inference_backend} cannot use them",
-                trainer.ref.inference_backend is not None and needs_reference(config),
-            ),
-        )
-        if lacks
-    ]
+    can = {
+        f"the engine {engine!r} does not return the kept tokens": getattr(plugin, "returns_kept_tokens", False),
+        f"trainer.strategy={backend} cannot use them": getattr(trains, "replays_kept_tokens", False),
+    }
+    lacking = [reason for reason, is_able in can.items() if not is_able]
     if lacking:
         set_keys = ", ".join(f"{name}={getattr(sampling, name):g}" for name in sampling.truncating)
         raise ConfigError(

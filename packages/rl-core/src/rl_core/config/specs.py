@@ -33,6 +33,8 @@ def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
         num_engines=engine.num_engines,
         max_num_seqs=engine.max_num_seqs,
         return_routed_experts=engine.enable_return_routed_experts,
+        return_kept_tokens=config.generator.sampling_params.is_truncated
+        and bool(getattr(plugin, "returns_kept_tokens", False)),
         lora=trainer.policy.model.lora,
         sampling=config.generator.sampling_params.to_params(),
         eval_sampling=config.generator.eval_sampling_params.to_params(),
@@ -70,6 +72,7 @@ def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] 
         model_path=reference.model.path,
         num_engines=1,
         return_routed_experts=False,
+        return_kept_tokens=False,
         lora=LoraConfig(),
         init_kwargs={},
         shares_devices=False,

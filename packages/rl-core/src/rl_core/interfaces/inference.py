@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
+import numpy as np
 
 from rl_core.interfaces.training import LoraConfig
 from rl_core.interfaces.weights import Manifest, Rendezvous
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import numpy as np
 
 
 @attrs.frozen(kw_only=True)
@@ -61,6 +60,39 @@ StopReason = Literal["stop", "length", "abort"]
 
 
 @attrs.frozen(kw_only=True)
+class KeptTokens:
+    """For each of some tokens, the ids that top-p, top-k and min-p kept, among which the token was sampled."""
+
+    counts: np.ndarray = attrs.field(eq=attrs.cmp_using(eq=np.array_equal))
+    """int32 [tokens]: number of ids of each token. 0: all ids of the vocabulary, or the token was not sampled."""
+    ids: np.ndarray = attrs.field(eq=attrs.cmp_using(eq=np.array_equal))
+    """int32 [sum of counts]: the ids of one token after another. The ids of a token include the token."""
+
+    @classmethod
+    def none(cls, num_tokens: int) -> KeptTokens:
+        """The record of tokens for which nothing was excluded."""
+        return cls(counts=np.zeros(num_tokens, np.int32), ids=np.zeros(0, np.int32))
+
+    @classmethod
+    def of_each(cls, ids: Sequence[Sequence[int] | np.ndarray]) -> KeptTokens:
+        """Makes the record from the ids of each token."""
+        counts = np.fromiter(map(len, ids), np.int32, count=len(ids))
+        return cls(counts=counts, ids=np.concatenate([np.zeros(0, np.int32), *(np.asarray(i, np.int32) for i in ids)]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
+        """The record of the tokens of all parts."""
+        empty = cls.none(0)
+        counts, ids = (np.concatenate([getattr(part, name) for part in (empty, *parts)]) for name in ("counts", "ids"))
+        return cls(counts=counts, ids=ids)
+
+    def first(self, num_tokens: int | None) -> KeptTokens:
+        """The record of the first tokens; None: of all."""
+        counts = self.counts[:num_tokens]
+        return KeptTokens(counts=counts, ids=self.ids[: counts.sum()])
+
+
+@attrs.frozen(kw_only=True)
 class Completion:
     """One sample: its token ids, and what the engine recorded about them."""
 
@@ -75,6 +107,9 @@ class Completion:
     routed_experts: np.ndarray | None = None
     """[prompt + response − 1, layers, experts per token]: the experts to which each token was routed. The last token
     was never an input, so it has no experts."""
+    kept_tokens: KeptTokens | None = None
+    """What sampling kept for each of `tokens`; None if the engine was not asked for it
+    (`EngineSpec.return_kept_tokens`)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -261,6 +296,9 @@ class EngineSpec:
     """Largest number of sequences that one engine decodes at a time."""
     return_routed_experts: bool
     """Whether completions have `routed_experts`."""
+    return_kept_tokens: bool = False
+    """Whether completions have `kept_tokens`, because training samples are truncated (top-p, top-k, min-p). Set only
+    for a plug-in with an attribute `returns_kept_tokens` that is true; other plug-ins cannot truncate them."""
     lora: LoraConfig
     """The policy's adapters. If `lora.is_sent_alone`, updates contain only the adapter; else they contain whole
     weights."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
-from rl_core.interfaces.inference import Sampler, SamplingParams, StopReason
+from rl_core.interfaces.inference import KeptTokens, Sampler, SamplingParams, StopReason
 from rl_core.interfaces.messages import Prompt, ToolSchema
 from rl_core.interfaces.thoughts import without_thought
 
@@ -164,6 +164,9 @@ class TrajectoryStep:
     routed_experts: np.ndarray | None = None
     """[tokens − 1 or fewer, layers, experts per token]: the experts of the first tokens. The experts of the other
     tokens are unknown."""
+    kept_tokens: KeptTokens | None = None
+    """What sampling kept for each of `tokens`, nothing for tokens that are not sampled; None if the engine did not
+    return it."""
     token_rewards: Sequence[float] | None = None
     """The share of `reward` that is assigned to each token, if the step has several turns. None: the whole reward is
     assigned to the last sampled token."""

@@ -246,6 +246,10 @@ class Worker(Protocol):
         is [T] of the stream, float32 on the CPU. A backend that replays the routes of its scoring pass adds
         `routed_experts` and `routed`. Ranks without results return an empty dict.
 
+        If the batch has `kept_counts` and `kept_ids`, log-prob and entropy of each token with a count above 0 are those
+        of the distribution over its kept ids, renormalised; the same holds in `forward_backward`. Such batches are sent
+        only to a backend with an attribute `replays_kept_tokens` that is true.
+
         Args:
             batch: the rank's part of the batch.
             plan: the rank's micro-batches.

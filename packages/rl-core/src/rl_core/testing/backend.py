@@ -61,6 +61,7 @@ from rl_core.testing.cases import (
     Variant,
     make_batch,
     open_case,
+    with_kept_tokens,
 )
 from rl_core.testing.forced_routes import routers
 from rl_core.testing.models import make_checkpoint
@@ -285,7 +286,26 @@ class BackendConformance:
             assert bool((values_T[case.batch.offsets[:-1]] == 0).all()), f"{name} of a sequence's first token is not 0"
             quantity = {"logprobs": "log-probs", "entropies": "entropies"}[name]
             self.require_close(case, quantity, {name: values_T}, {name: expected[name]}, self.tolerances.logprob)
+        if self.replays_kept_tokens:
+            kept = self.among_kept_tokens(case)
+            scores, restricted = (
+                group.forward(kept, LIMITS, temperature=TEMPERATURE),
+                expected_scores(case.reference, kept),
+            )
+            for name in ("logprobs", "entropies"):
+                moved = (restricted[name] - expected[name]).abs().max().item()
+                assert moved >= 0.3, f"the kept tokens change {name} by only {moved:.3g}"
+                require_close(scores[name], restricted[name], self.tolerances.logprob, f"{name} among kept tokens")
         case.keep(group)
+
+    @property
+    def replays_kept_tokens(self) -> bool:
+        """Whether the backend scores tokens among those that sampling kept."""
+        return getattr(self.backend, "replays_kept_tokens", False)
+
+    def among_kept_tokens(self, case: Case) -> Batch:
+        """The case's batch with kept tokens."""
+        return with_kept_tokens(case.batch, case.reference.model.config.get_text_config().vocab_size)
 
     def test_scoring_leaves_no_gradient(self, case: Case) -> None:
         group = case.start()
@@ -349,6 +369,12 @@ class BackendConformance:
         expected = backward(case.reference, case.batch, LOSS)
         self.require_same_loss(case, "loss", metrics["loss"][0], expected)
         self.require_same_gradients(case, group.gradients(), case.reference.gradients())
+        if self.replays_kept_tokens:  # a second call, whose gradient is added
+            kept, loss = self.among_kept_tokens(case), attrs.evolve(LOSS, old_is_current=True)
+            kept = kept.without_columns("old_logprobs")
+            found = group.forward_backward(kept, LIMITS, loss, temperature=TEMPERATURE)["loss"][0]
+            self.require_same_loss(case, "loss", found, backward(case.reference, kept, loss))
+            self.require_same_gradients(case, group.gradients(), case.reference.gradients())
 
     def test_the_cross_entropy_loss(self, case: Case) -> None:
         group, loss = case.start(), LossSpec(name="cross_entropy")

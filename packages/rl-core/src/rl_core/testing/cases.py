@@ -270,6 +270,19 @@ def make_batch(
     return Batch.from_sequences(sequences)
 
 
+def with_kept_tokens(batch: Batch, vocabulary: int) -> Batch:
+    """Adds random kept tokens: of every sampled token, its own id and up to all but one of the others; of every seventh
+    token of the stream, none, as if nothing was excluded."""
+    generator = torch.Generator().manual_seed(0)
+    kept: list[torch.Tensor] = []
+    for t, (token, is_sampled) in enumerate(zip(batch["tokens"].tolist(), batch["sampled"].tolist(), strict=True)):
+        size = int(torch.randint(1, vocabulary, (), generator=generator)) if is_sampled and t % 7 else 0
+        others = torch.randperm(vocabulary, generator=generator)
+        kept.append(torch.cat([torch.tensor([token]), others[others != token][: size - 1]]) if size else others[:0])
+    counts_T = torch.tensor([len(ids) for ids in kept], dtype=torch.int32)
+    return batch.with_columns(kept_counts=counts_T, kept_ids=torch.cat(kept).to(torch.int32))
+
+
 def make_routes(
     reference: ReferenceWorker, num_tokens: int, *, seed: int, has_gaps: bool = True
 ) -> dict[str, torch.Tensor]:

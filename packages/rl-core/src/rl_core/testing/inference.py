@@ -21,6 +21,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +51,12 @@ _WAIT_S = 240.0
 _PROMPTLY_S = 60.0
 _MAX_POSITIONS = 256
 _LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+_TRUNCATED = (
+    SamplingParams(max_tokens=8, top_k=3),
+    SamplingParams(max_tokens=8, top_p=0.6),
+    SamplingParams(max_tokens=8, min_p=0.3),
+    SamplingParams(max_tokens=8, temperature=1.3, top_k=20, top_p=0.9, min_p=0.05),
+)
 _TRIES = 3
 """Number of tries of a check that needs a request under way. On a busy machine a request may finish before the pause or
 the abort. Such a try tests nothing, so another follows."""
@@ -153,6 +160,9 @@ class InferenceClientConformance:
     tolerance: ClassVar[float] = 1e-5
     """Largest difference of a log-prob from a plain forward pass; the default is right for float32."""
 
+    returns_kept_tokens: ClassVar[bool] = False
+    """Whether the engines of `create_client` return `Completion.kept_tokens`."""
+
     async def create_client(self, model_path: str) -> InferenceClient:
         """Creates an engine that serves the checkpoint in the directory `model_path` in float32."""
         # Not an abstract method: pytest silently skips abstract classes with all their tests.
@@ -179,13 +189,7 @@ class InferenceClientConformance:
 
     @pytest.mark.parametrize(
         "params",
-        [
-            SamplingParams(max_tokens=8, temperature=0.7),
-            SamplingParams(max_tokens=8, top_k=3),
-            SamplingParams(max_tokens=8, top_p=0.6),
-            SamplingParams(max_tokens=8, min_p=0.3),
-            SamplingParams(max_tokens=8, temperature=1.3, top_k=20, top_p=0.9, min_p=0.05),
-        ],
+        [SamplingParams(max_tokens=8, temperature=0.7), *_TRUNCATED],
         ids=["temperature", "top_k", "top_p", "min_p", "all"],
     )
     def test_logprobs_are_those_of_the_distribution_sampled_from(self, bench: Bench, params: SamplingParams) -> None:
@@ -195,6 +199,32 @@ class InferenceClientConformance:
             distributions = [slow_distribution(logits_V, params) for logits_V in logits_RV]
             own = [distribution[token] for distribution, token in zip(distributions, completion.tokens, strict=True)]
             self._require_close(completion.logprobs, torch.stack(own))
+
+    def test_kept_tokens_are_those_that_the_filters_keep(self, bench: Bench) -> None:
+        whole = [SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, temperature=0.0)]
+        requests = [
+            bench.request(text, params, seed=i)
+            for i, text in enumerate(_prompts(4))
+            for params in (*whole, *_TRUNCATED)  # together, so that the engine's batches have all kinds
+        ]
+        requests.append(bench.request("long", attrs.evolve(_TRUNCATED[0], max_tokens=40, ignore_eos=True)))
+        for request, (completion,) in zip(requests, bench.generate(*requests), strict=True):
+            kept = completion.kept_tokens
+            if not self.returns_kept_tokens:
+                assert kept is None, "set `returns_kept_tokens` in the suite and in the plug-in"
+                continue
+            assert kept is not None, f"no kept_tokens of {request.params}"
+            assert len(kept.counts) == len(completion.tokens)
+            found = [set(ids.tolist()) for ids in np.split(kept.ids, kept.counts.cumsum()[:-1])]
+            if request.params in whole:
+                assert not any(found), f"kept_tokens of {request.params}, which excludes nothing"
+                continue
+            distributions = [
+                slow_distribution(logits_V, request.params) for logits_V in bench.logits_RV(request, completion)
+            ]
+            expected = [(logprobs_V > -torch.inf).nonzero()[:, 0].tolist() for logprobs_V in distributions]
+            assert found == [set(ids) for ids in expected], request.params
+            assert all(token in ids for token, ids in zip(completion.tokens, found, strict=True))
 
     def test_temperature_zero_takes_the_most_likely_token(self, bench: Bench) -> None:
         params = SamplingParams(max_tokens=10, temperature=0.0)

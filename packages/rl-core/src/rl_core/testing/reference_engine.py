@@ -16,6 +16,7 @@ from rl_core.interfaces import (
     Completion,
     EngineHealth,
     GenerateRequest,
+    KeptTokens,
     Manifest,
     PauseMode,
     Rendezvous,
@@ -44,8 +45,16 @@ class ReferenceEngine:
     The engine is `Sleepable`: sleeping releases the weights, and the engine generates nothing until new weights arrive.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, timeout_s: float = 240.0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        timeout_s: float = 240.0,
+        return_kept_tokens: bool = False,
+    ) -> None:
         self.model = model.eval()
+        self._return_kept_tokens = return_kept_tokens
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
         self._version = -1
@@ -60,12 +69,12 @@ class ReferenceEngine:
         self._shapes: dict[str, torch.Size] = {}
 
     @classmethod
-    def from_checkpoint(cls, path: str) -> ReferenceEngine:
+    def from_checkpoint(cls, path: str, *, return_kept_tokens: bool = False) -> ReferenceEngine:
         """Loads the model in float32, and its tokenizer."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        return cls(model, AutoTokenizer.from_pretrained(path))
+        return cls(model, AutoTokenizer.from_pretrained(path), return_kept_tokens=return_kept_tokens)
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         if self._is_closed:
@@ -176,6 +185,7 @@ class ReferenceEngine:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        kept: list[list[int]] = []
         reason: StopReason | None = None
         while reason is None:
             await asyncio.sleep(0)
@@ -183,14 +193,27 @@ class ReferenceEngine:
             if running.is_aborted:
                 reason = "abort"
                 break
-            token, logprob = draw_slowly(self._logits([*request.prompt_tokens, *tokens]), params, generator)
+            logits_V = self._logits([*request.prompt_tokens, *tokens])
+            token, logprob = draw_slowly(logits_V, params, generator)
+            kept.append(self.kept_ids(logits_V, params))
             tokens.append(token)
             logprobs.append(logprob)
             versions.append(self._version)
             reason = self._stop_reason(tokens, params)
         return Completion(
-            tokens=tuple(tokens), logprobs=tuple(logprobs), policy_versions=tuple(versions), stop_reason=reason
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            policy_versions=tuple(versions),
+            stop_reason=reason,
+            kept_tokens=KeptTokens.of_each(kept) if self._return_kept_tokens else None,
         )
+
+    def kept_ids(self, logits_V: Tensor, params: SamplingParams) -> list[int]:
+        """The ids among which a token is sampled; none if that is the whole vocabulary."""
+        if params.temperature == 0:
+            return []
+        is_kept_V = slow_distribution(logits_V, params) > -torch.inf
+        return [] if is_kept_V.all() else is_kept_V.nonzero()[:, 0].tolist()
 
     async def _wait_for_permission(self, running: _Running) -> None:
         while not self._may_sample.is_set() and not running.is_aborted:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.batch import Batch
+from rl_core.batch import Batch, field_of
 from rl_core.errors import CheckpointError, ConfigError, WorkerError
 from rl_core.interfaces import (
     LossSpec,
@@ -36,7 +36,8 @@ class ReferenceWorker:
     """A single-rank worker in float32. Supports `ppo_clip` and `cross_entropy` with default settings, KL k3 and
     the entropy bonus.
 
-    If a batch has routes, the model follows them (`rl_core.testing.forced_routes`).
+    If a batch has routes, the model follows them (`rl_core.testing.forced_routes`). If it has kept tokens, each token
+    is scored among its own.
     """
 
     def __init__(self, spec: WorkerSpec):
@@ -66,20 +67,36 @@ class ReferenceWorker:
         with torch.no_grad():
             for tokens in self._sequences(batch, plan):
                 scores["logprobs"][tokens], scores["entropies"][tokens] = self.score(
-                    batch["tokens"][tokens], temperature, _routes(batch, tokens)
+                    batch["tokens"][tokens], temperature, _routes(batch, tokens), _kept(batch, tokens)
                 )
         return {name: values_T for name, values_T in scores.items() if returns is None or name in returns}
 
     def score(
-        self, tokens_T: Tensor, temperature: float, routes: tuple[Tensor, Tensor] | None = None
+        self,
+        tokens_T: Tensor,
+        temperature: float,
+        routes: tuple[Tensor, Tensor] | None = None,
+        kept: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns log-prob and entropy of each token of one sequence, both 0 at the first token. `routes`:
-        (routed_experts, routed) of the sequence."""
+        """Returns log-prob and entropy of each token of one sequence, both 0 at the first token.
+
+        Args:
+            tokens_T: the sequence.
+            temperature: divides the logits.
+            routes: (routed_experts, routed) of the sequence.
+            kept: for each token, the ids to which its distribution is restricted; an empty tensor: to none.
+        """
         with nullcontext() if routes is None else forced_routes(self.computing, *routes):
             logits_TV = self.computing(input_ids=tokens_T[None], use_cache=False).logits[0, :-1].float() / temperature
         all_logprobs_TV = logits_TV.log_softmax(-1)
         logprobs_T = all_logprobs_TV[range(len(tokens_T) - 1), tokens_T[1:]]
         entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV).sum(-1)
+        for t, ids_K in enumerate(kept[1:] if kept is not None else ()):
+            if len(ids_K):
+                logprobs_K = logits_TV[t, ids_K.long()].log_softmax(-1)
+                at_t = torch.arange(len(logits_TV)) == t
+                logprobs_T = torch.where(at_t, logprobs_K[ids_K == tokens_T[t + 1]], logprobs_T)
+                entropies_T = torch.where(at_t, -(logprobs_K.exp() * logprobs_K).sum(), entropies_T)
         return torch.cat([torch.zeros(1), logprobs_T]), torch.cat([torch.zeros(1), entropies_T])
 
     def forward_backward(
@@ -94,9 +111,11 @@ class ReferenceWorker:
             mask_T = batch["loss_mask"][tokens]
             logprobs_T, entropies_T = (
                 values_T[mask_T]
-                for values_T in self.score(batch["tokens"][tokens], temperature, _routes(batch, tokens))
+                for values_T in self.score(
+                    batch["tokens"][tokens], temperature, _routes(batch, tokens), _kept(batch, tokens)
+                )
             )
-            columns = {name: batch[name][tokens][mask_T] for name in batch if batch[name].shape[0] == batch.num_tokens}
+            columns = {name: batch[name][tokens][mask_T] for name in batch if field_of(name).axes[0] == "T"}
             if loss.old_is_current:
                 columns["old_logprobs"] = logprobs_T.detach()
             weighted_sum = (columns["loss_weights"] * token_loss(loss, logprobs_T, entropies_T, columns)).sum()
@@ -187,6 +206,12 @@ class ReferenceWorker:
 
 def _routes(batch: Batch, tokens: slice) -> tuple[Tensor, Tensor] | None:
     return (batch["routed_experts"][tokens], batch["routed"][tokens]) if "routed_experts" in batch else None
+
+
+def _kept(batch: Batch, tokens: slice) -> Sequence[Tensor] | None:
+    if "kept_counts" not in batch:
+        return None
+    return batch["kept_ids"].split(batch["kept_counts"].tolist())[tokens]
 
 
 def token_loss(loss: LossSpec, logprobs_T: Tensor, entropies_T: Tensor, columns: dict[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_core.batch import Batch, offsets_of
 from rl_core.errors import GenerationError
-from rl_core.interfaces import Metrics, Trajectory, TrajectoryStep
+from rl_core.interfaces import KeptTokens, Metrics, Trajectory, TrajectoryStep
 from rl_core.trainer.step_merging import merge_steps
 
 
@@ -22,14 +22,15 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
     The batch has the columns tokens, sampled, loss_mask, rollout_logprobs, policy_version, rewards, group_id,
     trajectory_id (index in `trajectories`), step_index and is_last_step. If a step has no `loss_mask`, its loss_mask
     equals sampled. If a step has no `token_rewards`, its reward is at its last sampled token. The batch also has
-    greedy_score if greedy answers were played, and routed_experts and `routed` (whether a token's routes are known) if
-    the engine returned routes.
+    greedy_score if greedy answers were played, routed_experts and `routed` (whether a token's routes are known) if the
+    engine returned routes, and kept_counts and kept_ids if it returned what sampling kept.
 
     Raises:
         GenerationError: a trajectory has no steps; a step has no sampled token, fields of different lengths, a
-            loss_mask that covers a token that was not sampled, or more routes than tokens; the shapes of routes differ
-            between steps; or only some trajectories have a greedy_reward. The message names the trajectory, except for
-            different shapes.
+            loss_mask that covers a token that was not sampled, more routes than tokens, or kept tokens that do not
+            include a token that was sampled; the shapes of routes differ between steps; or only some trajectories have
+            a greedy_reward, or only some steps kept tokens. The message names the trajectory, except for different
+            shapes.
     """
     for trajectory in trajectories:
         _require_whole(trajectory)
@@ -61,6 +62,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
             "is_last_step": step_index == counts[trajectory_id] - 1,
             **_greedy_scores(trajectories, trajectory_id),
             **_routes(steps, offsets),
+            **_kept_tokens(steps),
         },
     )
 
@@ -95,6 +97,8 @@ def _require_whole(trajectory: Trajectory) -> None:
                 f"{where}, step {index}: got routed_experts for {len(step.routed_experts)} tokens, expected at most "
                 f"{len(step.tokens)}"
             )
+        if step.kept_tokens is not None and (reason := _misfit(step.tokens, step.kept_tokens)):
+            raise GenerationError(f"{where}, step {index}: {reason}")
         if True not in step.sampled:
             raise GenerationError(f"{where}, step {index}: got no sampled token, expected at least one")
         if step.loss_mask is not None:
@@ -105,6 +109,31 @@ def _require_whole(trajectory: Trajectory) -> None:
                     f"{where}, step {index}: loss_mask is true at token {wrong}, which the policy did not sample; "
                     "expected a subset of `sampled`"
                 )
+
+
+def _misfit(tokens: Sequence[int], kept: KeptTokens) -> str | None:
+    """Why the kept tokens cannot be those among which the tokens were sampled; None if they can."""
+    if len(kept.counts) != len(tokens) or kept.counts.sum() != len(kept.ids):
+        return (
+            f"got kept_tokens of {len(kept.counts)} tokens with {len(kept.ids)} ids; expected {len(tokens)} tokens, "
+            f"whose counts sum to the number of ids ({kept.counts.sum()})"
+        )
+    place_E = np.repeat(np.arange(len(tokens)), kept.counts)
+    has_token_T = np.zeros(len(tokens), np.bool_)
+    has_token_T[place_E[kept.ids == np.asarray(tokens)[place_E]]] = True
+    wrong = np.flatnonzero(~has_token_T & (kept.counts > 0))
+    return f"token {wrong[0]} ({tokens[wrong[0]]}) is not among its own kept_tokens" if len(wrong) else None
+
+
+def _kept_tokens(steps: Sequence[TrajectoryStep]) -> dict[str, Tensor]:
+    """Makes the columns `kept_counts` and `kept_ids`; empty if no step has kept tokens."""
+    known = [step.kept_tokens for step in steps if step.kept_tokens is not None]
+    if not known:
+        return {}
+    if len(known) < len(steps):
+        raise GenerationError(f"{len(known)} of {len(steps)} steps have kept_tokens; expected all or none")
+    kept = KeptTokens.joined(known)
+    return {"kept_counts": torch.from_numpy(kept.counts), "kept_ids": torch.from_numpy(kept.ids)}
 
 
 def _rewards(steps: Sequence[TrajectoryStep], sampled: Tensor, offsets: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def _fullest_batch(config: Config, longest: int, per_micro_batch: int, num_micro
     columns = {
         name: torch.zeros(longest, dtype=getattr(torch, field.dtypes[0]))
         for name, field in FIELDS.items()
-        if field.axes == "T" and name != "routed"
+        if field.axes == "T" and name not in ("routed", "kept_counts")
     }
     batch = Batch.from_sequences([{**columns, **masks}] * count)
     return batch, [list(range(first, first + per_micro_batch)) for first in range(0, count, per_micro_batch)]

@@ -15,6 +15,7 @@ from rl_core.config import (
     correction_params,
     loss_params,
     needs_critic,
+    needs_engine,
     needs_reference,
     objective_of,
 )
@@ -252,6 +253,7 @@ def update_settings(config: Config) -> UpdateSettings:
         adaptive_kl=adaptive if control.type == "adaptive" else None,
         normalize_advantages=algorithm.advantage_batch_normalize,
         temperature=config.temperature,
+        is_truncated=config.generator.sampling_params.is_truncated and needs_engine(config),
         forward_limits=_limits(config, trainer.micro_forward_batch_size_per_gpu),
     )
 

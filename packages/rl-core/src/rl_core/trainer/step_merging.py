@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_core.batch import Batch, field_of
+from rl_core.batch import Batch
 from rl_core.columns import ROUTE_COLUMNS, STEP_COLUMNS
 from rl_core.errors import DataError
 from rl_core.layout.merging import PrefixMerge, merge_prefixes
@@ -38,15 +38,14 @@ def merge_steps(batch: Batch) -> tuple[Batch, PrefixMerge]:
         **{f"{name}_N": batch[name].numpy() for name in STEP_COLUMNS},
     )
     _require_nothing_lost(batch, merge)
-    columns = {name: values[_rows_of(name, merge)] for name, values in batch.columns.items()}
+    columns = {name: values[_rows_of(name, batch, merge)] for name, values in batch.columns.items()}
     columns["step_index"] = _position_in_trajectory(columns["trajectory_id"], columns["step_index"])
     return Batch(torch.from_numpy(merge.offsets), columns), merge
 
 
-def _rows_of(name: str, merge: PrefixMerge) -> Tensor:
-    if field_of(name).axes[0] == "N":
-        return torch.from_numpy(merge.last_step)
-    return torch.from_numpy(merge.input_index if name in ROUTE_COLUMNS else merge.token_index)
+def _rows_of(name: str, batch: Batch, merge: PrefixMerge) -> Tensor:
+    tokens = merge.input_index if name in ROUTE_COLUMNS else merge.token_index
+    return batch.rows_of(name, torch.from_numpy(tokens), torch.from_numpy(merge.last_step))
 
 
 def _require_nothing_lost(batch: Batch, merge: PrefixMerge) -> None:

@@ -18,7 +18,7 @@ import attrs
 import torch
 
 from rl_core.batch import Batch
-from rl_core.columns import ROUTE_COLUMNS
+from rl_core.columns import KEPT_COLUMNS, ROUTE_COLUMNS
 from rl_core.interfaces import Metrics, Trajectory
 from rl_core.trainer.buffer import FinishedGroup
 from rl_core.trainer.collate import collate, merged
@@ -148,8 +148,8 @@ def whole_step(
     firsts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
     batch = Batch.concat(
         [
-            # Routes may have different dtypes in the parts, and are no longer needed.
-            one.without_columns(*ROUTE_COLUMNS).with_columns(trajectory_id=one["trajectory_id"] + first)
+            # Routes may have different dtypes in the parts; they and the kept tokens are no longer needed.
+            one.without_columns(*ROUTE_COLUMNS, *KEPT_COLUMNS).with_columns(trajectory_id=one["trajectory_id"] + first)
             for (_, one), first in zip(parts, firsts.tolist(), strict=True)
         ]
     )

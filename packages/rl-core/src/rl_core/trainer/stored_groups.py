@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 
 from rl_core.errors import CheckpointError
-from rl_core.interfaces import Completion, Trajectory, TrajectoryStep, Turn
+from rl_core.interfaces import Completion, KeptTokens, Trajectory, TrajectoryStep, Turn
 from rl_core.trainer.buffer import FinishedGroup
 
 Answers = Mapping[str, tuple[Completion, ...]]
@@ -128,7 +128,7 @@ def _without_tokens(trajectory: Trajectory, arrays: dict[str, Any]) -> dict[str,
                 **{f"has_{name}": getattr(step, name) is not None for name in _OPTIONAL},
                 "reward": step.reward,
                 "stop_reason": step.stop_reason,
-                "routed_experts": _moved(step, arrays, _COLUMNS),
+                **_moved(step, arrays, _COLUMNS),
             }
         )
     plain = attrs.asdict(trajectory, recurse=False, filter=lambda field, _: field.name != "steps")
@@ -138,8 +138,8 @@ def _without_tokens(trajectory: Trajectory, arrays: dict[str, Any]) -> dict[str,
 
 def _started_entry(started: StartedGroup, arrays: dict[str, Any]) -> dict[str, Any]:
     def without_tokens(one: Completion) -> dict[str, Any]:
-        routes = _moved(one, arrays, _ANSWER_COLUMNS)
-        return {"num_tokens": len(one.tokens), "stop_reason": one.stop_reason, "routed_experts": routes}
+        arrays_of = _moved(one, arrays, _ANSWER_COLUMNS)
+        return {"num_tokens": len(one.tokens), "stop_reason": one.stop_reason, **arrays_of}
 
     return {
         "group_id": started.group_id,
@@ -148,18 +148,27 @@ def _started_entry(started: StartedGroup, arrays: dict[str, Any]) -> dict[str, A
     }
 
 
-def _moved(record: TrajectoryStep | Completion, arrays: dict[str, Any], columns: Mapping[str, Any]) -> str | None:
-    """Appends the record's per-token values to `arrays`. Returns the name under which `arrays` holds its routes; None
-    if it has no routes."""
+def _moved(
+    record: TrajectoryStep | Completion, arrays: dict[str, Any], columns: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """Appends the record's per-token values to `arrays`. Returns the names under which `arrays` holds its routes and
+    kept tokens; None if it has none."""
     for name, dtype in columns.items():
         values = getattr(record, name)
         if values is not None:
             arrays.setdefault(name, []).append(np.asarray(values, dtype))
-    if record.routed_experts is None:
-        return None
-    routes = f"routed_experts_{len(arrays)}"  # a new name, because every such array makes `arrays` longer
-    arrays[routes] = record.routed_experts
-    return routes
+    kept = record.kept_tokens
+    others = {
+        "routed_experts": record.routed_experts,
+        "kept_counts": None if kept is None else kept.counts,
+        "kept_ids": None if kept is None else kept.ids,
+    }
+    names: dict[str, str | None] = dict.fromkeys(others)
+    for name, values in others.items():
+        if values is not None:
+            names[name] = stored = f"{name}_{len(arrays)}"  # a new name: every such array makes `arrays` longer
+            arrays[stored] = values
+    return names
 
 
 class _Tokens:
@@ -177,8 +186,12 @@ class _Tokens:
             raise ValueError(f"its .npz has too few {name}")
         return values
 
-    def routes(self, name: str | None) -> np.ndarray | None:
-        return None if name is None else self.arrays[name]
+    def others(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """The routes and kept tokens of a record."""
+        names = {name: plain.get(name) for name in ("routed_experts", "kept_counts", "kept_ids")}
+        routes, counts, ids = (None if name is None else self.arrays[name] for name in names.values())
+        kept = None if counts is None or ids is None else KeptTokens(counts=counts, ids=ids)
+        return {"routed_experts": routes, "kept_tokens": kept}
 
 
 def _group(entry: dict[str, Any], tokens: _Tokens) -> StoredGroup:
@@ -205,7 +218,7 @@ def _step(plain: dict[str, Any], tokens: _Tokens) -> TrajectoryStep:
         **{name: tokens.next(name, count) for name in given},
         reward=plain["reward"],
         stop_reason=plain["stop_reason"],
-        routed_experts=tokens.routes(plain["routed_experts"]),
+        **tokens.others(plain),
     )
 
 
@@ -218,5 +231,5 @@ def _completion(plain: dict[str, Any], tokens: _Tokens) -> Completion:
     return Completion(
         **{name: tuple(tokens.next(name, plain["num_tokens"])) for name in _ANSWER_COLUMNS},
         stop_reason=plain["stop_reason"],
-        routed_experts=tokens.routes(plain["routed_experts"]),
+        **tokens.others(plain),
     )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rl_core.algorithms.kl import adaptive_kl_coef
 from rl_core.batch import Batch
-from rl_core.columns import INPUT_COLUMNS, ROUTE_COLUMNS
+from rl_core.columns import INPUT_COLUMNS, KEPT_COLUMNS, ROUTE_COLUMNS
+from rl_core.errors import GenerationError
 from rl_core.interfaces import Metrics
 from rl_core.tasks import all_of
 from rl_core.trainer.batch_advantages import (
@@ -50,6 +51,8 @@ class UpdateSettings:
     """`kl_target` and `horizon` of the penalty's adaptive coefficient; None: the coefficient is fixed."""
     normalize_advantages: bool
     temperature: float
+    is_truncated: bool = False
+    """Whether responses are sampled with top-p, top-k or min-p, so that scores need the kept tokens."""
     forward_limits: MicroBatchLimits
 
 
@@ -96,18 +99,28 @@ class BatchUpdate:
         expert routes if its backend records them.
 
         Only the policy follows the batch's expert routes; reference and critic choose experts with their own routers.
+        Policy and reference score every token among the kept tokens, if the batch has any.
 
         Args:
             judges: compute all scores of the policy, even those that training does not need before its first optimizer
                 step.
+
+        Raises:
+            GenerationError: sampling was truncated, but the batch does not have the kept tokens.
         """
+        if self._settings.is_truncated and "kept_counts" not in batch:
+            raise GenerationError(
+                "the samples lack kept_tokens, without which the trainer cannot score samples that were truncated by "
+                "generator.sampling_params (top_p, top_k, min_p). Start external servers with the same "
+                "generator.sampling_params; a generator of your own must pass on Completion.kept_tokens"
+            )
         models, limits, temperature = self._models, self._settings.forward_limits, self._settings.temperature
         others = batch.without_columns(*ROUTE_COLUMNS)
         calls = {"policy": self._policy_columns(batch, judges=judges)}
         if models.reference is not None:
             calls["reference"] = self._reference_columns(models.reference, others)
         if models.critic is not None:
-            calls["critic"] = models.critic.forward(others, limits, temperature=temperature)
+            calls["critic"] = models.critic.forward(_without_choices(batch), limits, temperature=temperature)
         scored = dict(zip(calls, await all_of(calls.values()), strict=True))
         columns = {**scored["policy"], **scored.get("reference", {})}
         if models.critic is not None:
@@ -159,7 +172,7 @@ class BatchUpdate:
         policy, critic = self._models.policy, self._models.critic
         if self._critic is None or critic is None:
             return await self._policy.train(batch, step)
-        others = batch.without_columns(*ROUTE_COLUMNS)
+        others = _without_choices(batch)
         if critic.shares_devices_with(policy):
             _, of_critic = await self._critic.train(others, step)
             batch, of_policy = await self._policy.train(batch, step)
@@ -173,7 +186,7 @@ class BatchUpdate:
         as in `train`."""
         if self._critic is None:
             return await self._policy.add(batch, step)
-        others = batch.without_columns(*ROUTE_COLUMNS)
+        others = _without_choices(batch)
         batch, _ = await all_of([self._policy.add(batch, step), self._critic.add(others, step)])
         return batch
 
@@ -211,6 +224,11 @@ class BatchUpdate:
         # reads old log-probs.
         is_known_T = torch.where(is_first_T, batch["loss_mask"], scoring.first_is_own)
         return rollout_agreement(batch, version, among=is_known_T)
+
+
+def _without_choices(batch: Batch) -> Batch:
+    """The batch for a critic, which follows no routes and scores no tokens."""
+    return batch.without_columns(*ROUTE_COLUMNS, *KEPT_COLUMNS)
 
 
 def prepared(batch: Batch, settings: UpdateSettings, *, kl_coef: float) -> tuple[Batch, Metrics]:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_core.algorithms.logprobs import LOWEST_LOGPROB, KeptIds
+
 
 def parallel_logprobs(
     hidden_TH: Tensor,
@@ -21,6 +23,7 @@ def parallel_logprobs(
     chunk_tokens: int,
     group: Any,
     with_entropy: bool = True,
+    kept: KeptIds | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like `rl_core.algorithms.logprobs.chunked_logprobs`, for an output layer that is split by rows over tensor ranks.
 
@@ -37,12 +40,17 @@ def parallel_logprobs(
         chunk_tokens: number of tokens for which logits exist at a time, at least 1.
         group: the tensor-parallel ranks.
         with_entropy: if False, entropies are 0 and have no gradient.
+        kept: ids in the whole vocabulary to which each distribution is restricted; None: to none.
 
     Returns:
         Log-probs [T] and entropies [T], float32, the same on all ranks.
     """
     return _ParallelLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_TH, weight_VH, targets_T - first_row, float(temperature), chunk_tokens, group, with_entropy
+        hidden_TH,
+        weight_VH,
+        targets_T - first_row,
+        (float(temperature), chunk_tokens, with_entropy, first_row, kept),
+        group,
     )
 
 
@@ -53,20 +61,19 @@ class _ParallelLogprobs(torch.autograd.Function):
         hidden_TH: Tensor,
         weight_VH: Tensor,
         row_T: Tensor,
-        temperature: float,
-        chunk_tokens: int,
+        settings: tuple[float, int, bool, int, KeptIds | None],
         group: Any,
-        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
+        _, chunk_tokens, with_entropy, _, _ = settings
         logprobs_T, entropies_T, lse_T = hidden_TH.new_zeros((3, row_T.numel()), dtype=torch.float32)
         for tokens in _chunks(row_T.numel(), chunk_tokens):
-            logits_CV = _logits(hidden_TH[tokens], weight_VH, temperature)
+            logits_CV = _logits(hidden_TH, weight_VH, tokens, settings)
             lse_C = _logsumexp(logits_CV, group)
             target_C, is_own_C = _own_target(logits_CV, row_T[tokens])
             sums = [torch.where(is_own_C, target_C - lse_C, 0.0)]
             if with_entropy:
                 # x − lse is formed before the weighted sum: subtracting two large sums would cancel.
-                all_logprobs_CV = logits_CV.sub_(lse_C[:, None])
+                all_logprobs_CV = _bounded(logits_CV.sub_(lse_C[:, None]), settings)
                 sums.append(-(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1))
             sums_SC = torch.stack(sums)
             dist.all_reduce(sums_SC, group=group)
@@ -75,7 +82,7 @@ class _ParallelLogprobs(torch.autograd.Function):
                 entropies_T[tokens] = sums_SC[1]
             lse_T[tokens] = lse_C
         ctx.save_for_backward(hidden_TH, weight_VH, row_T, lse_T, entropies_T)
-        ctx.settings = temperature, chunk_tokens, with_entropy
+        ctx.settings = settings
         return logprobs_T, entropies_T
 
     @staticmethod
@@ -84,11 +91,12 @@ class _ParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_logprobs_T, grad_entropies_T = grad_outputs
         hidden_TH, weight_VH, row_T, lse_T, entropies_T = ctx.saved_tensors
-        temperature, chunk_tokens, with_entropy = ctx.settings
+        temperature, chunk_tokens, with_entropy, _, _ = ctx.settings
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         for tokens in _chunks(row_T.numel(), chunk_tokens):
-            all_logprobs_CV = _logits(hidden_TH[tokens], weight_VH, temperature).sub_(lse_T[tokens, None])
+            logits_CV = _logits(hidden_TH, weight_VH, tokens, ctx.settings)
+            all_logprobs_CV = _bounded(logits_CV.sub_(lse_T[tokens, None]), ctx.settings)
             # dH/dx = −p · (log p + H), dlogprob/dx = onehot − p
             if with_entropy:
                 shift_C = grad_entropies_T[tokens] * entropies_T[tokens] + grad_logprobs_T[tokens]
@@ -103,15 +111,22 @@ class _ParallelLogprobs(torch.autograd.Function):
             grad_CV = grad_CV.div_(temperature).to(hidden_TH.dtype)
             grad_hidden_TH[tokens] = grad_CV @ weight_VH
             grad_weight_VH += grad_CV.T @ hidden_TH[tokens]
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    return (hidden_CH @ weight_VH.T).float().div_(temperature)
+def _logits(hidden_TH: Tensor, weight_VH: Tensor, tokens: slice, settings: tuple[Any, ...]) -> Tensor:
+    temperature, _, _, first_row, kept = settings
+    logits_CV = (hidden_TH[tokens] @ weight_VH.T).float().div_(temperature)
+    return logits_CV if kept is None else kept.restrict(logits_CV, tokens, first_id=first_row)
+
+
+def _bounded(all_logprobs_CV: Tensor, settings: tuple[Any, ...]) -> Tensor:
+    """Makes the log-probs of ids that were not kept finite, in place, because 0 · −inf is NaN."""
+    return all_logprobs_CV if settings[-1] is None else all_logprobs_CV.clamp_(min=LOWEST_LOGPROB)
 
 
 def _logsumexp(logits_CV: Tensor, group: Any) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from rl_core.algorithms.logprobs import chunked_logprobs
+from rl_core.algorithms.logprobs import KeptIds, chunked_logprobs
 from rl_megatron.model.parallel_logprobs import parallel_logprobs
 from rl_megatron.rank.groups import tensor_group
 
@@ -24,7 +24,13 @@ class TokenScorer:
         _return_hidden_states(model)
 
     def __call__(
-        self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float, with_entropy: bool = True
+        self,
+        hidden_SH: Tensor,
+        targets_S: Tensor,
+        *,
+        temperature: float,
+        with_entropy: bool = True,
+        kept: KeptIds | None = None,
     ) -> tuple[Tensor, ...]:
         """Returns log-probs [S] and, if `with_entropy`, entropies [S], in float32.
 
@@ -33,6 +39,7 @@ class TokenScorer:
             targets_S: int64 token ids.
             temperature: > 0, divides the logits.
             with_entropy: whether to compute entropies.
+            kept: the ids to which each distribution is restricted; None: to none.
         """
         group = tensor_group()
         weight_VH = self._weight()
@@ -48,6 +55,7 @@ class TokenScorer:
                 temperature=temperature,
                 chunk_tokens=self.chunk_tokens,
                 with_entropy=with_entropy,
+                kept=kept,
             )
             return (logprobs_S,) if entropies_S is None else (logprobs_S, entropies_S)
         scores_S = parallel_logprobs(
@@ -59,6 +67,7 @@ class TokenScorer:
             chunk_tokens=self.chunk_tokens,
             group=group,
             with_entropy=with_entropy,
+            kept=kept,
         )
         return scores_S if with_entropy else scores_S[:1]
 

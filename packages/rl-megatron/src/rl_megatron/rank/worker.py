@@ -27,6 +27,7 @@ from rl_core.interfaces import (
 )
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.kept_tensors import copy_processors, with_rest
+from rl_core.rank_kit.kept_ids import kept_ids
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import (
     ADAPTER_FOLDER,
@@ -359,9 +360,13 @@ class MegatronWorker:
         index_S = micro_batch.target_index_P[place_S].to(self.place.device)
         tokens_T = torch.zeros(0, dtype=torch.int64) if micro_batch.batch is None else micro_batch.batch["tokens"]
         hidden_SH = hidden_BSH.flatten(0, 1)[place_S.to(self.place.device)]
-        names, targets_S, options = self._score_names, tokens_T.to(self.place.device)[index_S], {}
+        names, targets_S = self._score_names, tokens_T.to(self.place.device)[index_S]
+        options: dict[str, Any] = {}
         if "entropies" in names and not with_entropy:
             names, options = ("logprobs",), {"with_entropy": False}
+        if "logprobs" in names and micro_batch.batch is not None:
+            stream_index_S = micro_batch.target_index_P[place_S]
+            options["kept"] = kept_ids(micro_batch.batch, stream_index_S, self.place.device)
         scores_S = self.scorer(hidden_SH, targets_S, temperature=temperature, **options)
         group = context_group()
         return {

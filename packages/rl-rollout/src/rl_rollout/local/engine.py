@@ -85,6 +85,7 @@ class LocalEngine:
         timeout_s: float,
         num_threads: int | None = None,
         return_routed_experts: bool = False,
+        return_kept_tokens: bool = False,
     ) -> LocalEngine:
         """Loads the model on the engine's thread and returns when it can serve.
 
@@ -94,6 +95,7 @@ class LocalEngine:
             timeout_s: deadline of every call.
             num_threads: number of torch threads of the engine; None: torch's default.
             return_routed_experts: whether completions include the routed experts of each token.
+            return_kept_tokens: whether completions include what top-p, top-k and min-p kept for each token.
 
         Raises:
             Exception: any error of `load`.
@@ -104,7 +106,8 @@ class LocalEngine:
         ready = engine._new_answer()
         engine._thread = threading.Thread(
             target=engine._run,
-            args=(load, max_num_seqs, num_threads, return_routed_experts, ready),
+            args=(load, num_threads, return_routed_experts, ready),
+            kwargs={"max_num_seqs": max_num_seqs, "return_kept_tokens": return_kept_tokens},
             name="rl-rollout-local-engine",
             daemon=True,
         )
@@ -350,10 +353,10 @@ class LocalEngine:
     def _run(
         self,
         load: Load,
-        max_num_seqs: int,
         num_threads: int | None,
         return_routed_experts: bool,
         ready: asyncio.Future[None],
+        **settings: Any,
     ) -> None:
         try:
             if num_threads is not None:
@@ -364,7 +367,7 @@ class LocalEngine:
             self._max_positions = getattr(text_config, "max_position_embeddings", None)
             self._vocab_size = text_config.vocab_size
             choices = ExpertChoices.of(model, where=ROUTES_KEY) if return_routed_experts else None
-            self._scheduler = Scheduler(model, max_num_seqs=max_num_seqs, choices=choices)
+            self._scheduler = Scheduler(model, choices=choices, **settings)
         except Exception as error:
             self._failure = error
             self._answer(ready, error)

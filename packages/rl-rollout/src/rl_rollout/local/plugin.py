@@ -42,6 +42,7 @@ class LocalEnginePlugin:
 
     contract_version: int = 2
     receives_deltas: bool = True
+    returns_kept_tokens: bool = True
     name: str = "local"
 
     def validate(self, spec: EngineSpec) -> None:
@@ -109,6 +110,7 @@ class LocalEnginePlugin:
             timeout_s=spec.request_timeout_s,
             num_threads=spec.num_threads,
             return_routed_experts=spec.return_routed_experts,
+            return_kept_tokens=spec.return_kept_tokens,
         )
 
 

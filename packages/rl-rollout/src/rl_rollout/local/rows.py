@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rl_core.errors import GenerationError
-from rl_core.interfaces import Completion, SamplingParams, StopReason
+from rl_core.interfaces import Completion, KeptTokens, SamplingParams, StopReason
 from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_rollout.local.cache import RowCache, rows_without
 from rl_rollout.local.model import token_logprobs
@@ -54,8 +54,13 @@ Ended = list[tuple[Sample, Completion]]
 class Rows:
     """Computes the samples that decode together. Its calls block; only one thread may use it."""
 
-    def __init__(self, model: PreTrainedModel, choices: ExpertChoices | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, choices: ExpertChoices | None = None, *, return_kept_tokens: bool = False
+    ) -> None:
         self._model = model
+        self._return_kept_tokens = return_kept_tokens
+        self._kept: list[list[npt.NDArray[np.int32]]] = []
+        """The kept ids of each row's sampled tokens."""
         self._samples: list[Sample] = []
         self._cache = RowCache()
         self._arrays: dict[str, npt.NDArray[Any]] = {}
@@ -75,6 +80,7 @@ class Rows:
         logits_PV, routes = self._prefill(list(place), prompt_B)
         first_new = len(self._samples)
         self._samples += samples
+        self._kept += [[] for _ in samples]
         self._routes += [[routes[i]] for i in prompt_B.tolist()] if routes else []
         self._arrays = _joined(self._arrays, _new_arrays(samples))
         logits_BV = logits_PV[torch.from_numpy(prompt_B).to(logits_PV.device)]
@@ -120,7 +126,8 @@ class Rows:
     ) -> list[tuple[Sample, Completion]]:
         arrays = self._arrays
         num_sampled_B = arrays["num_sampled"][rows_B]
-        tokens, logprobs = draw(logits_BV, arrays["knobs"][rows_B], uniforms(arrays["seed"][rows_B], num_sampled_B))
+        numbers_B = uniforms(arrays["seed"][rows_B], num_sampled_B)
+        tokens, logprobs, kept = draw(logits_BV, arrays["knobs"][rows_B], numbers_B)
         tokens_B, logprobs_B = tokens.cpu().numpy(), logprobs.cpu().numpy()
         if not np.isfinite(logprobs_B).all():
             raise GenerationError(
@@ -132,6 +139,8 @@ class Rows:
         arrays["logprobs"][rows_B, num_sampled_B] = logprobs_B
         arrays["versions"][rows_B, num_sampled_B] = version
         arrays["num_sampled"][rows_B] += 1
+        for row, ids in zip(rows_B.tolist(), kept if self._return_kept_tokens else (), strict=False):
+            self._kept[row].append(ids)
         stopped_B = (tokens_B[:, None] == arrays["stop_tokens"][rows_B]).any(axis=1)
         for b in np.flatnonzero(arrays["watched"][rows_B]):
             watch = self._samples[rows_B[b]].watch
@@ -150,6 +159,7 @@ class Rows:
         ]
         keep_B = rows_without(len(self), rows_F)
         self._samples = [self._samples[row] for row in keep_B.tolist()]
+        self._kept = [self._kept[row] for row in keep_B.tolist()]
         self._routes = [self._routes[row] for row in keep_B.tolist()] if self._routes else []
         self._arrays = {name: values[keep_B] for name, values in self._arrays.items()}
         self._cache.keep(keep_B)
@@ -165,6 +175,7 @@ class Rows:
             policy_versions=versions,
             stop_reason=stop_reason,
             routed_experts=np.concatenate(self._routes[row]) if self._routes else None,
+            kept_tokens=KeptTokens.of_each(self._kept[row]) if self._return_kept_tokens else None,
         )
 
     def _inputs(self, row: int) -> tuple[int, ...]:

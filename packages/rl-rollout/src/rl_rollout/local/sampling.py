@@ -18,6 +18,7 @@ from rl_core.interfaces import SamplingParams
 
 _MASK_64 = 2**64 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_NONE = np.zeros(0, np.int32)
 _MAX_CHUNK_ELEMENTS = 1 << 22
 """Maximum number of logits processed at a time, because float64 sums of a whole batch over a large vocabulary would
 need gigabytes."""
@@ -53,8 +54,9 @@ def knob_array(params: Sequence[SamplingParams]) -> npt.NDArray[np.float32]:
 
 def draw(
     logits_BV: Tensor, knobs_array_B4: npt.NDArray[np.float32], uniforms_B: npt.NDArray[np.float64]
-) -> tuple[Tensor, Tensor]:
-    """Draws one token per row; returns it with its log-prob in the distribution that it was drawn from.
+) -> tuple[Tensor, Tensor, list[npt.NDArray[np.int32]]]:
+    """Draws one token per row; returns it with its log-prob in the distribution that it was drawn from, and with the
+    tokens of that distribution.
 
     Logits are divided by the temperature, then filtered by top-k, top-p and min-p, in this order; the log-prob is taken
     from the renormalised remaining distribution. At temperature 0 the most likely token is taken, with the log-prob of
@@ -66,7 +68,8 @@ def draw(
         uniforms_B: the result of `uniforms`.
 
     Returns:
-        Tokens int64 [B] and log-probs float32 [B], on the logits' device. A log-prob is NaN if a logit of its row is.
+        Tokens int64 [B] and log-probs float32 [B], on the logits' device; and for each row the tokens that the filters
+        kept, none if they kept all. A log-prob is NaN if a logit of its row is.
     """
     filtered = _is_filtered(knobs_array_B4)
     knobs_B4 = torch.from_numpy(knobs_array_B4).to(logits_BV.device)
@@ -78,10 +81,13 @@ def draw(
             logits_BV.split(chunk), knobs_B4.split(chunk), targets_B.split(chunk), strict=True
         )
     ]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+    tokens, logprobs, kept = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs), [ids for rows in kept for ids in rows]
 
 
-def _draw_chunk(logits_BV: Tensor, knobs_B4: Tensor, targets_B: Tensor, filtered: bool) -> tuple[Tensor, Tensor]:
+def _draw_chunk(
+    logits_BV: Tensor, knobs_B4: Tensor, targets_B: Tensor, filtered: bool
+) -> tuple[Tensor, Tensor, list[npt.NDArray[np.int32]]]:
     temperature_B1 = knobs_B4[:, :1]
     greedy_B1 = temperature_B1 == 0
     logprobs_BV = torch.log_softmax(logits_BV.float() / temperature_B1.masked_fill(greedy_B1, 1.0), dim=-1)
@@ -94,7 +100,15 @@ def _draw_chunk(logits_BV: Tensor, knobs_B4: Tensor, targets_B: Tensor, filtered
     # An index lies past the end only if a sum is NaN; the caller then finds a NaN log-prob.
     drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[1] - 1)
     tokens_B1 = torch.where(greedy_B1, logprobs_BV.argmax(dim=-1, keepdim=True), drawn_B1)
-    return tokens_B1[:, 0], logprobs_BV.gather(1, tokens_B1)[:, 0]
+    kept = _kept(logprobs_BV) if filtered else [_NONE] * len(logprobs_BV)
+    return tokens_B1[:, 0], logprobs_BV.gather(1, tokens_B1)[:, 0], kept
+
+
+def _kept(logprobs_BV: Tensor) -> list[npt.NDArray[np.int32]]:
+    is_kept_BV = logprobs_BV > -torch.inf
+    is_kept_BV[is_kept_BV.all(dim=-1)] = False
+    ids = is_kept_BV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    return np.split(ids, is_kept_BV.sum(dim=-1).cumsum(0)[:-1].cpu().numpy())
 
 
 def filter_logprobs(logprobs_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor) -> Tensor:

@@ -25,10 +25,17 @@ waiting samples. Each join costs a prefill and a copy of the cache."""
 class Scheduler:
     """Turns samples into completions, at most `max_num_seqs` at a time."""
 
-    def __init__(self, model: PreTrainedModel, *, max_num_seqs: int, choices: ExpertChoices | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_num_seqs: int,
+        choices: ExpertChoices | None = None,
+        return_kept_tokens: bool = False,
+    ) -> None:
         self._model = model
         self._max_num_seqs = max_num_seqs
-        self._rows = Rows(model, choices)
+        self._rows = Rows(model, choices, return_kept_tokens=return_kept_tokens)
         self._waiting: deque[Sample] = deque()
         self._held: deque[Sample] = deque()
         self._pause: PauseMode | None = None

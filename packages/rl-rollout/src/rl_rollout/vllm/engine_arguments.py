@@ -51,6 +51,7 @@ _OWN_KEYS = {
 """Engine argument → configuration key that sets it. These arguments are refused in `engine_init_kwargs`."""
 _FIXED = {
     "worker_extension_cls": "weights arrive through it",
+    "return_sampling_mask": "it is set if generator.sampling_params has top_p, top_k or min_p",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
     **dict.fromkeys(
         ("generation_config", "override_generation_config"),
@@ -104,6 +105,7 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
         "enforce_eager": options.enforce_eager if options.enforce_eager is not None else not has_gpus,
         "served_model_name": [options.served_model_name or spec.model_path],
         "enable_return_routed_experts": spec.return_routed_experts,
+        "return_sampling_mask": spec.return_kept_tokens,
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
         # Sampling uses only the request's parameters, not those of the model's generation_config.json.
@@ -182,9 +184,16 @@ def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}.{name}: vLLM has no such engine argument.{nearest(name, known_arguments())}")
 
 
-def require_own_distribution() -> None:
-    """Raises ConfigError if an installed package changes the distributions from which vLLM samples. vLLM applies the
-    logits processors of all installed packages."""
+def require_own_distribution(spec: EngineSpec) -> None:
+    """Raises ConfigError if the trainer could not know the distributions from which vLLM samples: an installed package
+    changes them (vLLM applies the logits processors of all installed packages), or vLLM cannot return the tokens that
+    top-p, top-k and min-p keep."""
+    for name in ("speculative_config", "enable_batch_sharded_sampling"):
+        if spec.return_kept_tokens and spec.init_kwargs.get(name):
+            raise ConfigError(
+                f"{_SECTION}.engine_init_kwargs.{name}: with it, vLLM 0.30 cannot return the tokens that top_p, top_k "
+                "and min_p of generator.sampling_params keep, which training needs; remove it, or remove these keys"
+            )
     if found := list(entry_points(group="vllm.logits_processors")):
         package = found[0].dist.name if found[0].dist is not None else found[0].value
         raise ConfigError(

@@ -13,7 +13,7 @@ import logging
 import threading
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rl_core.errors import WeightSyncError
 
@@ -27,6 +27,7 @@ def apply() -> None:
     repack_moe_experts_on_cpu()
     rewind_generators_on_cpu()
     keep_adapters_off_vocabularies()
+    return_kept_tokens()
     request_amx()
 
 
@@ -153,6 +154,109 @@ def keep_adapters_off_vocabularies() -> None:
 
     setattr(supported_modules, _MARK, True)
     setattr(model_manager, name, supported_modules)
+
+
+def return_kept_tokens() -> None:
+    """Makes an engine with `return_sampling_mask` return the ids that top-p, top-k and min-p kept, on CPU too, and no
+    ids if they kept all.
+
+    vllm 0.30.0: the CPU's model runner never fills `ModelRunnerOutput.sampling_masks`; only Model Runner V2, which has
+    no CPU version, does. Everything behind it (scheduler, output processor) is the same for both. Model Runner V2
+    returns the whole vocabulary, 600 kB per token of a model with 151,936 ids, for requests that are not truncated,
+    such as those of a greedy evaluation. Remove the first part of the fix when this test passes without it, and the
+    second part when vLLM omits whole vocabularies:
+    tests/rollout/vllm/test_server_conformance.py::TestVLLMServer::test_kept_tokens_are_those_that_the_filters_keep.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _collect_kept_tokens_on_cpu()
+    else:
+        _omit_whole_vocabularies()
+
+
+def allow_sampling_masks_on_cpu() -> None:
+    """Makes the checks of vLLM's configuration accept `return_sampling_mask` on CPU, where `return_kept_tokens`
+    implements it. Its other checks (no speculative decoding, for example) stay.
+
+    vllm 0.30.0, config/vllm.py: `return_sampling_mask` requires Model Runner V2. Remove the fix with the first part of
+    `return_kept_tokens`.
+    """
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    original = VllmConfig._verify_sampling_replay_config
+    if not current_platform.is_cpu() or hasattr(original, _MARK):
+        return
+
+    class AsV2:
+        use_v2_model_runner = True
+
+        def __init__(self, config: Any) -> None:
+            self._config = config
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._config, name)
+
+    @functools.wraps(original)
+    def verify(self: Any) -> None:
+        original(cast(Any, AsV2(self)))
+
+    setattr(verify, _MARK, True)
+    VllmConfig._verify_sampling_replay_config = verify
+
+
+def _collect_kept_tokens_on_cpu() -> None:
+    import numpy as np
+    from vllm.v1.outputs import SamplingMaskLists
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample, sample_tokens = Sampler.sample, CPUModelRunner.sample_tokens
+    if hasattr(sample, _MARK):
+        return
+
+    @functools.wraps(sample)
+    def sample_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sampled, processed_logprobs = sample(self, *args, **kwargs)
+        self.rl_logprobs = processed_logprobs
+        return sampled, processed_logprobs
+
+    @functools.wraps(sample_tokens)
+    def sample_tokens_with_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sampler.rl_logprobs = None
+        output = sample_tokens(self, *args, **kwargs)
+        logprobs_BV = self.sampler.rl_logprobs
+        if self.model_config.return_sampling_mask and logprobs_BV is not None:
+            is_kept_BV = logprobs_BV > float("-inf")
+            is_kept_BV[is_kept_BV.all(dim=-1)] = False
+            ends_B = is_kept_BV.sum(dim=-1).cumsum(0).numpy()
+            ids = is_kept_BV.nonzero()[:, 1].numpy().astype(np.int32)
+            masks = SamplingMaskLists(ids, np.concatenate([[0], ends_B]))
+            # With asynchronous scheduling, the output is a wrapper that returns this record later.
+            getattr(output, "_model_runner_output", output).sampling_masks = masks
+        return output
+
+    setattr(sample_and_note, _MARK, True)
+    Sampler.sample = sample_and_note
+    CPUModelRunner.sample_tokens = sample_tokens_with_masks
+
+
+def _omit_whole_vocabularies() -> None:
+    import torch
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    original: Any = SamplingMaskTensors.tolists
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def lists_without_whole(self: Any) -> Any:
+        is_whole_B = self.counts == self.vocab_size
+        return original(self._replace(counts=torch.where(is_whole_B, 0, self.counts)))
+
+    setattr(lists_without_whole, _MARK, True)
+    SamplingMaskTensors.tolists = lists_without_whole
 
 
 def request_amx() -> None:

@@ -34,6 +34,7 @@ def end_with_parent() -> None:
         fixes.unlink_message_queues()
         fixes.lock_progress_bars_by_threads()
         fixes.unlink_shared_memory_on_cpu()
+        fixes.allow_sampling_masks_on_cpu()
         threading.Thread(target=_follow, args=(parent,), name="rl-rollout-parent", daemon=True).start()
 
 

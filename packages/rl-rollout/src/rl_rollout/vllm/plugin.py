@@ -26,6 +26,7 @@ class VLLMPlugin:
     contract_version: int = 2
     receives_deltas: bool = True
     accepts_structural_tags: bool = True
+    returns_kept_tokens: bool = True
     name: str = "vllm"
     options_class: type = VLLMOptions
 
@@ -45,7 +46,7 @@ class VLLMPlugin:
             _check_urls(options.external_server_urls, spec.num_engines)
         else:
             require_known(spec.init_kwargs)
-            require_own_distribution()
+            require_own_distribution(spec)
         ranks = options.tensor_parallel_size * options.data_parallel_size
         if options.expert_parallel_size not in (1, ranks):
             possible = " or ".join(str(size) for size in dict.fromkeys((1, ranks)))

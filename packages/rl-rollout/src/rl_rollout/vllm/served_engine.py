@@ -24,7 +24,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl_core.errors import GenerationError, WeightSyncError
-from rl_core.interfaces import Completion, GenerateRequest, PauseMode, Rendezvous, SamplingParams
+from rl_core.interfaces import Completion, GenerateRequest, KeptTokens, PauseMode, Rendezvous, SamplingParams
 from rl_core.tasks import all_of
 from rl_rollout.transports.receivers import require_allowed
 from rl_rollout.vllm.adapters import NamedAdapters
@@ -67,6 +67,10 @@ class ServedEngine:
         self._receivers = receivers
         self._max_model_len: int = engine.model_config.max_model_len
         self._returns_routes: bool = engine.model_config.enable_return_routed_experts
+        self._returns_kept_tokens: bool = engine.model_config.return_sampling_mask
+        # The engine's core has a copy of this record. Here vLLM 0.30 would refuse all requests at temperature 0 or
+        # without top_k, because it would return whole vocabularies for them (`fixes.return_kept_tokens`).
+        engine.model_config.return_sampling_mask = False
         self.vocab_size: int = engine.model_config.get_vocab_size()
         parallel = engine.vllm_config.parallel_config
         self._num_engines: int = parallel.data_parallel_size
@@ -319,7 +323,14 @@ class ServedEngine:
             policy_versions=tuple(versions),
             stop_reason=output.finish_reason,
             routed_experts=output.routed_experts,
+            kept_tokens=self._kept_tokens(output, len(tokens)) if self._returns_kept_tokens else None,
         )
+
+    def _kept_tokens(self, output: CompletionOutput, num_tokens: int) -> KeptTokens:
+        kept = KeptTokens.of_each([] if output.sampling_mask is None else output.sampling_mask.token_ids)
+        if len(kept.counts) != num_tokens:
+            raise GenerationError(f"vLLM returned the kept tokens of {len(kept.counts)} of {num_tokens} sampled tokens")
+        return kept
 
     @property
     def _adapters(self) -> NamedAdapters:

@@ -202,6 +202,7 @@ class HTTPServer:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from rl_rollout.transports.receivers import installed_receivers
+        from rl_rollout.vllm import fixes
         from rl_rollout.vllm.adapters import EngineWithAdapter, NamedAdapters
         from rl_rollout.vllm.routes import with_routes
         from rl_rollout.vllm.served_engine import ServedEngine
@@ -210,6 +211,7 @@ class HTTPServer:
         args.allowed_origins = []  # by default any web page could read the server's answers in a browser
         for name, value in self._settings.engine_args.items():
             setattr(args, name, value)
+        fixes.allow_sampling_masks_on_cpu()
         engine_class = EngineWithAdapter if args.enable_lora else AsyncLLM
         self._engine = engine = engine_class.from_engine_args(AsyncEngineArgs.from_cli_args(args))
         if args.enable_lora:

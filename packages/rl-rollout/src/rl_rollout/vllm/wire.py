@@ -2,7 +2,8 @@
 bytes.
 
 In JSON a number takes 4 to 20 bytes of text, and is a Python object on both sides. Here a token id and a log-prob take
-4 bytes each, and a routed expert takes 1 or 2. All arrays are little-endian.
+4 bytes each, a routed expert takes 1 or 2, and the kept ids of a token take 4 bytes each, plus 4 for their number. All
+arrays are little-endian.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from rl_core.interfaces import (
     Completion,
     GenerateRequest,
+    KeptTokens,
     Manifest,
     TensorRecord,
 )
@@ -49,7 +51,7 @@ def completions_of(records: Iterable[Mapping[str, Any]]) -> tuple[Completion, ..
 
 
 def _completion_record(completion: Completion) -> dict[str, Any]:
-    routed = completion.routed_experts
+    routed, kept = completion.routed_experts, completion.kept_tokens
     return {
         "tokens": np.asarray(completion.tokens, dtype="<i4").tobytes(),
         "logprobs": np.asarray(completion.logprobs, dtype="<f4").tobytes(),
@@ -57,17 +59,19 @@ def _completion_record(completion: Completion) -> dict[str, Any]:
         "versions": [[version, len(list(run))] for version, run in groupby(completion.policy_versions)],
         "stop_reason": completion.stop_reason,
         "routed_experts": None if routed is None else _array_record(routed),
+        "kept_tokens": None if kept is None else [_array_record(kept.counts), _array_record(kept.ids)],
     }
 
 
 def _completion(record: Mapping[str, Any]) -> Completion:
-    routed = record["routed_experts"]
+    routed, kept = record["routed_experts"], record["kept_tokens"]
     return Completion(
         tokens=tuple(np.frombuffer(record["tokens"], dtype="<i4").tolist()),
         logprobs=tuple(np.frombuffer(record["logprobs"], dtype="<f4").tolist()),
         policy_versions=tuple(version for version, count in record["versions"] for _ in range(count)),
         stop_reason=record["stop_reason"],
         routed_experts=None if routed is None else _array(routed),
+        kept_tokens=None if kept is None else KeptTokens(counts=_array(kept[0]), ids=_array(kept[1])),
     )
 
 

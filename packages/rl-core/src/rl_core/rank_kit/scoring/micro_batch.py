@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rl_core.algorithms.logprobs import KeptIds
 from rl_core.batch import Batch, token_inputs
 from rl_core.errors import ConfigError
 from rl_core.layout.prefixes import input_cells, prefix_forest, separate_sequences
 from rl_core.layout.slices import even_slice, inverse_index, padded_layout
 from rl_core.rank_kit.device_copies import on_device
+from rl_core.rank_kit.kept_ids import kept_ids
 from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
 from rl_core.rank_kit.scoring.packed_sequences import PackedSequences
 from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
@@ -39,6 +41,8 @@ class ModelInput:
     """None: the model's routers choose the experts."""
     slice: UlyssesSlice | None
     """None: this rank computes all scores of the micro-batch."""
+    kept: KeptIds | None = None
+    """The ids to which sampling restricted the distribution of each predicted token; None: to none."""
     score_S: Tensor | None = None
     """int64, for each token to score, the index of its score among the computed scores. Sequences with a shared prefix
     share the prefix's scores. None: every token has a separate score."""
@@ -148,7 +152,7 @@ def model_input(
         # Compare the number of cells instead of reading `packed.shared`: if sequences differ only in their last tokens,
         # which are not in the input, they share cells although `packed.shared` is None.
         if forest.num_cells < batch.num_tokens:
-            index_S, score_S = _first_of_each(index_S, torch.from_numpy(forest.cell_T))
+            index_S, score_S = _first_of_each(index_S, _scored_cells(batch, torch.from_numpy(forest.cell_T)))
     else:
         layout = padded_layout(batch.offsets, np.arange(batch.num_sequences), width_multiple=multiple)
         index_BL = torch.from_numpy(layout.index).view(batch.num_sequences, -1)
@@ -164,7 +168,7 @@ def model_input(
         own_S = ((column_S >= columns.start) & (column_S < columns.stop)).nonzero().squeeze(1)
         source_S = (row_S * (columns.stop - columns.start) + column_S - columns.start)[own_S]
         slice_ = UlyssesSlice(on_device(own_S, device), len(index_S), ulysses)
-        index_BL, target_S = index_BL[:, columns], target_S[own_S]
+        index_BL, index_S, target_S = index_BL[:, columns], index_S[own_S], target_S[own_S]
         tokens_BL, positions_BL = tokens_BL[:, columns], positions_BL[:, columns]
     return ModelInput(
         tokens_BL=on_device(tokens_BL, device),
@@ -174,8 +178,17 @@ def model_input(
         target_S=on_device(target_S, device),
         routes=_routes(batch, index_BL.flatten(), device) if "routed_experts" in batch else None,
         slice=slice_,
+        kept=kept_ids(batch, index_S, device),
         score_S=None if score_S is None else on_device(score_S, device),
     )
+
+
+def _scored_cells(batch: Batch, cell_T: Tensor) -> Tensor:
+    """Returns equal numbers for tokens that have the same score: those in the same cell whose distributions have the
+    whole vocabulary."""
+    if "kept_counts" not in batch:
+        return cell_T
+    return torch.where(batch["kept_counts"] > 0, batch.num_tokens + torch.arange(batch.num_tokens), cell_T)
 
 
 def _first_of_each(index_S: Tensor, cell_T: Tensor) -> tuple[Tensor, Tensor]:

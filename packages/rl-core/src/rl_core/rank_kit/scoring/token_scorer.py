@@ -84,6 +84,7 @@ class TokenScorer(nn.Module):
             chunk_tokens=self.chunk_tokens,
             bias_V=output.bias,
             with_entropy=with_entropy,
+            kept=inputs.kept,
         )
         return (logprobs_S,) if entropies_S is None else (logprobs_S, entropies_S)
 
