@@ -25,6 +25,8 @@ from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
 
+TRUNCATED = {"generator__sampling_params__top_p": 0.6}
+
 
 class TestGuessEnvironment(EnvironmentConformance):
     factory = GuessEnvironment
@@ -72,8 +74,20 @@ def config_of(start: Path, run_dir: Path, **overrides: Any) -> Config:
         ({"generator__step_wise_trajectories": True}, 1, True),
         ({"generator__step_wise_trajectories": True, "generator__merge_stepwise_output": False}, 4, False),
         ({"trainer__max_staleness": 2}, 1, False),
+        ({**TRUNCATED}, 1, False),
+        ({**TRUNCATED, "generator__step_wise_trajectories": True}, 1, True),
+        (
+            {
+                **TRUNCATED,
+                "generator__step_wise_trajectories": True,
+                "generator__merge_stepwise_output": False,
+                "trainer__share_prefixes": True,
+            },
+            4,
+            False,
+        ),
     ],
-    ids=["one sequence", "merged steps", "steps", "asynchronous"],
+    ids=["one sequence", "merged steps", "steps", "asynchronous", "top_p", "top_p, merged", "top_p, shared prefixes"],
 )
 def test_a_run_trains_on_episodes_of_several_turns(
     start: Path, tmp_path: Path, overrides: dict[str, Any], num_sequences: int, is_merged: bool

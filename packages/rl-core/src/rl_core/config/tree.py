@@ -437,7 +437,8 @@ class TrainerConfig:
 
 @attrs.frozen(kw_only=True)
 class SamplingConfig:
-    """How responses are sampled in training."""
+    """How responses are sampled in training. The trainer scores tokens in the distribution from which they were
+    sampled, also with `top_p`, `top_k` and `min_p` (docs/algorithms.md, Sampling)."""
 
     max_generate_length: int = 1024
     """Longest response of one turn, in tokens."""
