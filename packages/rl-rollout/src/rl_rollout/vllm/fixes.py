@@ -212,7 +212,8 @@ def _collect_kept_tokens_on_cpu() -> None:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    sample, sample_tokens = Sampler.sample, CPUModelRunner.sample_tokens
+    runner: Any = CPUModelRunner
+    sample, sample_tokens = Sampler.sample, runner.sample_tokens
     if hasattr(sample, _MARK):
         return
 
@@ -239,7 +240,7 @@ def _collect_kept_tokens_on_cpu() -> None:
 
     setattr(sample_and_note, _MARK, True)
     Sampler.sample = sample_and_note
-    CPUModelRunner.sample_tokens = sample_tokens_with_masks
+    runner.sample_tokens = sample_tokens_with_masks
 
 
 def _omit_whole_vocabularies() -> None:
