@@ -26,8 +26,8 @@ from rl_core.interfaces import (
     WorkerSpec,
 )
 from rl_core.rank_kit.background_writer import BackgroundWriter
-from rl_core.rank_kit.kept_tensors import copy_processors, with_rest
 from rl_core.rank_kit.kept_ids import kept_ids
+from rl_core.rank_kit.kept_tensors import copy_processors, with_rest
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import (
     ADAPTER_FOLDER,
