@@ -228,6 +228,8 @@ def test_rows_have_tests_in_several_forms():
      # Text that is no JSON, and a mapping that JSON cannot hold
      {"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, {"inputs": ["1"], "outputs": ["three"], "fn_name": "f"},
      {"inputs": [[{"1": 2}]], "outputs": [3], "fn_name": "f"}, [{"function": "f", "input": "1\n2", "output": "3"}],
+     {"inputs": ["1"], "outputs": ["NaN"], "fn_name": "f"}, [{"function": "f", "input": [], "output": {1: 2}}],
+     {"inputs": "12", "outputs": "34"}, {"inputs": [[1]], "outputs": [2], "fn_name": "f(x)"},
      # A check that cannot fail
      ["f(1) ==", "def check(candidate):\n    assert candidate(1) == 2", "x == 2", '["x"]'],
     ],

@@ -160,6 +160,8 @@ def _listed(given: Any, row: Row) -> Iterator[Any]:
         yield from () if given is None else given
         return
     inputs, outputs, name = given["inputs"], given["outputs"], given.get("fn_name")
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
+        raise TypeError("inputs and outputs must be lists")
     _require_known(given, ("inputs", "outputs", "fn_name"))
     if len(inputs) != len(outputs):
         raise ValueError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one output per input")
@@ -203,8 +205,10 @@ def _expected_test(item: Any, row: Row) -> ExpectedTest:
     if name is None:
         test = Test(stdin=_joined(item["input"]), has_imports=is_public)
         return ExpectedTest(test=test, output=_joined(item["output"]), is_of_apps=is_of_apps)
+    if not _text(name).isidentifier():
+        raise ValueError(f"got the function {name!r:.50}; expected a name, such as 'add'")
     arguments, output = _call(item["input"], item["output"], has_lines="function" not in item)
-    test = Test(function=_text(name), arguments=arguments, has_imports=is_public)
+    test = Test(function=name, arguments=arguments, has_imports=is_public)
     return ExpectedTest(test=test, output=output, is_of_apps=is_of_apps)
 
 
@@ -252,6 +256,8 @@ def _call(given: Any, output: Any, *, has_lines: bool) -> tuple[Any, Any]:
     if isinstance(given, Mapping) or not isinstance(given, Sequence):
         raise TypeError(f"got arguments of type {type(given).__name__}; expected a list")
     json.dumps(given)
+    if not is_equal(json.loads(json.dumps(output)), output):
+        raise ValueError(f"the output {output!r:.80} is no JSON value, so nothing that a function returns equals it")
     first = given[0] if given else None
     if isinstance(first, Mapping) and first and all(str(key).lstrip("-").isdecimal() for key in first):
         raise ValueError("the first argument is a mapping with integer keys, which JSON turns to text")

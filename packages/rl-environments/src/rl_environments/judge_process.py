@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from rl_environments.mathematical_text import ends_in_a_variable, marked, readings
+from rl_environments.mathematical_text import choice_letter, ends_in_a_variable, marked, readings
 from rl_environments.sandbox.inside import frames
 
 _ADDRESS_SPACE_BYTES = 4 << 30
@@ -64,6 +64,7 @@ class Grader:
             normalization_config=dataclasses.replace(with_units, units=False)
         )
         self._extractions = {False: [latex, expression], True: [without_units, expression]}
+        self._letters = [math_verify.StringExtractionConfig(strings=tuple("ABCDEFGH"), lowercase=False)]
 
     def problem(self, reference: str) -> str | None:
         """Returns why no answer could be judged by this reference, or None: it must be an expression with a value, and
@@ -84,10 +85,14 @@ class Grader:
         has_answer = is_readable = False
         try:
             for reference in references:
+                letter = choice_letter(reference)
                 pairs = dict.fromkeys(zip(readings(marked(reference)), readings(response), strict=True))
                 for expected_text, found_text in pairs:
                     expected, found = self._parsed(expected_text, reference), self._parsed(found_text, reference)
                     is_readable |= _is_expression(expected)
+                    if letter and not found:  # an answer without a box: `The answer is B.`
+                        expected = [letter]
+                        found = self._parse(found_text, extraction_config=self._letters, parsing_timeout=None)
                     has_answer |= bool(found)
                     if found and self._are_equal(expected, found):
                         return {"is_right": True, "has_answer": True, "is_readable": is_readable}

@@ -117,6 +117,7 @@ _ENCLOSED = re.compile(
     r"\\\(((?:(?!\\\)).)+)\\\)|\\\[((?:(?!\\\]).)+)\\\])\s*",
     re.DOTALL,
 )
+_LETTER = re.compile(rf"\\boxed\{{(?:{_TEXT}\{{)?\(?([A-H])\)?\}}?\}}")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _LONE_DOLLAR = re.compile(r"(?<!\\)\$")  # a currency
 _ENDS_IN_A_VARIABLE = re.compile(r"(?:[\d})]|[-+*/^=(,]\s*)[a-zA-Z]\s*[}$]?$")
@@ -180,6 +181,12 @@ def marked(reference: str) -> str:
     bare = next(filter(None, enclosed.groups())) if enclosed else reference
     is_marked = bare.replace(r"\$", "").count("$") > 1 or any(mark in bare for mark in ("\\boxed", "\\(", "\\["))
     return bare if is_marked else f"\\boxed{{{_LONE_DOLLAR.sub('', bare).strip()}}}"
+
+
+def choice_letter(reference: str) -> str | None:
+    """Returns the letter if the reference answers a multiple-choice question: `A`, `(A)`, `\\text{(A)}`."""
+    found = _LETTER.fullmatch(marked(reference))
+    return found[1] if found else None
 
 
 @lru_cache(1024)
