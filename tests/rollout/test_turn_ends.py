@@ -6,6 +6,7 @@ The chat templates are those of public models, which trl ships. The oracle of ev
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 from functools import cache
@@ -182,6 +183,24 @@ def test_the_next_prompt_is_what_the_template_writes_whatever_the_policy_ended_w
 ):
     text = said.removesuffix("<|end_text|>")
     assert second_prompt(name, eos, said + end, observer) == rendered(name, eos, text, observer)
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_an_end_that_is_no_special_token_is_neither_shown_nor_doubled(step_wise: bool):
+    tokenizer = copy.deepcopy(tokenizer_of("chatml", "<|endoftext|>"))
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<end>")
+    tokenizer.add_tokens(["<end>"])
+    response, seen = tokenizer("hm<end>", add_special_tokens=False)["input_ids"], []
+
+    class Sees(chatting([{"role": "user", "content": "42"}])):
+        async def step(self, action: Any) -> StepResult:
+            seen.append(action.text)
+            return await super().step(action)
+
+    client = ScriptedClient(lambda request: response, end_tokens=[response[-1]])
+    asyncio.run(played(tokenizer, client, Sees, step_wise=step_wise))
+    assert seen == ["hm", "hm"]
+    assert tokenizer.decode(list(client.exchanges[1].request.prompt_tokens)).count("hm<end>\n") == 1
 
 
 def test_the_end_of_a_llama_call_takes_the_place_of_the_end_of_its_turn():

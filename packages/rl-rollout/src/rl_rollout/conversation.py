@@ -113,7 +113,7 @@ class RenderedHistory:
         messages = require_observed_messages(observation)
         said = self._turns.said(response)
         self._is_known = self._is_known and said is not None
-        said = self._codec.response_text(response) if said is None else said
+        said = self._turns.text_of(response) if said is None else said
         before = self._codec.render(self._messages) + said
         self._messages += [{"role": "assistant", "content": said}, *messages]
         if not self._turns.how_it_changes(self._opening, messages):

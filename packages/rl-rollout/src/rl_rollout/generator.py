@@ -183,7 +183,7 @@ class EnvironmentGenerator:
                 history,
                 tokens,
                 respond=respond,
-                text_of=self._codec.response_text,
+                text_of=turns.text_of,
                 limits=limits,
                 example_call=turns.example_call if tools else None,
             )

@@ -20,7 +20,16 @@ from rl_core.interfaces import EXAMPLE_CALL, Message
 from rl_rollout.chat import TokenCodec
 from rl_rollout.observations import PlaceholderTurns, require_shown
 from rl_rollout.openings import Openings
-from rl_rollout.turn_ends import ASKED, REPLACES_SAID, SAID, TurnEnds, around_said, encode_behind, find_ends
+from rl_rollout.turn_ends import (
+    ASKED,
+    REPLACES_SAID,
+    SAID,
+    TurnEnds,
+    around_said,
+    encode_behind,
+    find_ends,
+    template_ends,
+)
 
 _WITH_THOUGHT = f"<think>\nth0ught\n</think>\n\n{SAID}"
 
@@ -84,6 +93,16 @@ class TurnTokens:
         """The tokens that end a turn of the policy. Raises DataError, as `find_ends` does."""
         return find_ends(self.codec)
 
+    def text_of(self, response_tokens: Sequence[int]) -> str:
+        """Returns a response as text (`TokenCodec.response_text`), without the token that ends the turn, which need not
+        be a special token of the tokenizer."""
+        is_ended = {*response_tokens[-1:]} <= {*self._stops}
+        return self.codec.response_text(response_tokens[:-1] if is_ended else response_tokens)
+
+    @cached_property
+    def _stops(self) -> tuple[int, ...]:
+        return template_ends(self.codec)
+
     @property
     def other_ends(self) -> str | None:
         """Describes how the ends of earlier turns differ from what the policy sampled; None if they do not."""
@@ -114,11 +133,11 @@ class TurnTokens:
         """Returns the text of an answer, without its thinking if the template writes a header with special tokens
         between the two. None if the response lacks this header."""
         if self.marked_header is None:
-            return self.codec.response_text(response_tokens)
+            return self.text_of(response_tokens)
         header, size = self.codec.encode_text(self.marked_header), len(response_tokens)
         ends = (end for end in range(size, 0, -1) if tuple(response_tokens[max(0, end - len(header)) : end]) == header)
         end = next(ends, None)
-        return None if end is None else self.codec.response_text(response_tokens[end:])
+        return None if end is None else self.text_of(response_tokens[end:])
 
     @cached_property
     def example_call(self) -> str | None:
