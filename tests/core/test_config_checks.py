@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -289,6 +290,33 @@ def test_an_adapter_beside_the_weights_of_any_model_is_named(files: Path, key: s
     with pytest.raises(
         ConfigError, match=rf"trainer\.{key}\.model\.path: both has no config\.json, only a LoRA adapter"
     ):
+        check_files(config)
+
+
+@pytest.mark.parametrize("key", ["ref", "critic"])
+def test_another_model_without_embeddings_for_a_token_of_the_policy_is_named(files: Path, key: str):
+    vocabulary = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "<tool>", "id": 2}]}
+    config = from_mapping(
+        {
+            "data.train_data": ["train.parquet"],
+            "trainer.policy.model.path": "model",
+            "trainer.algorithm.use_kl_loss": True,
+            f"trainer.{key}.model.path": "other",
+        }
+    )
+    (files / "other").mkdir()
+
+    def write(policy: int, other: int) -> None:
+        for name, size in (("model", policy), ("other", other)):
+            (files / name / "tokenizer.json").write_text(json.dumps(vocabulary))
+            (files / name / "config.json").write_text(json.dumps({"vocab_size": size}))
+
+    for policy, other in ((3, 3), (8, 3), (3, 8), (2, 2)):  # padded, or the token cannot be sampled
+        write(policy, other)
+        check_files(config)
+    write(3, 2)
+    problem = rf"trainer\.{key}\.model\.path: other has embeddings for 2 tokens, .* token 2 \('<tool>'\)"
+    with pytest.raises(ConfigError, match=problem):
         check_files(config)
 
 

@@ -112,6 +112,8 @@ def _gather_models(config: Config, mistakes: Mistakes, makes: Container[str]) ->
     for key, path in others.items():
         if path is not None and path not in seen:
             _gather_model(key, path, mistakes, makes)
+            if not mistakes.about("trainer.policy.model", key):
+                mistakes.passes(_require_embeddings, key, path, config.policy_model_path)
             seen.add(path)
     if is_referred_to and not mistakes.about("trainer.policy.model", "trainer.ref.model"):
         mistakes.passes(_require_same_vocabulary, config)
@@ -134,6 +136,30 @@ def _require_same_vocabulary(config: Config) -> None:
             f"token {ours[other]} of the policy and {found}. The reference scores the policy's token ids; use a "
             "reference with the same tokenizer"
         )
+
+
+def _require_embeddings(key: str, path: str, policy: str) -> None:
+    """Raises ConfigError if the policy has a token for which another model, which scores the policy's token ids, has no
+    embedding. Compares only models in local directories."""
+    ids, ours, theirs = _token_ids(Path(policy)), _vocab_size(Path(policy)), _vocab_size(Path(path))
+    if not ids or ours is None or theirs is None:
+        return
+    token = max(ids, key=lambda token: ids[token])
+    if theirs <= ids[token] < ours:
+        raise ConfigError(
+            f"{key}: {path} has embeddings for {theirs} tokens, but the policy, {policy}, also has token {ids[token]} "
+            f"({token!r}); give {path} embeddings for all tokens (resize_token_embeddings in transformers)"
+        )
+
+
+def _vocab_size(model: Path) -> int | None:
+    """`vocab_size` of `config.json`; None if the model is not a local directory or the file has no such number."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        size = {**config, **config.get("text_config", {})}.get("vocab_size")
+    except (OSError, ValueError, TypeError, AttributeError):  # the backend names what is wrong with the file
+        return None
+    return size if isinstance(size, int) else None
 
 
 def _token_ids(model: Path) -> dict[str, int] | None:
