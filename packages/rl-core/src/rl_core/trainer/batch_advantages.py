@@ -167,8 +167,8 @@ def _reduction_columns(batch: Batch, reduction: str, stream: _Stream) -> list[Te
 class _Stream:
     """The tokens of a batch in the order of trajectory ids, and within a trajectory in the order of its steps."""
 
-    index_T: Tensor
-    """int64 [T]: position in the batch of each token of this stream."""
+    index_T: Tensor | None
+    """int64 [T]: position in the batch of each token of this stream; None: the batch already has this order."""
     trajectory_T: Tensor
     """int64 [T], non-decreasing: for each token of this stream, the row of its trajectory in columns that have one
     entry per trajectory, in ascending order of the trajectories' ids."""
@@ -180,14 +180,17 @@ class _Stream:
         order_N = trajectory_order(trajectory_N, batch["step_index"])
         row_N = trajectory_N.unique(return_inverse=True)[1]
         trajectory_T = torch.repeat_interleave(row_N[order_N], batch.lengths[order_N])
-        return cls(index_T=batch.token_index(order_N), trajectory_T=trajectory_T)
+        is_ordered = torch.equal(order_N, torch.arange(batch.num_sequences))
+        return cls(index_T=None if is_ordered else batch.token_index(order_N), trajectory_T=trajectory_T)
 
     def of_column(self, values_T: Tensor) -> Tensor:
         """A column of the batch in the order of this stream."""
-        return values_T[self.index_T]
+        return values_T if self.index_T is None else values_T[self.index_T]
 
     def restored(self, values_T: Tensor) -> Tensor:
         """Values of this stream's tokens in the order of the batch."""
+        if self.index_T is None:
+            return values_T
         return torch.empty_like(values_T).index_copy_(0, self.index_T, values_T)
 
 
