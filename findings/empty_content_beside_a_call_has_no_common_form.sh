@@ -16,12 +16,8 @@ python3 -m venv "$dir/venv"
 "$dir/venv/bin/pip" download -q --no-deps -d "$dir" trl==1.16.0
 cd "$dir"
 "$dir/venv/bin/python" - <<'PY'
-import glob
-import json
-import zipfile
-
+import glob, json, zipfile
 from transformers.utils.chat_template_utils import render_jinja_template
-
 wheel = zipfile.ZipFile(glob.glob("trl-*.whl")[0])
 
 def form(name, content, arguments):
@@ -37,7 +33,6 @@ def form(name, content, arguments):
     if "add" not in text:
         return "dropped"
     return "encoded twice" if '\\"' in text else "shown"
-
 found = {}
 given = {"word": "seventeen"}
 for name in ("deepseek_r1_distill", "deepseekv3", "glm4moe", "qwen2_5"):

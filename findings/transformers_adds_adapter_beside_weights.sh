@@ -15,11 +15,9 @@ cd "$dir"
 HF_HUB_OFFLINE=1 "$dir/venv/bin/python" - <<'PY'
 import os
 import shutil
-
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
 torch.manual_seed(0)
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
 LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).save_pretrained("base")
@@ -32,12 +30,8 @@ model.save_pretrained("run")
 merged = model.merge_and_unload()
 merged.save_pretrained("run")  # the whole weights, beside the adapter
 shutil.copytree("run", "clean", ignore=shutil.ignore_patterns("adapter_*"))
-
 tokens = torch.arange(8)[None]
-def logits(of):
-    with torch.no_grad():
-        return of.eval()(tokens).logits
-
+logits = torch.no_grad()(lambda of: of.eval()(tokens).logits)
 loaded, info = AutoModelForCausalLM.from_pretrained("run", output_loading_info=True)
 difference = float((logits(loaded) - logits(merged)).abs().max())
 clean = float((logits(AutoModelForCausalLM.from_pretrained("clean")) - logits(merged)).abs().max())
@@ -46,7 +40,7 @@ twice["model.layers.0.self_attn.q_proj.weight"] += 8 / 2 * torch.full((16, 2), 0
 merged.load_state_dict(twice)
 is_twice = torch.allclose(logits(loaded), logits(merged), atol=1e-5)
 loaded.save_pretrained("saved")
-saved = sorted(name for name in os.listdir("saved") if name != "README.md")
+saved = sorted(set(os.listdir("saved")) - {"README.md"})
 print(type(loaded).__name__, "loading info:", {name: found for name, found in info.items() if found})
 print(f"logits differ from the weights' own by {difference:.1e}; without adapter_config.json by {clean:.1e}")
 print("equal to the adapter applied twice:", is_twice)
