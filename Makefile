@@ -102,6 +102,8 @@ docs: $(READY)  ## write the generated pages of docs/ again
 	mv docs/configuration.md.new docs/configuration.md
 	$(RUN)python -m tools.megatron_page > docs/megatron.md.new
 	mv docs/megatron.md.new docs/megatron.md
+	$(RUN)python -m tools.chat_template_page > docs/chat_templates.md.new
+	mv docs/chat_templates.md.new docs/chat_templates.md
 
 quickstart-picture: quickstart  ## run the quick start and draw the README's picture from it: docs/quickstart.png
 	$(RUN)python -m tools.quickstart_picture runs/quickstart docs/quickstart.png

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from rl_core.errors import RLError
@@ -54,6 +56,7 @@ CALL: dict[str, Any] = {
 }
 RESULT: dict[str, Any] = {"role": "tool", "content": "41 feet exactly", "name": "convert", "tool_call_id": "call00001"}
 EXACT = "exact"
+_THOUGHT = "Is it 12.5 metres?"
 
 
 class Wrong(Exception):
@@ -176,7 +179,9 @@ def turns(template: str, *, step_wise: bool, tools: bool = False) -> None:
     expected = rendered(template, [USER, first, seen], tools=tools, opens=True)
     # What the policy sampled may have stayed in the prompt as it was, or its text is in the rendering, calls included.
     text = TokenCodec(tokenizer_of(template), chat_template_kwargs={}).response_text(_tokens(template, said[0]))
-    as_text = rendered(template, [USER, {"role": "assistant", "content": text}, seen], tools=tools, opens=True)
+    as_text = ""
+    with suppress(Exception):  # a template may refuse a text with tokens of its own
+        as_text = rendered(template, [USER, {"role": "assistant", "content": text}, seen], tools=tools, opens=True)
     _require(prompts[1] in (expected, _continued(prompts[0] + said[0], expected), as_text), prompts[1], expected)
     for part in re.split(r"<[^<>]*>", said[0]):
         _require(
@@ -238,10 +243,21 @@ def _require_rendered(template: str, sequence: Supervised, messages: Messages, *
         _require(said.endswith(tuple(ends)), said, ends)
 
 
-def rows(template: str, *, calls: bool = False) -> None:
-    messages = [USER, CALL, RESULT, ANSWERS[1]] if calls else [USER, ANSWERS[0], AGAIN, ANSWERS[1]]
-    row: dict[str, Any] = {"messages": messages, **({"tools": [TOOL]} if calls else {})}
-    _require_rendered(template, _encoder(template).response(row), messages, tools=calls)
+def rows(template: str, *, tools: bool = False, thinks: bool = False) -> None:
+    messages = [USER, CALL, RESULT, ANSWERS[1]] if tools else [USER, ANSWERS[0], AGAIN, ANSWERS[1]]
+    if thinks:
+        answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{ANSWERS[0]['content']}"}
+        sequence = _encoder(template).response({"messages": [USER, answer]})
+        trained = [token for token, is_trained in zip(sequence.tokens, sequence.trained, strict=True) if is_trained]
+        prompt = rendered(template, [USER], opens=True)
+        text = tokenizer_of(template).decode(list(sequence.tokens))
+        _require(text.startswith(prompt), text, prompt)
+        said = tokenizer_of(template).decode(trained)
+        _require(said.count(_THOUGHT) == 1 and said.count(ANSWERS[0]["content"]) == 1, said)
+        _require(text.count("</think>") == 1 and said.index(_THOUGHT) < said.index("</think>"), text)
+        return
+    row: dict[str, Any] = {"messages": messages, **({"tools": [TOOL]} if tools else {})}
+    _require_rendered(template, _encoder(template).response(row), messages, tools=tools)
 
 
 def pairs(template: str) -> None:
@@ -257,7 +273,8 @@ COLUMNS: dict[str, Callable[[str], None]] = {
     "tools": partial(turns, step_wise=False, tools=True),
     "tools, step-wise": partial(turns, step_wise=True, tools=True),
     "SFT": rows,
-    "SFT, calls": partial(rows, calls=True),
+    "SFT, thinking": partial(rows, thinks=True),
+    "SFT, calls": partial(rows, tools=True),
     "preferences": pairs,
 }
 
@@ -271,26 +288,82 @@ def outcome(template: str, column: str) -> str:
     return EXACT
 
 
+_PHRASES = {
+    "before the text of an answer": "writes a header with special tokens before answers, which a turn with calls lacks",
+    "does not show the name of the tool": "does not show `tools`",
+    "does not show the name of the call": "does not show `tool_calls`",
+    "does not show the content of message 1": "shows only content in parts, as for images",
+    "refuses the messages": "raises an error of its own, such as that roles must alternate",
+    "renders earlier turns differently": "renders earlier turns differently once later turns follow; "
+    "`generator.step_wise_trajectories=true` begins a new sequence there",
+    "changes earlier turns": "renders earlier turns differently once later turns follow; "
+    "`generator.trained_turns=last` trains on the last one",
+    "drops the thinking of earlier turns": "drops the thinking of earlier turns; "
+    "`generator.step_wise_trajectories=true` begins a new sequence there",
+    "ends the last turn with other tokens": "ends the last turn with another token than earlier turns; "
+    "`generator.step_wise_trajectories=true` begins a new sequence there",
+    "writes no special token at the end": "writes no special token at the end of an answer, so the policy would not "
+    "learn to end its turn",
+    "ends turns without a special token": "writes no special token at the end of an answer at which engines could stop",
+    "does not show the thinking": "does not show the thinking of an answer",
+    "does not show the observation": "does not show the results of tools unchanged",
+    "cannot be trained on": "begins the policy's turn with other text than it renders for this answer: the thinking is "
+    "opened or closed by the generation prompt; the error names the setting or the change of the row that helps",
+}
+
+
 def _reason(error: str) -> str:
-    error = re.sub(r"^(row: )?(\w+Error: )?", "", error)
-    error = re.sub(r"^the (model's )?chat template ", "the template ", error)
-    return re.sub(r": (give|set|write|remove) .*|(, so|; ) .*", "", error, flags=re.DOTALL)
+    return next((phrase for start, phrase in _PHRASES.items() if start in error), error)
+
+
+_INTRODUCTION = """\
+# Chat templates
+
+What a run does with the chat templates that the installed packages trl {trl} and vllm ship. `make docs` generates this
+page: each cell plays or encodes a conversation with the product, with a byte-level tokenizer that knows the template's
+special tokens, and compares it with the rendering of the whole conversation by transformers.
+
+- **exact**: the policy sees, and is trained on, what transformers renders, and its turns end where the engine stops.
+- A number: the run is refused before it starts, because the template does what stands [below](#why-a-run-is-refused).
+  With tools of a general environment, which are known only in its first episode, it ends there.
+
+Rows are `package/template`; `(+)` stands for the same template and trl's `_training` variant of it. "RL, turns" and
+"tools" play two turns in one sequence, "step-wise" columns with `generator.step_wise_trajectories=true`. "tools" shows
+a function, calls it and shows the result. "SFT" has two answers, "SFT, thinking" one answer with `<think>…</think>` in
+its content, and "SFT, calls" a call and its result; preferences have one answer each.
+[environments.md](environments.md#what-the-template-must-show) says what is checked.
+
+| template | {columns} |
+|---|{dashes}|
+"""
 
 
 def page() -> str:
-    """The whole page."""
-    raise NotImplementedError
+    """The whole page. Raises Wrong if a template is neither exact nor refused."""
+    templates, reasons, lines = shipped_templates(), {}, {}
+    for name, template in templates.items():
+        cells = []
+        for column in COLUMNS:
+            what = outcome(template, column)
+            cells.append(what if what == EXACT else str(reasons.setdefault(what, len(reasons) + 1)))
+        lines[name] = " | ".join(cells)
+    written = []
+    for name, line in lines.items():
+        if lines.get(f"{name}_training") == line:
+            written.append(f"| {name} (+) | {line} |")
+        elif not (name.endswith("_training") and lines.get(name.removesuffix("_training")) == line):
+            written.append(f"| {name} | {line} |")
+    columns = list(COLUMNS)
+    head = _INTRODUCTION.format(
+        trl=version("trl"), columns=" | ".join(columns), dashes="|".join(["---"] * len(columns))
+    )
+    below = "\n".join(f"{number}. {_upper(reason)}." for reason, number in reasons.items())
+    return f"{head}{chr(10).join(written)}\n\n## Why a run is refused\n\nThe template:\n\n{below}\n"
+
+
+def _upper(reason: str) -> str:
+    return reason[0].upper() + reason[1:]
 
 
 if __name__ == "__main__":
-    import sys
-
-    for name, template in shipped_templates().items():
-        for column in COLUMNS:
-            try:
-                print(name, "|", column, "|", outcome(template, column)[:150])
-            except Wrong as error:
-                print(name, "|", column, "| WRONG", error)
-            except Exception as error:
-                print(name, "|", column, "| CRASH", type(error).__name__, str(error)[:150])
-    sys.exit()
+    print(page(), end="")

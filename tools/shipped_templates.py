@@ -27,8 +27,7 @@ _ENDS = (
 
 
 def shipped_templates() -> dict[str, str]:
-    """Returns the templates by package and name, such as `trl/qwen3`. The training templates of trl are left out: they
-    render what its other templates render, or are meant for trl's own masks."""
+    """Returns the templates by package and name, such as `trl/qwen3`."""
     found = {}
     for package, folder in _FOLDERS.items():
         spec = find_spec(package)

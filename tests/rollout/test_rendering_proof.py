@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from rl_core.errors import DataError, RLError
+from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.trainer.conversation_proof import require_proved
 from rl_core.trainer.data import DataRow
+from rl_core.trainer.preflight import NoSampler
+from rl_environments.tools import ToolEnvironment, tool
 from rl_rollout.chat import TokenCodec
+from rl_rollout.conversation import start_history
 from rl_rollout.dataset_generator import DatasetGenerator
+from rl_rollout.episode import Limits
+from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.supervised_tokens import RowEncoder, Supervised
+from rl_rollout.turn_tokens import TurnTokens
 from tests.rollout.chat_templates import CHATML, TOOL_CHATML
 from tools.shipped_templates import shipped_templates, tokenizer_of
 
@@ -249,6 +255,59 @@ def test_an_answer_that_contains_the_token_that_ends_it_is_refused():
         encoder_of("trl/qwen2_5").response(row)
 
 
+# --- observations -----------------------------------------------------------------------------------------------------
+
+
+def ending_with(codec: TokenCodec, text: str) -> tuple[int, ...]:
+    return codec.encode_text(text)
+
+
+def test_gemma_4_shows_a_result_behind_a_call_and_not_behind_text():
+    codec = codec_of("trl/gemma4_v5").with_tools([TOOL])
+    turns = TurnTokens(codec)
+    call = ending_with(codec, '<|tool_call>call:convert{length:12.5,unit:<|"|>metre<|"|>}<tool_call|><|tool_response>')
+    for step_wise in (False, True):
+        history = start_history(turns, [USER], step_wise=step_wise)
+        prompt = codec.encode([USER])
+        following = history.next_prompt(prompt, call, [RESULT])
+        # Transformers' own rendering of the whole conversation.
+        whole = codec.tokenizer.apply_chat_template(
+            [USER, CALL, RESULT], tools=[TOOL], tokenize=False, add_generation_prompt=True
+        )
+        assert codec.tokenizer.decode(list(following)) == whole
+        with pytest.raises(ConfigError, match="only after calls in its own format"):
+            start_history(turns, [USER], step_wise=step_wise).next_prompt(
+                prompt, ending_with(codec, "<tool_call>{}</tool_call><turn|>"), [RESULT]
+            )
+
+
+def test_gpt_oss_is_refused_with_results_that_follow_no_call():
+    codec = codec_of("trl/gptoss").with_tools([TOOL])
+    history = start_history(TurnTokens(codec), [USER], step_wise=True)
+    with pytest.raises(ConfigError, match="only after calls in its own format"):
+        history.next_prompt(codec.encode([USER]), ending_with(codec, "I call.<|return|>"), [RESULT])
+
+
+def test_an_earlier_answer_of_gpt_oss_is_rendered_again_without_its_thinking():
+    codec = codec_of("trl/gptoss")
+    history = start_history(TurnTokens(codec), [USER], step_wise=True)
+    thought = "<|channel|>analysis<|message|>How long?<|end|><|start|>assistant"
+    said = f"{thought}<|channel|>final<|message|>It is long.<|return|>"
+    again = {"role": "user", "content": "And wide?"}
+    prompt = history.next_prompt(codec.encode([USER]), ending_with(codec, said), [again])
+    expected = codec.tokenizer.apply_chat_template([USER, ANSWER, again], tokenize=False, add_generation_prompt=True)
+    assert codec.tokenizer.decode(list(prompt)) == expected
+
+
+def test_an_observation_that_the_template_drops_because_of_its_text_fails_the_sample():
+    template = changed(CHATML, "message.content + '\\n</tool", "message.content[:40] + '\\n</tool")
+    codec = codec_of(template)
+    turns = TurnTokens(codec)
+    turns.between(ending_with(codec, "I see.<|im_end|>"), [RESULT])
+    with pytest.raises(DataError, match="does not show the observation 'a long"):
+        turns.between(ending_with(codec, "I see.<|im_end|>"), [{**RESULT, "content": f"a long{' text' * 20}"}])
+
+
 # --- before a run -----------------------------------------------------------------------------------------------------
 
 
@@ -270,3 +329,45 @@ def test_the_proof_names_the_row_and_says_how_long_it_took(caplog: pytest.LogCap
     assert "150 rows" in record.getMessage()
     with pytest.raises(DataError, match=r"rows.jsonl:3: the model's chat template does not show the name of the call"):
         require_proved(rows_of(good, good, bad), generator_of(CHATML))
+
+
+class Converts(ToolEnvironment):
+    """An environment with one tool."""
+
+    @tool
+    def convert(self, length: float, unit: str) -> str:
+        """Converts a length.
+
+        Args:
+            length: the length
+            unit: its unit
+        """
+        return f"{length} {unit}"
+
+    async def judge(self, answer: str) -> float:
+        return 0.0
+
+
+REFUSED = {
+    "trl/llama3": ({}, "does not show the name of the tool 'convert'"),
+    "trl/gemma4_v5": ({"call_format": "hermes"}, "only after calls in its own format"),
+    "trl/gptoss": ({"call_format": "hermes"}, "ends the last turn with other tokens"),
+    "trl/qwen3_6": ({}, "renders earlier turns differently"),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "trl/qwen2_5", "trl/llama3_1"])
+def test_the_tools_of_an_environment_are_proved_before_an_episode(name: str):
+    options, reason = REFUSED.get(name, ({}, None))
+    generator = EnvironmentGenerator(
+        NoSampler(),
+        codec_of(name),
+        Episodes(environment_of=lambda row: Converts, environment_options=options, limits=Limits(max_turns=3)),
+    )
+    rows = rows_of({"prompt": [USER]})
+    if reason is None:
+        require_proved(rows, generator)
+        return
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        require_proved(rows, generator)
+    assert str(refusal.value).startswith("rows.jsonl:1: ")

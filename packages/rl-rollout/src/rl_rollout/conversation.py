@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Message, Prompt, require_observed_messages, require_observed_text
-from rl_rollout.observations import require_shown
+from rl_rollout.observations import NEEDS_CALLS, require_shown
 from rl_rollout.turn_tokens import TurnTokens
 
 Tokens = tuple[int, ...]
@@ -120,6 +120,8 @@ class RenderedHistory:
             following, is_exact = self._turns.between(response, messages)
             if is_exact:
                 return prompt + response + following
+        if self._turns.placeholders.needs_calls(messages):
+            raise ConfigError(NEEDS_CALLS)
         text = self._codec.render(self._messages)
         if text.startswith(before):
             following, is_exact = self._turns.behind(before, response, text[len(before) :])

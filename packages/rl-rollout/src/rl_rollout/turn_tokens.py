@@ -18,7 +18,7 @@ from functools import cached_property
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EXAMPLE_CALL, Message
 from rl_rollout.chat import TokenCodec
-from rl_rollout.observations import PlaceholderTurns, require_shown
+from rl_rollout.observations import NEEDS_CALLS, PlaceholderTurns, require_shown
 from rl_rollout.openings import Openings
 from rl_rollout.turn_ends import (
     ASKED,
@@ -66,11 +66,7 @@ class TurnTokens:
         """Encodes what the template wrote after a turn with calls, from the token that ends such a turn."""
         tokens, end = encode_behind(self.codec, head, tail), self.ends.call
         if end is None or end not in tokens or response_tokens[-1:] not in ((), (end,)):
-            raise ConfigError(
-                "the model's chat template shows the results of tools only after calls in its own format, which the "
-                "response does not end with: let the environment parse this format, answer with messages of the role "
-                "user, or give the model another chat_template.jinja"
-            )
+            raise ConfigError(NEEDS_CALLS)
         return tokens[tokens.index(end) + len(response_tokens[-1:]) :], True
 
     def behind(self, text: str, response_tokens: Sequence[int], tail: str) -> tuple[tuple[int, ...], bool]:
