@@ -18,8 +18,8 @@ from rl_rollout.turn_ends import ASKED, REPLACES_SAID, SAID
 
 NEEDS_CALLS = (
     "the model's chat template shows the results of tools only after calls in its own format, which the response does "
-    "not end with: let the environment parse this format, answer with messages of the role user, or give the model another "
-    "chat_template.jinja"
+    "not end with: let the environment parse this format, answer with messages of the role user, or give the model "
+    "another chat_template.jinja"
 )
 
 
