@@ -62,6 +62,7 @@ def test_a_vision_tower_that_training_does_not_load_is_saved_unchanged(
 ):
     source, saved = tmp_path / "source", tmp_path / "saved"
     before = vision_language_checkpoint(source, kind, QWEN_VISION, layer_types=["full_attention"] * 2, **text)
+    require_whole_export(AutoConfig.from_pretrained(source), str(source), "a")
     before["mtp.layers.0.mlp.up_proj.weight"] = torch.randn(3, 4).bfloat16()
     save_file(before, source / "model.safetensors", {"format": "pt"})
     after = trained_and_saved(source, saved, model=ModelConfig(path=str(source), lora=lora))
@@ -88,6 +89,7 @@ def test_a_vision_tower_that_training_does_not_load_is_saved_unchanged(
 
 def test_a_vision_tower_that_is_loaded_needs_no_copy(tmp_path: Path):
     before = vision_language_checkpoint(tmp_path / "source", "gemma3", VISION, sliding_window=8)
+    require_whole_export(AutoConfig.from_pretrained(tmp_path / "source"), str(tmp_path / "source"), "a")
     after = trained_and_saved(tmp_path / "source", tmp_path / "saved", use_sample_packing=False)
     assert after.keys() == before.keys()
     assert (tmp_path / "saved" / "preprocessor_config.json").exists()

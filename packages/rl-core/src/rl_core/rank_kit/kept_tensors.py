@@ -123,16 +123,21 @@ def require_whole_export(config: Any, path: str, where: str) -> None:
     """
     from transformers import AutoModelForCausalLM
 
+    from rl_core.rank_kit.expert_choices import no_progress_bars
+    from rl_core.rank_kit.model_proof import quiet
+
     directory = checkpoint_directory(path)
-    if directory is None or not config.sub_configs:
+    if directory is None or not config.sub_configs or not (files := stored_files(directory)):
         return
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception:  # the load reports what is wrong
+        with (
+            quiet(),
+            no_progress_bars(),
+        ):  # a loaded model knows the names in its checkpoint; on `meta`, it reads no data
+            model = AutoModelForCausalLM.from_pretrained(path, device_map="meta")
+    except Exception:  # the load at the start reports what is wrong
         return
-    files = stored_files(directory)
-    if files and _is_part(model, directory):
+    if _is_part(model, directory):
         require_same_names(model, files, path, where)
 
 

@@ -106,7 +106,7 @@ def written_config(path: str) -> Mapping[str, Any] | None:
     except ImportError:  # without transformers, nothing here has downloaded a model
         return None
     try:
-        with _quiet():
+        with quiet():
             found, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)
     except OSError:
         return None
@@ -125,14 +125,14 @@ def config_at_hand(path: str, where: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        with _quiet():
+        with quiet():
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' field checks may raise anything
         raise ConfigError(f"{where}: transformers cannot read the configuration of {path}: {error}") from error
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppresses transformers' warnings, such as those about unknown fields."""
     from transformers import logging as transformers_logging
 
