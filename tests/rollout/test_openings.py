@@ -100,6 +100,22 @@ async def test_the_opening_is_what_the_template_writes_after_the_assistants_mark
     assert whole.endswith(opening)
 
 
+async def test_a_turn_that_continues_after_a_tool_is_not_opened_by_its_own_call():
+    """Gemma 4's template writes no marker of the assistant between a tool's result and the answer."""
+    tokenizer = tokenizer_of("gemma4_v5", "<eos>")
+    call = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": "12"}}}
+    called = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "forty-two", "name": "add", "tool_call_id": "call00001"},
+    ]
+    for step_wise in (False, True):
+        (action,) = await openings(tokenizer, called, "42<turn|>", step_wise=step_wise)
+        assert (action.opening, action.answer) == ("", "42")
+    (action,) = await openings(tokenizer, called, "so 41", enable_thinking=True)
+    assert (action.opening, action.answer) == ("<|channel>thought\n", "")
+
+
 async def test_a_thought_that_the_prompt_opened_and_the_policy_did_not_end_is_no_answer():
     tokenizer = tokenizer_of("deepseek_r1_distill", "<｜end▁of▁sentence｜>")
     cut, whole = await openings(tokenizer, ASKED, "maybe 42, but wait", "hm</think>42<｜end▁of▁sentence｜>")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Message, Prompt, require_observed_messages, require_observed_text
+from rl_core.interfaces import Message, Prompt, opened_thought, require_observed_messages, require_observed_text
 from rl_rollout.observations import NEEDS_CALLS, require_shown
 from rl_rollout.turn_tokens import TurnTokens
 
@@ -95,7 +95,7 @@ class ChatHistory:
         return prompt + response + self._turns.between(response, messages)[0]
 
     def opening(self, prompt: Tokens, before: str) -> str:
-        return self._turns.openings.of_chat(prompt)
+        return _behind_message(self._turns.openings.of_chat(prompt), self._opening[-1])
 
 
 class RenderedHistory:
@@ -136,4 +136,12 @@ class RenderedHistory:
         return self._codec.encode_text(text)
 
     def opening(self, prompt: Tokens, before: str) -> str:
-        return self._turns.openings.of_chat(prompt)
+        return _behind_message(self._turns.openings.of_chat(prompt), self._messages[-1])
+
+
+def _behind_message(opening: str, last: Message) -> str:
+    """Returns an opening if the last message before the response is not in it. Else the template lets an earlier turn
+    continue, as Gemma 4's does after results of tools, and only a mark of thinking at the end opens the response."""
+    content = (last.get("content") or "").strip()
+    is_earlier = last["role"] != "assistant" and content and content in opening
+    return opened_thought(opening) if is_earlier else opening
