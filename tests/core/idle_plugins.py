@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 from torch import Tensor
 
 from rl_core.algorithms import TokenLoss
@@ -28,6 +29,15 @@ class Backend:
 
     def create_worker(self, spec, rank):
         raise AssertionError("an idle plug-in must not train")
+
+
+@attrs.frozen
+class NoOptions:
+    """Options of a backend that has none."""
+
+
+class OptionlessBackend(Backend):
+    options_class = NoOptions
 
 
 class Engine:
@@ -121,6 +131,7 @@ def advantages(scores_N, group_N, *, scale=1.0) -> Tensor:
 
 
 backend = Backend()
+optionless = OptionlessBackend()
 engine = Engine()
 fussy_engine = FussyEngine()
 transport = Transport()

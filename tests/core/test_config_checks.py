@@ -399,6 +399,15 @@ def test_functions_and_plug_ins_of_the_user_are_accepted(functions: dict[str, An
             r"generator.sampling_params: got top_p=0.9, min_p=0.1, .* the engine '.*' does not return the kept tokens. "
             "Remove top_p and min_p; generator.eval_sampling_params may set them",
         ),
+        (
+            {
+                "generator.sampling_params.top_k": 5,
+                "generator.inference_engine.backend": "local",
+                "trainer.strategy": f"{IDLE}:optionless",
+            },
+            ConfigError,
+            "got top_k=5, .* and trainer.strategy=.* cannot use them. Remove top_k",
+        ),
         ({"generator.sampling_params.top_k": 5}, ConfigError, "got top_k=5, so only the most likely tokens"),
         (
             {"trainer.algorithm.temperature": 0.9},

@@ -147,6 +147,10 @@ def test_a_reference_must_give_every_token_of_the_policy_the_same_id(
             r"trainer\.algorithm\.temperature: got 0\.7 .* at temperature 1 only",
         ),
         (
+            {"trainer.ref.inference_backend": "local", "generator.sampling_params.top_p": 0.7},
+            r"trainer\.ref\.inference_backend: got local, but engines score tokens in the whole distribution, .* top_p",
+        ),
+        (
             {"trainer.ref.inference_options": {"external_server_urls": ["http://127.0.0.1:8000"]}},
             r"trainer\.ref\.inference_options: got external_server_urls without an engine",
         ),
@@ -158,7 +162,7 @@ def test_a_reference_must_give_every_token_of_the_policy_the_same_id(
             r"^trainer\.ref\.inference_options: the reference is served by one engine, .* got 1, but .* or list 1$",
         ),
     ],
-    ids=["engine", "option", "temperature", "options without an engine", "two servers"],
+    ids=["engine", "option", "temperature", "truncated", "options without an engine", "two servers"],
 )
 def test_a_reference_engine_unfit_for_the_run_is_refused_before_the_start(
     values: dict[str, object], message: str, tmp_path: Path

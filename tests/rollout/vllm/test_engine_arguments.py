@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import attrs
 import pytest
 
 from rl_core.errors import ConfigError, WeightSyncError
@@ -211,6 +212,16 @@ def test_a_plan_knows_that_gemma_ties_its_embeddings_by_default(tmp_path: Path):
 def test_wrong_options_are_refused_before_anything_starts(engine: dict[str, object], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         vllm.validate(make_spec(tmp_path, tmp_path, **engine))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("speculative_config", {"method": "ngram"}), ("enable_batch_sharded_sampling", True)]
+)
+def test_truncated_samples_are_refused_where_vllm_does_not_return_what_it_kept(name: str, value: Any, tmp_path: Path):
+    spec = make_spec(tmp_path, tmp_path, engine_init_kwargs={name: value})
+    vllm.validate(spec)
+    with pytest.raises(ConfigError, match=f"engine_init_kwargs.{name}: with it, vLLM 0.30 cannot return the tokens"):
+        vllm.validate(attrs.evolve(spec, return_kept_tokens=True))
 
 
 def test_a_package_that_adds_a_logits_processor_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

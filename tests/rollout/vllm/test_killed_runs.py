@@ -32,6 +32,7 @@ def test_a_run_goes_on_when_a_server_is_killed(tmp_path: Path, seed: int, max_st
         "generator.inference_engine.backend": "vllm",
         "generator.inference_engine.num_engines": 2,
         "generator.inference_engine.heartbeat_interval_s": 1,
+        "generator.sampling_params.top_p": 0.9,
     }
     dice = random.Random(seed)
     kill_after = sorted(dice.sample(range(1, NUM_STEPS - 2), 2))
