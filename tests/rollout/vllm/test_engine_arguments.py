@@ -12,6 +12,7 @@ import attrs
 import pytest
 
 from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.interfaces import SamplingParams
 from rl_rollout.local.plugin import local
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, known_arguments
 from rl_rollout.vllm.launch import cpu_environment
@@ -222,6 +223,22 @@ def test_truncated_samples_are_refused_where_vllm_does_not_return_what_it_kept(n
     vllm.validate(spec)
     with pytest.raises(ConfigError, match=f"engine_init_kwargs.{name}: with it, vLLM 0.30 cannot return the tokens"):
         vllm.validate(attrs.evolve(spec, return_kept_tokens=True))
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(tmp_path: Path):
+    from vllm.sampling_params import SamplingParams as EngineSamplingParams
+
+    spec = make_spec(tmp_path, tmp_path)
+    low = SamplingParams(temperature=0.009)
+    assert EngineSamplingParams(temperature=0.009).temperature == 0.01
+    for temperature in (0.0, 0.01):
+        assert EngineSamplingParams(temperature=temperature).temperature == temperature
+        vllm.validate(attrs.evolve(spec, eval_sampling=SamplingParams(temperature=temperature)))
+    for change, key in (({"sampling": low}, "sampling_params"), ({"eval_sampling": low}, "eval_sampling_params")):
+        with pytest.raises(
+            ConfigError, match=rf"generator.{key}.temperature: got 0.009, but vLLM 0.30 samples at 0.01"
+        ):
+            vllm.validate(attrs.evolve(spec, **change))
 
 
 def test_a_package_that_adds_a_logits_processor_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

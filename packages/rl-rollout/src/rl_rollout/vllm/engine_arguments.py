@@ -184,6 +184,17 @@ def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}.{name}: vLLM has no such engine argument.{nearest(name, known_arguments())}")
 
 
+def require_kept_temperatures(spec: EngineSpec) -> None:
+    """Raises ConfigError for a temperature that vLLM 0.30 would raise to 0.01 (`SamplingParams.__post_init__`)."""
+    for key, sampling in (("sampling_params", spec.sampling), ("eval_sampling_params", spec.eval_sampling)):
+        if 0 < sampling.temperature < 0.01:
+            raise ConfigError(
+                f"generator.{key}.temperature: got {sampling.temperature:g}, but vLLM 0.30 samples at 0.01 instead of "
+                "any temperature between 0 and 0.01; choose at least 0.01, or choose "
+                f"{_SECTION}.backend=local"
+            )
+
+
 def require_own_distribution(spec: EngineSpec) -> None:
     """Raises ConfigError if the trainer could not know the distributions from which vLLM samples: an installed package
     changes them (vLLM applies the logits processors of all installed packages), or vLLM cannot return the tokens that

@@ -12,7 +12,13 @@ import attrs
 from rl_core.errors import ConfigError, install
 from rl_core.interfaces import EnginePlan, EngineSpec, InferenceClient, ServedModel
 from rl_rollout.vllm.adapter_settings import read_settings, require_read
-from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, max_served_rank, require_known, require_own_distribution
+from rl_rollout.vllm.engine_arguments import (
+    MAX_LORA_RANKS,
+    max_served_rank,
+    require_kept_temperatures,
+    require_known,
+    require_own_distribution,
+)
 from rl_rollout.vllm.memory_plan import plan_engine
 from rl_rollout.vllm.options import VLLMOptions
 
@@ -47,6 +53,7 @@ class VLLMPlugin:
         else:
             require_known(spec.init_kwargs)
             require_own_distribution(spec)
+        require_kept_temperatures(spec)
         ranks = options.tensor_parallel_size * options.data_parallel_size
         if options.expert_parallel_size not in (1, ranks):
             possible = " or ".join(str(size) for size in dict.fromkeys((1, ranks)))
