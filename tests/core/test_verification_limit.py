@@ -5,6 +5,7 @@ The scores are scripted; tests/rollout/test_verification.py and tests/real_model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.config import from_mapping
 from rl_core.errors import WeightSyncError
+from rl_core.interfaces import Completion, GenerateRequest
 from rl_core.trainer.settings import serving_settings
 from rl_core.trainer.verification import LIMITS, VerificationSettings, WeightVerification
 from rl_core.workers import MicroBatchLimits
@@ -31,7 +33,8 @@ class Sides:
 
     vocab_size = 50
 
-    def __init__(self, mean_logprob: float, stale: str | None = None):
+    def __init__(self, mean_logprob: float, stale: str | None = None, sampled_differently: float = 0.0):
+        self.sampled_differently = sampled_differently
         self.mean_logprob = mean_logprob
         self.stale = stale
         self.trained = {"embedding": 0.0, "norm": 0.0}
@@ -56,6 +59,18 @@ class Sides:
         return {
             "scripted": [self._logprobs(self.served, BETWEEN_RIGHT_SIDES, len(tokens)).tolist() for tokens in sequences]
         }
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        length, count = len(request.prompt_tokens), request.params.max_tokens
+        logprobs = self._logprobs(self.served, self.sampled_differently + BETWEEN_RIGHT_SIDES, length + count)[length:]
+        return (
+            Completion(
+                tokens=(1,) * count,
+                logprobs=tuple(logprobs.tolist()),
+                policy_versions=(0,) * count,
+                stop_reason="length",
+            ),
+        )
 
     def _logprobs(self, weights: Mapping[str, float], rounding: float, length: int) -> torch.Tensor:
         moved = sum(weights.values()) + rounding
@@ -91,3 +106,54 @@ async def test_the_limit_of_a_usual_model_does_not_grow():
 async def test_a_stale_tensor_is_found_within_the_grown_limit(stale: str):
     with pytest.raises(WeightSyncError, match=r"every weight was perturbed, .* \(limit 0.551\)"):
         await prove(Sides(PRETRAINED, stale=stale), settings_of())
+
+
+CORRECTION = {"trainer.algorithm.off_policy_correction.tis_ratio_type": "token"}
+PASSED = {
+    "generator.inference_engine.backend": "vllm",
+    "generator.inference_engine.engine_init_kwargs": {"kv_cache_dtype": "fp8", "quantization": "fp8"},
+}
+
+
+async def test_an_engine_that_samples_other_log_probs_than_it_scores_is_refused_with_its_options():
+    message = (
+        r"do not sample from the trainer's policy: on 128 sampled tokens, .* by 1.12 on average \(limit 0.184\) and at "
+        r"most by 1.12.*engine_init_kwargs sets kv_cache_dtype, quantization.*off_policy_correction"
+    )
+    with pytest.raises(WeightSyncError, match=message):
+        await prove(Sides(PRETRAINED, sampled_differently=1.0), settings_of(**PASSED))
+
+
+async def test_with_a_correction_the_difference_is_logged_and_the_run_goes_on(caplog: pytest.LogCaptureFixture):
+    await prove(Sides(PRETRAINED, sampled_differently=1.0), settings_of(**PASSED, **CORRECTION))
+    assert "differ from the trainer's by 1.12 on average (limit 0.184)" in caplog.text
+    assert "off_policy_correction is on, so the run goes on" in caplog.text
+
+
+async def test_with_a_correction_an_engine_that_scores_otherwise_is_compared_with_its_first_difference(
+    caplog: pytest.LogCaptureFixture,
+):
+    sides = Sides(USUAL)
+    verification = WeightVerification(settings_of(**CORRECTION), cast(Any, sides), sides, sides.publish)
+    await verification.prove()
+    assert "mean |difference| 0.12 (limit 0.06)" in caplog.text
+    assert (await verification.probe(1))["weight_sync/logprob_diff_mean"] == pytest.approx(0.12)
+    sides.trained = {"embedding": 0.5, "norm": 0.0}  # not published
+    with pytest.raises(WeightSyncError, match=r"\(limit 0.24\)"):
+        await verification.probe(2)
+
+
+async def test_with_a_correction_a_tensor_that_does_not_arrive_is_found_if_the_engine_differs_by_rounding_alone():
+    with pytest.raises(WeightSyncError, match="every weight was perturbed"):
+        await prove(Sides(PRETRAINED, stale="embedding"), settings_of(**CORRECTION))
+
+
+async def test_the_correction_that_asynchronous_runs_have_by_default_excuses_no_engine():
+    settings = settings_of(**{"trainer.max_staleness": 1, "trainer.placement.colocate_all": False})
+    assert not settings.is_corrected
+    assert settings_of(**CORRECTION).is_corrected
+
+
+async def test_an_engine_whose_log_probs_are_not_numbers_is_refused_with_a_correction_too():
+    with pytest.raises(WeightSyncError, match="nan"):
+        await prove(Sides(math.nan), settings_of(**CORRECTION))

@@ -25,8 +25,8 @@ def model_path(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("verified") / "model")
 
 
-async def local_engine(path):
-    load = partial(load_model, str(path), dtype="float32", device="cpu", model_kwargs={})
+async def local_engine(path, dtype="float32", **model_kwargs):
+    load = partial(load_model, str(path), dtype=dtype, device="cpu", model_kwargs=model_kwargs)
     return await LocalEngine.start(lambda: (load(), None), max_num_seqs=4, timeout_s=250.0, num_threads=1)
 
 
@@ -165,3 +165,66 @@ async def test_every_pause_mode_ends_with_the_new_version_served(trainer, mode):
     await trainer.publish()
     assert (await trainer.client.health()).version == trainer.version
     assert await trainer.verification.probe(trainer.version)
+
+
+class SamplesWith:
+    """Scores with one engine and samples with another, as an engine does whose cache is quantised."""
+
+    def __init__(self, scoring, sampling):
+        self._scoring, self.generate = scoring, sampling.generate
+
+    def __getattr__(self, name):
+        return getattr(self._scoring, name)
+
+
+@pytest.fixture
+async def otherwise(model_path):
+    """An engine of which an option (`engine_init_kwargs.rms_norm_eps`) changes all numbers."""
+    engine = await local_engine(model_path, rms_norm_eps=0.1)
+    yield engine
+    await engine.close()
+
+
+async def test_an_option_that_changes_the_numbers_of_an_engine_is_refused_with_a_remedy(model_path, otherwise):
+    async with policy_of(model_path) as policy:
+        with pytest.raises(WeightSyncError, match=r"fixed tokens .*tis_ratio_type=token"):
+            await Trainer(policy, otherwise, "files").verification.prove()
+
+
+async def test_an_option_that_changes_only_what_is_sampled_is_refused(trainer, otherwise):
+    trainer.verification._client = SamplesWith(trainer.client, otherwise)
+    with pytest.raises(WeightSyncError, match=r"do not sample from the trainer's policy: on 128 sampled tokens"):
+        await trainer.verification.prove()
+
+
+async def test_with_a_correction_the_difference_is_logged_and_a_stale_tensor_is_still_found(
+    model_path, otherwise, caplog
+):
+    caplog.set_level("WARNING")
+    async with policy_of(model_path) as policy:
+        trainer = Trainer(policy, otherwise, "files")
+        trainer.verification._settings = attrs.evolve(trainer.verification._settings, is_corrected=True)
+        await trainer.verification.prove()
+        assert "fixed tokens" in caplog.text
+        assert "sampled tokens" in caplog.text
+        assert "off_policy_correction is on, so the run goes on" in caplog.text
+        await trainer.policy.perturb(1, 1.0)
+        with pytest.raises(WeightSyncError, match="does not compute with the trainer's weights"):
+            await trainer.verification.probe(2)
+
+
+@pytest.mark.parametrize(("bf16", "dtype"), [(True, "bfloat16"), (False, "bfloat16"), (True, "float32")])
+async def test_rounding_alone_is_within_the_limit_of_the_coarser_dtype(model_path, bf16, dtype, caplog):
+    """Measured on random Qwen2, Qwen3 (12 layers), Llama, Mixtral and Qwen3-MoE models: float32 at most 4e-7, bfloat16
+    at most 0.0065, with experts at most 0.015. The limits are 1e-3 and 6e-2."""
+    caplog.set_level("INFO")
+    engine = await local_engine(model_path, dtype)
+    async with policy_of(model_path, bf16=bf16) as policy:
+        trainer = Trainer(policy, engine, "files")
+        limit = verification.LIMITS["bfloat16"]
+        trainer.verification._settings = attrs.evolve(trainer.verification._settings, limit=limit / 3)
+        await trainer.publish()
+        await trainer.verification.probe(1)
+        await trainer.verification._prove_sampling()
+    assert "sampling proved" in caplog.text
+    await engine.close()

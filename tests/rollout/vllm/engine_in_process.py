@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import Manifest, Rendezvous
+from rl_core.interfaces import Completion, GenerateRequest, Manifest, Rendezvous
 
 _TIMEOUT_S = 600.0
 
@@ -60,6 +60,26 @@ class EngineInProcess:
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
         return {"engine": self.logprobs(sequences)}
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        from vllm import SamplingParams
+
+        asked = request.params
+        params = SamplingParams(
+            max_tokens=asked.max_tokens, ignore_eos=asked.ignore_eos, logprobs=0, seed=request.seed, detokenize=False
+        )
+        prompts: Any = [{"prompt_token_ids": list(request.prompt_tokens)}]
+        outputs: Any = self.llm.generate(prompts, params, use_tqdm=False)
+        sampled: Any = outputs[0].outputs[0]
+        tokens = tuple(sampled.token_ids)
+        return (
+            Completion(
+                tokens=tokens,
+                logprobs=tuple(given[token].logprob for given, token in zip(sampled.logprobs, tokens, strict=True)),
+                policy_versions=(0,) * len(tokens),
+                stop_reason="length",
+            ),
+        )
 
     def logprobs(self, sequences: Sequence[Sequence[int]], **options: Any) -> list[list[float]]:
         """The log-prob of each token given the tokens before it; 0.0 for the first. `options` go to `LLM.generate`, for

@@ -344,6 +344,18 @@ async def _proof(engine: EngineInProcess, transport: str, *, leave_out: str | No
         return ""
 
 
+async def _cached_in_8_bits(engine: EngineInProcess) -> str:
+    """The error of the proof of an engine that computes with its own weights."""
+    return await _proof(engine, "shared_memory")
+
+
+def test_a_cache_in_8_bits_is_refused_before_the_first_step(tmp_path_factory: pytest.TempPathFactory):
+    model_path = write_model(tmp_path_factory.mktemp("cached") / "model")
+    error = run_in_engine(model_path, _cached_in_8_bits, kv_cache_dtype="fp8_e5m2")
+    assert REFUSED in error
+    assert "such as a quantisation or a cache of another dtype" in error
+
+
 LEFT_OUT = [
     "model.embed_tokens.weight",
     "model.layers.1.self_attn.k_norm.weight",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rl_core.config.file_checks import check_files
     from rl_core.config.function_params import (
         advantage_params,
+        asks_for_correction,
         correction_params,
         loss_params,
         needs_critic,
@@ -78,6 +79,7 @@ _MODULES = {
     "correction_params": "function_params",
     "loss_params": "function_params",
     "advantage_params": "function_params",
+    "asks_for_correction": "function_params",
     "needs_critic": "function_params",
     "needs_reference": "function_params",
     "objective_of": "function_params",
@@ -121,6 +123,7 @@ __all__ = [
     "correction_params",
     "loss_params",
     "advantage_params",
+    "asks_for_correction",
     "needs_critic",
     "needs_reference",
     "objective_of",

@@ -85,6 +85,12 @@ def correction_params(config: Config) -> dict[str, Any] | None:
     return params
 
 
+def asks_for_correction(config: Config) -> bool:
+    """Whether the configuration itself sets a correction, instead of getting one because generation runs ahead."""
+    correction = attrs.asdict(config.trainer.algorithm.off_policy_correction)
+    return any(correction[switch] not in (None, "off") for switch in _CORRECTION_SWITCHES)
+
+
 def objective_of(config: Config) -> Objective:
     """The policy loss with its parameters, as an `Objective`. Raises ConfigError or PluginError, which name the key, if
     the loss or a parameter cannot be used."""

@@ -12,6 +12,7 @@ from rl_core import plugins
 from rl_core.config import (
     Config,
     advantage_params,
+    asks_for_correction,
     correction_params,
     loss_params,
     needs_critic,
@@ -164,6 +165,8 @@ def _verification(config: Config) -> VerificationSettings:
         num_tokens=verification.num_tokens,
         limit=verification.limit if verification.limit is not None else max(LIMITS[dtype] for dtype in dtypes),
         limit_grows=verification.limit is None,
+        is_corrected=asks_for_correction(config),
+        engine_options=tuple(config.generator.inference_engine.engine_init_kwargs),
         seed=config.trainer.seed,
         limits=_limits(config, config.trainer.micro_forward_batch_size_per_gpu),
     )
