@@ -34,7 +34,8 @@ IN_CORE = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.Un
 executor is given as a class. Importing vLLM in that process takes a third of a start's processor time."""
 MAX_POSITIONS = 512
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 

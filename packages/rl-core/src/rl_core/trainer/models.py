@@ -73,7 +73,7 @@ def _name_stop_tokens(directory: Path, stop_tokens: Sequence[int]) -> None:
     if not stop_tokens:
         return
     files = [directory / name for name in ("generation_config.json", "config.json")]
-    fields, *_ = (json.loads(file.read_text()) for file in files if file.exists())
+    fields = next((json.loads(file.read_text()) for file in files if file.exists()), {})
     given = fields.get("eos_token_id")
     known = [given] if isinstance(given, int) else list(given or ())
     ends = list(dict.fromkeys([*known, *stop_tokens]))
