@@ -354,6 +354,18 @@ async def test_an_address_that_never_answers_is_named_with_the_key_that_limits_t
             writer.close()
 
 
+async def test_an_external_server_that_does_not_return_kept_tokens_is_refused_if_the_run_needs_them():
+    server = StartedAgain()
+    server.health |= {"pid": 1, "returns_kept_tokens": False}
+    url = (await server.start()).url
+    await ExternalServer(url, "token", timeout_s=20.0).start()
+    with pytest.raises(ConfigError, match=r"external_server_urls: the server at .* start it with the run's"):
+        await ExternalServer(url, "token", timeout_s=20.0, needs_kept_tokens=True).start()
+    server.health["returns_kept_tokens"] = True
+    await ExternalServer(url, "token", timeout_s=20.0, needs_kept_tokens=True).start()
+    await server.stop()
+
+
 async def test_a_long_wait_for_an_external_server_is_announced_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -43,7 +43,10 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
     if options.external_server_urls is not None:
         tokens = given_tokens()
         urls = [url.rstrip("/") for url in options.external_server_urls]
-        servers = [ExternalServer(url, tokens.control, options.start_timeout_s) for url in urls]
+        servers = [
+            ExternalServer(url, tokens.control, options.start_timeout_s, needs_kept_tokens=spec.return_kept_tokens)
+            for url in urls
+        ]
         return await supervised_client(servers, client_settings(spec, tokens))
     ray_session.enter()
     try:

@@ -110,6 +110,7 @@ class Handlers:
             "quarantine": self._engine.quarantine,
             "vocab_size": self._engine.vocab_size,
             "num_workers": self._engine.num_workers,
+            "returns_kept_tokens": self._engine.returns_kept_tokens,
             "num_running": self._engine.num_running,
             "num_waiting": self._engine.num_waiting,
         }

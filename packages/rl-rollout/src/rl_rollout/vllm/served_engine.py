@@ -67,7 +67,7 @@ class ServedEngine:
         self._receivers = receivers
         self._max_model_len: int = engine.model_config.max_model_len
         self._returns_routes: bool = engine.model_config.enable_return_routed_experts
-        self._returns_kept_tokens: bool = engine.model_config.return_sampling_mask
+        self.returns_kept_tokens: bool = engine.model_config.return_sampling_mask
         # The engine's core has a copy of this record. Here vLLM 0.30 would refuse all requests at temperature 0 or
         # without top_k, because it would return whole vocabularies for them (`fixes.return_kept_tokens`).
         engine.model_config.return_sampling_mask = False
@@ -323,7 +323,7 @@ class ServedEngine:
             policy_versions=tuple(versions),
             stop_reason=output.finish_reason,
             routed_experts=output.routed_experts,
-            kept_tokens=self._kept_tokens(output, len(tokens)) if self._returns_kept_tokens else None,
+            kept_tokens=self._kept_tokens(output, len(tokens)) if self.returns_kept_tokens else None,
         )
 
     def _kept_tokens(self, output: CompletionOutput, num_tokens: int) -> KeptTokens:

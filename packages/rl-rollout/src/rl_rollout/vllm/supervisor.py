@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import aiohttp
 import attrs
 
-from rl_core.errors import DeadlineError, GenerationError, RLError
+from rl_core.errors import ConfigError, DeadlineError, GenerationError, RLError
 from rl_core.tasks import all_of
 from rl_rollout.vllm.connection import CONNECT_S, Connection, ServerGone, open_session
 from rl_rollout.vllm.pool import EngineFacts, Member, Pool, Wanted
@@ -208,10 +208,17 @@ class ExternalServer:
     url: str
     control_token: str = attrs.field(repr=False)
     timeout_s: float
+    needs_kept_tokens: bool = False
+    """Whether the run cannot use a server that does not return kept tokens."""
 
     async def start(self) -> ServerAddress:
         """Waits until the server answers, and ends any pause. A killed run may have left a pause behind, or a pause may
-        have begun before the server became unreachable. Raises DeadlineError after `timeout_s`."""
+        have begun before the server became unreachable.
+
+        Raises:
+            DeadlineError: the server did not answer within `timeout_s`.
+            ConfigError: the server does not return kept tokens, which the run needs.
+        """
         deadline = time.monotonic() + self.timeout_s
         reason = "it did not answer"
 
@@ -227,6 +234,12 @@ class ExternalServer:
                 try:
                     connection = Connection(session, self.url, "the server")
                     health: Any = await connection.call("health", timeout_s=left_s)
+                    if self.needs_kept_tokens and not health["returns_kept_tokens"]:
+                        raise ConfigError(
+                            f"generator.inference_engine.external_server_urls: the server at {self.url} does not "
+                            "return the tokens that top_p, top_k and min_p keep, which training needs; start it with "
+                            "the run's generator.sampling_params, or remove these keys"
+                        )
                     await connection.call("resume", timeout_s=left_s)
                     return ServerAddress(url=self.url, pid=health["pid"])
                 except (ServerGone, DeadlineError) as error:
