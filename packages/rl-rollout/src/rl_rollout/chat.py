@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MODEL_PATH = "trainer.policy.model.path"
-_MOST_PROVED = 256
-"""Largest number of kinds of conversations that are proved, so that a proof takes well below a second."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -277,7 +275,7 @@ class TokenCodec:
         if self.tokenizer.chat_template is None:
             return  # `render` refuses the messages
         key = (json.dumps([self._tools, self._row_settings]), opens_turn, thinks, kind_of(messages))
-        if self.proofs.anew or (key not in self.proofs.kinds and len(self.proofs.kinds) < _MOST_PROVED):
+        if self.proofs.anew or key not in self.proofs.kinds:
 
             def render(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
                 return self.with_tools(tools).render(messages, add_generation_prompt=opens_turn)

@@ -124,8 +124,8 @@ class EnvironmentGenerator:
         self._codec.proofs.anew = anew
         turns.codec.prove(messages)
         self._codec.proofs.anew = False
-        if turn and self._episodes.limits.max_turns > 1:
-            said, *observation = turn
+        said, *observation = turn or ({},)
+        if turn and self._episodes.limits.max_turns > 1 and not turns.placeholders.knows(observation):
             end = turns.ends.call if "tool_calls" in said else turns.ends.text
             history = start_history(turns, messages, step_wise=self._episodes.step_wise)
             history.next_prompt((), () if end is None else (end,), observation)

@@ -30,6 +30,10 @@ class PlaceholderTurns:
         self._codec = codec
         self._calls: dict[Hashable, bool] = {}
 
+    def knows(self, observation: Sequence[Message]) -> bool:
+        """Whether an observation of this kind was rendered before."""
+        return kind_of(observation) in self._calls
+
     def before(self, observation: Sequence[Message], said: str = SAID) -> Message:
         """Returns the turn before an observation: text, or calls if the template needs them to show the observation.
         Raises ConfigError if the template does not show it after either."""

@@ -99,15 +99,17 @@ def require_complete(
 
 def kind_of(messages: Sequence[Message]) -> Hashable:
     """Returns what a proof of a conversation depends on, apart from its texts: which messages with which keys, calls
-    and types of arguments there are, after which roles, and whether there are one or several of them."""
+    and types of arguments there are, after which roles, which of their texts are empty, and whether there are one or
+    several of them."""
     kinds: Counter[Hashable] = Counter()
     before = None
     for message in messages:
-        content = message.get("content")
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = tuple((function["name"], _shape(function.get("arguments"))) for function in functions)
-        is_empty = not isinstance(content, str) or not content.strip()
-        kinds[before, message["role"], frozenset(message), is_empty, "</think>" in (content or ""), calls] += 1
+        thought, closing, answer = (message.get("content") or "").rpartition("</think>")
+        texts = (thought.replace("<think>", ""), answer, *(message.get(key) for key in THINKING_KEYS))
+        are_empty = tuple(not (isinstance(text, str) and text.strip()) for text in texts)
+        kinds[before, message["role"], frozenset(message), are_empty, closing, calls] += 1
         before = message["role"]
     return frozenset((kind, min(number, 2)) for kind, number in kinds.items())
 
@@ -115,7 +117,7 @@ def kind_of(messages: Sequence[Message]) -> Hashable:
 def _shape(value: Any) -> Hashable:
     if isinstance(value, Mapping):
         return tuple((name, _shape(part)) for name, part in value.items())
-    return frozenset(map(_shape, value)) if isinstance(value, list | tuple) else type(value)
+    return frozenset(map(_shape, value)) if isinstance(value, list | tuple) else (type(value), not value)
 
 
 def _fault(

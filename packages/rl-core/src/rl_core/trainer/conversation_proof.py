@@ -12,11 +12,12 @@ from rl_core.trainer.data import DataRow
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 256
-"""Rows whose conversations are proved if they are of a new kind, spread over the file."""
-_MOST_SAMPLED = 16
+_MOST_ROWS = 64
+"""Rows whose conversations are proved if they are of a new kind, spread over the file. Other rows with new kinds are
+proved when the run encodes them, before the first step."""
+_MOST_SAMPLED = 8
 """Rows whose conversations are proved with their own texts and values."""
-_MOST_CHARACTERS = 1_000_000
+_MOST_CHARACTERS = 200_000
 """After so many characters of rows the proof ends, so that it takes well below half a second."""
 
 
