@@ -207,7 +207,7 @@ SLOW_BIAS = 1e-3
 )
 def test_the_bias_of_experts_is_updated_by_its_rule(deepseek: Case, world_size: int, options: dict[str, Any]):
     """b_e += rate · sign(mean load − load_e), with the loads of all tokens of the step (Wang et al. 2024, arXiv
-    2408.15664, algorithm 1). Two calls of `forward_backward` are one step."""
+    2408.15664, algorithm 1). Two calls of `forward_backward` are one step. A skipped step changes nothing."""
     chosen: list[Tensor] = []
     model = deepseek.reference.model
     ((layer, router),) = routers(model).items()
@@ -218,6 +218,9 @@ def test_the_bias_of_experts_is_updated_by_its_rule(deepseek: Case, world_size: 
     load_E = torch.cat(chosen).flatten().bincount(minlength=8).double()
     name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
     group = start(deepseek, world_size, **options, transformer_config_kwargs={"moe_router_bias_update_rate": SLOW_BIAS})
+    nan_T = torch.full((deepseek.batch.num_tokens,), float("nan"))
+    group.forward_backward(deepseek.batch.with_columns(advantages=nan_T), LIMITS, LOSS, temperature=TEMPERATURE)
+    assert group.optim_step().skipped
     for rows in ([0, 1, 2, 3], [4, 5, 6, 7]):
         gradients(group, batch_of(deepseek).select(rows))
     group.optim_step()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import (
+    _update_router_expert_bias,  # pyright: ignore[reportPrivateUsage]
+    finalize_model_grads,
+    reset_model_temporary_tensors,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -112,7 +116,8 @@ class Optimizer:
 
         If the norm is not finite, the gradients are cleared without a step.
         """
-        finalize_model_grads(self.chunks, None)
+        with self._expert_bias_kept() as model_config:
+            finalize_model_grads(self.chunks, None)
         if settings.gradient_scale != 1.0:
             for buffer in self.buffers:
                 buffer.grad_data.mul_(settings.gradient_scale)
@@ -122,6 +127,9 @@ class Optimizer:
             settings.put_into(self.megatron.param_groups)
             self._clip(grad_norm, settings.max_grad_norm)
             self.megatron.step_with_ready_grads()
+            if model_config.moe_router_enable_expert_bias:
+                _update_router_expert_bias(self.chunks, model_config)
+        reset_model_temporary_tensors(model_config, self.chunks)
         self.zero_grad()
         return grad_norm
 
@@ -136,16 +144,25 @@ class Optimizer:
         """Within the context, every rank's main gradients are the sums over all ranks; afterwards they have their
         previous values again."""
         kept = [buffer.grad_data.clone() for buffer in self.buffers]
-        model_config = self.chunks[0].config
-        updates_bias = model_config.moe_router_enable_expert_bias
-        model_config.moe_router_enable_expert_bias = False  # `finalize_model_grads` would also update this bias
         try:
-            finalize_model_grads(self.chunks, None, force_all_reduce=True)
+            with self._expert_bias_kept():
+                finalize_model_grads(self.chunks, None, force_all_reduce=True)
             yield
         finally:
-            model_config.moe_router_enable_expert_bias = updates_bias
             for buffer, gradient in zip(self.buffers, kept, strict=True):
                 buffer.grad_data.copy_(gradient)
+
+    @contextmanager
+    def _expert_bias_kept(self) -> Iterator[Any]:
+        """Within the context, `finalize_model_grads` neither updates the bias of experts, which a skipped step must not
+        change, nor clears the load that the update reads. Yields the model's configuration."""
+        model_config = self.chunks[0].config
+        updates_bias = model_config.moe_router_enable_expert_bias
+        model_config.moe_router_enable_expert_bias = False
+        try:
+            yield model_config
+        finally:
+            model_config.moe_router_enable_expert_bias = updates_bias
 
     def _clip(self, grad_norm: float, max_norm: float) -> None:
         if max_norm <= 0:
