@@ -133,8 +133,11 @@ def test_the_plug_in_trains_the_quick_starts_model(environment: dict[str, str], 
     assert len(steps) == 2
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
     asked = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
+    of_proof = [request for request in asked if request["sample"].startswith("proof-")]
+    assert len(of_proof) == 16 // 4, "the proof before the first step continues 16 sequences"
+    asked = [request for request in asked if request not in of_proof]
     assert (len(asked), {request["max_tokens"] for request in asked}) == (2 * 8 * 4 // 4, {3})
-    assert run([COMMANDS / "rl", "journal", tmp_path / "run"], environment, HERE) == "16 requests\n"
+    assert run([COMMANDS / "rl", "journal", tmp_path / "run"], environment, HERE) == "20 requests\n"
     assert "there is no journal" in refusal(["journal", str(tmp_path)], environment)
     written = (tmp_path / "run" / "config.yaml").read_text()
     assert "    journal_every: 4\n" in written
