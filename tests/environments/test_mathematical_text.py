@@ -98,15 +98,51 @@ VERDICTS = [  # reference, right answers, wrong answers
     (r"\text{(A)}", ["The answer is A", r"\boxed{A}", r"\boxed{\text{A}}"], [r"\boxed{B}"]),
     (r"\text{Monday}", [r"\boxed{Monday}", r"\boxed{\text{monday}}"], [r"\boxed{\text{Sunday}}"]),
     ("No solution", [r"\boxed{\text{no solution}}"], [r"\boxed{0}"]),
+    (r"\textbf{(D)}\ 12", [r"\boxed{12}", r"\boxed{D}", r"\boxed{\textbf{(D)}\ 12}"],
+                            [r"\boxed{13}", r"\boxed{(C) 13}"]),
+    ("B", [r"\boxed{(B) 12}", r"\boxed{\text{(B) }12}", r"\boxed{B. 12}", r"\boxed{B.}"],
+          [r"\boxed{C) 12}", r"\boxed{12}"]),
+    ("A: 3, B: 4", [r"\boxed{A: 3, B: 4}"], [r"\boxed{A}", r"\boxed{A: 3}", r"\boxed{A: 3, B: 5}"]),
+    ("(A)+1", [r"\boxed{A+1}"], [r"\boxed{A}", r"\boxed{1}"]),
+    ("infinity", [r"\boxed{\infty}", r"\boxed{infinity}"], [r"\boxed{-\infty}", r"\boxed{0}"]),
+    ("12:00", [r"\boxed{12:00}", r"\boxed{\text{12:00}}"], [r"\boxed{11:00}", r"\boxed{12}"]),
+    ("9:00 am", [r"\boxed{9:00\text{ a.m.}}", r"\boxed{9:00 AM}"], [r"\boxed{9:00 pm}", r"\boxed{10:00 am}"]),
+    (r"5\text{ ft }6\text{ in}", [r"\boxed{5 ft 6 in}"], [r"\boxed{5 ft 7 in}", r"\boxed{5}"]),
+    ("1 hour 30 minutes", [r"\boxed{\text{1 hour 30 minutes}}", r"\boxed{1\text{ hour and }30\text{ minutes}}"],
+                          [r"\boxed{1 hour 20 minutes}", r"\boxed{1}"]),
+    (r"5~\mathrm{cm}", [r"\boxed{5}", r"\boxed{5~cm}"], [r"\boxed{6~cm}"]),
+    ("5 cm²", [r"\boxed{5}", r"\boxed{5\text{ cm}^2}"], [r"\boxed{25}"]),
+    ("20¢", [r"\boxed{20}"], [r"\boxed{21}"]),
+    (r"77^\circ F", [r"\boxed{77}", r"\boxed{77^{\circ}\text{F}}"], [r"\boxed{78}"]),
+    ("b < a < c", [r"\boxed{b<a<c}"], [r"\boxed{a<b<c}", r"\boxed{b<a}"]),
+    (r"\left\{x \mid -1<x<2\right\}", [r"\boxed{(-1,2)}", r"\boxed{\{x | -1<x<2\}}"],
+                                     [r"\boxed{\{x \mid -1<x<3\}}", r"\boxed{-1}"]),
+    (r"\{x \mid x>0\}", [r"\boxed{(0,\infty)}", r"\boxed{x>0}"], [r"\boxed{x>1}", r"\boxed{x \ge 0}"]),
+    (r"\{(x,y) \mid x+y=1\}", [r"\boxed{\{(x,y) | x+y=1\}}"],
+                               [r"\boxed{\{(x,y) | x+y=2\}}"]),
+    (r"x \leq 1 \text{ or } x>3", [r"\boxed{(-\infty,1]\cup(3,\infty)}", r"\boxed{x>3 \text{ or } x \le 1}"],
+                                  [r"\boxed{(-\infty,1)\cup(3,\infty)}", r"\boxed{(1,3)}"]),
+    (r"k\pi, k\in \mathbb{Z}", [r"\boxed{k\pi}", r"\boxed{k\pi\ (k \in \mathbf{Z})}"], [r"\boxed{2k\pi, k\in Z}"]),
+    (r"0.1\dot{6}", [r"\boxed{\frac16}"], [r"\boxed{0.16}"]),
+    (r"6.02 \times 10^{23}", [r"\boxed{6.02e23}", r"\boxed{6.02 \cdot 10^{23}}"], [r"\boxed{6.02\times 10^{22}}"]),
+    ("x**2", [r"\boxed{x^2}"], [r"\boxed{2x}"]),
+    (r"\varnothing", [r"\boxed{\emptyset}"], [r"\boxed{0}"]),
+    ("north", [r"\boxed{\text{North}}"], [r"\boxed{south}"]),
+    ("true", [r"\boxed{True}", r"\boxed{\text{true}}"], [r"\boxed{false}"]),
+    ("listen", [r"\boxed{listen}"], [r"\boxed{silent}"]),
+    (r"\text{June 20}", [r"\boxed{June 20}"], [r"\boxed{June 21}"]),
+    ("ab-1", [r"\boxed{ba-1}"], [r"\boxed{ab+1}"]),
     (r"The sum is $3+4$, so the answer is \boxed{7}.", [r"\boxed{7}"], [r"\boxed{3}"]),
 ]
 UNREADABLE = {
     "": "as an expression", r"\boxed{}": "as an expression", r"\frac{1}{": "as an expression",
-    r"\{x \mid x>0\}": "as an expression", r"\frac{1}{0}": "its value is", "12:00": "its value is",
+    "]0,1[": "as an expression", r"\frac{1}{0}": "its value is", "5:0": "its value is",
+    r"\{n^2 \mid n \in \mathbb{N}\}": "only a part", r"\exists x \in \mathbb{R}, x^2 < 0": "only a part",
 }
 LIMITS = [  # Wrong answers that earn 1: docs/environments.md names them
     ("0.25", r"\boxed{0.2500004}"), (r"\{10^{-20}, 1\}", r"\boxed{\{10^{-21}, 1\}}"), ("3:30", r"\boxed{1:10}"),
-    ("1011_2", r"\boxed{1011_3}"), ("listen", r"\boxed{silent}"),
+    ("1011_2", r"\boxed{1011_3}"), (r"\frac{dy}{dx}=2x", r"\boxed{\frac{dy}{dx}=3x}"),
+    ("x+y=1", r"\boxed{1}"),
 ]
 # fmt: on
 
@@ -148,14 +184,25 @@ import json, logging, sys
 import math_verify
 from importlib.metadata import version
 from rl_environments.judge_process import Grader
+from rl_environments.mathematics import reference_answers
 logging.disable(logging.CRITICAL)
 grader, asked = Grader(math_verify), json.load(sys.stdin)
+
+def answers(reference):
+    return reference_answers({"answer": reference}) if reference else [""]
+
+def problem(reference):
+    return next(filter(None, map(grader.problem, answers(reference))), None)
+
+def is_right(reference, response):
+    return grader.verdict(response, answers(reference))["is_right"]
+
 plain = math_verify.verify(*(math_verify.parse(r"\\boxed{50\\%}", parsing_timeout=None),
                              math_verify.parse(r"\\boxed{0.5}", parsing_timeout=None)), timeout_seconds=None)
 print(json.dumps({
     "antlr": version("antlr4-python3-runtime"), "plain": plain,
-    "verdicts": [grader.verdict(response, [reference])["is_right"] for reference, response in asked["pairs"]],
-    "problems": [grader.problem(reference) for reference in asked["references"]],
+    "verdicts": [is_right(*pair) for pair in asked["pairs"]],
+    "problems": list(map(problem, asked["references"])),
 }))
 """
 
@@ -231,3 +278,13 @@ def test_text_without_a_second_reading_is_read_once_and_long_text_in_no_time():
     assert marked("$x$") == marked(r"\(x\)") == marked("x") == r"\boxed{x}"
     for text in ("1" * 50_000, "1 " * 25_000, "1," * 25_000, " " * 50_000, "1/" * 25_000, "$" * 50_000, ".1" * 25_000):
         readings(text)
+    for text in (
+        "," * 25_000,
+        " " * 25_000,
+        r"\;" * 12_000,
+        "x<1" * 9_000,
+        "1 ft " * 5_000,
+        r"\{x|" * 6_000,
+        "ab " * 9_000,
+    ):
+        readings(rf"\boxed{{{text}}}")

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import re
 import resource
 import signal
 import sys
@@ -18,12 +19,20 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from rl_environments.mathematical_text import choice_letter, ends_in_a_variable, marked, readings
+from rl_environments.mathematical_text import (
+    choice_and_value,
+    choice_letter,
+    ends_in_a_variable,
+    last_box,
+    marked,
+    readings,
+)
 from rl_environments.sandbox.inside import frames
 
 _ADDRESS_SPACE_BYTES = 4 << 30
 _PR_SET_PDEATHSIG = 1
 _MOST_ZEROS = 10_000
+_QUANTIFIED = re.compile(r"\\(?:exists|forall|mid)(?![a-zA-Z])|[∃∀]")
 
 
 def main() -> None:
@@ -69,7 +78,10 @@ class Grader:
     def problem(self, reference: str) -> str | None:
         """Returns why no answer could be judged by this reference, or None: it must be an expression with a value, and
         equal the same text in a box."""
-        read = [self._parsed(text, reference) for text in dict.fromkeys(readings(marked(reference)))]
+        texts = dict.fromkeys(readings(marked(reference)))
+        if any(map(_QUANTIFIED.search, texts)):
+            return "math-verify reads only a part of a statement with quantifiers or a condition"
+        read = [self._parsed(text, reference) for text in texts]
         expressions = list(filter(_is_expression, read))
         if not expressions:
             return "math-verify does not read it as an expression, so at most the very same spelling would be right"
@@ -90,7 +102,10 @@ class Grader:
                 for expected_text, found_text in pairs:
                     expected, found = self._parsed(expected_text, reference), self._parsed(found_text, reference)
                     is_readable |= _is_expression(expected)
-                    if letter and not found:  # an answer without a box: `The answer is B.`
+                    boxed = choice_and_value(last_box(response) or "") if letter else None
+                    if boxed:  # `\\boxed{(B) 12}`
+                        expected, found = [letter], [boxed[0]]
+                    elif letter and not found:  # an answer without a box: `The answer is B.`
                         expected = [letter]
                         found = self._parse(found_text, extraction_config=self._letters, parsing_timeout=None)
                     has_answer |= bool(found)

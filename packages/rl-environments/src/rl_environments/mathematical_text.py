@@ -24,8 +24,8 @@ _SMALLEST, _LARGEST = -400, 400
 
 
 def _repeating(found: re.Match[str]) -> str:
-    """The fraction that equals a repeating decimal."""
-    whole, fixed, repeated = found.groups()
+    """The fraction that equals a repeating decimal, `0.1\\overline{6}` or `0.1\\dot{6}`."""
+    whole, fixed, repeated = found[1], found[2], found[3] or "".join(filter(str.isdigit, found[4]))
     numerator = int(whole + fixed + repeated) - int(whole + fixed)
     return rf"\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
 
@@ -60,7 +60,7 @@ _FOR_BOTH: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         # Currencies: `\$5`, `\text{\$}5`, `£5`, `5€`, `5 dollars`
-        (rf"{_TEXT}\{{\s*(?:\\\$|[$£€¥])\s*\}}|\\\$|[£€¥]", ""),
+        (rf"{_TEXT}\{{\s*(?:\\\$|[$£€¥])\s*\}}|\\\$|[£€¥¢]", ""),
         (r"(?<=\d)\s*(?:dollars?|euros?)\b", ""),
         # Per cent as a word or as text, and without the backslash within LaTeX: `50\%`
         (rf"(?<!\s)\s*{_TEXT}\{{\s*(?:\\?%|percent(?:age)?|pct)\s*\}}", r"\\%"),
@@ -71,32 +71,96 @@ _FOR_BOTH: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
         (r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|\{,\}|~|\u00a0|\u2009|\u202f)\d{3})+(?!\d)", _without_separators),
         # Mixed and vulgar fractions, repeating decimals
         (r"(?<![\d./,])(\d+)\s+(\d+)/(\d+)(?![\d/]|\.\d)", _improper),
-        (r"(?<!\d)(\d+)\.(\d*)\\overline\s*\{(\d+)\}", _repeating),
+        (r"(?<!\d)(\d+)\.(\d*)(?:\\overline\s*\{(\d+)\}|(\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?))", _repeating),
         (r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
         (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         # A dash for a minus sign, and a full stop at the end of a box
         (r"(?<![\w)}])[‒–](?=\s*[\d\\])", "-"),
-        (r"(?<=\d)\.(?=\s*\})", ""),
+        (r"(?<=\w)\.(?=\s*\})", ""),
+        # A space that math-verify does not know, and another sign of the empty set
+        (r"(?<!\\)~(?=\s*\\)", r"\\ "),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
+        # Degrees Celsius and Fahrenheit
+        (rf"(\^\s*\{{?\s*\\circ\s*\}}?)\s*(?:{_TEXT}\{{\s*[CF]\s*\}}|[CF](?![a-zA-Z]))", r"\1"),
         # Tuples, of which math-verify reads `\langle 1,2\rangle` as 1.2
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
     )
 ]
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
+_SPACE = r"(?:\s|\\[ ,;:!]|\\q?quad)"
+_UNIT = rf"(?:{_TEXT}\{{\s*)?(?!(?:and|or)\b)(?:[a-z]{{3,}}|hr?|mi|ft|in|yd|lb|oz|kg|[ckm]?m)\.?\s*\}}?"
+
+
+def _quantity(found: re.Match[str]) -> str:
+    """One name for a quantity in several units, of which math-verify would read the first number."""
+    words = re.sub(rf"{_TEXT}|{_SPACE}|[{{}}.,]|\band\b", "", found[0])
+    return rf"\text{{quantity{words}}}"
+
+
+def _union(found: re.Match[str]) -> str:
+    """The union of intervals that `x<1 \\text{ or } x>3` is, in either order."""
+    ends = {
+        ("<" if sign[0] == "<" or sign.startswith((r"\l", "≤")) else ">"): (sign, end)
+        for sign, end in (found.group(2, 3), found.group(4, 5))
+    }
+    if len(ends) < 2:
+        return found[0]
+    (up_to, upper), (above, lower) = ends["<"], ends[">"]
+    closing, opening = ")" if up_to in _STRICT else "]", "(" if above in _STRICT else "["
+    return rf"(-\infty,{upper.strip()}{closing}\cup {opening}{lower.strip()},\infty)"
+
+
+_STRICT = ("<", ">", r"\lt", r"\gt")
+_SIGN = r"(<=?|>=?|[≤≥]|\\[lg](?:eqslant|eq?|t)(?![a-zA-Z]))"
+_BOUND = r"([^<>=≤≥,a-zA-Z]*(?:\\(?:frac|sqrt|pi)[^<>=≤≥,a-zA-Z]*)*)"
 _FOR_BOXES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        # Full hours, which are divisions by zero for math-verify, and times with a.m. or p.m.
+        (
+            rf"^\s*(\d\d?:\d\d){_SPACE}*(?:{_TEXT}\{{)?\s*([AaPp])\.?\s?[Mm]\.?\s*\}}?\s*$",
+            lambda found: rf"\text{{{found[1]}{found[2].lower()}m}}",
+        ),
+        (r"^\s*(\d\d?:00)\s*$", r"\\text{\1}"),
+        (r"~", r"\\ "),
+        (r"(?<=[\w)])\*\*(?=[\w(-])", "^"),
+        # `5 ft 6 in`, `1\text{ hour and }30\text{ minutes}`
+        (
+            rf"^\s*(?:{_TEXT}\{{\s*)?\d+{_SPACE}*{_UNIT}(?:{_SPACE}|[,}}]|{_TEXT}\{{|\band\b)*\d+{_SPACE}*{_UNIT}[\s}}]*$",
+            _quantity,
+        ),
+        # `\{x \mid x>1\}`, whose condition says the same, and `k\pi, k \in \mathbb{Z}`
+        (
+            r"^\s*(?:\\left)?\\\{\s*(?:[a-z]|\([a-z, ]+\))\s*"
+            r"(?:\\in\s*(?:\\math\w+\s*)?\{?[RNZ]\}?\s*)?(?:\\(?:mid|vert)(?![a-zA-Z])|[|:])"
+            r"(.*?)(?:\\right)?\\\}\s*$",
+            r"\1",
+        ),
+        (
+            rf"(?<=[^\s,;:!(\\])(?:{_SPACE}|,|\()+[a-z]\s*\\in\s*(?:\\math\w+\s*)?\{{?[NZ]\}}?"
+            r"(?:[\^_]\s*\{?[*+]\}?)*\s*\)?\s*$",
+            "",
+        ),
+        (
+            rf"^\s*([a-z])\s*{_SIGN}{_BOUND}(?:{_TEXT}\{{\s*or\s*\}}|\bor\b)\s*\1\s*{_SIGN}{_BOUND}$",
+            _union,
+        ),
         (r"^\s*[-+]?\d{1,3}(?: \d{3})+\s*$", lambda found: found[0].replace(" ", "")),
         # `1/2 x` is half of x, not 1/(2x)
         (r"(?<![\w./)}])(\d+)/(\d+)\s+(?=[a-zA-Z\\(])", r"\\frac{\1}{\2} "),
         # Names without a backslash, which are products of letters for math-verify: `cos(x)`, `ln 2`, `pi/4`
         (rf"(?<![\\a-zA-Z])({_FUNCTIONS})(?=\s*[(^_]|\s+[\w\\])", r"\\\1"),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+        (r"(?<![\\a-zA-Z])(?:[iI]nfinity|infty)(?![a-zA-Z])", r"\\infty "),
         # Units that math-verify does not know: `5 km/h`, `5 marbles`
         (
-            r"(?<=[\d)}])\s+(?!and\b|or\b)([a-zA-Z]+/[a-zA-Z]+|[a-zA-Z]{3,}(?: [a-zA-Z]+)*)((?:\^\{?\d\}?)?)\s*$",
+            r"(?<=[\d)}])\s+(?!and\b|or\b)"
+            r"([a-zA-Z]+/[a-zA-Z]+|[a-zA-Z]{3,}(?: [a-zA-Z]+)*|(?:[cdkm]?m|ft|in|yd|mi)(?=\^))((?:\^\{?\d\}?)?)\s*$",
             r" \\text{\1}\2",
         ),
+        # Words, which are products of letters for math-verify, so that `silent` would equal `listen`
+        (r"^\s*(?:([a-zA-Z]{4,})|([a-zA-Z]{3,}(?: [a-zA-Z0-9]+)+))\s*$", r"\\text{\1\2}"),
     )
 ]
 _SIGNS = {
@@ -110,6 +174,10 @@ _SIGNS = {
 """Full-width characters and signs that math-verify cannot read."""
 _VULGAR = re.compile(r"(?<!\d)(\d*) ?([¼-¾⅐-⅞])")
 _E_NOTATION = re.compile(r"(?<![\w.\\}])\d+(?:\.\d+)?[eE]([-+]?\d+)(?!\w|\.\d|[{^])")
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.\\})^_/])(\d+\.\d+)\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|(\d))(?![\d!^_{])"
+)
+"""`6.02 \\times 10^{23}`, which math-verify computes with rounding, unlike `6.02e23`."""
 _PER_CENT = re.compile(rf"({_MIXED})\s*\\%")
 _ONLY_PER_CENT = re.compile(rf"({_OPENING}\s*(?:[-+]\s*)?{_MIXED})\s*\\%(?=\s*{_CLOSING})")
 _ENCLOSED = re.compile(
@@ -118,9 +186,15 @@ _ENCLOSED = re.compile(
     re.DOTALL,
 )
 _LETTER = re.compile(rf"\\boxed\{{(?:{_TEXT}\{{)?\(?([A-H])\)?\}}?\}}")
+_CHOICE = re.compile(
+    rf"\s*(?:{_TEXT}\{{\s*\(?([A-H])\s*[).:]?\s*\}}{_SPACE}*|(?:\(\s*([A-H])\s*\)|([A-H])\s*[).:])(?:{_SPACE}+|$))"
+    r"((?:[\w\\$(\[{.]|-[^\s-])(?:(?!\b[A-H]\s*[).:=]).)*)?",
+    re.DOTALL,
+)
+"""A letter with a mark, and the value of the choice. Several letters are several values."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _LONE_DOLLAR = re.compile(r"(?<!\\)\$")  # a currency
-_ENDS_IN_A_VARIABLE = re.compile(r"(?:[\d})]|[-+*/^=(,]\s*)[a-zA-Z]\s*[}$]?$")
+_ENDS_IN_A_VARIABLE = re.compile(r"(?:[\d})]|(?:[-+*/^=(,<>]|\\[lg]e?q?)\s*)[a-zA-Z]\s*[}$]?$")
 
 
 def positional(number: Decimal | str | float) -> str:
@@ -136,6 +210,7 @@ def readings(text: str) -> tuple[str, str]:
     Both are the same text if there is nothing that has two readings.
     """
     text = _in_boxes(_rewritten(_VULGAR.sub(_improper_vulgar, text.translate(_SIGNS)), _FOR_BOTH))
+    text = _SCIENTIFIC.sub(lambda found: positional(f"{found[1]}e{found[2] or found[3]}"), text)
     values, written = _E_NOTATION.sub(_positional, text), _ONLY_PER_CENT.sub(r"\1", text)
     return _PER_CENT.sub(_hundredths, values), _PER_CENT.sub(_hundredths, written)
 
@@ -187,6 +262,13 @@ def choice_letter(reference: str) -> str | None:
     """Returns the letter if the reference answers a multiple-choice question: `A`, `(A)`, `\\text{(A)}`."""
     found = _LETTER.fullmatch(marked(reference))
     return found[1] if found else None
+
+
+def choice_and_value(text: str) -> tuple[str, str] | None:
+    """Returns letter and value of a multiple-choice answer such as `(B) 12` or `\\textbf{(B)}\\ 12`; the value may be
+    empty."""
+    found = _CHOICE.fullmatch(text)
+    return (found[1] or found[2] or found[3], (found[4] or "").strip()) if found else None
 
 
 @lru_cache(1024)

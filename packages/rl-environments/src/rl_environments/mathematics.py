@@ -18,7 +18,7 @@ import attrs
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between
 from rl_environments.judge_pool import shared_pool
-from rl_environments.mathematical_text import last_box, positional
+from rl_environments.mathematical_text import choice_and_value, last_box, positional
 from rl_environments.options import is_number, options_of
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def reference_answers(row: Row) -> tuple[str, ...]:
     spec = row.get("reward_spec")
     given = spec.get("ground_truth") if isinstance(spec, Mapping) else None
     given = next((each for each in (given, row.get("answer"), row.get("solution")) if each is not None), None)
-    texts = [_text(each) for each in _listed(given)]
+    texts = [text for each in _listed(given) for text in _alternatives(_text(each))]
     if not texts or not all(texts):
         columns = ", ".join(map(str, row))
         raise DataError(
@@ -127,6 +127,12 @@ def _listed(given: Any) -> Sequence[Any]:
         with contextlib.suppress(ValueError, SyntaxError):
             given = ast.literal_eval(given)
     return given if isinstance(given, list | tuple) and all(isinstance(item, str) for item in given) else [given]
+
+
+def _alternatives(text: str) -> Sequence[str]:
+    """Returns letter and value of a multiple-choice answer with both, `\\textbf{(D)}\\ 12`; another text alone."""
+    choice = choice_and_value(text)
+    return choice if choice and choice[1] else [text]
 
 
 def _text(given: Any) -> str:
