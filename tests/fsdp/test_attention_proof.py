@@ -16,6 +16,9 @@ from rl_core.interfaces import RankInfo
 from rl_core.rank_kit.scoring.attention import packed_attention_of_rows
 from rl_core.rank_kit.scoring.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
 from rl_core.rank_kit.scoring.token_scorer import load_scorer
+from rl_core.testing.cases import LIMITS
+from rl_core.testing.ranks import RankGroup
+from rl_fsdp import FsdpOptions, fsdp
 from rl_fsdp.worker import FsdpWorker
 from rl_rollout.local.model import load_model, token_logprobs
 from tests.fsdp.conftest import spec_of
@@ -129,3 +132,16 @@ def test_a_function_that_ignores_a_setting_is_noticed(ignored: str):
     family = {"scaling": "granite", "sliding_window": "mistral", "softcap": "gemma2"}[ignored]
     config = {"granite": {"attention_multiplier": 0.7}, "mistral": {"sliding_window": 8}, "gemma2": CAPPED}[family]
     assert fault_of(small(family, **config), ignoring) is not None
+
+
+def test_ulysses_without_packing_is_refused_and_the_advice_helps(capped: Path, tmp_path: Path):
+    options = FsdpOptions(sequence_parallel_size=2)
+    spec = spec_of(capped, use_sample_packing=False, options=options)
+    with pytest.raises(ConfigError, match=r"softcap.*sequence_parallel_size=1"):
+        RankGroup(fsdp, spec, 2, directory=tmp_path, timeout_s=240)
+    group = RankGroup(fsdp, spec_of(capped, use_sample_packing=False), 2, directory=tmp_path, timeout_s=240)
+    try:
+        scores = group.forward(batch_of_rows(), LIMITS, temperature=1.0)
+    finally:
+        group.close()
+    torch.testing.assert_close(scores["logprobs"][1:24], eager_logprobs(capped), rtol=0, atol=1e-5)

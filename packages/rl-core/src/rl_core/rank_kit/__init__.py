@@ -11,6 +11,7 @@
     state_writing      torch's writer of a state's files, with checksums, and the errors of a failed write
     background_writer  saving while training continues
     model_files        a model in Hugging Face format
+    kept_tensors       a checkpoint's tensors that are not trained, for the saved model
     model_shapes       a model's sizes, read from its `config.json`
     shipped_configs    configurations of public models that installed packages contain
     route_checks       whether a batch's routes fit the model that follows them

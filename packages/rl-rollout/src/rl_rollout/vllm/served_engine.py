@@ -410,9 +410,13 @@ class ServedEngine:
         return f"rank {rank}" if self._num_engines == 1 else f"rank {rank} of data-parallel engine {engine}"
 
     async def _emptied_caches(self) -> bool:
-        """Drops the cached keys and values of every data-parallel engine, including those of running requests. Returns
-        False if an engine could not drop them."""
-        return all(await answers_of_all(self._engine, "reset_prefix_cache", True, False))
+        """Drops what every data-parallel engine has computed and keeps: keys and values, including those of running
+        requests, and the outputs of encoders (of images). Returns False if an engine could not drop keys and values."""
+        is_empty = all(await answers_of_all(self._engine, "reset_prefix_cache", True, False))
+        # By the engine's core, whose scheduler has a list of the outputs that the workers hold. If only the workers
+        # dropped them, the next request with the same image would end the core: "Encoder cache miss".
+        await answers_of_all(self._engine, "reset_encoder_cache")
+        return is_empty
 
     async def _enter_quarantine(self, reason: str) -> None:
         """Stops serving and aborts all running requests, including those of agents, so that another server can take

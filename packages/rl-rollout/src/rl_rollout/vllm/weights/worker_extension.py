@@ -262,9 +262,6 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
             # This also runs after a failure: it restores the layers that got nothing new, so that a later update works.
             finalize_layerwise_reload(model, worker.model_config)
             fixes.repack_tied_heads_on_cpu(model)
-    # Encoder caches were computed with the old weights.
-    worker.model_runner.reset_encoder_cache()
-    worker.model_runner.reset_mm_cache()
     _require_complete(worker, records.keys(), None)
     setattr(worker, _HELD, (None, frozenset(records)))
     setattr(worker, _IS_INTACT, True)
