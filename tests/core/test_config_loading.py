@@ -113,7 +113,10 @@ def test_a_wrong_override_is_an_error_with_the_reason(override: str, message: st
         ("trainer.n_samples_per_prompt=2", r"Did you mean generator\.n_samples_per_prompt\?"),
         ("n_samples_per_prompt=2", r"Did you mean generator\.n_samples_per_prompt\?"),
         ("trainer.policy.optimiser_config.lr=1", r"Did you mean trainer\.policy\.optimizer_config\?"),
-        ("data.zzz=1", r"data has train_data, val_data, prompt_key, [a-z_, ]+, shuffle, on_long_prompt\."),
+        (
+            "data.zzz=1",
+            r"data has train_data, val_data, prompt_key, [a-z_, ]+, shuffle, on_refused_row, on_long_prompt\.",
+        ),
         (
             "trainer.zzz=1",
             r"^trainer\.zzz: unknown key \(command line\)\. trainer has \d+ keys; rl config RECIPE lists them",

@@ -95,14 +95,14 @@ def test_a_reference_that_takes_too_long_to_read_is_named(monkeypatch):
         MathematicsEnvironment.require_row({"prompt": "", "answer": "9^{9^{9^{9^{9}}}}+5^{4^{3^{7}}}"})
 
 
-def test_references_are_tried_once_and_only_for_a_time(monkeypatch, caplog):
-    monkeypatch.setattr("rl_environments.mathematics.PROOF_S", 1e-9)
+def test_references_are_tried_once_and_not_all_of_a_long_file(monkeypatch, caplog):
+    monkeypatch.setattr("rl_environments.mathematics.MOST_TRIED", 1)
     proofs = mathematics._Proofs()
     assert proofs.problem("1,234.5") is None
     assert proofs.problem("\\boxed{}") == proofs.problem("\\boxed{}") is not None
     assert proofs.problem("\\frac{1}{") is None
     assert [record.getMessage() for record in caplog.records] == [
-        "mathematics: 1 references took 0 s; those of further rows are not tried before the run"
+        "mathematics: tried 1 references; those of further rows are not tried before the run"
     ]
 
 

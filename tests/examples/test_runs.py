@@ -384,6 +384,38 @@ def test_the_learning_rate_reaches_zero_after_the_last_step_if_long_prompts_are_
     assert learning_rate(4, optimizer, 4) == pytest.approx(0.0)
 
 
+def test_rows_that_the_environment_refuses_are_left_out_if_configured(
+    small_run: BuildConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    answers = ["640", "\\frac{1}{", "641", "12.", "\\{n^2 \\mid n>0\\}", "642", "643", "1/0"]
+    rows = [{"prompt": "12+34=", "answer": answer} for answer in answers]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "data__train_data": [str(tmp_path / "train.jsonl")],
+        "data__val_data": [str(tmp_path / "train.jsonl")],
+        "environment__env_class": "mathematics",
+        "trainer__max_training_steps": None,
+        "trainer__epochs": 1,
+        "trainer__train_batch_size": 1,
+        "trainer__policy_mini_batch_size": 1,
+    }
+    with pytest.raises(DataError, match=r"train\.jsonl:2: .*data\.on_refused_row=drop leaves out all rows"):
+        run_training(small_run(tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+    config = small_run(tmp_path / "run", **changes, data__on_refused_row="drop")
+    assert run_training(config).steps == 5
+    said = [message for message in caplog.messages if "left out" in message]
+    assert [message.partition(": the")[0] for message in said] == [
+        f"data.{name}_data: left out 3 of 8 rows that the environment refuses; the first: {tmp_path}/train.jsonl:2"
+        for name in ("train", "val")
+    ]
+    two_epochs = small_run(tmp_path / "run", **{**changes, "trainer__epochs": 2}, data__on_refused_row="drop")
+    assert run_training(two_epochs).steps == 10  # resumes: the same rows are left out
+    (tmp_path / "train.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    with pytest.raises(DataError, match=r"refuses all its rows; the first: .*:1: the reference answer"):
+        run_training(small_run(tmp_path / "other", **{**changes, "data__val_data": []}, data__on_refused_row="drop"))
+
+
 def test_evaluation_and_generation_play_the_configured_rows(small_run: BuildConfig, tmp_path: Path):
     config = small_run(tmp_path / "run")
     metrics = run_evaluation(config)

@@ -98,14 +98,15 @@ def _warn_of_start_model(loaded: configuration.Loaded) -> None:
 
 
 def _planned_steps(loaded: configuration.Loaded) -> str:
-    from rl_core.trainer.data import is_at_hand, read_rows
+    from rl_core.trainer.data import is_at_hand
+    from rl_core.trainer.environment_checks import configured_rows
     from rl_core.trainer.settings import num_steps
 
     config = loaded.config
     missing = [file for file in config.data.train_data if not is_at_hand(file)]
     if missing:
         return f"{config.trainer.max_training_steps or 'depends on the data'} ({missing[0]} will be created first)"
-    rows = len(read_rows(config.data.train_data, key="data.train_data", prompt_key=config.data.prompt_key))
+    rows = len(configured_rows(config, "data.train_data"))
     epochs = config.trainer.epochs
     described = f"{num_steps(config, rows)} ({rows} prompts, {epochs} epoch{'s' * (epochs != 1)})"
     if config.data.on_long_prompt == "drop" and config.trainer.max_training_steps is None:

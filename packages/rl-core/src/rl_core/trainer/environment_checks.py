@@ -1,20 +1,81 @@
-"""Runs the checks with which environments reject unsuitable options and rows before a run."""
+"""Runs the checks with which environments reject unsuitable options and rows before a run, and reads the rows."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
+from rl_core import plugins
+from rl_core.config import Config
+from rl_core.config.resolving import value_at
+from rl_core.config.specs import environment_options
 from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, RLError, raised_at
 from rl_core.interfaces import EpisodeChecking, OptionsChecking, RowChecking
 from rl_core.seams import call_problem
-from rl_core.trainer.data import DataRow
+from rl_core.trainer.data import DataRow, read_rows
+
+logger = logging.getLogger(__name__)
+
+
+def configured_rows(config: Config, key: str) -> list[DataRow]:
+    """Reads the rows of the data files that a key names. With `data.on_refused_row=drop`, leaves out the rows that
+    their environments' own checks refuse, and warns of them.
+
+    Raises:
+        DataError, ConfigError: as `read_rows`; or all rows are refused.
+    """
+    rows = read_rows(
+        value_at(config, key), key=key, prompt_key=config.data.prompt_key, asks_in_chat=config.data.apply_chat_template
+    )
+    if config.data.on_refused_row == "error" or config.generator.type != "environment":
+        return rows
+    refusals = {row.place: reason for row in rows if (reason := _refusal(config, row)) is not None}
+    if not refusals:
+        return rows
+    first = "{}: {}".format(*next(iter(refusals.items())))
+    if len(refusals) == len(rows):
+        raise DataError(f"{key}: the environment refuses all its rows; the first: {first}")
+    _warn(f"{key}: left out {len(refusals)} of {len(rows)} rows that the environment refuses; the first: {first}")
+    return [row for row in rows if row.place not in refusals]
+
+
+def _refusal(config: Config, row: DataRow) -> str | None:
+    """Why an environment's checks refuse a row; None if they do not, or if something else than the row is wrong, which
+    `gather_unplayable` records."""
+    name, options = config.environment.env_class or row.row.get("env_class"), environment_options(config.environment)
+    try:
+        environment = plugins.load("rl_core.environments", str(name))
+        if isinstance(environment, OptionsChecking):
+            environment.require_options(options)
+        if isinstance(environment, RowChecking):
+            environment.require_row(row.row)
+        if isinstance(environment, EpisodeChecking):
+            environment.require_episode(row.row, options)
+    except DataError as error:
+        return str(error)
+    except Exception:  # the environment's name, the options, or the check itself
+        return None
+    return None
+
+
+@lru_cache(64)
+def _warn(message: str) -> None:
+    """Logs a warning once, because the rows are read for several checks."""
+    logger.warning(message)
 
 
 def gather_unplayable(
-    name: str, environment: object, options: Mapping[str, Any], rows: Sequence[DataRow], mistakes: Mistakes
+    name: str,
+    environment: object,
+    options: Mapping[str, Any],
+    rows: Sequence[DataRow],
+    mistakes: Mistakes,
+    *,
+    remedy: str = "",
 ) -> None:
     """Records what an environment's own checks find (`OptionsChecking`, `RowChecking`, `EpisodeChecking`): a mistake in
     the options, and the first row that the environment cannot play. Also records a check that cannot be called.
@@ -23,16 +84,17 @@ def gather_unplayable(
         name: the environment's name, for messages.
         environment: its class or factory.
         options: `environment.options`, as the environment gets them.
+        remedy: what ends the message about a refused row.
     """
     is_right = True
     if isinstance(environment, OptionsChecking):
         is_right = mistakes.passes(_require_options, name, environment, options)
     if isinstance(environment, RowChecking):
         check = environment.require_row
-        is_right &= mistakes.passes(_require_rows, name, RowChecking.require_row, check, rows)
+        is_right &= mistakes.passes(_require_rows, name, RowChecking.require_row, check, rows, remedy)
     if is_right and isinstance(environment, EpisodeChecking):
         check = environment.require_episode
-        mistakes.passes(_require_rows, name, EpisodeChecking.require_episode, check, rows, options)
+        mistakes.passes(_require_rows, name, EpisodeChecking.require_episode, check, rows, remedy, options)
 
 
 def _require_options(name: str, environment: OptionsChecking, options: Mapping[str, Any]) -> None:
@@ -42,7 +104,12 @@ def _require_options(name: str, environment: OptionsChecking, options: Mapping[s
 
 
 def _require_rows(
-    name: str, expected: Callable[..., Any], check: Callable[..., Any], rows: Sequence[DataRow], *further: Any
+    name: str,
+    expected: Callable[..., Any],
+    check: Callable[..., Any],
+    rows: Sequence[DataRow],
+    remedy: str,
+    *further: Any,
 ) -> None:
     _require_callable(name, expected, check)
     for row in rows:
@@ -50,7 +117,7 @@ def _require_rows(
             with _naming(name, expected, DataError, "a row"):
                 check(row.row, *further)
         except DataError as error:
-            raise DataError(f"{row.place}: {error}") from error
+            raise DataError(f"{row.place}: {error}{remedy}") from error
 
 
 def _require_callable(name: str, expected: Callable[..., Any], check: Callable[..., Any]) -> None:

@@ -42,8 +42,8 @@ from rl_core.stored_files import is_found
 from rl_core.trainer.batch_advantages import with_advantages
 from rl_core.trainer.checkpoint import load_state
 from rl_core.trainer.conversation_proof import require_proved
-from rl_core.trainer.data import DataRow, is_at_hand, read_rows
-from rl_core.trainer.environment_checks import gather_unplayable
+from rl_core.trainer.data import DataRow, is_at_hand
+from rl_core.trainer.environment_checks import configured_rows, gather_unplayable
 from rl_core.trainer.fingerprint import fingerprint, require_same_groups, warn_of_changes
 from rl_core.trainer.planned_run import longest_sequence
 from rl_core.trainer.prompt_lengths import fitting_rows
@@ -343,7 +343,8 @@ def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistak
             environment = plugins.load("rl_core.environments", name)
         except PluginError:  # noted by the check of the environment's name
             continue
-        gather_unplayable(name, environment, options, of_it, mistakes)
+        remedy = ". data.on_refused_row=drop leaves out all rows that the environment refuses"
+        gather_unplayable(name, environment, options, of_it, mistakes, remedy=remedy)
 
 
 def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
@@ -417,9 +418,7 @@ def _rows(config: Config, key: str, mistakes: Mistakes) -> list[DataRow] | None:
     if not files or not all(is_at_hand(file) for file in files) or mistakes.about(key):
         return None  # a known mistake, or a file that the recipe will create
     with mistakes.gathered():
-        return read_rows(
-            files, key=key, prompt_key=config.data.prompt_key, asks_in_chat=config.data.apply_chat_template
-        )
+        return configured_rows(config, key)
     return None
 
 

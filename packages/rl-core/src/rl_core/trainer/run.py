@@ -26,7 +26,6 @@ from rl_core.config import (
     needs_reference,
 )
 from rl_core.config.context import EVALUATION, TRAINING
-from rl_core.config.resolving import value_at
 from rl_core.config.served_models import asked_models, serving_plugin, with_served_models
 from rl_core.config.specs import reference_engine_spec
 from rl_core.errors import (
@@ -62,7 +61,8 @@ from rl_core.stored_files import is_disk_full
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.checkpoint import after_making_room
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
-from rl_core.trainer.data import DataRow, PromptSource, read_rows
+from rl_core.trainer.data import DataRow, PromptSource
+from rl_core.trainer.environment_checks import configured_rows
 from rl_core.trainer.evaluation import evaluate, play_rows
 from rl_core.trainer.fingerprint import fingerprint, require_same_groups, with_prompts
 from rl_core.trainer.group_selection import Selection
@@ -230,8 +230,8 @@ def _created(output: Path) -> Iterator[None]:
 
 async def _train(config: Config, started: float, interrupts: Interrupts) -> RunSummary:
     trainer, update = config.trainer, update_settings(config)
-    train_rows = _rows(config, "data.train_data")
-    eval_rows = _rows(config, "data.val_data") if config.data.val_data else []
+    train_rows = configured_rows(config, "data.train_data")
+    eval_rows = configured_rows(config, "data.val_data") if config.data.val_data else []
     run_is = fingerprint(config, train_rows, eval_rows)
     await fetch_checkpoint(config)
     _require_same_groups(config, run_is)
@@ -338,14 +338,14 @@ def _require_same_groups(config: Config, now: Mapping[str, Any]) -> None:
 
 
 async def _evaluate(config: Config) -> dict[str, float]:
-    rows = _rows(config, "data.val_data")
+    rows = configured_rows(config, "data.val_data")
     async with _playing(config) as (_, generator):
         rows = await fitting(rows, generator, config, EVALUATION)
         return (await evaluate(generator, rows, eval_rollouts(config), **_play_settings(config))).metrics
 
 
 async def _generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
-    rows = _rows(config, reads)[:limit]
+    rows = configured_rows(config, reads)[:limit]
     # Failed samples are written too, for users to inspect, so no number of them ends the sampling.
     settings = attrs.evolve(train_rollouts(config), max_failure_rate=1.0)
     finished: dict[int, tuple[Trajectory, ...]] = {}
@@ -369,12 +369,6 @@ async def _generate(config: Config, reads: str, output: Path, limit: int | None)
             f"all {len(samples)} samples failed; the first: {samples[0].failure}. {output} has them all"
         )
     return len(samples)
-
-
-def _rows(config: Config, key: str) -> list[DataRow]:
-    return read_rows(
-        value_at(config, key), key=key, prompt_key=config.data.prompt_key, asks_in_chat=config.data.apply_chat_template
-    )
 
 
 def _play_settings(config: Config) -> dict[str, Any]:
