@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,14 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from trl.data_utils import maybe_convert_to_chatml
 
 from rl_core.config import from_mapping
 from rl_core.errors import DataError
-from rl_core.trainer.data import read_rows
+from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec
+from rl_rollout.dataset_generator import DatasetGenerator
+from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.supervised_tokens import RowEncoder
 from tests.rollout.chat_templates import tokenizer_of
 
@@ -30,6 +35,13 @@ def assistant(text: str) -> dict[str, Any]:
 def written(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     if file.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows]), file)
+    elif file.suffix == ".csv":
+        with file.open("w", newline="") as opened:
+            cells = csv.writer(opened)
+            cells.writerow(rows[0])
+            cells.writerows(
+                [value if isinstance(value, str) else json.dumps(value) for value in row.values()] for row in rows
+            )
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -173,11 +185,177 @@ def test_skywork_or1s_references_stay_as_they_are(tmp_path: Path):
     assert found["reward_spec"]["ground_truth"] == '["42"]'
 
 
-def test_conversations_of_sharegpt_are_refused_with_the_columns_that_there_are(tmp_path: Path):
-    row = {"system": "Think.", "conversations": [{"from": "user", "value": "12+30?"}, {"from": "gpt", "value": "42"}]}
-    file = written(tmp_path / "open_thoughts.jsonl", [row])
-    with pytest.raises(DataError, match=r"open_thoughts\.jsonl:1: expected a row with the column 'prompt', got system"):
-        read(file)
-    problem = r"open_thoughts\.jsonl:1: 'conversations' must be text or a list of messages with 'role' and 'content'"
-    with pytest.raises(DataError, match=problem):
-        read_rows([file], key="data.train_data", prompt_key="conversations")
+SHAREGPT: list[dict[str, Any]] = [
+    {"conversations": [{"from": "human", "value": "12+30?"}, {"from": "gpt", "value": "42"}], "source": "openhermes"},
+    {"system": "Think.", "conversations": [{"from": "user", "value": "12+30?"}, {"from": "assistant", "value": "42"}]},
+    {"system": "", "conversations": [{"from": "system", "value": "S"}, {"from": "user", "value": "12+30?"}], "id": 7},
+    {"conversations": [user("12+30?"), assistant("42")]},
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_conversations_of_sharegpt_are_messages(tmp_path: Path, suffix: str):
+    for number, row in enumerate(SHAREGPT):
+        if "id" in row:
+            row = {**row, "conversations": [*row["conversations"], {"from": "chatgpt", "value": "42", "weight": 1}]}
+        (found,) = read(written(tmp_path / f"{number}.{suffix}", [row]))
+        roles = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+        theirs = maybe_convert_to_chatml({"conversations": [dict(one) for one in row["conversations"]]})["messages"]
+        theirs = [{**one, "role": roles.get(one["role"], one["role"])} for one in theirs]
+        if row.get("system"):
+            theirs = [{"role": "system", "content": row["system"]}, *theirs]
+        whole = tokenizer_of("tool_chatml").apply_chat_template(theirs, tokenize=False)
+        ((before, texts),) = trained(found)
+        assert before + texts[0] == whole.rstrip()
+        assert texts == ["42<|im_end|>"]
+
+
+def test_llama_factorys_calls_and_pairs_are_read_as_calls_and_pairs(tmp_path: Path):
+    call = {"name": "add", "arguments": {"a": 12, "b": 30}}
+    said = [
+        {"from": "human", "value": "12+30?"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "42"},
+        {"from": "gpt", "value": "It is 42."},
+    ]
+    row = {"conversations": said, "tools": json.dumps([TOOL["function"]])}
+    messages = [
+        user("12+30?"),
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "42"},
+        assistant("It is 42."),
+    ]
+    (plain,) = read(written(tmp_path / "plain.jsonl", [{"messages": messages, "tools": [TOOL]}]))
+    for suffix in ("jsonl", "parquet"):
+        (found,) = read(written(tmp_path / f"glaive.{suffix}", [row]))
+        assert trained(found) == trained(plain)
+    pair = {
+        "conversations": said[:1],
+        "chosen": {"from": "gpt", "value": "42"},
+        "rejected": {"from": "gpt", "value": "0"},
+    }
+    (found,) = read(written(tmp_path / "pairs.jsonl", [pair]))
+    assert trained(found, is_pair=True) == [(ASKED, [f"{text}<|im_end|>"]) for text in ("42", "0")]
+
+
+def test_conversations_in_text_are_conversations(tmp_path: Path):
+    asked, good, bad = [user("12+30?")], [assistant("42")], [assistant("31")]
+    rows = [
+        {"messages": json.dumps(asked + good)},
+        {"prompt": json.dumps(asked), "completion": json.dumps(good)},
+        {"prompt": "12+30?", "chosen": json.dumps(asked + good), "rejected": json.dumps(asked + bad)},
+        {"prompt": json.dumps(asked), "chosen": json.dumps(good), "rejected": json.dumps(bad)},
+    ]
+    expected = [(ASKED, ["42<|im_end|>"]), (ASKED, ["31<|im_end|>"])]
+    for suffix in ("jsonl", "parquet", "csv"):
+        for number, row in enumerate(rows):
+            (found,) = read(written(tmp_path / f"{number}.{suffix}", [row]))
+            is_pair = "chosen" in row
+            assert trained(found, is_pair=is_pair) == (expected if is_pair else expected[:1])
+    # The response to a text stays text, even if it looks like messages.
+    (found,) = read(written(tmp_path / "made.jsonl", [{"prompt": "Write one.", "completion": json.dumps(asked)}]))
+    assert found["completion"] == json.dumps(asked)
+    with pytest.raises(DataError, match=r"repr\.jsonl:1: 'prompt' is text that looks like a list of messages"):
+        read(written(tmp_path / "repr.jsonl", [{"prompt": str(asked)}]))
+    with pytest.raises(DataError, match="'messages' must be a list of messages, or its JSON text, with 'role'"):
+        read(written(tmp_path / "text.jsonl", [{"messages": "12+30?"}]))
+
+
+def test_openais_former_functions_are_shown_as_tools(tmp_path: Path):
+    messages = [
+        user("12+30?"),
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 12}'}},
+        {"role": "function", "name": "add", "content": "42"},
+        assistant("42"),
+    ]
+    (plain,) = read(written(tmp_path / "tools.jsonl", [{"messages": messages, "tools": [TOOL]}]))
+    assert json.dumps(TOOL) in trained(plain)[0][0]
+    responses_form = {"type": "function", **TOOL["function"]}
+    for number, row in enumerate(
+        [
+            {"functions": [TOOL["function"]]},
+            {"tools": [TOOL["function"]]},
+            {"tools": [responses_form]},
+            {"tools": json.dumps([TOOL["function"]])},
+            {"tools": [json.dumps(TOOL["function"])]},
+        ]
+    ):
+        (found,) = read(written(tmp_path / f"{number}.jsonl", [{"messages": messages, **row}]))
+        assert trained(found) == trained(plain)
+    # Another column of this name, which only an environment reads.
+    (found,) = read(written(tmp_path / "other.jsonl", [{"messages": messages, "functions": ["f", "g"]}]))
+    assert "tools" not in found
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training"])
+def test_messages_that_axolotl_leaves_out_are_not_trained_on(tmp_path: Path, key: str):
+    messages = [user("1"), {**assistant("bad"), key: False}, user("2"), {**assistant("good"), key: True}]
+    for suffix in ("jsonl", "parquet"):
+        (found,) = read(written(tmp_path / f"rows.{suffix}", [{"messages": messages}]))
+        assert [texts for _, texts in trained(found)] == [["good<|im_end|>"]]
+
+
+def test_a_conversation_that_begins_with_the_assistant_needs_a_weight(tmp_path: Path):
+    greeting = assistant("Hello.")
+    (found,) = read(written(tmp_path / "0.jsonl", [{"messages": [greeting, user("12+30?"), assistant("42")]}]))
+    with pytest.raises(DataError, match=r'begins with the assistant.* give it "weight": 0'):
+        trained(found)
+    (found,) = read(
+        written(tmp_path / "1.jsonl", [{"messages": [{**greeting, "weight": 0}, user("12+30?"), assistant("42")]}])
+    )
+    assert [texts for _, texts in trained(found)] == [["42<|im_end|>"]]
+
+
+def test_trls_language_modelling_rows_are_trained_on_as_a_whole(tmp_path: Path):
+    (row,) = read(written(tmp_path / "text.jsonl", [{"text": "12+30=42"}]), prompt_key="text")
+    tokenizer = tokenizer_of("llama3")
+    encoder = RowEncoder(
+        TokenCodec(tokenizer, chat_template_kwargs={}),
+        response_key="prompt",
+        trained_roles=["assistant"],
+        trained_turns="all",
+        scored_at_end=False,
+    )
+    sequence = encoder.response(row)
+    assert list(sequence.tokens) == [*tokenizer("12+30=42")["input_ids"], tokenizer.eos_token_id]
+    assert sequence.trained == (False, *(True for _ in sequence.tokens[1:]))
+
+
+def test_columns_that_no_sequence_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    rows = [
+        {"instruction": "Add.", "input": "", "output": "42"},
+        {"instruction": "Add.", "input": "12", "output": "42"},
+    ]
+    codec = TokenCodec(tokenizer_of("tool_chatml"), chat_template_kwargs={})
+    encoder = RowEncoder(
+        codec, response_key="output", trained_roles=["assistant"], trained_turns="all", scored_at_end=False
+    )
+    generator = DatasetGenerator(codec, encoder, of_pairs=False)
+    found = read(written(tmp_path / "alpaca.jsonl", rows), prompt_key="instruction", apply_chat_template=True)
+    with caplog.at_level(logging.INFO):
+        for row in found:
+            generator.prove(row, anew=False)
+        assert caplog.messages == ["columns of the data that are not read: input"]
+        caplog.clear()
+        chats = [{**SHAREGPT[1], "tools": [TOOL]}, {"prompt": "12+30?", "messages": [user("12+30?"), assistant("42")]}]
+        for row in read(written(tmp_path / "read.jsonl", chats)):
+            generator.prove(row, anew=False)
+        assert caplog.messages == []
+
+
+def test_token_ids_are_no_prompt_of_an_environment(tmp_path: Path):
+    (row,) = read(written(tmp_path / "ids.jsonl", [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]))
+    with pytest.raises(DataError, match=r"has token ids \('input_ids'\), but no prompt"):
+        EnvironmentGenerator(
+            ScriptedClient(lambda request: (5,)),
+            TokenCodec(tokenizer_of("tool_chatml"), chat_template_kwargs={}),
+            Episodes(environment_of=lambda row: None),  # pyright: ignore
+        ).prompt_length(row)
+
+
+def test_a_template_setting_that_a_parquet_column_adds_to_a_row_is_not_set(tmp_path: Path):
+    prompt = {"prompt": [user("12+30?")]}
+    settings = [{"enable_thinking": False}, {"enable_thinking": True, "preserve_thinking": True}]
+    rows = [{**prompt, "chat_template_kwargs": one} for one in settings]
+    found = read(written(tmp_path / "rows.parquet", rows))
+    assert [row["chat_template_kwargs"] for row in found] == settings

@@ -335,8 +335,9 @@ class TokenCodec:
             )
         return tokens
 
-    def may_be_unknown(self, text: str) -> bool:
-        """Whether a text has a token that the tokenizer, but not the model, knows by name."""
+    def may_be_unknown(self, value: object) -> bool:
+        """Whether the text of a value has a token that the tokenizer, but not the model, knows by name."""
+        text = str(value) if self._unknown_names else ""
         return any(token in text for token in self._unknown_names)
 
     @cached_property

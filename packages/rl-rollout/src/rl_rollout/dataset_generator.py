@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from rl_core.errors import DataError
 from rl_core.interfaces import GeneratorSpec, GroupRequest, Row, Trajectory, TrajectoryStep
 from rl_rollout.chat import TokenCodec, codec_of
 from rl_rollout.generator_options import DatasetGeneratorOptions
 from rl_rollout.supervised_tokens import RowEncoder, Supervised, text_parts
 from rl_rollout.turn_ends import stop_tokens
+
+logger = logging.getLogger(__name__)
 
 _REWARDS = (1.0, 0.0)
 """Rewards of the two responses of a pair: first of the preferred one, then of the other."""
@@ -22,6 +26,7 @@ class DatasetGenerator:
         self._encoder = encoder
         self._of_pairs = of_pairs
         self._latest: tuple[Row, tuple[Supervised, ...]] | None = None
+        self._named: set[str] = set()
 
     def prompt_length(self, row: Row) -> int:
         """Returns the number of tokens before the first trained token; for a pair, the larger of the two numbers.
@@ -34,10 +39,14 @@ class DatasetGenerator:
 
     def may_have_unknown_tokens(self, row: Row) -> bool:
         """See `Generator.prompt_length`."""
-        return row.get("input_ids") is not None or self._codec.may_be_unknown(str(row))
+        return row.get("input_ids") is not None or self._codec.may_be_unknown(row)
 
     def prove(self, row: Row, *, anew: bool) -> int:
-        """Requires that the template renders the conversations of the row completely. See `Generator`."""
+        """Requires that the template renders the conversations of the row completely, and logs the names of columns
+        that are not read, which may hold part of the prompt, such as Alpaca's `input`. See `Generator`."""
+        if unread := [name for name in self._encoder.unread(row) if name not in self._named]:
+            self._named.update(unread)
+            logger.info("columns of the data that are not read: %s", ", ".join(unread))
         self._codec.proofs.anew = anew
         self._sequences(row)
         self._codec.proofs.anew = False

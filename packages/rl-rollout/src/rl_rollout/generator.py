@@ -101,11 +101,16 @@ class EnvironmentGenerator:
         """See `Generator.prompt_length`."""
         if "prompt" not in row:
             raise DataError(f"the row has no column 'prompt'; it has {', '.join(map(str, row)) or 'none'}")
+        if isinstance(tokens := row.get("input_ids"), list) and row["prompt"] == f"{len(tokens)} token ids":
+            raise DataError(
+                "the row has token ids ('input_ids'), but no prompt that an environment could begin with; add a column "
+                "'prompt', or train on the tokens with generator.type=dataset"
+            )
         return len(self._turns(row, self._known_tools(row)).codec.encode(row["prompt"]))
 
     def may_have_unknown_tokens(self, row: Row) -> bool:
         """See `Generator.prompt_length`."""
-        return self._codec.may_be_unknown(str(row.get("prompt")))
+        return self._codec.may_be_unknown(row.get("prompt"))
 
     def prove(self, row: Row, *, anew: bool) -> int:
         """Requires that the template renders the row's prompt, the tools of its environment and an observation

@@ -11,9 +11,11 @@ from rl_core.interfaces import Row, require_tools
 
 
 def tools_of(row: Row) -> list[dict[str, Any]]:
-    """Returns the function schemas in a row's column `tools`, which holds a list or the JSON text of one. Raises
-    DataError if it holds anything else."""
+    """Returns the function schemas in a row's column `tools`, which holds a list, the JSON text of one, or a list of
+    JSON texts. Raises DataError if it holds anything else."""
     tools = _decoded(row, "tools")
+    if isinstance(tools, list) and all(isinstance(tool, str) and tool.startswith("{") for tool in tools):
+        tools = [_decoded({"tools": tool}, "tools") for tool in tools]
     return [] if tools is None else require_tools(tools, "the row's 'tools'")
 
 

@@ -22,6 +22,9 @@ from rl_rollout.turn_ends import find_ends
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns that mark the trained tokens of `input_ids`; `labels` marks all other tokens with −100."""
+_READ = ("prompt", "messages", "completion", "chosen", "rejected", "input_ids", "attention_mask")
+_READ += (*_MASKS, "labels", "tools", "functions", "chat_template_kwargs")
+"""Columns that are read, or that hold the same as another one."""
 TrainedTurns = Literal["all", "last"]
 
 
@@ -91,6 +94,19 @@ class RowEncoder:
         self._trained_turns: TrainedTurns = trained_turns
         self._scored_at_end = scored_at_end
 
+    def unread(self, row: Row) -> list[str]:
+        """Returns the names of a row's columns that have no part in its sequences: a column of another name whose text
+        is one of its messages, such as the one that data.prompt_key names, has."""
+        prompt, messages = row.get("prompt"), row.get("messages")
+        spoken = [message for part in (prompt, messages) if isinstance(part, list) for message in part]
+        said = [prompt, *(message.get("content") or message.get("value") for message in spoken)]
+        return [
+            str(name)
+            for name, value in row.items()
+            if name not in (*_READ, self._response_key, "conversations" if messages or "chosen" in row else "prompt")
+            and value not in (None, "", [], {}, *said)
+        ]
+
     def response(self, row: Row) -> Supervised:
         """Encodes a row with one response. Raises DataError if the row has no usable response."""
         if row.get("input_ids") is not None:
@@ -133,6 +149,8 @@ class RowEncoder:
         if isinstance(prompt, str):
             if not isinstance(response, str):
                 raise DataError(f"{name!r} must be text, as the prompt is, got {type(response).__name__}")
+            if name == "prompt":  # generator.response_key
+                return self._joined([(self._of_row(row).encode(prompt + self._end_text(prompt)), True)])
             return self._joined(
                 [(self._of_row(row).encode(prompt), False), (response + self._end_text(response), True)]
             )
@@ -177,6 +195,11 @@ class RowEncoder:
             raise DataError(
                 f"the conversation has no message to train on: expected the role {' or '.join(self._trained_roles)} "
                 f"(generator.trained_roles), got {', '.join(roles[num_given:]) or 'no message'}"
+            )
+        if turns[0] == 0 and roles[0] == "assistant":
+            raise DataError(
+                "the conversation begins with the assistant's message, before which the policy would have no prompt: "
+                'remove it, or give it "weight": 0'
             )
         codec = self._of_row(row)
         trained = turns if self._trained_turns == "all" else turns[-1:]
@@ -267,11 +290,13 @@ def _are_alike(one: Message, other: Message) -> bool:
 
 
 def _is_weighted(message: Message) -> bool:
-    """Whether a message is trained on according to its key `weight`, 0 or 1, as in OpenAI's data."""
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise DataError(f"a message has the weight {weight!r:.80}, expected 0 (not trained on) or 1")
-    return weight == 1
+    """Whether a message is trained on according to its key `weight`, 0 or 1, as in OpenAI's data, or `train` or
+    `training`, as in Axolotl's."""
+    weights = {name: message[name] for name in ("weight", "train", "training") if name in message}
+    for name, weight in weights.items():
+        if weight not in (0, 1):
+            raise DataError(f"a message has the {name} {weight!r:.80}, expected 0 (not trained on) or 1")
+    return all(weights.values())
 
 
 def _marked(row: Mapping[str, Any]) -> Supervised:

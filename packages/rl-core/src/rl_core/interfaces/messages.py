@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeGuard
@@ -34,12 +35,30 @@ EXAMPLE_CALL: Mapping[str, Any] = {
 """A call that the chat template renders to show the format of calls (`Action.example_call`)."""
 
 
+_PLAIN_TYPES = {str, int, float, bool, type(None)}
+_LIST_OF_MESSAGES = re.compile(r"\s*\[\s*\{\s*([\"'])(role|content|from|value)\1\s*:")
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
 def require_messages(messages: object, what: str) -> list[dict[str, Any]]:
     """Returns chat messages in normal form, as new lists and dictionaries.
 
     - NumPy and Arrow values and tuples become Python's own values.
     - A key whose value is None is missing, in a message, a call and a call's function. None within the arguments of a
       call is data.
+    - Text becomes the list of messages that it holds as JSON, and a single message a list.
+    - ShareGPT's `from` and `value` become `role` and `content`, with the roles of `_SHAREGPT_ROLES`; a `function_call`
+      becomes a call.
     - Content in parts of text becomes one text, without separators. A message with calls and no content has content "".
     - Arguments given as JSON text, as OpenAI writes them, become a mapping; missing or empty arguments become `{}`.
     - OpenAI's former `function_call` becomes a call, and its role `function` becomes `tool`; an empty list of calls is
@@ -47,10 +66,32 @@ def require_messages(messages: object, what: str) -> list[dict[str, Any]]:
 
     Raises DataError, whose message calls the messages `what`, if they are not chat messages.
     """
-    plain = _plain(messages)
+    plain = _plain(decoded_messages(messages, what))
+    if isinstance(plain, dict) and plain:
+        plain = [plain]
     if not isinstance(plain, list) or not plain or not all(isinstance(message, dict) for message in plain):
-        raise DataError(f"{what} must be text or a list of messages with 'role' and 'content', got {messages!r:.200}")
+        forms = (
+            "a list of messages, or its JSON text,"
+            if isinstance(plain, str) and plain
+            else "text or a list of messages"
+        )
+        raise DataError(f"{what} must be {forms} with 'role' and 'content', got {messages!r:.200}")
     return [_normal_message(message, what) for message in plain]
+
+
+def decoded_messages(value: Any, what: str) -> Any:
+    """Returns the JSON value in a text that seems to be a list of messages, as in a CSV file that was written from
+    messages; other values unchanged. Raises DataError, whose message calls the text `what`, if it is no JSON, such as
+    the notation of Python that pandas writes into CSV files."""
+    if not isinstance(value, str) or not value.endswith(("]", "]\n")) or _LIST_OF_MESSAGES.match(value) is None:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{what} is text that looks like a list of messages, but is not JSON ({error}), got {value!r:.200}; write "
+            "the messages with json.dumps"
+        ) from error
 
 
 def require_tools(tools: object, what: str = "the environment's tools") -> list[dict[str, Any]]:
@@ -59,7 +100,9 @@ def require_tools(tools: object, what: str = "the environment's tools") -> list[
     distinct names."""
     example = "{'type': 'function', 'function': {'name': …, 'description': …, 'parameters': {…}}}"
     plain = _plain(tools)
-    tools = [_given(tool) if isinstance(tool, dict) else tool for tool in plain] if isinstance(plain, list) else plain
+    tools = (
+        [_given_tool(tool) if isinstance(tool, dict) else tool for tool in plain] if isinstance(plain, list) else tools
+    )
     if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise DataError(f"{what} must be a list of {example}, got {tools!r:.200}")
     try:
@@ -83,8 +126,15 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[Prompt, Any, Any]:
         chosen, rejected = require_messages(chosen, "'chosen'"), require_messages(rejected, "'rejected'")
     size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     if size == min(len(chosen), len(rejected)):
-        how = "are the same" if len(chosen) == len(rejected) else "differ only in length: one begins with all the other"
-        raise DataError(f"'chosen' and 'rejected' {how}, so no prompt with two responses can be found in them")
+        if len(chosen) == len(rejected):
+            raise DataError(
+                "'chosen' and 'rejected' are the same, so no prompt with two responses can be found in them; remove "
+                "the row"
+            )
+        raise DataError(
+            "'chosen' and 'rejected' differ only in length: one begins with all the other, so no prompt with two "
+            "responses can be found in them; remove the row, or write the prompt into a column 'prompt' only"
+        )
     if isinstance(chosen, str) and chosen[:size].endswith(" "):
         size -= 1
     if not size:
@@ -96,6 +146,10 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[Prompt, Any, Any]:
 
 def _plain(value: Any) -> Any:
     """Converts NumPy's and Arrow's values and tuples, at any depth."""
+    if type(value) in _PLAIN_TYPES:  # Nearly all values are; checking these first halves the time.
+        return value
+    if type(value) is dict:
+        return {key: _plain(part) for key, part in value.items()}
     convert = getattr(value, "as_py", None) or getattr(value, "tolist", None)
     if callable(convert):
         value = convert()
@@ -114,11 +168,21 @@ def _given(named: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _given_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool without keys that are None. A function without the mapping around it, as in OpenAI's former
+    `functions`, gets it."""
+    if "function" not in tool and isinstance(tool.get("parameters"), dict):
+        tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    return _given(tool)
+
+
 def _normal_message(given: Mapping[str, Any], what: str) -> dict[str, Any]:
     def refused(problem: str) -> DataError:
         return DataError(f"{what} has a message {problem}, got {given!r:.200}")
 
     message = _given(given)
+    if "from" in message and "value" in message and message.keys().isdisjoint(("role", "content")):
+        message = _of_sharegpt(message, refused)
     if message.get("tool_calls") == []:
         del message["tool_calls"]
     if "function_call" in message:
@@ -141,6 +205,23 @@ def _normal_message(given: Mapping[str, Any], what: str) -> dict[str, Any]:
         if not isinstance(message.get(key), str | None):
             raise refused(f"whose {key!r} is not text")
     return message
+
+
+def _of_sharegpt(message: Mapping[str, Any], refused: Callable[[str], DataError]) -> dict[str, Any]:
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    source, value = message["from"], message["value"]
+    if source == "function_call":
+        calls = None
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                calls = json.loads(value, parse_constant=_no_number)
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(map(_is_named, calls)):
+            raise refused('from \'function_call\' whose value is not JSON such as {"name": …, "arguments": {…}}')
+        return {**rest, "role": "assistant", "tool_calls": [{"function": call} for call in calls]}
+    if source not in _SHAREGPT_ROLES:
+        raise refused(f"from {source!r}; expected {', '.join(_SHAREGPT_ROLES)} or function_call")
+    return {**rest, "role": _SHAREGPT_ROLES[source], "content": value}
 
 
 def _text(content: Any, refused: Callable[[str], DataError]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rl_core.data_sets import is_data_set, read_data_set
 from rl_core.errors import DataError
-from rl_core.interfaces import Row, require_messages, split_pair
+from rl_core.interfaces import Row, decoded_messages, require_messages, split_pair
 from rl_core.remote_files import is_remote, opened
 from rl_core.seeds import generator_of
 from rl_core.stored_files import is_found
@@ -38,6 +38,10 @@ _ROWS_READ = 128
 """Rows that are read at a time from a Parquet file. pyarrow reads a nested column only up to 2 GiB at a time."""
 _STRUCTURED = ("messages", "reward_spec", "reward_model", "extra_info")
 """Columns that hold nested values. In CSV files, their cells are parsed as JSON."""
+
+
+_PADDED = ("tools", "functions", "chat_template_kwargs")
+"""Columns of Parquet files and data sets in which a field that is None is missing."""
 
 
 def is_at_hand(path: str) -> bool:
@@ -106,13 +110,13 @@ def _pads(path: str) -> bool:
 
 
 def _unpadded(rows: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Removes fields that are None from tools and from messages with calls, where even arguments have the same names
-    for all functions."""
+    """Removes fields that are None from tools, template settings and messages with calls, where even arguments have the
+    same names for all functions."""
     for number, row in rows:
         yield (
             number,
             {
-                name: _without_none(value) if name == "tools" or _has_calls(value) else value
+                name: _without_none(value) if name in _PADDED or _has_calls(value) else value
                 for name, value in row.items()
             },
         )
@@ -204,8 +208,10 @@ def _parse_json(text: str, place: str) -> Any:
 
 def checked_row(row: Any, place: str, prompt_key: str = "prompt", *, asks_in_chat: bool = False) -> DataRow:
     """Returns the row with a column `prompt`. Raises DataError, with the place, if it has no usable prompt."""
-    if isinstance(row, dict) and prompt_key == "prompt" and row.get("prompt") is None:
-        row = _with_prompt(row, place)
+    if isinstance(row, dict):
+        row = _with_messages(row, place, prompt_key)
+        if prompt_key == "prompt" and row.get("prompt") is None:
+            row = _with_prompt(row, place)
     if not isinstance(row, dict) or prompt_key not in row:
         columns = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise DataError(
@@ -238,6 +244,33 @@ def has_lone_surrogate(text: str) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def _with_messages(row: dict[str, Any], place: str, prompt_key: str) -> dict[str, Any]:
+    """Decodes conversations that are JSON text, as in CSV files; a completion only if the prompt is such text. Calls
+    OpenAI's former `functions` `tools`, and ShareGPT's `conversations` `messages`; a column `system` beside them is the
+    first message."""
+    names = [name for name in (prompt_key, "messages", "conversations", "chosen", "rejected") if name in row]
+    decoded = {**row, **{name: decoded_messages(row[name], f"{place}: {name!r}") for name in names}}
+    if "completion" in row and decoded.get(prompt_key) is not row.get(prompt_key):
+        decoded["completion"] = decoded_messages(row["completion"], f"{place}: 'completion'")
+    row = decoded
+    if row.get("tools") is None and _are_functions(row.get("functions")):
+        row = {**row, "tools": row["functions"]}
+    if row.get("conversations") is None or row.get("messages") is not None or row.get(prompt_key) is not None:
+        return row
+    messages = require_messages(row["conversations"], f"{place}: 'conversations'")
+    if row.get("system") and messages[0]["role"] != "system":
+        messages = require_messages([{"role": "system", "content": row["system"]}, *messages], f"{place}: 'system'")
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return {**row, "prompt": messages}
+    return {**row, "messages": messages}
+
+
+def _are_functions(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and {"name", "parameters"} <= one.keys() for one in value
+    )
 
 
 def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
