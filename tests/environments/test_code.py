@@ -139,6 +139,14 @@ def test_pickled_tests_are_refused_with_a_remedy():
         CodeEnvironment.require_row({"prompt": "", "public_test_cases": "[]", "private_test_cases": private})
 
 
+def test_a_mapping_may_be_written_as_python_writes_it_and_a_column_of_private_tests_may_be_empty():
+    written = str({"language": "python", "test_cases": [{"type": "stdin_stdout", "fn_name": None, **SUM[0]}]})
+    assert len(expected_tests({"verification_info": written})) == 1
+    assert len(expected_tests({"public_test_cases": json.dumps(SUM[:1]), "private_test_cases": ""})) == 1
+    with pytest.raises(DataError, match="malformed"):
+        expected_tests({"verification_info": "{'language': open('x')}"})
+
+
 def test_the_name_of_a_function_may_be_in_the_rows_metadata():
     row = {"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}
     (test,) = expected_tests({**row, "metadata": '{"func_name": "f"}'})

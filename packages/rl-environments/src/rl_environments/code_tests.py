@@ -145,7 +145,15 @@ def _given(row: Row) -> tuple[str, Any]:
 
 
 def _decoded(given: Any) -> Any:
-    return json.loads(given) if isinstance(given, str) else given
+    """Parses JSON text, or a mapping as Python writes it."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError:
+        if given.startswith(("{'", "[{'")):
+            return ast.literal_eval(given)
+        raise
 
 
 def _listed(given: Any, row: Row) -> Iterator[Any]:
@@ -171,7 +179,7 @@ def _listed(given: Any, row: Row) -> Iterator[Any]:
 
 def _private_tests(given: Any) -> Sequence[Any]:
     try:
-        return _decoded(given) or ()
+        return _decoded(given or None) or ()
     except ValueError:
         raise ValueError(
             "private_test_cases is no JSON; LiveCodeBench compresses a pickle, which can run code and is not opened "
