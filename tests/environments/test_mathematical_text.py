@@ -100,7 +100,8 @@ VERDICTS = [  # reference, right answers, wrong answers
     ("No solution", [r"\boxed{\text{no solution}}"], [r"\boxed{0}"]),
     (r"\textbf{(D)}\ 12", [r"\boxed{12}", r"\boxed{D}", r"\boxed{\textbf{(D)}\ 12}"],
                             [r"\boxed{13}", r"\boxed{(C) 13}"]),
-    ("B", [r"\boxed{(B) 12}", r"\boxed{\text{(B) }12}", r"\boxed{B. 12}", r"\boxed{B.}"],
+    ("B", [r"\boxed{(B) 12}", r"\boxed{\text{(B) }12}", r"\boxed{B. 12}", r"\boxed{B.}",
+           r"\boxed{\text{(B) Friday}}", r"\fbox{B}"],
           [r"\boxed{C) 12}", r"\boxed{12}"]),
     ("A: 3, B: 4", [r"\boxed{A: 3, B: 4}"], [r"\boxed{A}", r"\boxed{A: 3}", r"\boxed{A: 3, B: 5}"]),
     ("(A)+1", [r"\boxed{A+1}"], [r"\boxed{A}", r"\boxed{1}"]),
@@ -122,6 +123,8 @@ VERDICTS = [  # reference, right answers, wrong answers
                                [r"\boxed{\{(x,y) | x+y=2\}}"]),
     (r"x \leq 1 \text{ or } x>3", [r"\boxed{(-\infty,1]\cup(3,\infty)}", r"\boxed{x>3 \text{ or } x \le 1}"],
                                   [r"\boxed{(-\infty,1)\cup(3,\infty)}", r"\boxed{(1,3)}"]),
+    ("(0,3]", [r"\boxed{0 < x \le 3}", r"\boxed{\{x \mid 0<x\leq 3\}}"], [r"\boxed{0<x<3}", r"\boxed{x>0}"]),
+    (r"[2,\infty)", [r"\boxed{x \geq 2}"], [r"\boxed{x > 2}", r"\boxed{2x \ge 4}", r"\boxed{x-2 \ge 0}"]),
     (r"k\pi, k\in \mathbb{Z}", [r"\boxed{k\pi}", r"\boxed{k\pi\ (k \in \mathbf{Z})}"], [r"\boxed{2k\pi, k\in Z}"]),
     (r"0.1\dot{6}", [r"\boxed{\frac16}"], [r"\boxed{0.16}"]),
     (r"6.02 \times 10^{23}", [r"\boxed{6.02e23}", r"\boxed{6.02 \cdot 10^{23}}"], [r"\boxed{6.02\times 10^{22}}"]),
@@ -142,7 +145,7 @@ UNREADABLE = {
 LIMITS = [  # Wrong answers that earn 1: docs/environments.md names them
     ("0.25", r"\boxed{0.2500004}"), (r"\{10^{-20}, 1\}", r"\boxed{\{10^{-21}, 1\}}"), ("3:30", r"\boxed{1:10}"),
     ("1011_2", r"\boxed{1011_3}"), (r"\frac{dy}{dx}=2x", r"\boxed{\frac{dy}{dx}=3x}"),
-    ("x+y=1", r"\boxed{1}"),
+    ("x+y=1", r"\boxed{1}"), ("(1,2)", r"\boxed{\{1,2\}}"), ("2 hours", r"\boxed{2\text{ minutes}}"),
 ]
 # fmt: on
 

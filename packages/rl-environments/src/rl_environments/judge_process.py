@@ -122,9 +122,10 @@ class Grader:
     def _are_equal(self, expected: list[Any], found: list[Any]) -> bool:
         # math-verify compares numbers to 6 and 15 decimals; small ones need more, or else all of them are equal.
         further = _leading_zeros(expected[0]) if expected else 0
-        return self._verify(
-            expected, found, float_rounding=6 + further, numeric_precision=15 + further, timeout_seconds=None
-        )
+        precision = {"float_rounding": 6 + further, "numeric_precision": 15 + further}
+        # A solved inequality equals its interval; for others, repeating the question would be an answer.
+        is_solved = bool(found) and all(map(_bounds_a_variable, getattr(found[0], "_unsorted_args", found[:1])))
+        return self._verify(expected, found, **precision, allow_set_relation_comp=is_solved, timeout_seconds=None)
 
 
 def _is_expression(parsed: list[Any]) -> bool:
@@ -135,6 +136,17 @@ def _is_expression(parsed: list[Any]) -> bool:
 def _has_value(parsed: list[Any]) -> bool:
     value = parsed[0]
     return not hasattr(value, "doit") or type(value.doit()).__name__ not in ("NaN", "ComplexInfinity")
+
+
+def _bounds_a_variable(expression: Any) -> bool:
+    """Whether an expression is an inequality of a variable and a number, such as `x > 3`."""
+    if not getattr(expression, "is_Relational", False):
+        return False
+    return (
+        len(expression.free_symbols) == 1
+        and (expression.lhs.is_Symbol or expression.rhs.is_Symbol)
+        and bool(expression.lhs.is_number or expression.rhs.is_number)
+    )
 
 
 def _leading_zeros(expression: Any) -> int:

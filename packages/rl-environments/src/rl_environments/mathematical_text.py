@@ -74,6 +74,7 @@ _FOR_BOTH: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
         (r"(?<!\d)(\d+)\.(\d*)(?:\\overline\s*\{(\d+)\}|(\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?))", _repeating),
         (r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
         (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\fbox(?=\s*\{)", r"\\boxed"),
         # A dash for a minus sign, and a full stop at the end of a box
         (r"(?<![\w)}])[‒–](?=\s*[\d\\])", "-"),
         (r"(?<=\w)\.(?=\s*\})", ""),
@@ -186,6 +187,7 @@ _ENCLOSED = re.compile(
     re.DOTALL,
 )
 _LETTER = re.compile(rf"\\boxed\{{(?:{_TEXT}\{{)?\(?([A-H])\)?\}}?\}}")
+_WITHIN_TEXT = re.compile(rf"\s*{_TEXT}\{{([^{{}}]*)\}}\s*")
 _CHOICE = re.compile(
     rf"\s*(?:{_TEXT}\{{\s*\(?([A-H])\s*[).:]?\s*\}}{_SPACE}*|(?:\(\s*([A-H])\s*\)|([A-H])\s*[).:])(?:{_SPACE}+|$))"
     r"((?:[\w\\$(\[{.]|-[^\s-])(?:(?!\b[A-H]\s*[).:=]).)*)?",
@@ -267,7 +269,8 @@ def choice_letter(reference: str) -> str | None:
 def choice_and_value(text: str) -> tuple[str, str] | None:
     """Returns letter and value of a multiple-choice answer such as `(B) 12` or `\\textbf{(B)}\\ 12`; the value may be
     empty."""
-    found = _CHOICE.fullmatch(text)
+    within = _WITHIN_TEXT.fullmatch(text)
+    found = _CHOICE.fullmatch(within[1] if within and not _LETTER.fullmatch(marked(text)) else text)
     return (found[1] or found[2] or found[3], (found[4] or "").strip()) if found else None
 
 
