@@ -49,10 +49,10 @@ def written(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 def read(file: Path, **data: Any) -> list[Mapping[str, Any]]:
     """The rows as a run with these keys of `data` reads them."""
-    from rl_core.trainer.run import _rows
+    from rl_core.trainer.environment_checks import configured_rows
 
     config = from_mapping({"data.train_data": [str(file)], **{f"data.{name}": value for name, value in data.items()}})
-    return [row.row for row in _rows(config, "data.train_data")]
+    return [row.row for row in configured_rows(config, "data.train_data")]
 
 
 def trained(row: Mapping[str, Any], name: str = "tool_chatml", *, is_pair: bool = False) -> list[tuple[str, list[str]]]:
