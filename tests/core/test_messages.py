@@ -40,6 +40,7 @@ def calling(**changes: Any) -> dict[str, Any]:
         calling(tool_calls=({**CALL, "index": None},)),
         calling(tool_calls=np.array([CALL], dtype=object)),
         calling(tool_calls=[{"id": "c1", "type": None, "function": {**CALL["function"], "strict": None}}]),
+        calling(tool_calls=[{"id": "c1", **CALL["function"]}]),
         with_call(arguments='{"a": 12, "b": null}'),
         with_call(arguments=' { "a":12,"b":null } '),
         with_call(arguments={"a": np.int64(12), "b": None}),
@@ -110,6 +111,11 @@ def test_null_values_within_a_schema_of_json_are_data():
 def test_the_fields_that_columns_add_are_no_arguments_but_null_in_json_is_one(tmp_path: Path):
     messages = [ASKED, calling(content=None), {"role": "assistant", "content": "42"}]
     wider = [ASKED, with_call(name="sub", arguments={"x": 1}), {"role": "assistant", "content": "1"}]
+    former = [ASKED, {"role": "assistant", "content": "", "function_call": CALL["function"]}]
+    former_wider = [ASKED, {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": {"x": 1}}}]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": former}, {"prompt": former_wider}]), tmp_path / "former.parquet"
+    )
     texts = [ASKED, with_call(arguments='{"a": 12, "b": null}'), {"role": "assistant", "content": "42"}]
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist([{"messages": messages}, {"messages": wider}]), tmp_path / "columns.parquet"
@@ -121,5 +127,5 @@ def test_the_fields_that_columns_add_are_no_arguments_but_null_in_json_is_one(tm
         rows = read_rows([tmp_path / name], key="data.train_data")
         return [row.row["prompt"][1]["tool_calls"][0]["function"]["arguments"] for row in rows]
 
-    assert arguments("columns.parquet") == [{"a": 12}, {"x": 1}]
+    assert arguments("columns.parquet") == arguments("former.parquet") == [{"a": 12}, {"x": 1}]
     assert arguments("texts.parquet") == arguments("lines.jsonl") == [{"a": 12, "b": None}]

@@ -60,6 +60,7 @@ def require_messages(messages: object, what: str) -> list[dict[str, Any]]:
     - ShareGPT's `from` and `value` become `role` and `content`, with the roles of `_SHAREGPT_ROLES`; a `function_call`
       becomes a call.
     - Content in parts of text becomes one text, without separators. A message with calls and no content has content "".
+    - A call without `function` around its name and arguments gets it.
     - Arguments given as JSON text, as OpenAI writes them, become a mapping; missing or empty arguments become `{}`.
     - OpenAI's former `function_call` becomes a call, and its role `function` becomes `tool`; an empty list of calls is
       removed.
@@ -242,6 +243,9 @@ def _text(content: Any, refused: Callable[[str], DataError]) -> str:
 
 def _normal_call(given: Any, refused: Callable[[str], DataError]) -> dict[str, Any]:
     call = _given(given) if isinstance(given, dict) else {}
+    if "function" not in call and _is_named(call):  # as chat templates and models write it
+        function = {key: call.pop(key) for key in ("name", "arguments") if key in call}
+        call["function"] = function
     function = call.get("function")
     if not _is_named(function):
         raise refused(

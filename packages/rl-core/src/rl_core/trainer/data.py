@@ -123,7 +123,8 @@ def _unpadded(rows: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
 
 
 def _has_calls(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(part, dict) and part.get("tool_calls") for part in value)
+    keys = ("tool_calls", "function_call")
+    return isinstance(value, list) and any(isinstance(part, dict) and any(map(part.get, keys)) for part in value)
 
 
 def _without_none(value: Any) -> Any:
