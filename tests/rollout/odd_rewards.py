@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import subprocess
 import threading
 import time
 from typing import Any
@@ -56,6 +57,15 @@ async def slow(completions: list[Any], what: list[str], **_: Any) -> list[float]
         await asyncio.Event().wait()
     await asyncio.sleep(0.2)
     return [1.0]
+
+
+def hashes(completions: list[Any], **_: Any) -> list[float]:
+    return [float(hash("a text") % 1_000_003)]
+
+
+def starts_another(completions: list[Any], **_: Any) -> list[float]:
+    """Leaves a process running. Returns its number."""
+    return [float(subprocess.Popen(["sleep", "3600"]).pid)]
 
 
 def where(completions: list[Any], **_: Any) -> list[float]:

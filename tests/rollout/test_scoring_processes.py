@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import signal
+import subprocess
 import sys
 import time
+import tracemalloc
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +28,12 @@ from tests.rollout import odd_rewards
 ACTION = Action(text="42", tokens=(4, 2), stop_reason="stop")
 
 
-async def scored(pool: EnvironmentPool, what: str, *names: str, timeout_s: float = 60.0) -> Any:
+async def scored(
+    pool: EnvironmentPool, what: str, *names: str, timeout_s: float = 60.0, row: dict[str, Any] | None = None
+) -> Any:
     """The result of the functions for one row; an exception is returned."""
     paths = [name if ":" in name else f"{odd_rewards.__name__}:{name}" for name in names]
-    row = {"prompt": "x", "what": what, "parent": os.getpid()}
+    row = row or {"prompt": "x", "what": what, "parent": os.getpid()}
     try:
         async with pool.opened(RewardFunctionsEnvironment, row, {"reward_functions": paths}, timeout_s) as episode:
             assert await episode.reset() == "x"
@@ -53,6 +60,64 @@ async def test_functions_run_in_a_few_other_processes():
     processes = {result.reward for result in results}
     assert os.getpid() not in processes
     assert 1 <= len(processes) <= scoring_processes.MOST_PROCESSES
+
+
+async def test_a_text_has_the_same_hash_in_all_processes():
+    """As a function has it that takes a part of the texts by their hashes."""
+    pools = [EnvironmentPool(), EnvironmentPool()]
+    results = [await scored(pool, "", "hashes") for pool in pools]
+    assert results[0].reward == results[1].reward
+    await asyncio.gather(*(pool.aclose() for pool in pools))
+
+
+_KILLED_RUN = """
+import asyncio, os, signal
+from rl_rollout.environment_pool import EnvironmentPool
+from tests.rollout.test_scoring_processes import scored
+
+async def main():
+    print(int((await scored(EnvironmentPool(), "", "starts_another")).reward), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_what_functions_started_ends_with_a_run_that_is_killed():
+    run = subprocess.run([sys.executable, "-c", _KILLED_RUN], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == -signal.SIGKILL
+    started = Path(f"/proc/{int(run.stdout)}/cmdline")
+    until = time.monotonic() + 20
+    while started.exists() and b"sleep" in started.read_bytes():
+        assert time.monotonic() < until, "it still runs"
+        time.sleep(0.1)
+
+
+async def test_nothing_is_reported_if_a_run_ends_while_functions_are_imported(caplog: pytest.LogCaptureFixture):
+    pool = EnvironmentPool()
+    waiting = asyncio.create_task(scored(pool, "", "odd"))
+    while not pool._scoring._all:
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await pool.aclose()
+    del pool
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not [record.message for record in caplog.records if record.name == "asyncio"]
+
+
+async def test_rows_of_megabytes_wait_outside_the_memory_of_the_run():
+    pool, size, count = EnvironmentPool(), 1 << 20, 64
+    await scored(pool, "", "odd")
+    tracemalloc.start()
+    row = {"prompt": "x", "what": "", "tests": "x" * size}
+    results = await asyncio.gather(*(scored(pool, "", "odd", row=row) for _ in range(count)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    await pool.aclose()
+    assert [result.reward for result in results] == [1.0] * count
+    assert peak < count * size / 2
 
 
 async def test_a_function_that_holds_the_interpreter_fails_only_its_own_sample(short_grace: None):

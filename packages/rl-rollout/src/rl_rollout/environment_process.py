@@ -5,12 +5,14 @@ consumes     requests of the controller (`environment_processes.py`) on standard
 produces     one answer per request on standard output; what the environment prints goes to standard error; at SIGUSR1,
              the stacks of all threads in the file that the controller names
 waits for    the next request
-unblocked by the controller's next request; when the controller ends, this process ends, even during a call
+unblocked by the controller's next request; when the controller ends, this process and those that it started end, even
+             during a call
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -128,7 +130,11 @@ def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Q
     while len(header := source.read(LENGTH.size)) == LENGTH.size:
         request = source.read(*LENGTH.unpack(header))
         loop.call_soon_threadsafe(requests.put_nowait, request)
-    os._exit(0)  # the controller is gone: whatever the environment is doing, nobody waits for it
+    # The controller is gone: nobody waits for whatever the environment does, here or in processes that it started. They
+    # are in this process's group, which has its number.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
 
 
 async def _serve(source: BinaryIO, sink: BinaryIO) -> None:

@@ -80,6 +80,8 @@ class EnvironmentProcess:
             str(stacks.fileno()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            # Else texts would have another `hash` in each process, and equal responses other rewards.
+            env={"PYTHONHASHSEED": "0", **os.environ},
             start_new_session=True,
             pass_fds=[stacks.fileno()],
         )
@@ -105,9 +107,11 @@ class EnvironmentProcess:
         self.is_usable = True
         return value_in(answer)
 
-    def send(self, request: bytes) -> None:
-        """Sends a request without waiting for the answer, which arrives in `answers`."""
+    async def send(self, request: bytes) -> None:
+        """Sends a request without waiting for the answer, which arrives in `answers`. Raises ConnectionError if the
+        process has ended."""
         self._requests.write(request)
+        await self._requests.drain()
 
     def note_place(self) -> None:
         """Sets `busy_at`, if the process still runs."""
@@ -139,8 +143,7 @@ class EnvironmentProcess:
 
     async def _exchange(self, request: bytes) -> Answer:
         try:
-            self._requests.write(request)
-            await self._requests.drain()
+            await self.send(request)
             return await answer_from(self.answers)
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._process.wait()

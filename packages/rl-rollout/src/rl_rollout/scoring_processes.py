@@ -53,6 +53,7 @@ class ScoringProcess:
         self._process = process
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._writing = asyncio.Lock()
         self._loaded: dict[bytes, asyncio.Future[Any]] = {}
         self.is_usable = True
         self.num_users = 0
@@ -67,7 +68,7 @@ class ScoringProcess:
             ProcessLost: the process ended.
         """
         if factory not in self._loaded:
-            self._loaded[factory] = asyncio.ensure_future(self._load(factory, options))
+            self._loaded[factory] = _quiet(asyncio.ensure_future(self._load(factory, options)))
         await asyncio.shield(self._loaded[factory])
 
     async def score(self, arguments: tuple[Any, ...], timeout_s: float) -> StepResult:
@@ -105,11 +106,13 @@ class ScoringProcess:
         if not self.is_usable:
             raise ProcessLost
         number = next(self._numbers)
-        self._waiting[number] = answer = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer = _quiet(asyncio.get_running_loop().create_future())
         try:
-            # Not waiting until it is written: the process may be held, and the deadline is that of the answer.
-            self._process.send(request_of(call, arguments, number))
+            async with self._writing:  # one request in memory at a time: rows may have megabytes of tests
+                await self._process.send(request_of(call, arguments, number))
             return value_in(await answer)
+        except ConnectionError as error:
+            raise ProcessLost from error
         finally:
             del self._waiting[number]
 
@@ -146,7 +149,7 @@ class ScoringProcesses:
     async def import_once(self, factory: bytes, options: Mapping[str, Any]) -> None:
         """Imports the environment, and what its options name, in a process. Raises EnvironmentFailure if that fails."""
         if factory not in self._imports:
-            self._imports[factory] = asyncio.ensure_future(self._import(factory, options))
+            self._imports[factory] = _quiet(asyncio.ensure_future(self._import(factory, options)))
         await asyncio.shield(self._imports[factory])
 
     def note_once(self, note: str) -> None:
@@ -191,6 +194,12 @@ class ScoringProcesses:
             yield least
         finally:
             least.num_users -= 1
+
+
+def _quiet(result: asyncio.Future[Any]) -> asyncio.Future[Any]:
+    """The same future; its error is not reported if nobody waits for it any more, as after Ctrl-C."""
+    result.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return result
 
 
 class ScoredEnvironment:
