@@ -14,7 +14,7 @@ from rl_core.config import Config
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import environment_options
 from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, RLError, raised_at
-from rl_core.interfaces import EpisodeChecking, OptionsChecking, RowChecking
+from rl_core.interfaces import EpisodeChecking, OptionsChecking, Row, RowChecking
 from rl_core.seams import call_problem
 from rl_core.trainer.data import DataRow, read_rows
 
@@ -33,7 +33,10 @@ def configured_rows(config: Config, key: str) -> list[DataRow]:
     )
     if config.data.on_refused_row == "error" or config.generator.type != "environment":
         return rows
-    refusals = {row.place: reason for row in rows if (reason := _refusal(config, row)) is not None}
+    names = [config.environment.env_class or row.row.get("env_class") for row in rows]
+    checks = {name: _row_checks(config, name) for name in set(map(str, names))}
+    reasons = [_refusal(checks[str(name)], row.row) for name, row in zip(names, rows, strict=True)]
+    refusals = {row.place: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
     if not refusals:
         return rows
     first = "{}: {}".format(*next(iter(refusals.items())))
@@ -43,21 +46,32 @@ def configured_rows(config: Config, key: str) -> list[DataRow]:
     return [row for row in rows if row.place not in refusals]
 
 
-def _refusal(config: Config, row: DataRow) -> str | None:
-    """Why an environment's checks refuse a row; None if they do not, or if something else than the row is wrong, which
-    `gather_unplayable` records."""
-    name, options = config.environment.env_class or row.row.get("env_class"), environment_options(config.environment)
+def _row_checks(config: Config, name: str) -> list[Callable[[Row], None]]:
+    """The checks of an environment's rows; none if its name or options are wrong, which `gather_unplayable` records."""
+    options, checks = environment_options(config.environment), []
     try:
-        environment = plugins.load("rl_core.environments", str(name))
+        environment = plugins.load("rl_core.environments", name)
         if isinstance(environment, OptionsChecking):
             environment.require_options(options)
-        if isinstance(environment, RowChecking):
-            environment.require_row(row.row)
-        if isinstance(environment, EpisodeChecking):
-            environment.require_episode(row.row, options)
+    except Exception:
+        return []
+    if isinstance(environment, RowChecking):
+        checks.append(environment.require_row)
+    if isinstance(environment, EpisodeChecking):
+        require_episode = environment.require_episode
+        checks.append(lambda row: require_episode(row, options))
+    return checks
+
+
+def _refusal(checks: Sequence[Callable[[Row], None]], row: Row) -> str | None:
+    """Why an environment's checks refuse a row; None if they do not, or if a check fails in another way, which
+    `gather_unplayable` records."""
+    try:
+        for check in checks:
+            check(row)
     except DataError as error:
         return str(error)
-    except Exception:  # the environment's name, the options, or the check itself
+    except Exception:
         return None
     return None
 
