@@ -96,6 +96,25 @@ def test_environments_of_skyrl_gym_see_the_opening_in_the_response():
     assert step(SkyrlGymEnvironment, {"prompt": PROMPT}, "hm", "<think>\n", options).reward == 1.0
 
 
+@pytest.mark.parametrize(
+    ("env", "column", "answer"),
+    [
+        ("gsm8k", "reward_spec", "#### 42"),
+        ("gsm8k_multi_turn", "reward_spec", "#### 42"),
+        ("aime", "reward_model", "Answer: 42"),
+        ("search", "reward_spec", "<answer>42</answer>"),
+    ],
+)
+def test_skyrl_gyms_own_graders_get_the_answer_without_the_thinking(env: str, column: str, answer: str):
+    truth = {"target": ["42"]} if env == "search" else "42"
+    row, options = {"prompt": PROMPT, column: {"ground_truth": truth}}, {"env": env, "max_turns": 1}
+    if env == "search":
+        options["config"] = {"search_url": "http://127.0.0.1:9", "topk": 1}
+    for text, opening in ((f"perhaps {answer}", "<think>\n"), (f"<think>\nperhaps {answer}", "")):
+        assert step(SkyrlGymEnvironment, row, text, opening, options).reward < 1.0
+    assert step(SkyrlGymEnvironment, row, f"it is</think>{answer}", "<think>\n", options).reward == 1.0
+
+
 def sees_opening(completions: list[Any], openings: list[str], **columns: Any) -> list[float]:
     (message,), opening = completions[0], openings[0]
     return [float((opening, message["content"]) == ("<think>\n", "so \\boxed{42}"))]

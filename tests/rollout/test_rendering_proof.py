@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,22 @@ FAULTS = {
     "drops the second call": (changed(TOOL_CHATML, "in message.tool_calls", "in message.tool_calls[:1]"), "message 2"),
     "drops the names of arguments": (changed(EACH, "' ' + name + '=' +", "' ' +"), "the name of the argument"),
     "writes calls twice": (changed(TOOL_CHATML, _CALLS, _CALLS + _CALLS), "repeats"),
+    "writes calls in the other order": (
+        changed(TOOL_CHATML, "in message.tool_calls", "in message.tool_calls | reverse"),
+        "behind a later one, the name of the call",
+    ),
+    "writes messages in the other order": (
+        changed(TOOL_CHATML, "in messages[1 if has_system else 0:]", "in messages | reverse"),
+        "behind a later one, ",
+    ),
+    "lowers the case of answers": (
+        changed(TOOL_CHATML, _CONTENT, "(message.content | lower if message.role == 'assistant' else message.content)"),
+        "changes the content of message 2 (assistant)",
+    ),
+    "escapes answers for HTML": (
+        changed(TOOL_CHATML, _CONTENT, "(message.content | e if message.role == 'assistant' else message.content)"),
+        "changes the content of message 4 (assistant)",
+    ),
     "drops the content beside calls": (
         changed(TOOL_CHATML, _CONTENT, "('' if message.tool_calls else message.content)"),
         "the content of message 2",
@@ -141,7 +158,7 @@ CONVERSATION = [
     {"role": "user", "content": "Is 12 < 30 & true?"},
     calling({"length": 12.5, "exact": False, "unit": "metre"}, {"length": 1, "unit": "foot"}, content="I convert."),
     RESULT,
-    {"role": "assistant", "content": "It is 41 feet long."},
+    {"role": "assistant", "content": "It is 41 feet & <long>."},
     {"role": "system", "content": "Be brief."},
 ]
 
@@ -210,6 +227,44 @@ def test_an_answer_continues_the_thinking_that_the_generation_prompt_opens(name:
     tokenizer = codec_of(name).tokenizer
     prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
     assert list(sequence.tokens[: sequence.prompt_length]) == list(prompt)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [("trl/glm4moe", "<|user|>"), ("trl/glm4moe", "<|observation|>"), ("trl/qwen3", "<|im_end|>")]
+)
+def test_an_end_of_turn_within_an_answer_is_refused_instead_of_cutting_the_answer_there(template: str, end: str):
+    thoughtful = {"role": "assistant", "content": "It is long.", "reasoning_content": f"Is {end} a mark?"}
+    for answer in ({**ANSWER, "content": f"The mark {end} ends it."}, thoughtful, calling({"unit": f"a {end}"})):
+        with pytest.raises(DataError, match=f"its text contains '{re.escape(end)}', which ends a turn"):
+            encoder_of(template).response({"messages": [USER, answer]})
+    other = "<|im_end|>" if template == "trl/glm4moe" else "<|user|>"
+    answer = {**ANSWER, "content": f"The mark {other} ends nothing."}
+    assert answer["content"] in trained_text(template, encoder_of(template).response({"messages": [USER, answer]}))
+
+
+DEEPSEEK_V3_1 = """\
+{{ bos_token }}{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<｜User｜>' + message.content + '<｜Assistant｜>' }}
+{%- else %}{{ '</think>' + message.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<think>' if thinking else '</think>' }}{% endif %}"""
+
+
+def test_thinking_is_trained_where_deepseek_v3_1_writes_only_its_end():
+    row = {"messages": [USER, {**THOUGHTFUL, "content": "<think>How long?</think>It is long."}]}
+    sequence = encoder_of(DEEPSEEK_V3_1, thinking=True).response(row)
+    text = "<bos><｜User｜>How long is it?<｜Assistant｜><think>⟦How long?</think>It is long.<｜end▁of▁sentence｜>⟧"
+    assert trained_text(DEEPSEEK_V3_1, sequence) == text
+    with pytest.raises(DataError, match=r"Or set generator\.chat_template_kwargs\.thinking=true$"):
+        encoder_of(DEEPSEEK_V3_1).response(row)
+
+
+def test_a_refused_thought_in_the_content_is_not_advised_to_move_there():
+    template = changed(DEEPSEEK_V3_1, "'</think>' +", "")
+    template = changed(template, "'<think>' if thinking else '</think>'", "''")
+    with pytest.raises(DataError, match="does not show the thinking of message 2") as refusal:
+        encoder_of(template).response({"messages": [USER, THOUGHTFUL]})
+    assert "into the content" not in str(refusal.value)
+    assert "give the row as text" in str(refusal.value)
 
 
 REMEDIES = {

@@ -9,6 +9,9 @@ Options:   `env` (the environment's id in skyrl-gym, e.g. `gsm8k_multi_turn`, or
 Reward:    the environment's reward of each turn
 Metrics:   the numbers in its `get_metrics()`; if `accuracy` is not among them, it is the reward of the last turn
 
+The environments gsm8k, gsm8k_multi_turn, aime and search, which look for an answer anywhere in a text, get the response
+without its thinking; all others get the whole response, with the thinking that its prompt opened.
+
 Rewards per token (a list) and `postprocessed_action` have no counterpart here: if an environment returns either, its
 sample fails. Set `generator.max_turns` to the environment's `max_turns` or more.
 """
@@ -43,6 +46,7 @@ class SkyrlGymEnvironment:
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
         options = own_options(options, "skyrl_gym", _OPTIONS)
         self._prompt = row["prompt"]
+        self._grades_answers = options.get("env") in _RIGHT
         self.require_row(row)
         extras: dict[str, Any] = {"extra_info": {}, **row}
         if "max_turns" in options:
@@ -99,7 +103,7 @@ class SkyrlGymEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`. Raises DataError for an output that has no counterpart here."""
-        output = self._environment.step(action.opening + action.text)
+        output = self._environment.step(action.answer if self._grades_answers else action.opening + action.text)
         if output.get("postprocessed_action") is not None:
             raise DataError(
                 "the environment's `step` returned a postprocessed_action, but a sampled response cannot be replaced "

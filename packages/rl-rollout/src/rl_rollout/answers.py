@@ -7,6 +7,7 @@ of every answer; then the answer is put together from the generation prompt, the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 from rl_core.errors import DataError
@@ -18,18 +19,23 @@ _SETTINGS = tuple({name: value} for name in ("enable_thinking", "thinking") for 
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
-def answered(codec: TokenCodec, before: str, messages: Sequence[Message]) -> str:
+def answered(codec: TokenCodec, before: str, messages: Sequence[Message], ends: Sequence[str] = ()) -> str:
     """Returns the text of a conversation up to the end of its last message, which is an answer to train on.
 
     Args:
         before: the prompt of that message, with the generation prompt. The text begins with it.
+        ends: the tokens that end turns, which the text of the answer must not contain.
 
     Raises:
         DataError: the template does not render all of the conversation (`TokenCodec.prove`), or the answer cannot
             continue the generation prompt; the message says which change makes it possible.
     """
-    _require_no_end(codec, messages)
-    text = _continuation(codec, before, messages)
+    _require_no_end(codec, messages, ends)
+    try:
+        text = _continuation(codec, before, messages)
+    except DataError as error:
+        setting = _setting(codec, messages)
+        raise (error if setting is None else DataError(f"{error}. Or set {setting}")) from error
     if text is not None:
         return text
     whole = codec.render(messages, add_generation_prompt=False)
@@ -43,18 +49,19 @@ def answered(codec: TokenCodec, before: str, messages: Sequence[Message]) -> str
     )
 
 
-def _require_no_end(codec: TokenCodec, messages: Sequence[Message]) -> None:
-    """Refuses an answer whose text contains a token with which the template ends it: no policy can sample more after
+def _require_no_end(codec: TokenCodec, messages: Sequence[Message], ends: Sequence[str]) -> None:
+    """Refuses an answer whose text, thinking or calls contain a token that ends a turn: no policy can sample more after
     that token."""
-    content = messages[-1].get("content") or ""
+    *_, answer = messages
+    content = answer.get("content") or ""
     special = [str(token) for token in codec.tokenizer.all_special_tokens if str(token) in content]
-    if not special:
-        return
-    behind = codec.render(messages, add_generation_prompt=False).rpartition(content.strip())[2]
-    if ends := [token for token in special if token in behind]:
+    behind = codec.render(messages, add_generation_prompt=False).rpartition(content.strip())[2] if special else ""
+    said = json.dumps(answer, ensure_ascii=False, default=str)
+    found = next((end for end in ends if end in said), None) or next((end for end in special if end in behind), None)
+    if found is not None:
         raise DataError(
-            f"message {len(messages)} cannot be trained on: its text contains {ends[0]!r}, which ends a turn in the "
-            "chat template; remove it from the text"
+            f"message {len(messages)} cannot be trained on: its text contains {found!r}, which ends a turn in the chat "
+            "template; remove it from the text"
         )
 
 
@@ -70,7 +77,7 @@ def _continuation(codec: TokenCodec, before: str, messages: Sequence[Message]) -
         return None if num_thoughts and is_doubled else whole
     header = before.rstrip("\n").removesuffix(_OPEN)
     thought = _thought(answer)
-    rest = whole[len(header) :]
+    rest = whole[len(header) :].removeprefix(_CLOSE)  # DeepSeek-V3.1 writes the end of the thinking that it drops
     if thought is None or len(header) == len(before.rstrip("\n")) or not whole.startswith(header) or _CLOSE in rest:
         return None
     codec.prove(messages, opens_turn=False)
@@ -90,14 +97,21 @@ def _thought(answer: Message) -> str | None:
 def _remedy(codec: TokenCodec, messages: Sequence[Message]) -> str:
     """Says which change makes the answer continue its generation prompt; each one is tried out."""
     *_, answer = messages
-    for settings in _SETTINGS:
-        if _fits(codec.with_settings(settings), messages):
-            (name, value), *_ = settings.items()
-            return f"Set generator.chat_template_kwargs.{name}={str(value).lower()}"
+    if (setting := _setting(codec, messages)) is not None:
+        return f"Set {setting}"
     for changed, remedy in _variants(answer):
         if _fits(codec, [*messages[:-1], changed]):
             return remedy
     return "Give the row as text (`prompt` and a response), or give the model another chat_template.jinja"
+
+
+def _setting(codec: TokenCodec, messages: Sequence[Message]) -> str | None:
+    """Returns a setting of the template with which the answer continues its generation prompt; None without one."""
+    for settings in _SETTINGS:
+        if _fits(codec.with_settings(settings), messages):
+            (name, value), *_ = settings.items()
+            return f"generator.chat_template_kwargs.{name}={str(value).lower()}"
+    return None
 
 
 def _variants(answer: Message) -> Iterator[tuple[Message, str]]:

@@ -113,8 +113,9 @@ class RenderedHistory:
         messages = require_observed_messages(observation)
         said = self._turns.said(response)
         self._is_known = self._is_known and said is not None
-        said = self._turns.text_of(response) if said is None else said
-        before = self._codec.render(self._messages) + said
+        text = self._turns.text_of(response)
+        said = text if said is None else said
+        before = self._codec.render(self._messages) + text
         self._messages += [{"role": "assistant", "content": said}, *messages]
         if not self._turns.how_it_changes(self._opening, messages):
             following, is_exact = self._turns.between(response, messages)

@@ -56,7 +56,19 @@ class PlaceholderTurns:
             require_complete(lambda messages, tools: self._codec.render(messages), [ASKED, turn, *observation])
         except DataError as error:
             return error
+        # Mistral's template counts turns of text, but not those with calls: it lets an answer follow only after calls.
+        if observation[-1]["role"] == "tool" and not self._is_answered(turn, observation):
+            called = self._is_answered(_calling(observation), observation)
+            return DataError("the chat template lets no answer follow results of tools after text") if called else None
         return None
+
+    def _is_answered(self, turn: Message, observation: Sequence[Message]) -> bool:
+        """Whether the template renders the policy's answer to results of tools after this turn."""
+        try:
+            self._codec.render([ASKED, turn, *observation, REPLACES_SAID], add_generation_prompt=False)
+        except DataError:
+            return False
+        return True
 
 
 def require_shown(text: str, observation: Sequence[Message]) -> None:

@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, Literal
 
 import attrs
@@ -27,6 +27,10 @@ THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 THOUGHT_TAGS = ("<think>", "</think>")
 _MARK = re.compile(r"-q\d{4}q|73100\d{4}0137")
 _ANY = 1_000_000
+_MISSING = "does not show"
+_MISPLACED = "writes, behind a later one,"
+_Place = Literal["start", "middle", "end"]
+"""Where in a text its mark stands."""
 _MARKUP = re.compile(r"<[^<>\s]{1,40}>")
 _WRITTEN: tuple[Callable[[str], str], ...] = (
     str,
@@ -39,6 +43,8 @@ _REMEDIES = {
     "message": "give the model a chat_template.jinja that renders it, or change the message",
     "thought": "write it into the content as <think>…</think>, give the model a chat_template.jinja that renders it, "
     "or remove it",
+    "thought in content": "give the model a chat_template.jinja that renders it, give the row as text (`prompt` and a "
+    "response), or remove it",
     "call": "give the model a chat_template.jinja that renders `tool_calls`, or write the call into the content, in "
     "the format that the model was trained on",
     "tool": "give the model a chat_template.jinja that reads `tools`, or remove the tools and describe them in the "
@@ -60,8 +66,12 @@ class _Part:
     """The text before and after the mark."""
     value: Any = None
     """A value that is no text, which the mark replaces."""
+    is_in_content: bool = False
+    """Whether it is a thought in the content of its message."""
     is_trimmed: bool = False
     """Whether the template may remove white space at both ends."""
+    is_ordered: bool = False
+    """Whether it must stand before later ones."""
     most: int = 1
     """How often it may occur. The name of a call may also stand in the results of calls, and a schema's names in lists
     of required parameters."""
@@ -85,16 +95,22 @@ def require_complete(
     fault = _fault(render, messages, tools, plain, thoughts, only=None)
     if fault is None:
         return
+    if fault[0] == _MISPLACED:  # one mark alone would not show it
+        raise DataError(f"the model's chat template {_MISPLACED} {fault[1].what}: {_REMEDIES[fault[1].kind]}")
     for number in range(len(_Marker(plain).conversation(messages, tools)[2])):
         fault = _fault(render, messages, tools, plain, thoughts, only=number)
         if fault is None:
             continue
         problem, part = fault
         is_history = part.kind == "message" and part.turn not in thoughts and messages[part.turn]["role"] == "assistant"
-        if is_history and _fault(render, messages, tools, plain, thoughts, only=number, at_end=True) is None:
-            continue  # thinking in a form of the template's own, which it drops from earlier turns
+        if is_history:
+            beginning = _fault(render, messages, tools, plain, thoughts, only=number, place="start")
+            end = _fault(render, messages, tools, plain, thoughts, only=number, place="end")
+            if end is None and beginning is not None and beginning[0] == _MISSING:
+                continue  # thinking in a form of the template's own, which it drops from earlier turns
         refused = ConfigError if part.kind == "tool" else DataError
-        raise refused(f"the model's chat template {problem} {part.what}: {_REMEDIES[part.kind]}")
+        remedy = _REMEDIES["thought in content" if part.is_in_content else part.kind]
+        raise refused(f"the model's chat template {problem} {part.what}: {remedy}")
 
 
 def kind_of(messages: Sequence[Message]) -> Hashable:
@@ -128,11 +144,11 @@ def _fault(
     thoughts: Collection[int],
     *,
     only: int | None,
-    at_end: bool = False,
+    place: _Place = "middle",
 ) -> tuple[str, _Part] | None:
-    """Returns the first fault of the parts, or of the part number `only`: what the template does, and to which part. A
-    part is only required to be shown from its mark on if the mark is `at_end`, before the last character."""
-    *marked, parts = _Marker(plain, only, at_end).conversation(messages, tools)
+    """Returns the first fault of the parts, or of the part number `only`: what the template does, and to which part. If
+    marks stand at the start or end of texts, the text around them is not compared."""
+    *marked, parts = _Marker(plain, only, place).conversation(messages, tools)
     if not parts:
         return None
     try:
@@ -141,19 +157,33 @@ def _fault(
         # The template requires certain names or values.
         if only is not None and any(text in plain for text in _forms(parts[0])):
             return None
-        return "does not show", parts[0]
+        return _MISSING, parts[0]
     for part in parts:
         times = text.count(part.mark)
         if times == 0 and part.kind == "thought" and part.turn not in thoughts:
             continue
         if times == 0:
-            return "does not show", part
+            return _MISSING, part
         if times > part.most:
             return "repeats", part
-        if part.value is None and not (at_end or _stands_in(text, part)):
+        if part.value is None and place == "middle" and not _stands_in(text, part):
             return "changes", part
     changed = _first_difference(text, plain, {part.mark: part for part in parts})
-    return None if changed is None else ("shows differently, depending on its value,", changed)
+    if changed is not None:
+        return "shows differently, depending on its value,", changed
+    misplaced = _first_misplaced(text, messages, parts)
+    return None if misplaced is None else (_MISPLACED, misplaced)
+
+
+def _first_misplaced(text: str, messages: Sequence[Message], parts: Sequence[_Part]) -> _Part | None:
+    """Returns the first part that stands behind one of a later message or call. Templates may move system messages."""
+    moved = ("system", "developer")
+    shown = [part for part in parts if part.is_ordered and messages[part.turn]["role"] not in moved]
+    for before, after in pairwise(sorted(shown, key=lambda part: text.index(part.mark))):
+        is_swapped = before.kind == after.kind and shown.index(before) > shown.index(after)
+        if before.turn > after.turn or is_swapped:
+            return after
+    return None
 
 
 def _stands_in(text: str, part: _Part) -> bool:
@@ -197,10 +227,10 @@ def _forms(part: _Part) -> Sequence[str]:
 class _Marker:
     """Puts marks into a copy of a conversation."""
 
-    def __init__(self, plain: str, only: int | None = None, at_end: bool = False) -> None:
+    def __init__(self, plain: str, only: int | None = None, place: _Place = "middle") -> None:
         self._plain = plain
         self._only = only
-        self._at_end = at_end
+        self._place = place
         self._numbers = count()
         self._parts: list[_Part] = []
         self._names: dict[str, str] = {}
@@ -237,7 +267,8 @@ class _Marker:
                 yield piece
             else:
                 what = f"the {'thinking' if is_thought else 'content'} of message {turn + 1} ({role})"
-                yield self._text(piece, "thought" if is_thought else "message", what, turn, trims=True)
+                kind = "thought" if is_thought else "message"
+                yield self._text(piece, kind, what, turn, trims=True, is_in_content=is_thought)
 
     def _call(self, call: Mapping[str, Any], turn: int, where: str) -> Mapping[str, Any]:
         function = dict(call["function"])
@@ -245,7 +276,7 @@ class _Marker:
         arguments = function.get("arguments")
         # Without arguments, only the number of its names shows that a call is repeated. A template may write two.
         most = _ANY if arguments else 2 * (1 + self._num_results)
-        name = self._name(function["name"], "call", f"the name {of}", turn, most=most)
+        name = self._name(function["name"], "call", f"the name {of}", turn, most=most, is_ordered=True)
         self._names[function["name"]] = function["name"] = name
         if arguments is not None:
             function["arguments"] = self._value(arguments, of, turn, "the arguments")
@@ -308,17 +339,21 @@ class _Marker:
                 marked[key] = self._schema(schema[key], of)
         return marked
 
-    def _name(self, name: str, kind: Any, what: str, turn: int, *, most: int = 1) -> str:
+    def _name(self, name: str, kind: Any, what: str, turn: int, *, most: int = 1, is_ordered: bool = False) -> str:
         # The mark stands at the end and begins with a character before all letters, so that names keep their order.
         mark = self._text_mark()
-        return f"{name}{mark}" if self._add(kind, what, turn, mark=mark, halves=(name, ""), most=most) else name
+        is_marked = self._add(kind, what, turn, mark=mark, halves=(name, ""), most=most, is_ordered=is_ordered)
+        return f"{name}{mark}" if is_marked else name
 
-    def _text(self, text: str, kind: Any, what: str, turn: int = -1, *, trims: bool = False) -> str:
+    def _text(
+        self, text: str, kind: Any, what: str, turn: int = -1, *, trims: bool = False, is_in_content: bool = False
+    ) -> str:
         if not text.strip():
             return text
-        mark, middle = self._text_mark(), len(text.rstrip()) - 1 if self._at_end else _middle(text)
+        mark, middle = self._text_mark(), _place_in(text, self._place)
         halves = text[:middle], text[middle:]
-        is_marked = self._add(kind, what, turn, mark=mark, halves=halves, is_trimmed=trims)
+        fields: dict[str, Any] = {"halves": halves, "is_trimmed": trims, "is_in_content": is_in_content}
+        is_marked = self._add(kind, what, turn, mark=mark, is_ordered=kind == "message", **fields)
         return f"{halves[0]}{mark}{halves[1]}" if is_marked else text
 
     def _text_mark(self) -> str:
@@ -332,10 +367,12 @@ class _Marker:
         return True
 
 
-def _middle(text: str) -> int:
-    """Returns a place in the middle of the text that is neither within white space at an end nor within markup, which a
-    template may look for."""
-    first = len(text) - len(text.lstrip())
-    middle = (first + len(text.rstrip()) + 1) // 2
+def _place_in(text: str, place: _Place) -> int:
+    """Returns a place in the middle of the text, behind its first or before its last character. It is neither within
+    white space at an end nor, unless before the last character, within markup, which a template may look for."""
+    first, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    if place == "end":
+        return end - 1
+    middle = (first + end + 1) // 2 if place == "middle" else first + 1
     inside = next((match for match in _MARKUP.finditer(text) if match.start() < middle < match.end()), None)
     return middle if inside is None else inside.end()

@@ -213,7 +213,7 @@ class RowEncoder:
                     "the chat template changes earlier turns (many templates drop the thinking), so one sequence "
                     "cannot hold all turns; train only on the last turn with generator.trained_turns=last"
                 )
-            whole = answered(codec, before, messages[: turn + 1])
+            whole = answered(codec, before, messages[: turn + 1], self._ends.texts if is_answer else ())
             response = self._until_end(whole[len(before) :])
             if is_answer and not self._ends.is_in(response):
                 response += self._end_behind(codec, messages, turn, whole)

@@ -115,21 +115,30 @@ class TurnTokens:
         visible = (bool(str(self.codec.tokenizer.decode([token])).strip()) for token in closing)
         return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
 
-    @cached_property
+    @property
     def marked_header(self) -> str | None:
         """What the template writes between the generation prompt and the text of an answer, such as gpt-oss's channel,
         if special tokens are in it; else None. The decoded text of a response would have only a part of it."""
+        special = {*self.codec.tokenizer.all_special_ids}
+        return self._header if special & {*self.codec.encode_text(self._header)} else None
+
+    @property
+    def blank(self) -> str:
+        """White space that the template writes between the generation prompt and the text of an answer, which it
+        expects the policy to sample; "" if there is none."""
+        return self._header if self._header.isspace() else ""
+
+    @cached_property
+    def _header(self) -> str:
         head, _ = around_said(self.codec, [ASKED, REPLACES_SAID], add_generation_prompt=False)
         opened = self.codec.render([ASKED])
-        header = head.removesuffix(SAID)[len(opened) :] if head.startswith(opened) else ""
-        special = {*self.codec.tokenizer.all_special_ids}
-        return header if special & {*self.codec.encode_text(header)} else None
+        return head.removesuffix(SAID)[len(opened) :] if head.startswith(opened) else ""
 
     def said(self, response_tokens: Sequence[int]) -> str | None:
-        """Returns the text of an answer, without its thinking if the template writes a header with special tokens
-        between the two. None if the response lacks this header."""
+        """Returns the text of an answer, without what the template writes before it, and without its thinking if the
+        template writes a header with special tokens between the two. None if the response lacks this header."""
         if self.marked_header is None:
-            return self.text_of(response_tokens)
+            return self.text_of(response_tokens).removeprefix(self.blank)
         header, size = self.codec.encode_text(self.marked_header), len(response_tokens)
         ends = (end for end in range(size, 0, -1) if tuple(response_tokens[max(0, end - len(header)) : end]) == header)
         end = next(ends, None)
@@ -176,8 +185,8 @@ class TurnTokens:
             twice = opened + 2 * one_turn.removeprefix(opened)
             return one_turn.startswith(opened) and self.codec.render([*opening, *turn, *turn]) == twice
         _, tail = around_said(self.codec, [ASKED, REPLACES_SAID, *observation], add_generation_prompt=True)
-        # A template that writes a space before a response expects the policy to sample this space.
-        blank = " " if one_turn.startswith(f"{opened} {said}") else ""
+        # If the next message's marker ends a turn, as in GLM-4, the policy can sample another marker than that one.
+        blank = self.blank if one_turn.startswith(f"{opened}{self.blank}{said}") and self.ends.closing else ""
         expected = opened + 2 * (blank + said + tail)
         return expected.startswith(one_turn) and self.codec.render([*opening, *turn, *turn]) == expected
 
