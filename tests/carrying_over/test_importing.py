@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -548,6 +549,8 @@ python -m skyrl.train.main trainer.epochs=2 trainer.run_name=$RUN trainer.seed=$
         'if [ "$BIG" ]; then EPOCHS=3; fi',
         '[[ -n "$BIG" ]] && EPOCHS=3',
         "for EPOCHS in 3 4; do\n  EPOCHS=5\ndone",
+        'case "$BIG" in yes) EPOCHS=3;; *) EPOCHS=5;; esac',
+        'case "$BIG" in\n  yes) EPOCHS=3 ;;\n  *) EPOCHS=5 ;;\nesac',
     ],
 )
 def test_a_variable_set_in_a_branch_is_listed_for_checking(tmp_path: Path, lines: str):
@@ -557,6 +560,50 @@ def test_a_variable_set_in_a_branch_is_listed_for_checking(tmp_path: Path, lines
     assert translation.left == (
         f"EPOCHS: is set in a branch or a loop, and '{value}' was used; check the keys that use EPOCHS",
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "((EPOCHS++))",
+        "let EPOCHS=EPOCHS*2",
+        "((EPOCHS += 3, SEED = 9))",
+        "read -r EPOCHS <<< 7",
+        "printf -v EPOCHS %d 7",
+        "IFS=, read -r A EPOCHS <<< 1,7",
+        "true; ((EPOCHS = 7))",
+    ],
+)
+def test_a_variable_that_bash_changes_otherwise_is_listed_and_not_used(tmp_path: Path, change: str):
+    text = f"EPOCHS=2\nSEED=1\n{change}\nSEED=4\npython -m skyrl.train.main trainer.epochs=$EPOCHS trainer.seed=$SEED\n"
+    used = subprocess.run(["bash", "-c", text.replace("python -m", "echo")], capture_output=True, text=True, check=True)
+    assert "trainer.epochs=2" not in used.stdout
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert "trainer.epochs" not in translation.values
+    assert translation.values["trainer.seed"] == 4
+    (left,) = translation.left
+    assert "is not computed; write its value into the script" in left
+
+
+def test_a_variable_that_is_unset_has_no_value(tmp_path: Path):
+    text = "EPOCHS=2\nunset EPOCHS\npython -m skyrl.train.main trainer.epochs=${EPOCHS:-5} trainer.seed=1\n"
+    assert translate(read(write(tmp_path, "run.sh", text))).values["trainer.epochs"] == 5
+
+
+def test_arguments_of_a_function_with_the_command_are_listed(tmp_path: Path):
+    text = (
+        'log() { echo "$1"; }\ntrain() {\n  python -m skyrl.train.main trainer.seed=1 trainer.epochs=${1:-2} "$@"\n}\n'
+        "log begins\ntrain 3 trainer.project_name=x\n"
+    )
+    (left,) = translate(read(write(tmp_path, "run.sh", text))).left
+    assert left.startswith("train 3 trainer.project_name=x: the arguments of the function train are not read")
+
+
+def test_arguments_of_verls_chat_template_are_kept(tmp_path: Path):
+    key = "data.apply_chat_template_kwargs.enable_thinking"
+    text = f"python -m verl.trainer.main_ppo data.train_files=a.parquet +{key}=False\n"
+    values = translate(read(write(tmp_path, "run.sh", text))).values
+    assert values["generator.chat_template_kwargs.enable_thinking"] is False
 
 
 BRANCHES = """\

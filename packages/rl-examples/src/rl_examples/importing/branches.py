@@ -12,7 +12,7 @@ from rl_examples.importing.shell import DECLARING, Shell, unexpanded
 from rl_examples.importing.words import Operator, Unclosed, commands
 
 _SET = re.compile(
-    rf"(?:^|[;&|{{]\s*|\b(?:then|else|do)\s+)(?:(?:{'|'.join(DECLARING)})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)\+?="
+    rf"(?:^|[;&|{{)]\s*|\b(?:then|else|do)\s+)(?:(?:{'|'.join(DECLARING)})\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)\+?="
 )
 _OPENS = re.compile(r"^(?:if|case|for|while|until)\b")
 _CLOSES = re.compile(r"(?:^|;\s*)(?:fi|esac|done)\b")

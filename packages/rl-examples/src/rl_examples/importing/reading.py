@@ -25,6 +25,9 @@ _NO_VALUE = re.compile(r"^[-$]|^[\d&]*[<>]|.*=", re.DOTALL)
 _HYDRA_FILE = re.compile(r"^(?:--config-(?:name|path|dir)|-cn|-cp|-cd)(?:=|$)")
 
 
+_FUNCTION = re.compile(r"^\s*(?:function\s+)?([\w-]+)\s*\(\s*\)\s*\{(.*?)(?:^\s*|;\s*)\}", re.MULTILINE | re.DOTALL)
+
+
 @attrs.frozen(kw_only=True)
 class Read:
     """The key-value pairs that were read from a file."""
@@ -63,6 +66,7 @@ def script(text: str, name: str) -> Read:
     """
     shell, branches, followed = Shell(dict(os.environ)), Branches(), list[str]()
     found, unread = Read(module=None, values={}), list[str]()
+    functions = {each[1] for each in _FUNCTION.finditer(text) if re.search(r"python|torchrun|\s-m\s", each[2])}
     for command in _until_unclosed(text, name, unread):
         line = branches.followed(command.text, shell)
         if line is None:
@@ -70,6 +74,11 @@ def script(text: str, name: str) -> Read:
         followed.append(line)
         used = sorted(set_in_branches(followed) & set(_USED.findall(line)) & {*shell.variables, *shell.arrays})
         all_words = _of_the_shell(list(shell.run(command)), shell, name, unread)
+        if len(all_words) > 1 and all_words[0] in functions and not isinstance(all_words[1], Operator):
+            unread.append(
+                f"{shown(' '.join(all_words))}: the arguments of the function {all_words[0]} are not read; write them "
+                "into its Python command"
+            )
         uncertain = [
             f"{each}: is set in a branch or a loop, and {shell.text(f'${{{each}[*]}}')!r} was used; check the keys "
             f"that use {each}"

@@ -30,6 +30,14 @@ _SPACE_OR_WORD = re.compile(f"\\s+|(?:{_LEFT.pattern}|[^\\s{LEFT}])+")
 _ESCAPES = dict(zip("abefnrtv", "\a\b\x1b\f\n\r\t\v", strict=True)) | {"E": "\x1b"}
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|U([0-9a-fA-F]{1,8})|([0-7]{1,3})|(.))", re.DOTALL)
 
+_CALCULATES = re.compile(r"(?<![$\w])\(\((.*?)\)\)|(?:^|[;&|]\s*|\b(?:do|then|else)\s+)let\s+([^;&|]*)", re.DOTALL)
+"""`((NAME += 1))` and `let NAME=1`."""
+_CALCULATED = re.compile(r"(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))")
+_GETS = re.compile(
+    r"(?:^|[;&|]\s*|\b(?:do|then|else|while)\s+)(?:IFS=\S*\s+)?(unset|read|mapfile|readarray|getopts|printf\s+-v)\s+([^;&|<>]*)"
+)
+"""Commands that set the variables that they name to what only bash knows, or unset them."""
+
 Quoting = Literal["none", "double", "document"]
 """The quotes that a text stands in; `document`: it is a here-document, in which double quotes are text."""
 _PLAIN: Mapping[Quoting, str] = {"none": "", "double": "'", "document": "'\""}
@@ -68,6 +76,7 @@ class Shell:
         for is_operator, group in groupby(command.words, lambda word: isinstance(word, Operator)):
             words = list(group)
             yield from words if is_operator else self._run_simple(words, command.documents)
+        self._forget_changed(command)
 
     def text(self, word: str, quoting: Quoting = "none") -> str:
         """Expands a word where bash does not split it, as in an assignment."""
@@ -104,6 +113,28 @@ class Shell:
         if fields[:2] == ["set", "--"]:
             self.arrays["@"] = fields[2:]
         return fields
+
+    def _forget_changed(self, command: Command) -> None:
+        """Leaves the variables to bash that the command changes otherwise than by assignments, such as `((N += 1))`."""
+        changed = {
+            name: found[0].strip(" ;&|")
+            for found in _CALCULATES.finditer(command.text)
+            for names in _CALCULATED.findall(found[1] or found[2])
+            for name in names
+        }
+        for found in _GETS.finditer(command.text):
+            names = re.findall(r"(?<![\w$\"'-])[A-Za-z_]\w*(?![\w\"'])", found[2])
+            names = names[:1] if found[1].startswith("printf") else names
+            if found[1] == "unset":
+                for name in names:
+                    self.variables.pop(name, None)
+                    self.arrays.pop(name, None)
+            elif not command.documents:
+                changed |= dict.fromkeys(names, found[0].strip(" ;&|"))
+        for name in changed:
+            if name:
+                self.arrays.pop(name, None)
+                self.variables[name] = _left(changed[name])[1] or ""
 
     def _assign(self, name: str, appends: str, value: str) -> None:
         if value.startswith("(") and value.endswith(")"):

@@ -52,6 +52,7 @@ _CORRECTION = "algorithm.rollout_correction.rollout_is"
 _OF_A_MODEL = re.compile(r"^megatron_config\.(policy|ref)\.")
 _RUN_NAME = "trainer.run_name"
 _NAMES = {"skyrl": "SkyRL", "verl": "verl"}
+_TEMPLATE = "data.apply_chat_template_kwargs."
 _ADDED = "the script does not set it; this is SkyRL's default, which differs from the default here"
 SKYRL_DEFAULTS: Mapping[str, Any] = {
     "trainer.algorithm.use_kl_loss": True,
@@ -106,6 +107,8 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
                     raise ValueError(f"{here} is already {values[here]}, from another key of verl")
             except (ValueError, TypeError) as error:
                 left.append(f"{key}={value}: {error}")
+        elif key.startswith(_TEMPLATE):
+            values[f"generator.chat_template_kwargs.{key.removeprefix(_TEMPLATE)}"] = value
         elif key == _CLIP:
             continue  # handled below, as the default of both bounds
         elif key in NO_EFFECT:
