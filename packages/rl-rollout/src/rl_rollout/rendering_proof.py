@@ -230,7 +230,7 @@ class _Marker:
     def __init__(self, plain: str, only: int | None = None, place: _Place = "middle") -> None:
         self._plain = plain
         self._only = only
-        self._place = place
+        self._place: _Place = place
         self._numbers = count()
         self._parts: list[_Part] = []
         self._names: dict[str, str] = {}
