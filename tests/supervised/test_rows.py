@@ -80,6 +80,19 @@ def test_the_response_and_its_end_are_trained_on(row: dict[str, Any], expected: 
     assert shown(codec, encode.response(row)) == expected
 
 
+def test_a_greeting_of_the_assistant_may_precede_the_last_turn():
+    greeted = [
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+    ]
+    codec, encode = encoder(trained_turns="last")
+    sequence = encode.response({"messages": greeted})
+    assert codec.tokenizer.decode(list(sequence.tokens[sequence.prompt_length :])) == "2<eos>"
+    with pytest.raises(DataError, match="the conversation begins with the assistant's message"):
+        encoder()[1].response({"messages": greeted})
+
+
 def test_only_the_last_turn_can_be_trained_on_if_the_template_drops_earlier_thoughts():
     row = {"messages": say("a", "think!b", "c", "hm!d")}
     with pytest.raises(DataError, match=r"generator\.trained_turns=last"):

@@ -196,13 +196,13 @@ class RowEncoder:
                 f"the conversation has no message to train on: expected the role {' or '.join(self._trained_roles)} "
                 f"(generator.trained_roles), got {', '.join(roles[num_given:]) or 'no message'}"
             )
-        if turns[0] == 0 and roles[0] == "assistant":
+        trained = turns if self._trained_turns == "all" else turns[-1:]
+        if trained[0] == 0 and roles[0] == "assistant":
             raise DataError(
                 "the conversation begins with the assistant's message, before which the policy would have no prompt: "
                 'remove it, or give it "weight": 0'
             )
         codec = self._of_row(row)
-        trained = turns if self._trained_turns == "all" else turns[-1:]
         parts: list[tuple[str | tuple[int, ...], bool]] = []
         written = ""
         for turn in trained:
