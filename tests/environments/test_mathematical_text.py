@@ -289,5 +289,6 @@ def test_text_without_a_second_reading_is_read_once_and_long_text_in_no_time():
         "1 ft " * 5_000,
         r"\{x|" * 6_000,
         "ab " * 9_000,
+        r"\quad " * 8_000,
     ):
         readings(rf"\boxed{{{text}}}")

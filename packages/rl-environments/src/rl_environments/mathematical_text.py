@@ -139,7 +139,7 @@ _FOR_BOXES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
             r"\1",
         ),
         (
-            rf"(?<=[^\s,;:!(\\])(?:{_SPACE}|,|\()+[a-z]\s*\\in\s*(?:\\math\w+\s*)?\{{?[NZ]\}}?"
+            rf"(?<=[^\s,;:!(\\])(?:{_SPACE}|,|\(){{1,9}}[a-z]\s*\\in\s*(?:\\math\w+\s*)?\{{?[NZ]\}}?"
             r"(?:[\^_]\s*\{?[*+]\}?)*\s*\)?\s*$",
             "",
         ),
