@@ -359,3 +359,18 @@ def test_a_template_setting_that_a_parquet_column_adds_to_a_row_is_not_set(tmp_p
     rows = [{**prompt, "chat_template_kwargs": one} for one in settings]
     found = read(written(tmp_path / "rows.parquet", rows))
     assert [row["chat_template_kwargs"] for row in found] == settings
+
+
+def test_pairs_without_a_prompt_of_their_own_are_refused_or_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    before = "\n\nHuman: 12+30?\n\nAssistant:"
+    answers = [(" 42", " 31"), (" 42", " 42"), (" 42", " 4")]
+    pairs = [{"chosen": before + good, "rejected": before + bad} for good, bad in answers]
+    file = written(tmp_path / "hh_rlhf.jsonl", pairs)
+    with pytest.raises(DataError, match=r"hh_rlhf\.jsonl:2: .* are the same, .* set data\.on_refused_row=drop"):
+        read(file)
+    (row,) = read(file, on_refused_row="drop")
+    assert trained(row, is_pair=True) == [(before, [" 42<|im_end|>"]), (before, [" 31<|im_end|>"])]
+    assert "left out 2 of 3 rows without a usable prompt; the first: " in caplog.text
+    only = written(tmp_path / "only.jsonl", pairs[1:])
+    with pytest.raises(DataError, match=r"only\.jsonl:1: .* are the same"):
+        read(only, on_refused_row="drop")

@@ -32,7 +32,7 @@ def template_settings_of(row: Row) -> dict[str, Any]:
         )
     if "tools" in settings:
         raise DataError("the row's 'chat_template_kwargs' have 'tools'; write them into the column 'tools' instead")
-    return dict(settings)
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _decoded(row: Row, name: str) -> Any:

@@ -637,7 +637,8 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the training prompts in every epoch; the seed determines the order."""
     on_refused_row: Literal["error", "drop"] = "error"
-    """What to do with rows that their environment refuses, such as a reference answer that `mathematics` cannot read.
+    """What to do with rows that their environment refuses, such as a reference answer that `mathematics` cannot read,
+    and with rows without a usable prompt, such as a pair of the same responses.
     `error`: the run does not start. `drop`: they are left out, and their number and the first reason are reported."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """What to do with prompts longer than `trainer.max_prompt_length`. `error`: the run does not start. `drop`: they

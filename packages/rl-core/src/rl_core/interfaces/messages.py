@@ -130,11 +130,12 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[Prompt, Any, Any]:
         if len(chosen) == len(rejected):
             raise DataError(
                 "'chosen' and 'rejected' are the same, so no prompt with two responses can be found in them; remove "
-                "the row"
+                "the row, or set data.on_refused_row=drop"
             )
         raise DataError(
             "'chosen' and 'rejected' differ only in length: one begins with all the other, so no prompt with two "
-            "responses can be found in them; remove the row, or write the prompt into a column 'prompt' only"
+            "responses can be found in them; remove the row, set data.on_refused_row=drop, or write the prompt into a "
+            "column 'prompt' only"
         )
     if isinstance(chosen, str) and chosen[:size].endswith(" "):
         size -= 1
@@ -243,9 +244,8 @@ def _text(content: Any, refused: Callable[[str], DataError]) -> str:
 
 def _normal_call(given: Any, refused: Callable[[str], DataError]) -> dict[str, Any]:
     call = _given(given) if isinstance(given, dict) else {}
-    if "function" not in call and _is_named(call):  # as chat templates and models write it
-        function = {key: call.pop(key) for key in ("name", "arguments") if key in call}
-        call["function"] = function
+    if "function" not in call and isinstance(call.get("name"), str):  # as chat templates and models write it
+        call["function"] = {key: call.pop(key) for key in ("name", "arguments") if key in call}
     function = call.get("function")
     if not _is_named(function):
         raise refused(

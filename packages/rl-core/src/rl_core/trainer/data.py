@@ -50,7 +50,12 @@ def is_at_hand(path: str) -> bool:
 
 
 def read_rows(
-    paths: Sequence[str | Path], *, key: str, prompt_key: str = "prompt", asks_in_chat: bool = False
+    paths: Sequence[str | Path],
+    *,
+    key: str,
+    prompt_key: str = "prompt",
+    asks_in_chat: bool = False,
+    refused: list[DataError] | None = None,
 ) -> list[DataRow]:
     """Reads, in order, all rows of files and of data sets (`rl_core.data_sets`). Files have the format Parquet,
     JSON-lines, JSON or CSV, and are local or at an address that fsspec supports.
@@ -60,6 +65,8 @@ def read_rows(
         key: the configuration key that names the files, for messages.
         prompt_key: the column that holds the prompt.
         asks_in_chat: whether a prompt of text becomes the user's message of a conversation.
+        refused: a list that gets the errors of rows without a usable prompt, which are left out; None: such an error is
+            raised.
 
     Raises:
         DataError: a file is missing, unreadable or empty; a row has no usable prompt; or `paths` is empty. The message
@@ -76,13 +83,17 @@ def read_rows(
         count = len(rows)
         try:
             read = _unpadded(_read(path, key)) if _pads(path) else _read(path, key)
-            rows += [
-                checked_row(row, f"{path}:{number}", prompt_key, asks_in_chat=asks_in_chat) for number, row in read
-            ]
+            for number, row in read:
+                try:
+                    rows.append(checked_row(row, f"{path}:{number}", prompt_key, asks_in_chat=asks_in_chat))
+                except DataError as error:
+                    if refused is None:
+                        raise
+                    refused.append(error)
         except OSError as error:
             raise DataError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
         if len(rows) == count:
-            raise DataError(f"{key}: {path} has no rows")
+            raise refused[0] if refused else DataError(f"{key}: {path} has no rows")
     if not rows:
         raise DataError(f"{key}: got no file; set it to one or more data files")
     return rows
@@ -217,7 +228,11 @@ def checked_row(row: Any, place: str, prompt_key: str = "prompt", *, asks_in_cha
         columns = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise DataError(
             f"{place}: expected a row with the column {prompt_key!r}, got {columns or 'an empty row'}"
-            + ("; rename the prompt's column, or set data.prompt_key in a run" if isinstance(row, dict) and row else "")
+            + (
+                "; rename the prompt's column, or set data.prompt_key in a run; a conversation's column is 'messages'"
+                if isinstance(row, dict) and row
+                else ""
+            )
         )
     prompt = row[prompt_key]
     if not isinstance(prompt, str) or prompt == "":

@@ -22,15 +22,25 @@ logger = logging.getLogger(__name__)
 
 
 def configured_rows(config: Config, key: str) -> list[DataRow]:
-    """Reads the rows of the data files that a key names. With `data.on_refused_row=drop`, leaves out the rows that
-    their environments' own checks refuse, and warns of them.
+    """Reads the rows of the data files that a key names. With `data.on_refused_row=drop`, leaves out rows without a
+    usable prompt and rows that their environments' own checks refuse, and warns of them.
 
     Raises:
         DataError, ConfigError: as `read_rows`; or all rows are refused.
     """
+    unread: list[DataError] = []
     rows = read_rows(
-        value_at(config, key), key=key, prompt_key=config.data.prompt_key, asks_in_chat=config.data.apply_chat_template
+        value_at(config, key),
+        key=key,
+        prompt_key=config.data.prompt_key,
+        asks_in_chat=config.data.apply_chat_template,
+        refused=unread if config.data.on_refused_row == "drop" else None,
     )
+    if unread:
+        _warn(
+            f"{key}: left out {len(unread)} of {len(unread) + len(rows)} rows without a usable prompt; the first: "
+            f"{unread[0]}"
+        )
     if config.data.on_refused_row == "error" or config.generator.type != "environment":
         return rows
     names = [config.environment.env_class or row.row.get("env_class") for row in rows]
