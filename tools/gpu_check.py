@@ -2,8 +2,9 @@
 
 The libraries are vLLM, Megatron-Core, Megatron-Bridge and Transformer Engine. Every name from these libraries that the
 packages import, read, patch, pass as a keyword or quote ("megatron.core.optimizer") is looked up in the syntax trees of
-the wheels that a GPU machine installs. The wheels are unpacked, not installed, because CUDA builds cannot be imported
-here. A fix for a library's fault names the version in which the fault was seen; that version has to be the pinned one.
+the wheels that a GPU machine installs; a group of entry points is looked up among the texts that the sources quote. The
+wheels are unpacked, not installed, because CUDA builds cannot be imported here. A fix for a library's fault names the
+version in which the fault was seen; that version has to be the pinned one.
 
     python -m tools.gpu_check WHEELS               # a folder of unpacked wheels
     python -m tools.gpu_check --fetch WHEELS       # fills the folder first, with pip
@@ -181,6 +182,11 @@ class Wheels:
                     return reached
         return None
 
+    def quotes(self, text: str) -> bool:
+        """Whether a source of the library that the text begins with quotes it."""
+        sources = self._place(text.partition(".")[0]).rglob("*.py")
+        return any(f'"{text}"' in path.read_text(encoding="utf-8") for path in sources)
+
     def named(self, path: str) -> Module | Class | ast.AST | None:
         """The object at the path of a module or of `package.module.name`; None if there is none."""
         owner, _, name = path.rpartition(".")
@@ -231,6 +237,7 @@ class Use:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._bind(node)
         instances = self._instances(tree)
+        groups = {id(part) for node in ast.walk(tree) if _reads_entry_points(node) for part in ast.walk(node)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 self._check_member(node, self._value_of(node.value), node.attr)
@@ -238,7 +245,7 @@ class Use:
             elif isinstance(node, ast.Call):
                 self._check_call(node)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                self._check_quoted(node, node.value)
+                self._check_quoted(node, node.value, is_group=id(node) in groups)
 
     def _bind(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
@@ -313,10 +320,10 @@ class Use:
                 if name not in accepted:
                     self._say(node, f"{ast.unparse(node.func)}() takes no {name}")
 
-    def _check_quoted(self, node: ast.AST, text: str) -> None:
+    def _check_quoted(self, node: ast.AST, text: str, *, is_group: bool) -> None:
         if _is_of_libraries(text) and _DOTTED.fullmatch(text):
             self.num_checked += 1
-            if self.wheels.named(text) is None:
+            if not (self.wheels.quotes(text) if is_group else self.wheels.named(text)):
                 self._say(node, f"there is no {text}")
 
     def _say(self, node: ast.AST, message: str) -> None:
@@ -409,6 +416,10 @@ def _own_attribute(node: ast.expr) -> str | None:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
         return node.attr
     return None
+
+
+def _reads_entry_points(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "entry_points"
 
 
 def _absolute(node: ast.ImportFrom, module: Module) -> str:

@@ -145,6 +145,15 @@ def test_a_module_that_moved_is_found_by_its_name_in_quotes(unpacked: Path, tmp_
     assert num_checked == 5, "the two quoted names, and the three of TELLING_ATTRIBUTES"
 
 
+def test_a_group_of_entry_points_that_no_source_names_is_found(unpacked: Path, tmp_path: Path):
+    file = tmp_path / "groups.py"
+    file.write_text(
+        'FIRST = entry_points(group="vllm.logits_processors"), metadata.entry_points(group="vllm.logit_processors")'
+    )
+    (problem,), _ = check(Wheels(unpacked), [file])
+    assert problem.message == "there is no vllm.logit_processors"
+
+
 def test_a_fix_for_another_version_than_the_pinned_one_is_found(tmp_path: Path):
     fix = tmp_path / "fixes.py"
     fix.write_text('"""vllm 0.29.1 forgets something; Bridge 0.3.1 too."""')
