@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, OptimizerConfig, RankInfo
+from rl_core.rank_kit.scoring.token_scorer import require_structure
 from rl_core.testing.backend import make_batch, weights
 from rl_core.testing.models import FAMILIES, Family, make_checkpoint
 from rl_core.testing.reference_worker import ReferenceWorker
@@ -135,6 +136,41 @@ def test_a_model_with_a_vision_part_is_trained_on_text(packing: bool, tmp_path: 
     torch.testing.assert_close(found_T, expected_T, rtol=0, atol=1e-5)
     worker.forward_backward(batch, [[0, 1]], LossSpec(name="cross_entropy"), temperature=1.0)
     assert not worker.optim_step().skipped
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize(
+    ("family", "config", "fields"),
+    [
+        ("gemma2", {"final_logit_softcapping": None}, {}),
+        ("gemma2", {"final_logit_softcapping": None}, {"use_sample_packing": False}),
+        ("gemma2", {}, {"use_sample_packing": False}),
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, {}),
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, {"use_sample_packing": False}),
+        ("mistral", {"sliding_window": 8}, {}),
+        ("qwen3", {}, {"lora": LoraConfig(rank=2, target_modules=("qproj",))}),
+        ("qwen3", {}, {"lora": LoraConfig(rank=2, target_modules=("q_proj",))}),
+    ],
+)
+def test_a_model_is_refused_without_its_weights_as_it_is_with_them(
+    family: str, config: dict[str, Any], fields: dict[str, Any], role: str, tmp_path: Path
+):
+    """The dry run and the plan check a structure on `meta`; the start checks the loaded model."""
+    path = random_model(tmp_path, family, **config)
+    model = ModelConfig(path=str(path), lora=fields.get("lora", LoraConfig()))
+    packing = fields.get("use_sample_packing", True)
+    spec = spec_of(path, role=role, model=model, use_sample_packing=packing)
+    verdicts: list[str | None] = []
+    for check in (
+        lambda: require_structure(spec, AutoConfig.from_pretrained(path)),
+        lambda: fsdp.create_worker(spec, RankInfo()),
+    ):
+        try:
+            check()
+            verdicts.append(None)
+        except ConfigError as error:
+            verdicts.append(str(error))
+    assert verdicts[0] == verdicts[1]
 
 
 def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):

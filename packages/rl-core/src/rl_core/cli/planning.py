@@ -49,11 +49,12 @@ def show_plan(
         ConfigErrors: several values are invalid.
     """
     from rl_core.rank_kit.model_proof import require_proof
-    from rl_core.trainer.planned_run import arranged_models, planned_engine
+    from rl_core.trainer.planned_run import arranged_models, planned_engine, require_structures
 
     config = loaded.config
     configuration.check_values(config)
     require_made_models(loaded)
+    require_structures(config)
     contexts = _contexts(config, context)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     models, engine = arranged_models(config), planned_engine(config)

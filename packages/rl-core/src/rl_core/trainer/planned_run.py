@@ -10,10 +10,12 @@ import attrs
 from rl_core.config import Config, engine_spec, needs_engine
 from rl_core.config.value_checks import longest_prompt
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Backend, EnginePlan, EnginePlanner, Planner, Role, WorkerSpec
+from rl_core.interfaces import Backend, EnginePlan, EnginePlanner, ModelProving, Planner, Role, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
+from rl_core.rank_kit.model_proof import config_at_hand
 from rl_core.rank_kit.shipped_configs import here_or_shipped
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.trainer.memory_plan import ModelOnRanks
 from rl_core.trainer.settings import model_shapes, worker_spec
 
@@ -60,6 +62,21 @@ def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int
         ranks_per_node=model.ranks_per_node,
         keeps_optimizer=optimizer is not None and not optimizer.offload_after_step,
     )
+
+
+def require_structures(config: Config) -> None:
+    """Raises ConfigError if the ranks would refuse a model that transformers' code computes, as far as its structure
+    shows this (see `require_structure`). Skips models that are not on this machine, and backends that cannot plan or
+    have own model code."""
+    for role in model_shapes(config):
+        backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
+        if spec.model.path is None or not isinstance(backend, Planner) or isinstance(backend, ModelProving):
+            continue
+        model_config = config_at_hand(spec.model.path, f"{SECTIONS[role]}.model.path")
+        if model_config is not None:
+            from rl_core.rank_kit.scoring.token_scorer import require_structure
+
+            require_structure(spec, model_config)
 
 
 def planned_engine(config: Config) -> EnginePlan | None:

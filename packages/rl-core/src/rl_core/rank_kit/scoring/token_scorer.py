@@ -21,7 +21,7 @@ from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
 from rl_core.rank_kit.kept_tensors import KeptTensors, kept_tensors
 from rl_core.rank_kit.model_files import require_all_weights
 from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION, packed_attention_of_rows
-from rl_core.rank_kit.scoring.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
+from rl_core.rank_kit.scoring.attention_proof import Attend, default_attention, sdpa_with_mask, with_eager_attention
 from rl_core.rank_kit.scoring.lora import Making, add_adapters, as_they_are
 from rl_core.rank_kit.scoring.micro_batch import ModelInput, autocast, model_input, predicted_tokens, predicting_states
 from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
@@ -34,6 +34,7 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 
 logger = logging.getLogger(__name__)
 
+_UNPACKED = "set trainer.use_sample_packing=false"
 _SEPARABLE = {"full_attention", "sliding_attention", "chunked_attention", "moe", "dense", "sparse"}
 """Kinds of layers (`layer_types`) in which packed sequences stay separate. The packed attention refuses chunks."""
 
@@ -178,6 +179,26 @@ def load_scorer(
     return scorer
 
 
+def require_structure(spec: WorkerSpec, config: PretrainedConfig) -> None:
+    """Raises ConfigError if `load_scorer` would refuse the model of `spec`, as far as its configuration `config` shows
+    this: reads no weights. A model that cannot be built on `meta` is not checked."""
+    where, is_critic = SECTIONS[spec.role], spec.role == "critic"
+    try:
+        with torch.device("meta"):
+            auto_class = AutoModel if is_critic else AutoModelForCausalLM
+            model = auto_class.from_config(config, attn_implementation="eager").eval()
+        if not is_critic:
+            _require_linear_output(model, where)
+        if spec.use_sample_packing:
+            _require_packable(model, where)
+        if spec.model.lora.rank > 0:
+            add_adapters(model, spec.model.lora, path=spec.model.path or "", seed=spec.seed, where=where)
+    except ConfigError:
+        raise
+    except Exception as error:  # code of a model may raise anything; the load at the start reports what is wrong
+        logger.debug("%s.model: its structure was not checked: %s", where, error)
+
+
 def _load_config(path: str, where: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
@@ -235,16 +256,31 @@ def _require_same_states(model: PreTrainedModel, spec: WorkerSpec, compute_dtype
     _require_agreement(model, spec, compute_dtype, as_trained, alone, where)
 
 
-def _planned_attention(model: PreTrainedModel) -> str:
-    """The attention implementation of a model on `meta`, from the layers that run there. A layer of experts reads
-    values, which ends the run after the attention of the first such layer has been compared."""
+def _fault_on_meta(model: PreTrainedModel, attend: Attend) -> str | None:
+    """What `attend` ignores in a model on `meta`, in the layers that run there. A layer of experts reads values, which
+    ends the run after the attention of the first such layer has been compared."""
 
     def run() -> None:
         with suppress(RuntimeError, NotImplementedError):
             model.base_model(input_ids=torch.zeros(1, 12, dtype=torch.int64, device="meta"), use_cache=False)
 
-    _, fault = with_eager_attention(model, run, sdpa_with_mask)
-    return default_attention(model) if fault is None else "eager"
+    return with_eager_attention(model, run, attend)[1]
+
+
+def _planned_attention(model: PreTrainedModel) -> str:
+    """The attention implementation of rows for a model on `meta`."""
+    return default_attention(model) if _fault_on_meta(model, sdpa_with_mask) is None else "eager"
+
+
+def _require_packable(model: PreTrainedModel, where: str) -> None:
+    """Raises ConfigError if the layers of a model on `meta` cannot run on packed sequences."""
+    require_separable_layers(model, where, _UNPACKED)
+    try:
+        fault = _fault_on_meta(model, packed_attention_of_rows)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.model.path: {error}") from error
+    if fault is not None:
+        raise ConfigError(f"{where}.model.path: packed, {fault}; {_UNPACKED}")
 
 
 def _require_agreement(
@@ -268,8 +304,8 @@ def _require_agreement(
     inputs = two_sequences(model, spec, model.device)
     remedy = "this backend cannot train it"
     if spec.use_sample_packing:
-        require_separable_layers(model, where, "set trainer.use_sample_packing=false")
-        remedy = "set trainer.use_sample_packing=false" + (
+        require_separable_layers(model, where, _UNPACKED)
+        remedy = _UNPACKED + (
             ", or trainer.share_prefixes=false if only shared prompts cause the difference"
             if spec.share_prefixes
             else ""
@@ -282,7 +318,7 @@ def _require_agreement(
                 model, lambda: torch.cat([alone(tokens_T) for tokens_T in sequences]), attend
             )
             if fault is not None and spec.use_sample_packing:
-                raise ConfigError(f"packed, {fault}; set trainer.use_sample_packing=false")
+                raise ConfigError(f"packed, {fault}; {_UNPACKED}")
             if fault is not None and attention != "eager":
                 logger.info("%s: attention is computed by the model's own code, because with SDPA %s", where, fault)
                 attention = "eager"
