@@ -333,7 +333,7 @@ def test_a_prompt_whose_message_has_no_content_is_named(small_run: BuildConfig, 
     config = small_run(
         tmp_path / "run", data__train_data=[str(data)], data__val_data=[], environment__env_class="gsm8k"
     )
-    with pytest.raises(DataError, match=r"train\.jsonl:3: a prompt must be text or a list of messages"):
+    with pytest.raises(DataError, match=r"train\.jsonl:3: 'prompt' must be text or a list of messages"):
         run_training(config)
 
 
