@@ -244,8 +244,8 @@ def _text(content: Any, refused: Callable[[str], DataError]) -> str:
 
 def _normal_call(given: Any, refused: Callable[[str], DataError]) -> dict[str, Any]:
     call = _given(given) if isinstance(given, dict) else {}
-    if "function" not in call and isinstance(call.get("name"), str):  # as chat templates and models write it
-        call["function"] = {key: call.pop(key) for key in ("name", "arguments") if key in call}
+    if "function" not in call and {"name", "arguments"} <= call.keys():  # as chat templates and models write it
+        call["function"] = {key: call.pop(key) for key in ("name", "arguments")}
     function = call.get("function")
     if not _is_named(function):
         raise refused(
