@@ -159,7 +159,7 @@ def test_a_row_of_another_library_is_read_with_its_own_column(tmp_path: Path, mo
     file = rows_of(tmp_path / "rows.jsonl", solution="3")
     said = refused(lambda: preflight(load("gsm8k", [f"data.train_data=[{file}]"], tiny=True)))
     assert said.startswith(f"{file}:1: a gsm8k row needs reward_spec.ground_truth, a number; got reward_spec=None")
-    assert said.endswith("(the row has prompt, solution)")
+    assert "(the row has prompt, solution). data.on_refused_row=drop leaves out" in said
 
 
 def nothing(config: Config) -> None: ...

@@ -21,6 +21,7 @@ from rl_core.reports.jsonl import read_rows
 from rl_core.reports.samples import read_samples
 from rl_core.trainer.data import read_rows as read_data
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
+from tests.examples.environments import PressesTheKey
 from tests.examples.kept_samples import SAMPLES
 
 BuildConfig = Callable[..., Config]
@@ -239,7 +240,10 @@ def test_a_signal_is_answered_while_environments_block_in_an_evaluation(small_ru
         "environment__env_class": "tests.examples.environments:PressesTheKey",
         "trainer__eval_before_train": True,
     }
-    summary = run_training(small_run(tmp_path / "run", **changes))
+    try:
+        summary = run_training(small_run(tmp_path / "run", **changes))
+    finally:
+        PressesTheKey.released.set()
     assert summary.interrupted
     assert summary.steps == 0
 
