@@ -36,7 +36,7 @@ TOOL = {
             "type": "object",
             "properties": {
                 "length": {"type": "number", "description": "The length."},
-                "unit": {"type": "string", "description": "Its unit."},
+                "unit": {"type": "string", "enum": ["metre", "foot"], "description": "Its unit."},
             },
             "required": ["length", "unit"],
         },

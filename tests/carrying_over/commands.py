@@ -7,7 +7,12 @@ and its model.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import attrs
+
+from rl_examples.importing.translation import SKYRL_DEFAULTS, Translation
 
 BASE = (
     'trainer.algorithm.advantage_estimator="grpo"',
@@ -387,3 +392,13 @@ SCRIPTS = (
         plan="zai-org/GLM-4.7-Flash (fsdp, bfloat16), data 16",
     ),
 )
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def written(translation: Translation) -> dict[str, Any]:
+    """The translated values, without the keys of SKYRL_DEFAULTS."""
+    return {key: value for key, value in translation.values.items() if key not in SKYRL_DEFAULTS}

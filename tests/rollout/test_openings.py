@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from rl_core.interfaces import Action, GroupRequest, SamplingParams, StepResult, without_thought
+from rl_core.interfaces import Action, StepResult, without_thought
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from tests.rollout.requests import one_sample_of
 from tests.rollout.test_turn_ends import CHATML, OWN, tokenizer_of
 
 OPENS_PLAN = CHATML.replace("assistant\n{% endif", "assistant\n<plan>\n{% endif")
@@ -56,15 +57,7 @@ async def openings(
         TokenCodec(tokenizer, chat_template_kwargs=settings),
         Episodes(environment_of=lambda row: Sees, limits=Limits(max_turns=4), step_wise=step_wise),
     )
-    request = GroupRequest(
-        group_id=0,
-        row={"prompt": prompt},
-        row_place="rows:1",
-        num_samples=1,
-        params=SamplingParams(max_tokens=200),
-        seed=0,
-        start_version=0,
-    )
+    request = one_sample_of({"prompt": prompt}, max_tokens=200)
     (trajectory,) = await generator.generate(request)
     await generator.aclose()
     assert trajectory.failure is None

@@ -22,24 +22,10 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.supervised_tokens import RowEncoder, Supervised
 from rl_rollout.turn_tokens import TurnTokens
 from tests.rollout.chat_templates import CHATML, TOOL_CHATML
+from tools.chat_template_page import TOOL
 from tools.shipped_templates import shipped_templates, tokenizer_of
 
 TEMPLATES = shipped_templates()
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "convert",
-        "description": "Converts a length.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "length": {"type": "number", "description": "The length."},
-                "unit": {"type": "string", "enum": ["metre", "foot"], "description": "Its unit."},
-            },
-            "required": ["length", "unit"],
-        },
-    },
-}
 USER = {"role": "user", "content": "How long is it?"}
 ANSWER = {"role": "assistant", "content": "It is long."}
 THOUGHTFUL = {"role": "assistant", "content": "<think>\nHow long?\n</think>\n\nIt is long."}

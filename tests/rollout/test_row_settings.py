@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import GroupRequest, SamplingParams, StepResult
+from rl_core.interfaces import StepResult
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec, codec_of
@@ -21,6 +21,7 @@ from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.supervised_tokens import RowEncoder
 from tests.rollout.chat_templates import TOOL_CHATML, tokenizer_of
+from tests.rollout.requests import one_sample_of
 
 TEMPLATE = "{{ 'fast ' if enable_thinking is defined and not enable_thinking else 'slow ' }}" + TOOL_CHATML
 ASKED = {"role": "user", "content": "12+30?"}
@@ -66,15 +67,7 @@ def played(row: dict[str, Any], environment: type = OneTurn, template: str = TEM
         Episodes(environment_of=lambda row: environment),
     )
     length = generator.prompt_length(row)
-    request = GroupRequest(
-        row=row,
-        row_place="d:1",
-        group_id=0,
-        num_samples=1,
-        seed=0,
-        start_version=0,
-        params=SamplingParams(max_tokens=8),
-    )
+    request = one_sample_of(row)
     (trajectory,) = asyncio.run(generator.generate(request))
     if trajectory.failure is not None:
         raise DataError(trajectory.failure)
@@ -225,15 +218,7 @@ def test_the_messages_of_an_environment_are_read_as_those_of_a_row():
         TokenCodec(tokenizer, chat_template_kwargs={}),
         Episodes(environment_of=lambda row: InParts, limits=Limits(max_turns=2)),
     )
-    request = GroupRequest(
-        row={"prompt": [ASKED]},
-        row_place="d:1",
-        group_id=0,
-        num_samples=1,
-        seed=0,
-        start_version=0,
-        params=SamplingParams(max_tokens=20),
-    )
+    request = one_sample_of({"prompt": [ASKED]}, max_tokens=20)
     (trajectory,) = asyncio.run(generator.generate(request))
     assert trajectory.failure is None
     whole = tokenizer.apply_chat_template(

@@ -12,7 +12,7 @@ import pytest
 
 from rl_core.config import from_mapping, generator_spec
 from rl_core.errors import ConfigError
-from rl_core.interfaces import GroupRequest, SamplingParams, StepResult
+from rl_core.interfaces import StepResult
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec
@@ -20,6 +20,7 @@ from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.supervised_tokens import RowEncoder
 from tests.rollout.chat_templates import tokenizer_of
+from tests.rollout.requests import one_sample_of
 
 SPECIAL = ["<bos>", "<sop>", "<cls>"]
 TEXTS = ["12+30=", " and a space", "\n\nlines\n", "naïve 東京", "<sop>12", "x<bos>12"]
@@ -113,15 +114,7 @@ def test_an_episode_of_text_begins_once(tmp_path: Path):
         client, codec, Episodes(environment_of=lambda row: TwoTurns, limits=Limits(max_turns=2))
     )
     row = {"prompt": "12+30="}
-    request = GroupRequest(
-        row=row,
-        row_place="d:1",
-        group_id=0,
-        num_samples=1,
-        seed=0,
-        start_version=0,
-        params=SamplingParams(max_tokens=8),
-    )
+    request = one_sample_of(row)
     (trajectory,) = asyncio.run(generator.generate(request))
     (step,) = trajectory.steps
     observed = tuple(tokenizer(" no, again: ", add_special_tokens=False)["input_ids"])

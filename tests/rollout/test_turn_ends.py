@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import GenerateRequest, GroupRequest, SamplingParams, StepResult, Trajectory
+from rl_core.interfaces import GenerateRequest, StepResult, Trajectory
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_core.trainer.models import Models
 from rl_core.trainer.run import run_training
@@ -31,6 +31,7 @@ from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import load_model
 from rl_rollout.supervised_tokens import RowEncoder, TrainedTurns
 from rl_rollout.turn_ends import find_ends
+from tests.rollout.requests import one_sample_of
 from tests.supervised.trained import config_of
 
 MARKS = re.compile(
@@ -125,15 +126,7 @@ async def played(tokenizer: Any, client: Any, environment: Any, **settings: Any)
         TokenCodec(tokenizer, chat_template_kwargs={}),
         Episodes(environment_of=lambda row: environment, limits=Limits(max_turns=4), **settings),
     )
-    request = GroupRequest(
-        group_id=0,
-        row={"prompt": "12+30?"},
-        row_place="rows:1",
-        num_samples=1,
-        params=SamplingParams(max_tokens=40),
-        seed=0,
-        start_version=0,
-    )
+    request = one_sample_of({"prompt": "12+30?"}, max_tokens=40)
     try:
         (trajectory,) = await generator.generate(request)
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.interfaces import GenerateRequest, GroupRequest, SamplingParams, StepResult, Trajectory
+from rl_core.interfaces import GenerateRequest, StepResult, Trajectory
 from rl_core.reports.samples import sample_of
 from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
@@ -17,6 +17,7 @@ from rl_core.trainer.group_selection import Selection
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from tests.rollout.requests import one_sample_of
 
 TOKENIZER = character_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -67,15 +68,7 @@ async def play(
         TokenCodec(tokenizer, chat_template_kwargs={}),
         Episodes(environment_of=lambda row: environment, **{"limits": Limits(max_turns=4), **settings}),
     )
-    request = GroupRequest(
-        group_id=0,
-        row={"prompt": ""} if row is None else row,
-        row_place="rows:1",
-        num_samples=1,
-        params=SamplingParams(max_tokens=max_tokens),
-        seed=0,
-        start_version=0,
-    )
+    request = one_sample_of({"prompt": ""} if row is None else row, max_tokens=max_tokens)
     (trajectory,) = await generator.generate(request)
     return trajectory
 
