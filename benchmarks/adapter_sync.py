@@ -27,8 +27,8 @@ from rl_core.batch import Batch
 from rl_core.config import Config, engine_spec, from_mapping
 from rl_core.interfaces import Manifest
 from rl_core.testing.models import make_checkpoint
-from rl_core.trainer.publish import publish_weights
-from rl_core.trainer.settings import worker_spec
+from rl_core.trainer.before.settings import worker_spec
+from rl_core.trainer.publishing.publish import publish_weights
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client

@@ -46,13 +46,13 @@ import numpy as np
 
 from rl_core.batch import Batch
 from rl_core.interfaces import GroupRequest, Metrics, SamplingParams, Trajectory, TrajectoryStep
-from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
-from rl_core.trainer.data import DataRow, PromptSource
-from rl_core.trainer.failures import logger as failures
-from rl_core.trainer.group_selection import Selection
-from rl_core.trainer.loop import LoopSettings, TrainingLoop
-from rl_core.trainer.models import Models
-from rl_core.trainer.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.groups import DataRow, FinishedGroup, PromptSource
+from rl_core.trainer.loop.buffer import GroupBuffer
+from rl_core.trainer.loop.failures import logger as failures
+from rl_core.trainer.loop.group_selection import Selection
+from rl_core.trainer.loop.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.loop.training_loop import LoopSettings, TrainingLoop
+from rl_core.trainer.update.models import Models
 from tests.core.scripted_run import EventLog, Script, ScriptedPolicy
 from tests.core.virtual_time import run_virtually, virtual_now
 

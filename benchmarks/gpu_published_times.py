@@ -42,7 +42,7 @@ from rl_core.config import Config
 from rl_core.errors import RLError
 from rl_core.interfaces import LossSpec
 from rl_core.rank_kit.shipped_configs import known_config
-from rl_core.trainer.settings import worker_spec
+from rl_core.trainer.before.settings import worker_spec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_examples.tiny_model import write_tiny_copy
 

@@ -34,12 +34,12 @@ from rl_core.interfaces import LossSpec, RankInfo, Trajectory, TrajectoryStep
 from rl_core.layout.mesh import Mesh
 from rl_core.reports.samples import sample_of
 from rl_core.testing.models import make_checkpoint
-from rl_core.trainer.buffer import FinishedGroup
-from rl_core.trainer.collate import collate, merged
-from rl_core.trainer.models import Models
-from rl_core.trainer.settings import update_settings, worker_spec
-from rl_core.trainer.step_metrics import divided, rollout_metrics
-from rl_core.trainer.update import BatchUpdate
+from rl_core.trainer.before.settings import update_settings, worker_spec
+from rl_core.trainer.groups import FinishedGroup
+from rl_core.trainer.loop.step_metrics import divided, rollout_metrics
+from rl_core.trainer.update.batch_update import BatchUpdate
+from rl_core.trainer.update.collate import collate, merged
+from rl_core.trainer.update.models import Models
 from rl_core.workers import WorkerGroup
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.rank import Abilities

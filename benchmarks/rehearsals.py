@@ -14,8 +14,8 @@ import time
 import click
 
 from rl_core import config as configuration
-from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_model
-from rl_core.trainer.rehearsed_run import planned_phase, rehearsed_model
+from rl_core.trainer.before.planned_run import arranged_models, longest_sequence, planned_model
+from rl_core.trainer.before.rehearsed_run import planned_phase, rehearsed_model
 
 MODELS = {
     "qwen2_5_1_5b": "Qwen2.5-1.5B",

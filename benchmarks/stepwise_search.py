@@ -24,7 +24,7 @@ import trl
 
 from rl_core.interfaces import GroupRequest, SamplingParams, Trajectory
 from rl_core.testing.scripted_engine import ScriptedClient
-from rl_core.trainer.collate import collate, merged
+from rl_core.trainer.update.collate import collate, merged
 from rl_environments.search import SearchEnvironment
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits

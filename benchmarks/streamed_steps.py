@@ -28,9 +28,10 @@ import attrs
 
 from rl_core import config as configuration
 from rl_core.interfaces import Callback
-from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
+from rl_core.trainer.groups import FinishedGroup
+from rl_core.trainer.loop.buffer import GroupBuffer
+from rl_core.trainer.loop.step_training import StepTraining
 from rl_core.trainer.run import run_training
-from rl_core.trainer.step_training import StepTraining
 
 TRAINER_CORE, SERVER_CORE = 0, 1
 

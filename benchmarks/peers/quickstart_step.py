@@ -29,11 +29,11 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from rl_core.config import Config, from_mapping
 from rl_core.interfaces import Trajectory, TrajectoryStep
-from rl_core.trainer.collate import collate
-from rl_core.trainer.models import Models
-from rl_core.trainer.scoring_pass import ScoringPass
-from rl_core.trainer.settings import update_settings, worker_spec
-from rl_core.trainer.update import BatchUpdate, UpdateSettings
+from rl_core.trainer.before.settings import update_settings, worker_spec
+from rl_core.trainer.update.batch_update import BatchUpdate, UpdateSettings
+from rl_core.trainer.update.collate import collate
+from rl_core.trainer.update.models import Models
+from rl_core.trainer.update.scoring_pass import ScoringPass
 from rl_core.workers import WorkerGroup
 from rl_examples.arithmetic import write_model
 from rl_examples.quickstart import recipe

@@ -49,7 +49,7 @@ def written(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 def read(file: Path, **data: Any) -> list[Mapping[str, Any]]:
     """The rows as a run with these keys of `data` reads them."""
-    from rl_core.trainer.environment_checks import configured_rows
+    from rl_core.trainer.before.environment_checks import configured_rows
 
     config = from_mapping({"data.train_data": [str(file)], **{f"data.{name}": value for name, value in data.items()}})
     return [row.row for row in configured_rows(config, "data.train_data")]

@@ -13,8 +13,8 @@ import pytest
 
 from rl_core import plugins
 from rl_core.errors import ConfigError, Mistakes
-from rl_core.trainer.data import read_rows
-from rl_core.trainer.environment_checks import gather_unplayable
+from rl_core.trainer.before.data import read_rows
+from rl_core.trainer.before.environment_checks import gather_unplayable
 from rl_environments.sandbox import probe_sandbox
 from tests.environments.episodes import judged
 

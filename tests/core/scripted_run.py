@@ -38,20 +38,20 @@ from rl_core.interfaces import (
     TrajectoryStep,
 )
 from rl_core.layout.mesh import Mesh
-from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.callbacks import Callback, Control
-from rl_core.trainer.checkpoint import RunState, list_checkpoints, load_state
-from rl_core.trainer.colocation import EngineTurns
-from rl_core.trainer.data import DataRow, PromptSource
-from rl_core.trainer.group_selection import Selection
-from rl_core.trainer.loop import LoopSettings, TrainingLoop
-from rl_core.trainer.models import Models
-from rl_core.trainer.resumed_groups import within_the_bound
-from rl_core.trainer.rollouts import Rollouts, RolloutSettings
-from rl_core.trainer.serving import ServedEngines, ServingSettings
-from rl_core.trainer.stored_groups import StartedGroup, StoredGroup, read_groups, read_started_groups
-from rl_core.trainer.update import rollout_agreement
-from rl_core.trainer.verification import VerificationSettings
+from rl_core.trainer.groups import DataRow, FinishedGroup, PromptSource
+from rl_core.trainer.loop.buffer import GroupBuffer
+from rl_core.trainer.loop.group_selection import Selection
+from rl_core.trainer.loop.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.loop.training_loop import LoopSettings, TrainingLoop
+from rl_core.trainer.publishing.colocation import EngineTurns
+from rl_core.trainer.publishing.serving import ServedEngines, ServingSettings
+from rl_core.trainer.publishing.verification import VerificationSettings
+from rl_core.trainer.state.checkpoint import RunState, list_checkpoints, load_state
+from rl_core.trainer.state.resumed_groups import within_the_bound
+from rl_core.trainer.state.stored_groups import StartedGroup, StoredGroup, read_groups, read_started_groups
+from rl_core.trainer.update.batch_update import rollout_agreement
+from rl_core.trainer.update.models import Models
 from rl_core.workers import MicroBatchLimits
 from tests.core.virtual_time import run_virtually
 

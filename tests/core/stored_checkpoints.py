@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rl_core.trainer.checkpoint import RunState, begin_checkpoint, complete_checkpoint
+from rl_core.trainer.state.checkpoint import RunState, begin_checkpoint, complete_checkpoint
 
 
 async def write_weights(directory: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DeadlineError, GenerationError
-from rl_core.trainer.buffer import GroupBuffer
+from rl_core.trainer.loop.buffer import GroupBuffer
 
 
 def make_buffer(*, groups_per_step: int, max_staleness: int, steps: int, depth: int | None = None) -> GroupBuffer:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError
-from rl_core.trainer import checkpoint
-from rl_core.trainer.checkpoint import (
+from rl_core.trainer.state import checkpoint
+from rl_core.trainer.state.checkpoint import (
     RunState,
     delete_old_checkpoints,
     list_checkpoints,

@@ -15,9 +15,9 @@ from rl_core.cli import main
 from rl_core.config import Config, from_mapping, load, resolving
 from rl_core.errors import CheckpointError, ConfigError, DataError, DiskFullError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
-from rl_core.trainer.checkpoint import RunState, begin_checkpoint, complete_checkpoint
-from rl_core.trainer.run_directory import MARK, RunSummary, write_summary
-from rl_core.trainer.run_lock import held_directories
+from rl_core.trainer.state.checkpoint import RunState, begin_checkpoint, complete_checkpoint
+from rl_core.trainer.state.run_directory import MARK, RunSummary, write_summary
+from rl_core.trainer.state.run_lock import held_directories
 from tests.core.conftest import Run
 from tests.core.unwritable import KINDS, unwritable
 

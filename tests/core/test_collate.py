@@ -6,8 +6,8 @@ import pytest
 
 from rl_core.errors import GenerationError
 from rl_core.interfaces import KeptTokens, Trajectory, TrajectoryStep
-from rl_core.trainer.collate import collate
-from rl_core.trainer.step_merging import merge_steps
+from rl_core.trainer.update.collate import collate
+from rl_core.trainer.update.step_merging import merge_steps
 
 
 def step(tokens: list[int], num_prompt: int, reward: float = 0.0, routes: np.ndarray | None = None) -> TrajectoryStep:

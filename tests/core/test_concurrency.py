@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rl_core.trainer.concurrency import alongside
+from rl_core.trainer.loop.concurrency import alongside
 
 
 async def test_a_task_stays_cancelled_if_it_was_cancelled_while_the_other_task_ended():

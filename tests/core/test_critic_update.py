@@ -17,10 +17,10 @@ from rl_core.config import from_mapping, needs_critic, resolve
 from rl_core.config.checks import check_plugins
 from rl_core.errors import ConfigError, NonFiniteError
 from rl_core.interfaces import LossSpec, OptimizerStep
-from rl_core.trainer.model_update import ModelUpdateSettings
-from rl_core.trainer.models import Models
-from rl_core.trainer.settings import update_settings, worker_spec
-from rl_core.trainer.update import BatchUpdate, UpdateSettings, explained_variance
+from rl_core.trainer.before.settings import update_settings, worker_spec
+from rl_core.trainer.update.batch_update import BatchUpdate, UpdateSettings, explained_variance
+from rl_core.trainer.update.model_update import ModelUpdateSettings
+from rl_core.trainer.update.models import Models
 from rl_core.workers import MicroBatchLimits
 
 LIMITS = MicroBatchLimits(max_sequences=4)

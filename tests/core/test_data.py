@@ -14,7 +14,8 @@ from datasets import Dataset, DatasetDict, load_dataset
 from rl_core.config import from_mapping
 from rl_core.config.file_checks import gather_data
 from rl_core.errors import ConfigError, DataError, Mistakes
-from rl_core.trainer.data import DataRow, PromptSource, _read_parquet, read_rows
+from rl_core.trainer.before.data import _read_parquet, read_rows
+from rl_core.trainer.groups import DataRow, PromptSource
 
 
 def write_lines(path: Path, *rows: object) -> Path:
@@ -304,7 +305,7 @@ def test_a_nested_column_is_read_in_parts(tmp_path: Path):
     assert pq.ParquetFile(file).num_row_groups == 1
     code = f"""
 import pyarrow
-from rl_core.trainer.data import _read_parquet
+from rl_core.trainer.before.data import _read_parquet
 with open({str(file)!r}, "rb") as opened:
     for count, row in _read_parquet(opened, "rows.parquet"):
         assert row["prompt"] == str(count - 1) and len(row["tests"]["inputs"][0]) == 65_536

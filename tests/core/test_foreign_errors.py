@@ -14,8 +14,8 @@ import pytest
 
 from rl_core.errors import ForeignCodeError
 from rl_core.tasks import OwnThread, code_of
-from rl_core.trainer.concurrency import unless_set
-from rl_core.trainer.interrupts import Interrupts
+from rl_core.trainer.loop.concurrency import unless_set
+from rl_core.trainer.loop.interrupts import Interrupts
 from tests.core.scripted_run import Play, Script, ScriptedRun
 from tests.core.virtual_time import run_virtually
 

@@ -20,7 +20,7 @@ from rl_core.config import (
 )
 from rl_core.errors import ConfigError
 from rl_core.function_settings import positional_parameters
-from rl_core.trainer.settings import update_settings
+from rl_core.trainer.before.settings import update_settings
 
 CORRECTION = "trainer.algorithm.off_policy_correction"
 

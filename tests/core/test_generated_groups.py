@@ -9,8 +9,8 @@ import pytest
 
 from rl_core.errors import GenerationError
 from rl_core.interfaces import GroupRequest, SamplingParams, Trajectory, TrajectoryStep
-from rl_core.trainer.collate import collate, merged
-from rl_core.trainer.rollouts import generate_group
+from rl_core.trainer.loop.rollouts import generate_group
+from rl_core.trainer.update.collate import collate, merged
 
 REQUEST = GroupRequest(
     group_id=3, row={}, row_place="train.jsonl:7", num_samples=2, params=SamplingParams(), seed=0, start_version=0

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import pytest
 
-from rl_core.trainer import interrupts as module
-from rl_core.trainer.interrupts import Interrupts
+from rl_core.trainer.loop import interrupts as module
+from rl_core.trainer.loop.interrupts import Interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rl_core.batch import Batch
 from rl_core.errors import DataError, ShapeError
 from rl_core.layout import merge_prefixes, require_complete_trajectories
-from rl_core.trainer.step_merging import merge_steps
+from rl_core.trainer.update.step_merging import merge_steps
 
 
 def step(trajectory, index, prompt, response, *, last=False, **columns) -> dict:

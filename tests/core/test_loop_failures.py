@@ -13,7 +13,7 @@ import pytest
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, DiskFullError, GenerationError, WeightSyncError, WorkerError
 from rl_core.interfaces import Manifest, Rendezvous
-from rl_core.trainer.checkpoint import list_checkpoints
+from rl_core.trainer.state.checkpoint import list_checkpoints
 from tests.core.loop_checks import STALENESS, require_nothing_is_lost
 from tests.core.scripted_run import Play, RestartedEngine, Script, ScriptedEngine, ScriptedRun, SleepingEngine
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from rl_core.trainer.buffer import FinishedGroup
-from rl_core.trainer.checkpoint import list_checkpoints, load_state
+from rl_core.trainer.groups import FinishedGroup
+from rl_core.trainer.state.checkpoint import list_checkpoints, load_state
 from tests.core.loop_checks import (
     EVERYTHING,
     STALENESS,

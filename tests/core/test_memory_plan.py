@@ -12,8 +12,8 @@ from rl_core.config import Config, from_mapping
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EnginePlan, RankPlan
 from rl_core.rank_kit.model_files import MAX_FILE_BYTES
-from rl_core.trainer.memory_plan import PROCESS_BYTES, ModelOnRanks, Peak, peaks, require_room, serving
-from rl_core.trainer.planned_run import arranged_models, longest_sequence
+from rl_core.trainer.before.memory_plan import PROCESS_BYTES, ModelOnRanks, Peak, peaks, require_room, serving
+from rl_core.trainer.before.planned_run import arranged_models, longest_sequence
 from tests.core.fake_plugins import install_backend
 
 BUCKETS = 2 * 1000

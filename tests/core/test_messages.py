@@ -13,7 +13,7 @@ import pytest
 
 from rl_core.errors import DataError
 from rl_core.interfaces import require_messages, require_tools
-from rl_core.trainer.data import read_rows
+from rl_core.trainer.before.data import read_rows
 
 ASKED = {"role": "user", "content": "12+30?"}
 CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 12, "b": None}}}

@@ -21,7 +21,7 @@ from rl_core.algorithms import (
     whiten,
 )
 from rl_core.batch import Batch
-from rl_core.trainer.batch_advantages import with_advantages, with_normalized_advantages
+from rl_core.trainer.update.batch_advantages import with_advantages, with_normalized_advantages
 
 P, Q = 0.5, 0.45
 """Probabilities of a token under the current policy and in the engine's distribution."""

@@ -12,9 +12,9 @@ from rl_core.config import Config, from_mapping, resolve
 from rl_core.config.checks import gather_room
 from rl_core.config.context import EVALUATION, TRAINING, context_of, require_room_for_responses
 from rl_core.errors import ConfigError, DataError, Mistakes
-from rl_core.trainer.data import DataRow
-from rl_core.trainer.preflight import _gather_prompts
-from rl_core.trainer.prompt_lengths import fitting
+from rl_core.trainer.before.preflight import _gather_prompts
+from rl_core.trainer.before.prompt_lengths import fitting
+from rl_core.trainer.groups import DataRow
 
 
 class Counts:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import rl_core.trainer.publish as publishing
+import rl_core.trainer.publishing.publish as publishing
 from rl_core.interfaces import Manifest, Rendezvous
-from rl_core.trainer.publish import publish_weights
+from rl_core.trainer.publishing.publish import publish_weights
 
 MANIFEST = Manifest(version=1, tensors={})
 

@@ -18,12 +18,18 @@ from rl_core.config import Config, from_mapping, resolve
 from rl_core.config.file_checks import check_files
 from rl_core.errors import CheckpointError, ConfigError, DeadlineError
 from rl_core.trainer import run as trainer_run
-from rl_core.trainer.checkpoint import RunState, begin_checkpoint, complete_checkpoint, complete_checkpoints, load_state
-from rl_core.trainer.data import read_rows
-from rl_core.trainer.fingerprint import fingerprint
-from rl_core.trainer.interrupts import Interrupts
-from rl_core.trainer.remote_checkpoints import CheckpointCopies, copies_of, fetch_checkpoint
-from rl_core.trainer.saving import CheckpointSaver
+from rl_core.trainer.before.data import read_rows
+from rl_core.trainer.loop.interrupts import Interrupts
+from rl_core.trainer.state.checkpoint import (
+    RunState,
+    begin_checkpoint,
+    complete_checkpoint,
+    complete_checkpoints,
+    load_state,
+)
+from rl_core.trainer.state.fingerprint import fingerprint
+from rl_core.trainer.state.remote_checkpoints import CheckpointCopies, copies_of, fetch_checkpoint
+from rl_core.trainer.state.saving import CheckpointSaver
 from tests.core.stored_checkpoints import write_weights
 from tests.core.test_saving import RecordedModels
 

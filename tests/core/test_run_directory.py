@@ -12,8 +12,8 @@ import pytest
 
 from rl_core.config import Config, dump_yaml, from_mapping, load
 from rl_core.errors import CheckpointError, ConfigError
-from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, list_checkpoints
-from rl_core.trainer.run_directory import MARK, newest_config, open_run_directory, set_aside_later_steps
+from rl_core.trainer.state.checkpoint import RunState, delete_old_checkpoints, list_checkpoints
+from rl_core.trainer.state.run_directory import MARK, newest_config, open_run_directory, set_aside_later_steps
 from tests.core.stored_checkpoints import save_checkpoint
 from tests.core.test_trackers import steps_in
 

@@ -15,8 +15,8 @@ from rl_core.errors import PluginError, WorkerError
 from rl_core.interfaces import Callback
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.trainer import run as trainer_run
-from rl_core.trainer.interrupts import Interrupts
-from rl_core.trainer.models import Models
+from rl_core.trainer.loop.interrupts import Interrupts
+from rl_core.trainer.update.models import Models
 
 
 class OpenTracker:

@@ -26,15 +26,15 @@ import pytest
 
 from rl_core.config import Config, from_mapping
 from rl_core.errors import ConfigError
-from rl_core.trainer import run_lock
-from rl_core.trainer.run_lock import held_directories, require_unused
+from rl_core.trainer.state import run_lock
+from rl_core.trainer.state.run_lock import held_directories, require_unused
 
 HOLDS = """
 import json, os, subprocess, sys, time
 from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
-from rl_core.trainer import run_lock
-from rl_core.trainer.run_lock import held_directories
+from rl_core.trainer.state import run_lock
+from rl_core.trainer.state.run_lock import held_directories
 
 run_lock._BEAT_S = 3600.0  # a touch would change the modification times that tests compare
 run_lock._PATIENCE_S = 200.0  # on a busy machine, a holder may pause before it writes its name
@@ -290,7 +290,7 @@ import os, sys
 from pathlib import Path
 from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
-from rl_core.trainer.run_lock import held_directories
+from rl_core.trainer.state.run_lock import held_directories
 
 if os.geteuid() == 0:  # root may write everywhere
     os.setgid(65534)

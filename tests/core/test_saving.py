@@ -13,8 +13,8 @@ import pytest
 
 from rl_core.errors import CheckpointError, DeadlineError
 from rl_core.stored_files import is_disk_full
-from rl_core.trainer.checkpoint import RunState, list_checkpoints, list_unfinished, load_state
-from rl_core.trainer.saving import CheckpointSaver
+from rl_core.trainer.state.checkpoint import RunState, list_checkpoints, list_unfinished, load_state
+from rl_core.trainer.state.saving import CheckpointSaver
 
 
 class RecordedModels:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rl_core.config import from_mapping
-from rl_core.trainer.scoring_pass import ScoringPass
-from rl_core.trainer.settings import update_settings
+from rl_core.trainer.before.settings import update_settings
+from rl_core.trainer.update.scoring_pass import ScoringPass
 from rl_fsdp import fsdp
 from rl_megatron import megatron
 from tests.core.test_update import FakeGroup, make_batch, policy_settings, update_with

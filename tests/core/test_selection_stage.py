@@ -6,9 +6,9 @@ import pytest
 
 from rl_core.errors import GenerationError
 from rl_core.interfaces import StopReason, Trajectory, TrajectoryStep
-from rl_core.trainer.buffer import FinishedGroup
-from rl_core.trainer.collate import collate
-from rl_core.trainer.group_selection import Selection, has_zero_variance
+from rl_core.trainer.groups import FinishedGroup
+from rl_core.trainer.loop.group_selection import Selection, has_zero_variance
+from rl_core.trainer.update.collate import collate
 
 
 def trajectory(group: int, reward: float, stop_reason: StopReason = "stop") -> Trajectory:

@@ -14,8 +14,8 @@ from rl_core.batch import Batch
 from rl_core.config import check_files, from_mapping
 from rl_core.config.checks import check_plugins
 from rl_core.errors import ConfigError, DeadlineError, GenerationError, RLError
-from rl_core.trainer import served_reference
-from rl_core.trainer.served_reference import ServedReference
+from rl_core.trainer.update import served_reference
+from rl_core.trainer.update.served_reference import ServedReference
 from tests.core.virtual_time import run_virtually
 
 Answer = Callable[[Sequence[Sequence[int]]], Mapping[str, Sequence[Sequence[float]]]]

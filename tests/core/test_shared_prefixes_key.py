@@ -9,7 +9,7 @@ import pytest
 from rl_core.config import from_mapping, resolve
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Role
-from rl_core.trainer.settings import worker_spec
+from rl_core.trainer.before.settings import worker_spec
 
 
 def shares(strategy: str, role: Role = "policy", **trainer: Any) -> bool:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.trainer.buffer import FinishedGroup
-from rl_core.trainer.loop import TrainingLoop
+from rl_core.trainer.groups import FinishedGroup
+from rl_core.trainer.loop.training_loop import TrainingLoop
 from tests.core.loop_checks import EVERYTHING, STALENESS, random_script, require_the_bound
 from tests.core.scripted_run import RecordedBuffer, Script, ScriptedRun
 

@@ -8,9 +8,9 @@ import attrs
 import pytest
 
 from rl_core.interfaces import TrajectoryStep
-from rl_core.trainer.buffer import FinishedGroup
-from rl_core.trainer.collate import collate
-from rl_core.trainer.step_metrics import cut_episodes_warning, rollout_metrics
+from rl_core.trainer.groups import FinishedGroup
+from rl_core.trainer.loop.step_metrics import cut_episodes_warning, rollout_metrics
+from rl_core.trainer.update.collate import collate
 from tests.core.test_collate import step, trajectory
 
 FREE = step([1, 2, 3], 1)

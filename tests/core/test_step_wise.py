@@ -27,7 +27,7 @@ from rl_core.algorithms import (
 )
 from rl_core.batch import Batch
 from rl_core.errors import PluginError
-from rl_core.trainer.batch_advantages import (
+from rl_core.trainer.update.batch_advantages import (
     load_estimator,
     with_advantages,
     with_kl_in_reward,

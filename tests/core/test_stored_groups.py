@@ -16,11 +16,11 @@ from rl_core.config import from_mapping
 from rl_core.config.resolving import as_mapping, leaves
 from rl_core.errors import CheckpointError
 from rl_core.interfaces import Completion, KeptTokens, Trajectory, TrajectoryStep, Turn
-from rl_core.trainer.buffer import FinishedGroup
-from rl_core.trainer.checkpoint import RunState
-from rl_core.trainer.fingerprint import plays_alike
-from rl_core.trainer.resumed_groups import resumed_groups, within_the_bound
-from rl_core.trainer.stored_groups import (
+from rl_core.trainer.groups import FinishedGroup
+from rl_core.trainer.state.checkpoint import RunState
+from rl_core.trainer.state.fingerprint import plays_alike
+from rl_core.trainer.state.resumed_groups import resumed_groups, within_the_bound
+from rl_core.trainer.state.stored_groups import (
     StartedGroup,
     StoredGroup,
     read_groups,

@@ -14,10 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DeadlineError, WorkerError
-from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
-from rl_core.trainer.checkpoint import list_checkpoints, load_state
-from rl_core.trainer.collate import collate
-from rl_core.trainer.step_training import whole_step
+from rl_core.trainer.groups import FinishedGroup
+from rl_core.trainer.loop.buffer import GroupBuffer
+from rl_core.trainer.loop.step_training import whole_step
+from rl_core.trainer.state.checkpoint import list_checkpoints, load_state
+from rl_core.trainer.update.collate import collate
 from tests.core.loop_checks import random_script, require_nothing_is_lost
 from tests.core.scripted_run import Play, RestartedEngine, Script, ScriptedRun
 from tests.core.virtual_time import virtual_now

@@ -13,8 +13,8 @@ from torch import Tensor
 from rl_core.algorithms.advantages import grpo_advantages
 from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
-from rl_core.trainer.settings import update_settings
-from rl_core.trainer.streaming import difference_alone, require_streamable
+from rl_core.trainer.before.settings import update_settings
+from rl_core.trainer.before.streaming import difference_alone, require_streamable
 from rl_fsdp import fsdp
 
 ALGORITHM = "trainer.algorithm"

@@ -25,7 +25,7 @@ from rl_core.reports.jsonl import StepLog, read_rows
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.reports.samples import SamplesWriter, read_samples, sample_of, with_logprobs
 from rl_core.reports.trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker, WandbTracker
-from rl_core.trainer.collate import collate
+from rl_core.trainer.update.collate import collate
 
 
 def steps_in(path: Path) -> list[int]:

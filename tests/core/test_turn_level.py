@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rl_core.algorithms import grpo_advantages, turn_level_advantages
 from rl_core.batch import Batch
-from rl_core.trainer.batch_advantages import load_estimator, with_advantages
+from rl_core.trainer.update.batch_advantages import load_estimator, with_advantages
 
 
 def conversation(turns: list[tuple[int, float]], group: int, trajectory: int, *, step_wise: bool) -> list[dict]:

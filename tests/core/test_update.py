@@ -22,16 +22,16 @@ from rl_core.config import from_mapping
 from rl_core.errors import NonFiniteError, PluginError
 from rl_core.interfaces import LossSpec, OptimizerStep
 from rl_core.rank_kit.objectives import objective_from_spec
-from rl_core.trainer.batch_advantages import (
+from rl_core.trainer.before.settings import update_settings
+from rl_core.trainer.update.batch_advantages import (
     load_estimator,
     with_advantages,
     with_loss_weights,
     with_off_policy_correction,
 )
-from rl_core.trainer.model_update import ModelUpdateSettings, mini_batch_sequences
-from rl_core.trainer.models import Models
-from rl_core.trainer.settings import update_settings
-from rl_core.trainer.update import BatchUpdate, UpdateSettings, prepared, rollout_agreement
+from rl_core.trainer.update.batch_update import BatchUpdate, UpdateSettings, prepared, rollout_agreement
+from rl_core.trainer.update.model_update import ModelUpdateSettings, mini_batch_sequences
+from rl_core.trainer.update.models import Models
 from rl_core.workers import MicroBatchLimits
 
 

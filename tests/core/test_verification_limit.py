@@ -16,8 +16,8 @@ from rl_core.batch import Batch
 from rl_core.config import from_mapping
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Completion, GenerateRequest
-from rl_core.trainer.settings import serving_settings
-from rl_core.trainer.verification import LIMITS, VerificationSettings, WeightVerification
+from rl_core.trainer.before.settings import serving_settings
+from rl_core.trainer.publishing.verification import LIMITS, VerificationSettings, WeightVerification
 from rl_core.workers import MicroBatchLimits
 
 PRETRAINED, USUAL = -15.3, -5.0

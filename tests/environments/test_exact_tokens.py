@@ -16,7 +16,7 @@ import torch
 
 from rl_core.interfaces import Completion, GenerateRequest, GroupRequest, SamplingParams, Trajectory
 from rl_core.testing.scripted_engine import Exchange
-from rl_core.trainer.collate import collate, merged
+from rl_core.trainer.update.collate import collate, merged
 from rl_environments.tools import BrokenCall, Call, CallFormat, ToolEnvironment, tool
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits

@@ -18,8 +18,8 @@ import pytest
 from rl_core import plugins
 from rl_core.errors import ConfigError, DataError, DeadlineError, Mistakes
 from rl_core.testing.environments import EnvironmentConformance
-from rl_core.trainer.data import DataRow
-from rl_core.trainer.environment_checks import gather_unplayable
+from rl_core.trainer.before.environment_checks import gather_unplayable
+from rl_core.trainer.groups import DataRow
 from rl_environments import mathematics
 from rl_environments.judge_pool import JudgeError, JudgePool, close_pools
 from rl_environments.mathematics import MathematicsEnvironment, reference_answers

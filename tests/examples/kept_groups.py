@@ -14,7 +14,7 @@ import attrs
 import pytest
 
 from rl_core.reports.jsonl import read_rows
-from rl_core.trainer.checkpoint import RunState
+from rl_core.trainer.state.checkpoint import RunState
 
 
 @attrs.frozen(kw_only=True)

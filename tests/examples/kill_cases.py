@@ -28,8 +28,8 @@ import psutil
 
 from rl_core.config import Config
 from rl_core.errors import RLError
-from rl_core.trainer.checkpoint import RunState, complete_checkpoints, load_state
 from rl_core.trainer.run import run_training
+from rl_core.trainer.state.checkpoint import RunState, complete_checkpoints, load_state
 from tests.examples.child_output import print_into
 from tests.examples.kept_groups import Sizes
 from tests.examples.kill_plugins import SECONDS, Strike, Victim, arm, await_strike

@@ -20,7 +20,7 @@ class Noticed(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._is_noticed = threading.Event()
-        logging.getLogger("rl_core.trainer.interrupts").addHandler(self)
+        logging.getLogger("rl_core.trainer.loop.interrupts").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._is_noticed.set()

@@ -24,7 +24,7 @@ from rl_core.interfaces import (
     require_messages,
     require_tools,
 )
-from rl_core.trainer.batch_advantages import load_estimator
+from rl_core.trainer.update.batch_advantages import load_estimator
 
 DOCS = Path(__file__).parents[2] / "docs"
 

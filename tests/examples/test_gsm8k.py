@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from rl_core.config import load
 from rl_core.errors import ConfigErrors, DataError
 from rl_core.interfaces import Action
-from rl_core.trainer.data import read_rows
-from rl_core.trainer.preflight import preflight
+from rl_core.trainer.before.data import read_rows
+from rl_core.trainer.before.preflight import preflight
 from rl_core.trainer.run import run_training
 from rl_environments.answers import number_behind_hashes
 from rl_examples.gsm8k import Gsm8kEnvironment, ground_truth, prepare

@@ -17,8 +17,8 @@ from rl_core.reports.jsonl import read_rows
 from rl_core.reports.samples import read_samples
 from rl_core.testing.environments import EnvironmentConformance
 from rl_core.testing.scripted_engine import ScriptedClient
-from rl_core.trainer.collate import collate
 from rl_core.trainer.run import run_generation, run_training
+from rl_core.trainer.update.collate import collate
 from rl_examples.arithmetic import write_rows
 from rl_examples.guess import GuessEnvironment, numbers, recipe, write_model
 from rl_rollout.chat import TokenCodec, load_tokenizer

@@ -20,10 +20,10 @@ import pytest
 from rl_core.config import Config
 from rl_core.interfaces import TrajectoryStep
 from rl_core.trainer import run
-from rl_core.trainer.checkpoint import RunState
-from rl_core.trainer.resumed_groups import ResumedGroups, resumed_groups
-from rl_core.trainer.rollouts import Rollouts
-from rl_core.trainer.stored_groups import StoredGroup
+from rl_core.trainer.loop.rollouts import Rollouts
+from rl_core.trainer.state.checkpoint import RunState
+from rl_core.trainer.state.resumed_groups import ResumedGroups, resumed_groups
+from rl_core.trainer.state.stored_groups import StoredGroup
 from tests.examples.kept_groups import Sizes, require_every_group_once, require_listed_groups_once
 from tests.examples.kill_cases import (
     BOUNDS_AND_DEPTHS,

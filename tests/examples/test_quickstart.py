@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.config import Config, load
-from rl_core.trainer.data import read_rows
-from rl_core.trainer.preflight import preflight
+from rl_core.trainer.before.data import read_rows
+from rl_core.trainer.before.preflight import preflight
 from rl_core.trainer.run import run_training
 from rl_examples import quickstart
 from rl_examples.quickstart import prepare

@@ -21,7 +21,7 @@ from rl_core import hub
 from rl_core.cli import main
 from rl_core.config import Config, load
 from rl_core.errors import RLError
-from rl_core.trainer.preflight import preflight, prepare, prepare_playing
+from rl_core.trainer.before.preflight import preflight, prepare, prepare_playing
 
 BuildConfig = Callable[..., Config]
 

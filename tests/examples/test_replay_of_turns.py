@@ -22,8 +22,8 @@ from rl_core.testing.backend import PRELOADED, expected_scores
 from rl_core.testing.cases import LOSS, Case, Variant, open_case
 from rl_core.testing.reference_worker import ReferenceWorker
 from rl_core.testing.scripted_engine import ScriptedClient
-from rl_core.trainer import step_merging
-from rl_core.trainer.collate import collate, merged
+from rl_core.trainer.update import step_merging
+from rl_core.trainer.update.collate import collate, merged
 from rl_examples.guess import MAX_GUESSES, write_moe_model
 from rl_fsdp import FsdpOptions, FsdpWorker, fsdp
 from rl_megatron import MegatronOptions

@@ -21,10 +21,10 @@ from rl_core.config import Config
 from rl_core.interfaces import Trajectory
 from rl_core.reports.jsonl import read_rows
 from rl_core.reports.trackers import JsonlTracker
-from rl_core.trainer import interrupts
 from rl_core.trainer.callbacks import Callback, Control
-from rl_core.trainer.checkpoint import complete_checkpoints
+from rl_core.trainer.loop import interrupts
 from rl_core.trainer.run import run_training
+from rl_core.trainer.state.checkpoint import complete_checkpoints
 from tests.examples.child_output import exit_code_of, print_into
 
 BuildConfig = Callable[..., Config]

@@ -19,7 +19,7 @@ from rl_core.interfaces import TrajectoryStep
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.reports.jsonl import read_rows
 from rl_core.reports.samples import read_samples
-from rl_core.trainer.data import read_rows as read_data
+from rl_core.trainer.before.data import read_rows as read_data
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
 from tests.examples.environments import PressesTheKey
 from tests.examples.kept_samples import SAMPLES

@@ -20,9 +20,9 @@ from rl_core.cli import main
 from rl_core.config import Config, dump_yaml
 from rl_core.errors import ConfigError
 from rl_core.reports.jsonl import read_rows
-from rl_core.trainer import run_lock
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.run import run_training
+from rl_core.trainer.state import run_lock
 
 BuildConfig = Callable[..., Config]
 TINY = {"trainer__max_training_steps": 2, "trainer__eval_before_train": False, "trainer__eval_interval": -1}

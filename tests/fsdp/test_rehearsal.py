@@ -13,8 +13,8 @@ from rl_core import config as configuration
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Rehearser
-from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_model
-from rl_core.trainer.rehearsed_run import planned_phase, rehearsed_model
+from rl_core.trainer.before.planned_run import arranged_models, longest_sequence, planned_model
+from rl_core.trainer.before.rehearsed_run import planned_phase, rehearsed_model
 from rl_fsdp import FsdpOptions, fsdp
 from rl_fsdp.backend import fsdp1
 

@@ -18,10 +18,10 @@ from rl_core.batch import Batch
 from rl_core.interfaces import LossSpec, RankInfo
 from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.testing.models import make_checkpoint
-from rl_core.trainer.model_update import ModelUpdateSettings
-from rl_core.trainer.models import Models
-from rl_core.trainer.scoring_pass import ScoringPass
-from rl_core.trainer.update import BatchUpdate, UpdateSettings, rollout_agreement
+from rl_core.trainer.update.batch_update import BatchUpdate, UpdateSettings, rollout_agreement
+from rl_core.trainer.update.model_update import ModelUpdateSettings
+from rl_core.trainer.update.models import Models
+from rl_core.trainer.update.scoring_pass import ScoringPass
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_fsdp import fsdp
 from rl_fsdp.worker import FsdpWorker

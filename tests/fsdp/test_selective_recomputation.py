@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from rl_core import config as configuration
 from rl_core.interfaces import LossSpec
 from rl_core.rank_kit.scoring import recomputation
-from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_model
-from rl_core.trainer.rehearsed_run import planned_phase, rehearsed_model
+from rl_core.trainer.before.planned_run import arranged_models, longest_sequence, planned_model
+from rl_core.trainer.before.rehearsed_run import planned_phase, rehearsed_model
 from rl_fsdp import FsdpOptions
 from tests.fsdp.conftest import StartWorker, random_batch
 

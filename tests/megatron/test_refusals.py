@@ -20,7 +20,7 @@ from rl_core.config.keys import UNSUPPORTED
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WorkerSpec
 from rl_core.layout import Mesh
-from rl_core.trainer.preflight import require_token_budget
+from rl_core.trainer.before.preflight import require_token_budget
 from rl_megatron import megatron
 from rl_megatron.checks.lora_targets import bridge_layers
 from rl_megatron.checks.model_setup import setup_of

@@ -10,8 +10,8 @@ import pytest
 
 from rl_core.config import from_mapping
 from rl_core.errors import WeightSyncError
-from rl_core.trainer.settings import serving_settings
-from rl_core.trainer.verification import WeightVerification
+from rl_core.trainer.before.settings import serving_settings
+from rl_core.trainer.publishing.verification import WeightVerification
 from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import load_model
 from tests.real_model.real_text import real_model

@@ -29,9 +29,9 @@ from rl_core.interfaces import (
 )
 from rl_core.seeds import seed_of
 from rl_core.testing.models import character_tokenizer
-from rl_core.trainer.checkpoint import list_checkpoints, load_state
-from rl_core.trainer.recorded_answers import GroupAnswers, RecordingSampler, request_key
-from rl_core.trainer.stored_groups import StartedGroup, read_groups, read_started_groups
+from rl_core.trainer.state.checkpoint import list_checkpoints, load_state
+from rl_core.trainer.state.recorded_answers import GroupAnswers, RecordingSampler, request_key
+from rl_core.trainer.state.stored_groups import StartedGroup, read_groups, read_started_groups
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes, sample_seed

@@ -18,7 +18,7 @@ import pytest
 from rl_core.errors import ConfigError
 from rl_core.interfaces import GenerateRequest, GroupRequest, SamplingParams, StepResult, Trajectory
 from rl_core.testing.scripted_engine import Exchange, ScriptedClient, expected_routes
-from rl_core.trainer.collate import collate, merged
+from rl_core.trainer.update.collate import collate, merged
 from rl_rollout.chat import TokenCodec
 from rl_rollout.conversation import ChatHistory, RenderedHistory, Tokens
 from rl_rollout.episode import Limits

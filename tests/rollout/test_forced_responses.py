@@ -14,8 +14,8 @@ import torch
 from rl_core.interfaces import GenerateRequest, GroupRequest, PlacementKind, SamplingParams, Trajectory
 from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
-from rl_core.trainer.collate import collate, merged
-from rl_core.trainer.update import rollout_agreement
+from rl_core.trainer.update.batch_update import rollout_agreement
+from rl_core.trainer.update.collate import collate, merged
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes

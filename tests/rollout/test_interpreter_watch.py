@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """\
 import asyncio, sys, time
 from rl_core.interfaces import Action, StepResult
-from rl_core.trainer.interrupts import Interrupts
+from rl_core.trainer.loop.interrupts import Interrupts
 from rl_rollout import interpreter_watch
 from rl_rollout.environment_pool import EnvironmentPool
 from tests.rollout.odd_rewards import holds

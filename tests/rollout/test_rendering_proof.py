@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rl_core.errors import ConfigError, DataError, RLError
-from rl_core.trainer.conversation_proof import require_proved
-from rl_core.trainer.data import DataRow
-from rl_core.trainer.preflight import NoSampler
+from rl_core.trainer.before.conversation_proof import require_proved
+from rl_core.trainer.before.preflight import NoSampler
+from rl_core.trainer.groups import DataRow
 from rl_environments.tools import ToolEnvironment, tool
 from rl_rollout.chat import TokenCodec
 from rl_rollout.conversation import start_history
@@ -364,7 +364,7 @@ def generator_of(template: str) -> DatasetGenerator:
 
 def test_the_proof_names_the_row_and_says_how_long_it_took(caplog: pytest.LogCaptureFixture):
     good, bad = {"messages": [USER, ANSWER]}, {"messages": [USER, CALL, RESULT, ANSWER]}
-    with caplog.at_level(logging.INFO, logger="rl_core.trainer.conversation_proof"):
+    with caplog.at_level(logging.INFO, logger="rl_core.trainer.before.conversation_proof"):
         require_proved(rows_of(*[good] * 300), generator_of(CHATML))
     (record,) = caplog.records
     assert record.getMessage().startswith("conversation proof: 0.")

@@ -131,7 +131,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=["completion", "pair", "implicit"])
 def test_rows_with_responses_begin_as_prompts_do(row: dict[str, str]):
-    from rl_core.trainer.data import checked_row
+    from rl_core.trainer.before.data import checked_row
 
     tokenizer = tokenizer_with(PLACES["bert"])
     encoder = RowEncoder(
@@ -154,7 +154,7 @@ def test_rows_with_responses_begin_as_prompts_do(row: dict[str, str]):
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("kind", ["environment", "dataset"])
 def test_the_key_reaches_the_generators_of_a_run(kind: str, adds: bool, tmp_path: Path):
-    from rl_core.trainer.preflight import NoSampler
+    from rl_core.trainer.before.preflight import NoSampler
 
     tokenizer = tokenizer_with(PLACES["llama"])
     model = make_checkpoint(tmp_path / "model", vocab_size=len(tokenizer))

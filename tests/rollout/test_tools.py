@@ -23,7 +23,7 @@ from rl_core.interfaces import (
     require_tools,
 )
 from rl_core.testing.scripted_engine import Exchange, ScriptedClient
-from rl_core.trainer.collate import collate
+from rl_core.trainer.update.collate import collate
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from rl_core.errors import ConfigError
 from rl_core.interfaces import GenerateRequest, StepResult, Trajectory
 from rl_core.testing.scripted_engine import ScriptedClient
-from rl_core.trainer.models import Models
 from rl_core.trainer.run import run_training
+from rl_core.trainer.update.models import Models
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes

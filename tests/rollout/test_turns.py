@@ -11,9 +11,9 @@ from rl_core.interfaces import GenerateRequest, StepResult, Trajectory
 from rl_core.reports.samples import sample_of
 from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
-from rl_core.trainer.collate import collate
-from rl_core.trainer.evaluation import trajectory_means
-from rl_core.trainer.group_selection import Selection
+from rl_core.trainer.loop.evaluation import trajectory_means
+from rl_core.trainer.loop.group_selection import Selection
+from rl_core.trainer.update.collate import collate
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes

@@ -12,8 +12,8 @@ import pytest
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import LoraConfig
-from rl_core.trainer import verification
-from rl_core.trainer.verification import verification_of
+from rl_core.trainer.publishing import verification
+from rl_core.trainer.publishing.verification import verification_of
 from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import load_model
 from tests.rollout.vllm.servers import write_model

@@ -13,7 +13,7 @@ import pytest
 from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
 
 from rl_core.errors import DataError
-from rl_core.trainer.data import read_rows
+from rl_core.trainer.before.data import read_rows
 from rl_rollout.chat import TokenCodec
 from rl_rollout.supervised_tokens import RowEncoder
 from tests.rollout.chat_templates import tokenizer_of

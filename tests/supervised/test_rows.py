@@ -10,7 +10,7 @@ import pytest
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.testing.models import character_tokenizer
-from rl_core.trainer.data import read_rows
+from rl_core.trainer.before.data import read_rows
 from rl_rollout.chat import TokenCodec
 from rl_rollout.dataset_generator import DatasetGenerator
 from rl_rollout.generator_options import DatasetGeneratorOptions

@@ -15,8 +15,8 @@ import pytest
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Row
-from rl_core.trainer.data import read_rows
-from rl_core.trainer.prompt_lengths import fitting_rows
+from rl_core.trainer.before.data import read_rows
+from rl_core.trainer.before.prompt_lengths import fitting_rows
 from rl_rollout.chat import TokenCodec
 from rl_rollout.supervised_tokens import RowEncoder, Supervised
 from tests.rollout.chat_templates import TOOL_CHATML, tokenizer_of
@@ -195,7 +195,7 @@ def test_a_template_that_does_not_show_tools_is_refused(family: str):
 def test_a_row_with_invalid_tools_is_named_before_the_run(tmp_path: Path):
     from rl_core.config import generator_spec
     from rl_core.testing.models import make_checkpoint
-    from rl_core.trainer.preflight import NoSampler
+    from rl_core.trainer.before.preflight import NoSampler
 
     tokenizer = tokenizer_with(TOOL_CHATML)
     model = make_checkpoint(tmp_path / "model", max_position_embeddings=2048, vocab_size=len(tokenizer))

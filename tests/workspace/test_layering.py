@@ -36,15 +36,17 @@ MAY_IMPORT = {
 }
 
 
-def listed_layers() -> tuple[str, ...]:
-    """The layers of rl_core from the ground up, as docs/design.md lists them."""
+def listed(heading: str) -> tuple[str, ...]:
+    """The first column of a table in docs/design.md, from the ground up."""
     text = (ROOT / "docs" / "design.md").read_text()
-    table = text.partition("| layer |")[2].partition("\n\n")[0]
+    table = text.partition(f"| {heading} |")[2].partition("\n\n")[0]
     return tuple(reversed(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)))
 
 
-LAYERS = listed_layers()
+LAYERS = listed("layer")
 """Each layer imports only layers before it."""
+ROOMS = {"rl_core.trainer": listed("room")}
+"""Package → its modules and folders. Each imports only those before it."""
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
 """Layer that is useful without other layers → the only library that it imports. Of rl_core it imports only `GROUND`."""
 GROUND = {"errors", "columns", "function_settings", "trajectory_rows"}
@@ -115,6 +117,22 @@ def layer_violations(imports: list[Import]) -> list[str]:
     return wrong
 
 
+def room_violations(imports: list[Import]) -> list[str]:
+    wrong = []
+    for (package, rooms), found in itertools.product(ROOMS.items(), imports):
+        upper, lower = (
+            f"{name}.".removeprefix(f"{package}.").partition(".") for name in (found.importer, found.imported)
+        )
+        inside = found.importer.startswith(f"{package}.") and found.imported.startswith(f"{package}.")
+        if not inside or upper[0] == lower[0]:
+            continue
+        if upper[0] not in rooms or lower[0] not in rooms:
+            wrong.append(f"{found}: rooms of {package}, in docs/design.md, are {', '.join(rooms)}")
+        elif rooms.index(lower[0]) > rooms.index(upper[0]):
+            wrong.append(f"{found}: {lower[0]} stands above {upper[0]}")
+    return wrong
+
+
 def contract_violations(imports: list[Import]) -> list[str]:
     modules = {path.stem for path in (source_root("rl_core") / CONTRACTS.replace(".", "/")).glob("*.py")}
     return [
@@ -156,6 +174,18 @@ def test_packages_import_only_packages_below_them(package):
 def test_layers_of_rl_core_import_only_layers_below_them():
     wrong = layer_violations(imports_of(source_root("rl_core")))
     assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_import_only_rooms_below_them():
+    wrong = room_violations([found for package in PACKAGES for found in imports_of(source_root(package))])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_every_module_of_a_package_with_rooms_is_in_a_listed_room(package):
+    folder = source_root(package.partition(".")[0]) / package.replace(".", "/")
+    found = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert found - {"__init__"} == set(ROOMS[package])
 
 
 def test_rl_core_imports_no_engine_and_its_lower_layers_stand_alone():
@@ -247,6 +277,26 @@ def test_made_up_layers_that_import_upwards_are_caught(tmp_path):
         "imports rl_core.Batch: import the name from the module that defines it",
     ]
     assert any("'helpers' is in no layer" in message for message in messages)
+
+
+def test_made_up_rooms_that_import_upwards_are_caught(tmp_path):
+    tree = source_tree(
+        tmp_path,
+        {
+            "rl_core/trainer/run.py": "from rl_core.trainer.before import preflight\n",
+            "rl_core/trainer/groups.py": "from rl_core.trainer.loop.buffer import GroupBuffer\n",
+            "rl_core/trainer/state/saving.py": "from rl_core.trainer import run\nfrom rl_core.trainer.state import x\n",
+            "rl_core/trainer/helpers.py": "from rl_core.trainer.groups import DataRow\n",
+        },
+    )
+    assert [message.partition(" ")[2].partition(": ")[::2] for message in room_violations(imports_of(tree))] == [
+        ("imports rl_core.trainer.loop.buffer.GroupBuffer", "loop stands above groups"),
+        (
+            "imports rl_core.trainer.groups.DataRow",
+            f"rooms of rl_core.trainer, in docs/design.md, are {', '.join(ROOMS['rl_core.trainer'])}",
+        ),
+        ("imports rl_core.trainer.run", "run stands above state"),
+    ]
 
 
 def test_made_up_imports_past_the_contracts_package_are_caught(tmp_path):

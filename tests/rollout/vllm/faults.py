@@ -23,7 +23,7 @@ from torch import Tensor
 from rl_core.errors import RLError, WeightSyncError
 from rl_core.interfaces import Completion, GenerateRequest, Rendezvous, WeightBucket, WeightTransport
 from rl_core.rank_kit.weight_buckets import pack_buckets, with_checksums
-from rl_core.trainer.publish import publish_weights
+from rl_core.trainer.publishing.publish import publish_weights
 from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.shared_memory import Segment, SharedMemoryTransport

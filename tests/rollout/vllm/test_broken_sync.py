@@ -11,7 +11,7 @@ import pytest
 
 from rl_core.errors import DeadlineError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous
-from rl_core.trainer.publish import publish_weights
+from rl_core.trainer.publishing.publish import publish_weights
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import LostUnderRequest

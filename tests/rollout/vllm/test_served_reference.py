@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_core.batch import Batch
-from rl_core.trainer.served_reference import ServedReference
+from rl_core.trainer.update.served_reference import ServedReference
 from rl_rollout.transports.files import FilesTransport
 from tests.rollout.vllm.servers import RunningServer, connect
 from tests.rollout.vllm.trainers import LIMITS, Trainer, policy_of

@@ -12,11 +12,11 @@ import pytest
 from rl_core import plugins
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, PauseMode, WeightBucket, WorkerSpec
-from rl_core.trainer.colocation import EngineTurns
-from rl_core.trainer.publish import publish_weights
-from rl_core.trainer.serving import ServedEngines, ServingSettings
-from rl_core.trainer.verification import LIMITS as LARGEST
-from rl_core.trainer.verification import VerificationSettings, WeightVerification
+from rl_core.trainer.publishing.colocation import EngineTurns
+from rl_core.trainer.publishing.publish import publish_weights
+from rl_core.trainer.publishing.serving import ServedEngines, ServingSettings
+from rl_core.trainer.publishing.verification import LIMITS as LARGEST
+from rl_core.trainer.publishing.verification import VerificationSettings, WeightVerification
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 BUCKET_BYTES = 1 << 15

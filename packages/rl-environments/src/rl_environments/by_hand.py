@@ -62,7 +62,7 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
         raise ConfigError(f"got both --row and --data {data}; pass only one of them")
     if row is None and data is None:
         raise ConfigError("name the row to play: pass either --data FILE --number N or --row '{\"prompt\": …}'")
-    from rl_core.trainer.data import checked_row, read_rows
+    from rl_core.trainer.before.data import checked_row, read_rows
 
     if data is not None:
         rows = read_rows([data], key="--data")
@@ -110,8 +110,8 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
         DeadlineError: the environment did not answer within `timeout_s`.
     """
     factory: Any = plugins.load("rl_core.environments", name)
-    from rl_core.trainer.data import DataRow
-    from rl_core.trainer.environment_checks import gather_unplayable
+    from rl_core.trainer.before.environment_checks import gather_unplayable
+    from rl_core.trainer.groups import DataRow
 
     mistakes = Mistakes()
     gather_unplayable(name, factory, options, [DataRow(row, "the row")], mistakes)

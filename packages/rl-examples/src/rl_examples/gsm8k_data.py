@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from rl_core.errors import DataError, RLError
-from rl_core.trainer.data import has_lone_surrogate
+from rl_core.trainer.before.data import has_lone_surrogate
 from rl_environments.answers import number_behind_hashes
 from rl_examples.data_files import write_rows
 

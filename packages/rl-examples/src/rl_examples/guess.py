@@ -145,7 +145,7 @@ def write_moe_model(directory: Path, *, seed: int) -> None:
 
 def _write_start_model(directory: Path, write: Callable[..., None], *, seed: int) -> None:
     """Warm-starts the model on random guesses, until its greedy games sometimes find the number."""
-    from rl_core.trainer.data import DataRow
+    from rl_core.trainer.groups import DataRow
     from rl_examples.warm_start import WarmStart, warm_start
     from rl_examples.whole_models import make_whole
 

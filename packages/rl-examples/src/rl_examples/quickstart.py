@@ -82,7 +82,7 @@ def _write_start_model(
 ) -> None:
     """Warm-starts an untrained model on `problems` and writes it to `directory`. The model depends only on the seed,
     not on the data, backend or adapters of the run that uses it."""
-    from rl_core.trainer.data import DataRow
+    from rl_core.trainer.groups import DataRow
     from rl_examples.warm_start import WarmStart, warm_start
     from rl_examples.whole_models import make_whole
 

@@ -159,7 +159,7 @@ def write_start_model(
             `rl_examples.arithmetic.write_model`.
         warm_start_settings: fields of `rl_examples.warm_start.WarmStart`.
     """
-    from rl_core.trainer.data import DataRow
+    from rl_core.trainer.groups import DataRow
     from rl_examples.arithmetic import write_model as write_character_model
     from rl_examples.warm_start import WarmStart, warm_start
     from rl_examples.whole_models import is_to_be_made, make_whole

@@ -21,11 +21,11 @@ from rl_core.config import Config, engine_spec, generator_spec
 from rl_core.errors import RLError
 from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, SamplingParams
 from rl_core.reports.progress import Progress
-from rl_core.trainer.data import DataRow
-from rl_core.trainer.evaluation import evaluate
-from rl_core.trainer.publish import publish_weights
-from rl_core.trainer.rollouts import RolloutSettings
-from rl_core.trainer.settings import worker_spec
+from rl_core.trainer.before.settings import worker_spec
+from rl_core.trainer.groups import DataRow
+from rl_core.trainer.loop.evaluation import evaluate
+from rl_core.trainer.loop.rollouts import RolloutSettings
+from rl_core.trainer.publishing.publish import publish_weights
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 

@@ -39,7 +39,7 @@ def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
 
 def _scoring(config: configuration.Config) -> tuple[str, str, str]:
     """The row `scoring_pass`, which is derived from several keys."""
-    from rl_core.trainer.settings import update_settings  # imports torch
+    from rl_core.trainer.before.settings import update_settings  # imports torch
 
     try:
         scoring = update_settings(config).scoring

@@ -21,8 +21,8 @@ from rl_core.layout.ranges import ranges
 from rl_core.rank_kit.worker_specs import SECTIONS
 
 if TYPE_CHECKING:
-    from rl_core.trainer.memory_plan import ModelOnRanks, Peak, Serving
-    from rl_core.trainer.planned_run import ArrangedModel
+    from rl_core.trainer.before.memory_plan import ModelOnRanks, Peak, Serving
+    from rl_core.trainer.before.planned_run import ArrangedModel
 
 _MANY_RANKS = 16
 """With more ranks than this, ranks with equal layers and memory share a row."""
@@ -49,7 +49,7 @@ def show_plan(
         ConfigErrors: several values are invalid.
     """
     from rl_core.rank_kit.model_proof import require_proof
-    from rl_core.trainer.planned_run import arranged_models, planned_engine, require_structures
+    from rl_core.trainer.before.planned_run import arranged_models, planned_engine, require_structures
 
     config = loaded.config
     configuration.check_values(config)
@@ -77,7 +77,7 @@ def show_plan(
 
 def require_made_models(loaded: configuration.Loaded) -> None:
     """Raises ConfigError if the recipe still has to create a model of the run."""
-    from rl_core.trainer.settings import model_shapes
+    from rl_core.trainer.before.settings import model_shapes
 
     for role in model_shapes(loaded.config):
         key, path = f"{SECTIONS[role]}.model.path", _model_name(loaded.config, role)
@@ -116,8 +116,8 @@ class _Plan:
         context: int,
         limits: _Limits,
     ) -> _Plan:
-        from rl_core.trainer.memory_plan import peaks, require_room, serving
-        from rl_core.trainer.planned_run import planned_model
+        from rl_core.trainer.before.memory_plan import peaks, require_room, serving
+        from rl_core.trainer.before.planned_run import planned_model
 
         planned = [planned_model(config, role, model, context) for role, model in models.items()]
         found = peaks(config, planned, engine, context=context, device_bytes=limits.device)
@@ -132,7 +132,7 @@ class _Plan:
 
 def _contexts(config: Config, asked: int | None) -> list[int]:
     """Returns the sequence lengths to plan: the configured one, doubled repeatedly up to the requested one."""
-    from rl_core.trainer.planned_run import longest_sequence
+    from rl_core.trainer.before.planned_run import longest_sequence
 
     longest = longest_sequence(config)
     if asked is None:
@@ -153,7 +153,7 @@ def _num_bytes(gib: float | None) -> int | None:
 
 
 def _title(config: Config, model: ArrangedModel, planned: ModelOnRanks) -> str:
-    from rl_core.trainer.planned_run import micro_batch_size
+    from rl_core.trainer.before.planned_run import micro_batch_size
 
     mesh, spec = model.mesh, model.spec
     tokens, count = micro_batch_size(config, planned.role, mesh)

@@ -13,8 +13,8 @@ from rl_core import config as configuration
 from rl_core.cli.planning import require_made_models
 
 if TYPE_CHECKING:
-    from rl_core.trainer.memory_plan import ModelOnRanks
-    from rl_core.trainer.rehearsed_run import RehearsedModel
+    from rl_core.trainer.before.memory_plan import ModelOnRanks
+    from rl_core.trainer.before.rehearsed_run import RehearsedModel
 
 _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations")
 
@@ -26,8 +26,8 @@ def show_rehearsal(loaded: configuration.Loaded) -> None:
         ConfigError: a value is invalid, the recipe has not yet created a model, a model's ranks form no valid mesh, or
             its backend cannot plan or rehearse this configuration; ConfigErrors: several values are invalid.
     """
-    from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_model
-    from rl_core.trainer.rehearsed_run import rehearsed_model
+    from rl_core.trainer.before.planned_run import arranged_models, longest_sequence, planned_model
+    from rl_core.trainer.before.rehearsed_run import rehearsed_model
 
     config = loaded.config
     configuration.check_values(config)
@@ -45,7 +45,7 @@ def show_rehearsal(loaded: configuration.Loaded) -> None:
 
 
 def _table(rehearsed: RehearsedModel, planned: ModelOnRanks) -> Table:
-    from rl_core.trainer.rehearsed_run import planned_phase
+    from rl_core.trainer.before.rehearsed_run import planned_phase
 
     table = Table(title="peak memory of the rank's device in GiB, and operations in units of 10^12")
     table.add_column("phase")

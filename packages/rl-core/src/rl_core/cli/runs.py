@@ -16,7 +16,7 @@ from rl_core.errors import ConfigError
 from rl_core.stored_files import is_found
 
 if TYPE_CHECKING:
-    from rl_core.trainer.run_directory import RunSummary
+    from rl_core.trainer.state.run_directory import RunSummary
 
 
 def load(source: str, overrides: Sequence[str], tiny: bool) -> configuration.Loaded:
@@ -44,9 +44,9 @@ def train(loaded: configuration.Loaded, started: float) -> int:
 
 def describe(loaded: configuration.Loaded) -> int:
     """Runs the checks that are possible before the start and describes the run (`--dry-run`). Returns the exit code."""
-    from rl_core.trainer.planned_run import require_structures
-    from rl_core.trainer.preflight import preflight
-    from rl_core.trainer.settings import update_settings
+    from rl_core.trainer.before.planned_run import require_structures
+    from rl_core.trainer.before.preflight import preflight
+    from rl_core.trainer.before.settings import update_settings
 
     left_to_prove = preflight(loaded)
     require_structures(loaded.config)
@@ -100,9 +100,9 @@ def _warn_of_start_model(loaded: configuration.Loaded) -> None:
 
 
 def _planned_steps(loaded: configuration.Loaded) -> str:
-    from rl_core.trainer.data import is_at_hand
-    from rl_core.trainer.environment_checks import configured_rows
-    from rl_core.trainer.settings import num_steps
+    from rl_core.trainer.before.data import is_at_hand
+    from rl_core.trainer.before.environment_checks import configured_rows
+    from rl_core.trainer.before.settings import num_steps
 
     config = loaded.config
     missing = [file for file in config.data.train_data if not is_at_hand(file)]
@@ -118,8 +118,8 @@ def _planned_steps(loaded: configuration.Loaded) -> str:
 
 def has_checkpoint(loaded: configuration.Loaded) -> bool:
     """Whether the run has a checkpoint and a stored configuration from which it can resume."""
-    from rl_core.trainer.checkpoint import list_checkpoints
-    from rl_core.trainer.run_directory import newest_config
+    from rl_core.trainer.state.checkpoint import list_checkpoints
+    from rl_core.trainer.state.run_directory import newest_config
 
     return newest_config(loaded.config.run_dir).exists() and bool(list_checkpoints(loaded.config.ckpt_dir))
 
@@ -127,8 +127,8 @@ def has_checkpoint(loaded: configuration.Loaded) -> bool:
 def resume_hint(loaded: configuration.Loaded) -> str:
     """Returns a message that says how to resume the run from its newest checkpoint or, if it has none, how to start it
     again."""
-    from rl_core.trainer.checkpoint import list_checkpoints
-    from rl_core.trainer.run_directory import newest_config
+    from rl_core.trainer.state.checkpoint import list_checkpoints
+    from rl_core.trainer.state.run_directory import newest_config
 
     config = loaded.config
     file, checkpoints = newest_config(config.run_dir), list_checkpoints(config.ckpt_dir)

@@ -58,34 +58,10 @@ from rl_core.reports.report_page import write_report
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.reports.samples import SamplesWriter, sample_of
 from rl_core.stored_files import is_disk_full
-from rl_core.trainer.buffer import GroupBuffer
-from rl_core.trainer.checkpoint import after_making_room
-from rl_core.trainer.colocation import EngineTurns, begin_with_models
-from rl_core.trainer.data import DataRow, PromptSource
-from rl_core.trainer.environment_checks import configured_rows
-from rl_core.trainer.evaluation import evaluate, play_rows
-from rl_core.trainer.fingerprint import fingerprint, require_same_groups, with_prompts
-from rl_core.trainer.group_selection import Selection
-from rl_core.trainer.interrupts import CLOSE_S, Interrupts
-from rl_core.trainer.loop import TrainingLoop
-from rl_core.trainer.models import Models
-from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing, say_changes
-from rl_core.trainer.prompt_lengths import fitting
-from rl_core.trainer.recorded_answers import RecordingSampler
-from rl_core.trainer.remote_checkpoints import fetch_checkpoint
-from rl_core.trainer.resumed_groups import resumed_groups
-from rl_core.trainer.rollouts import Rollouts
-from rl_core.trainer.run_directory import (
-    RunSummary,
-    checkpoint_to_resume,
-    open_run_directory,
-    set_aside_later_steps,
-    write_summary,
-)
-from rl_core.trainer.run_lock import held_directories
-from rl_core.trainer.served_reference import ServedReference
-from rl_core.trainer.serving import Engines, NoEngines, ServedEngines
-from rl_core.trainer.settings import (
+from rl_core.trainer.before.environment_checks import configured_rows
+from rl_core.trainer.before.preflight import NoSampler, config_of, preflight, prepare, prepare_playing, say_changes
+from rl_core.trainer.before.prompt_lengths import fitting
+from rl_core.trainer.before.settings import (
     eval_rollouts,
     loop_settings,
     model_shapes,
@@ -95,7 +71,31 @@ from rl_core.trainer.settings import (
     update_settings,
     worker_spec,
 )
-from rl_core.trainer.update import BatchUpdate
+from rl_core.trainer.groups import DataRow, PromptSource
+from rl_core.trainer.loop.buffer import GroupBuffer
+from rl_core.trainer.loop.evaluation import evaluate, play_rows
+from rl_core.trainer.loop.group_selection import Selection
+from rl_core.trainer.loop.interrupts import CLOSE_S, Interrupts
+from rl_core.trainer.loop.rollouts import Rollouts
+from rl_core.trainer.loop.training_loop import TrainingLoop
+from rl_core.trainer.publishing.colocation import EngineTurns, begin_with_models
+from rl_core.trainer.publishing.serving import Engines, NoEngines, ServedEngines
+from rl_core.trainer.state.checkpoint import after_making_room
+from rl_core.trainer.state.fingerprint import fingerprint, require_same_groups, with_prompts
+from rl_core.trainer.state.recorded_answers import RecordingSampler
+from rl_core.trainer.state.remote_checkpoints import fetch_checkpoint
+from rl_core.trainer.state.resumed_groups import resumed_groups
+from rl_core.trainer.state.run_directory import (
+    RunSummary,
+    checkpoint_to_resume,
+    open_run_directory,
+    set_aside_later_steps,
+    write_summary,
+)
+from rl_core.trainer.state.run_lock import held_directories
+from rl_core.trainer.update.batch_update import BatchUpdate
+from rl_core.trainer.update.models import Models
+from rl_core.trainer.update.served_reference import ServedReference
 from rl_core.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)

@@ -273,8 +273,8 @@ def _require_complete(worker: Any, names: AbstractSet[str], adapter: Mapping[str
     tensor, or leaves it unset. Another run may send an adapter with another configuration; such an adapter is not
     compared.
 
-    Tensors missing in the first version are not found here; `rl_core.trainer.verification` finds them, because the
-    engine's log-probs are then wrong.
+    Tensors missing in the first version are not found here; `rl_core.trainer.publishing.verification` finds them,
+    because the engine's log-probs are then wrong.
     """
     held_adapter, before = getattr(worker, _HELD, (adapter, names))
     if held_adapter == adapter and names != before:
