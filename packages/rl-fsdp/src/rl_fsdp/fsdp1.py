@@ -21,6 +21,7 @@ from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedState
 
 from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.optimizer_steps import StepSettings
+from rl_core.rank_kit.optimizers import make_states, move_states, set_steps, state_tensors
 from rl_core.rank_kit.perturbation import Piece
 from rl_core.rank_kit.scoring.distributing import decoder_layers, receive, require_same_structure
 from rl_core.rank_kit.scoring.rank_mesh import RankMesh
@@ -29,15 +30,7 @@ from rl_core.rank_kit.scoring.weights import checkpoint_tensors
 from rl_fsdp.options import FsdpOptions
 from rl_fsdp.perturbation import trained_pieces
 from rl_fsdp.sharding import DTYPES, shard_mesh
-from rl_fsdp.shards import (
-    MOMENTS,
-    moments_of,
-    move_moments,
-    new_optimizer,
-    scale_gradients,
-    set_steps,
-    step_if_finite,
-)
+from rl_fsdp.shards import new_optimizer, scale_gradients, step_if_finite
 
 _WRAPPED = "_fsdp_wrapped_module."
 _SCORER = "model."
@@ -157,11 +150,10 @@ class Fsdp1Shards:
             saved = {name.removeprefix(_SCORER): tensor for name, tensor in self._root.state_dict().items()}
             tensors = {f"model/{name}": tensor for name, tensor in saved.items() if name in names}
             if with_optimizer:
-                for weight in self._root.parameters():
-                    moments_of(optimizer, weight)
-                for name, moments in FSDP.optim_state_dict(self._root, optimizer)["state"].items():
+                make_states(optimizer)
+                for name, kept in FSDP.optim_state_dict(self._root, optimizer)["state"].items():
                     own_name = name.removeprefix(_SCORER)
-                    tensors |= {f"optimizer/{own_name}/{kind}": moments[kind] for kind in MOMENTS}
+                    tensors |= {f"optimizer/{own_name}/{kind}": t for kind, t in state_tensors(kept).items()}
         return tensors
 
     def take(self, state: Mapping[str, Tensor], *, with_optimizer: bool, steps_done: int) -> None:
@@ -191,9 +183,9 @@ class Fsdp1Shards:
             if not with_optimizer:
                 return
             optimizer_state = FSDP.optim_state_dict(self._root, optimizer)
-            for name, moments in optimizer_state["state"].items():
+            for name, kept in optimizer_state["state"].items():
                 own_name = name.removeprefix(_SCORER)
-                moments.update({kind: state[f"optimizer/{own_name}/{kind}"] for kind in MOMENTS})
+                kept.update({kind: state[f"optimizer/{own_name}/{kind}"] for kind in state_tensors(kept)})
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self._root, optimizer, optimizer_state))
 
     def move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
@@ -201,7 +193,7 @@ class Fsdp1Shards:
         if self._stays_on_cpu:
             return
         if optimizer:
-            move_moments(self.optimizer, device)
+            move_states(self.optimizer, device)
         if not parameters:
             return
         for handle in self._root._all_handles or []:

@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from rl_core.interfaces import OptimizerConfig, WorkerSpec
 from rl_core.rank_kit.optimizer_steps import StepSettings
+from rl_core.rank_kit.optimizers import make_states, move_states, set_steps, state_tensors
 from rl_core.rank_kit.perturbation import Piece
 from rl_core.rank_kit.scoring.lora import adapter_tensors
 from rl_core.rank_kit.scoring.rank_mesh import whole
@@ -20,8 +21,6 @@ from rl_core.rank_kit.scoring.token_scorer import Scorer
 from rl_core.rank_kit.scoring.value_head import ValueScorer, head_tensors
 from rl_core.rank_kit.scoring.weights import checkpoint_tensors, exported_weights
 from rl_fsdp.perturbation import trained_pieces
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TensorShards:
@@ -93,12 +92,14 @@ class TensorShards:
 
     def state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         """Returns the tensors themselves, not copies, so that a checkpoint is read directly into them."""
+        if with_optimizer:
+            make_states(self.optimizer)
         tensors = {}
         for name, weight in self.scorer.named_weights():
             tensors[f"model/{name}"] = weight.detach()
             if with_optimizer:
-                moments = moments_of(self.optimizer, weight)
-                tensors |= {f"optimizer/{name}/{kind}": moments[kind] for kind in MOMENTS}
+                kept = state_tensors(self.optimizer.state[weight])
+                tensors |= {f"optimizer/{name}/{kind}": tensor for kind, tensor in kept.items()}
         return tensors
 
     def take(self, state: Mapping[str, Tensor], *, with_optimizer: bool, steps_done: int) -> None:
@@ -120,7 +121,7 @@ class TensorShards:
         if parameters:
             self.scorer.to(device)
         if optimizer:
-            move_moments(self.optimizer, device)
+            move_states(self.optimizer, device)
 
 
 def new_optimizer(scorer: Scorer, config: OptimizerConfig | None) -> AdamW:
@@ -152,25 +153,3 @@ def step_if_finite(optimizer: AdamW, settings: StepSettings, grad_norm: float) -
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
-
-
-def set_steps(optimizer: AdamW, steps_done: int) -> None:
-    """Sets the number of steps that the moments have accumulated."""
-    for moments in optimizer.state.values():
-        moments["step"].fill_(steps_done)
-
-
-def move_moments(optimizer: AdamW, device: torch.device) -> None:
-    """Moves the moments to `device`."""
-    for moments in optimizer.state.values():
-        moments.update({name: tensor.to(device) for name, tensor in moments.items()})
-
-
-def moments_of(optimizer: AdamW, weight: nn.Parameter) -> dict[str, Tensor]:
-    """Returns AdamW's state of `weight`. Before AdamW's first step there is no state; this function then creates it,
-    with zeros."""
-    moments = optimizer.state[weight]
-    if not moments:
-        moments["step"] = torch.zeros((), device=weight.device)
-        moments.update({kind: torch.zeros_like(weight).detach() for kind in MOMENTS})
-    return moments
