@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.interfaces import Completion, GenerateRequest, GroupRequest, SamplingParams, StepResult
+from rl_core.interfaces import Completion, Environment, GenerateRequest, GroupRequest, SamplingParams, StepResult
 from rl_core.testing.models import character_tokenizer
 from rl_rollout.chat import TokenCodec
 from rl_rollout.generator import EnvironmentGenerator, Episodes
@@ -22,7 +22,7 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 SAMPLES = 16
 
 
-class OneTurn:
+class OneTurn(Environment):
     """An environment that ends after the first response."""
 
     placement = "in_process"
@@ -34,8 +34,6 @@ class OneTurn:
 
     async def step(self, action: object) -> StepResult:
         return StepResult(reward=1.0, done=True)
-
-    async def close(self) -> None: ...
 
 
 class Answers:

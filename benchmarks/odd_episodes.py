@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_core.interfaces import Completion, GenerateRequest, GroupRequest, SamplingParams, StepResult
+from rl_core.interfaces import Completion, Environment, GenerateRequest, GroupRequest, SamplingParams, StepResult
 from rl_core.testing.models import character_tokenizer
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
@@ -33,7 +33,7 @@ TROUBLE = {7: "sleeps", 31: "blocks", 57: "raises", 83: "hangs"}
 _NEVER = threading.Event()
 
 
-class Odd:
+class Odd(Environment):
     """A two-turn environment; a fault happens in the first turn."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -56,8 +56,6 @@ class Odd:
             _NEVER.wait()
         time.sleep(TURN_S)
         return StepResult(reward=1.0, done=self._turns == 2, observation="2" if self._turns < 2 else None)
-
-    async def close(self) -> None: ...
 
 
 class Answers:

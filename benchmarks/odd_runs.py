@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 
 from rl_core.config import from_mapping
-from rl_core.interfaces import Action, Callback, StepResult
+from rl_core.interfaces import Action, Callback, Environment, StepResult
 from rl_core.trainer.run import run_training
 from rl_examples.arithmetic import write_data, write_model
 from rl_examples.quickstart import recipe
@@ -48,7 +48,7 @@ _samples: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itert
 _step_ends: list[float] = []
 
 
-class Odd:
+class Odd(Environment):
     """A one-turn environment; its reward does not depend on the answer."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -71,8 +71,6 @@ class Odd:
             _NEVER.wait()
         time.sleep(STEP_S)
         return StepResult(reward=self._reward, done=True)
-
-    async def close(self) -> None: ...
 
 
 class NotesSteps(Callback):

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from typing import Any
 
 from rl_core.errors import RLError
-from rl_core.interfaces import GroupRequest, SamplingParams, StepResult
+from rl_core.interfaces import Environment, GroupRequest, SamplingParams, StepResult
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
@@ -93,7 +93,9 @@ def _played(
     tokenizer = tokenizer_of(template)
     codec = TokenCodec(tokenizer, chat_template_kwargs={})
 
-    class Environment:
+    class Episode(Environment):
+        offers_tools = True
+
         def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
             self.turn = 0
 
@@ -115,7 +117,7 @@ def _played(
 
     # The engine stops at the tokens that the product gives it, and at no other.
     client = ScriptedClient(script, end_tokens=stop_tokens(codec))
-    episodes = Episodes(environment_of=lambda row: Environment, limits=Limits(max_turns=4), step_wise=step_wise)
+    episodes = Episodes(environment_of=lambda row: Episode, limits=Limits(max_turns=4), step_wise=step_wise)
     request = GroupRequest(
         group_id=0,
         row={"prompt": prompt},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 from torch import Tensor
 
+from rl_core import interfaces
 from rl_core.algorithms import TokenLoss
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Callback, Recipe
@@ -88,7 +89,7 @@ class Generator:
         raise AssertionError("an idle plug-in must not play episodes")
 
 
-class Environment:
+class Environment(interfaces.Environment):
     def __init__(self, row, options):
         pass
 
@@ -97,9 +98,6 @@ class Environment:
 
     async def step(self, action):
         raise AssertionError("an idle plug-in must not play episodes")
-
-    async def close(self):
-        pass
 
 
 class Tracker:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from typing import ClassVar
@@ -12,13 +11,13 @@ import attrs
 import pytest
 
 from rl_core.errors import PluginError
-from rl_core.interfaces import StepResult
+from rl_core.interfaces import Environment, StepResult
 from rl_core.testing import environments
 from rl_core.testing.environments import EnvironmentConformance
 from tests.core.test_suites import REJECTED
 
 
-class Guess:
+class Guess(Environment):
     """A correct environment: the answer of the row has to be guessed within three turns."""
 
     def __init__(self, row, options):
@@ -37,9 +36,6 @@ class Guess:
             observation=None if is_done else "no",
             metrics={"right": float(is_right)},
         )
-
-    async def close(self):
-        pass
 
 
 class Counted(Guess):
@@ -163,9 +159,10 @@ ADD = {
 
 
 class GuessWithEverything(Guess):
-    """Offers a tool, runs in a thread, may block, and supports snapshots."""
+    """Offers a tool, runs in a thread and may block."""
 
     placement = "thread"
+    offers_tools = True
 
     async def tools(self):
         return [ADD]
@@ -174,12 +171,6 @@ class GuessWithEverything(Guess):
         time.sleep(0.001)
         result = await super().step(action)
         return result if result.done else attrs.evolve(result, observation=f"no, {self.turns_left} left")
-
-    async def snapshot(self):
-        return json.dumps(self.turns_left).encode()
-
-    async def restore(self, state):
-        self.turns_left = json.loads(state)
 
 
 class TestGuessWithEverything(EnvironmentConformance):
@@ -234,6 +225,10 @@ class NeedsTheMainThread(GuessWithEverything):
         return await super().step(action)
 
 
+class HidesItsTools(GuessWithEverything):
+    offers_tools = False
+
+
 class CannotBeSent(GuessWithEverything):
     placement = "process"
 
@@ -257,38 +252,6 @@ class AwaitsAsLong(Guess):
         return await super().step(action)
 
 
-class ForgetsTheTurns(GuessWithEverything):
-    async def restore(self, state):
-        pass
-
-
-class KeepsItsStateAtHome(GuessWithEverything):
-    """Its snapshot is only the id of state that stays in the class, so another process cannot restore the snapshot."""
-
-    kept: ClassVar = {}
-
-    async def snapshot(self):
-        self.kept[id(self)] = self.turns_left
-        return str(id(self)).encode()
-
-    async def restore(self, state):
-        self.turns_left = self.kept.get(int(state), 3)
-
-    async def close(self):
-        self.kept.clear()
-
-
-class ChangesWithASnapshot(GuessWithEverything):
-    async def snapshot(self):
-        self.turns_left -= 1
-        return await super().snapshot()
-
-
-class SnapshotIsText(GuessWithEverything):
-    async def snapshot(self):
-        return (await super().snapshot()).decode()
-
-
 class SpeaksWithABrokenCall(Guess):
     async def reset(self):
         return [{"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}]
@@ -296,6 +259,7 @@ class SpeaksWithABrokenCall(Guess):
 
 WRONG_ENVIRONMENTS = [
     (ActsWithoutAction, "test_it_follows_this_version_of_the_contract"),
+    (HidesItsTools, "test_it_follows_this_version_of_the_contract"),
     (RewardsEverything, "test_responses_get_the_rewards_they_deserve"),
     (NeverDone, "test_responses_get_the_rewards_they_deserve"),
     (NoObservation, "test_every_answer_of_an_episode_is_whole"),
@@ -320,10 +284,6 @@ WRONG_ENVIRONMENTS = [
     (NeedsTheMainThread, "test_it_runs_where_its_placement_says"),
     (CannotBeSent, "test_it_runs_where_its_placement_says"),
     (HoldsUpTheOthers, "test_it_does_not_hold_up_other_episodes"),
-    (ForgetsTheTurns, "test_an_episode_goes_on_from_a_snapshot"),
-    (KeepsItsStateAtHome, "test_an_episode_goes_on_from_a_snapshot"),
-    (ChangesWithASnapshot, "test_an_episode_goes_on_from_a_snapshot"),
-    (SnapshotIsText, "test_an_episode_goes_on_from_a_snapshot"),
 ]
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from rl_core import plugins
 from rl_core.errors import PluginError
-from rl_core.interfaces import CONTRACTS, Callback, Contract, InferencePlugin
+from rl_core.interfaces import CONTRACTS, Callback, Contract, Environment, InferencePlugin
 from rl_core.seams import SEAMS, Seam, _of_object
 from tests.core import idle_plugins
 from tests.core.fake_plugins import install
@@ -63,7 +63,7 @@ class SlottedBackend:
     contract_version: int = 3
 
 
-class TakesRow:
+class TakesRow(Environment):
     """An environment whose constructor takes only the row."""
 
     def __init__(self, row):
@@ -73,8 +73,6 @@ class TakesRow:
 
     async def step(self, action): ...
 
-    async def close(self): ...
-
 
 class StepsWithoutAction(idle_plugins.Environment):
     async def step(self): ...
@@ -82,6 +80,22 @@ class StepsWithoutAction(idle_plugins.Environment):
 
 class ResetIsText(idle_plugins.Environment):
     reset = "12+34="
+
+
+class OnlyResets:
+    """Does not inherit the contract, as a user's class need not."""
+
+    def __init__(self, row, options): ...
+
+    async def reset(self): ...
+
+
+class HidesItsTools(idle_plugins.Environment):
+    async def tools(self): ...
+
+
+class HidesItsGrammar(idle_plugins.Environment):
+    async def structural_tag(self, example_call): ...
 
 
 class NamelessBackend(idle_plugins.Backend):
@@ -146,8 +160,8 @@ WRONG = [
     ),
     ("rl_core.backends", f"{HERE}:async_backend", "mesh is `async`, but it is called without `await`"),
     ("rl_core.backends", f"{HERE}:lookalike", "its name is <object object at "),
-    ("rl_core.environments", f"{HERE}:lookalike", "an object of type AnswersToEveryName, which cannot be called"),
-    ("rl_core.environments", f"{HERE}:AbstractEnvironment", "AbstractEnvironment is abstract"),
+    ("rl_core.environments", f"{HERE}:lookalike", "it is an object of type AnswersToEveryName"),
+    ("rl_core.environments", f"{HERE}:AbstractEnvironment", "the class AbstractEnvironment has no judge"),
     ("rl_core.backends", f"{HERE}:number_backend", "its mesh is 3, expected a method"),
     ("rl_core.inference", "os:path", "an object of type module has no name, validate, create."),
     (
@@ -158,18 +172,18 @@ WRONG = [
     ("rl_core.generators", f"{HERE}:async_generator", "async_generator is `async`"),
     ("rl_core.generators", "math:sqrt", "sqrt(x, /) cannot be called as sqrt(config, client): too many positional"),
     ("rl_core.generators", "builtins:max", "the parameters of the function max cannot be inspected"),
-    ("rl_core.environments", "math:sqrt", "sqrt(x, /) cannot be called as sqrt(row, options): too many positional"),
-    ("rl_core.environments", "math:pi", "it is an object of type float, which cannot be called"),
-    (
-        "rl_core.environments",
-        f"{HERE}:wrong_environment",
-        "an object of type Environment, which cannot be called",
-    ),
+    ("rl_core.environments", "math:sqrt", "it is the function sqrt"),
+    ("rl_core.environments", "math:pi", "it is an object of type float"),
+    ("rl_core.environments", f"{HERE}:wrong_environment", "it is an object of type Environment"),
+    ("rl_core.environments", "builtins:bool", "the class bool cannot inherit rl_core.interfaces.Environment: "),
     ("rl_core.environments", f"{HERE}:TakesRow", "TakesRow(row) cannot be called as TakesRow(row, options)"),
     ("rl_core.environments", f"{HERE}:StepsWithoutAction", "step() cannot be called as step(action)"),
     ("rl_core.environments", f"{HERE}:ResetIsText", "its reset is '12+34=', expected a method"),
-    ("rl_core.environments", "rl_core.interfaces:Environment", "Environment is abstract"),
-    ("rl_core.environments", f"{IDLE}:make_generator", "the class Generator has no reset, step, close"),
+    ("rl_core.environments", "rl_core.interfaces:Environment", "the class Environment has no reset, step"),
+    ("rl_core.environments", f"{IDLE}:Tracker", "the class Tracker has no reset, step"),
+    ("rl_core.environments", f"{HERE}:OnlyResets", "the class OnlyResets has no step"),
+    ("rl_core.environments", f"{HERE}:HidesItsTools", "it defines tools, but its offers_tools is false"),
+    ("rl_core.environments", f"{HERE}:HidesItsGrammar", "set forces_responses = True"),
     ("rl_core.trackers", "math:sqrt", "cannot be called as sqrt(config, run_dir, total_steps=…, first_step=…)"),
     ("rl_core.trackers", f"{HERE}:ForgetsTheFirstStep", "got an unexpected keyword argument 'first_step'"),
     ("rl_core.callbacks", "math:sqrt", "it is the function sqrt"),
@@ -221,14 +235,37 @@ def test_a_plug_in_of_another_seam_is_refused(seam: str, group: str, name: str):
         plugins.load(seam, f"{IDLE}:{name}", key="some.key")
 
 
+class Plain:
+    """An environment that inherits nothing, with a list that has the name of a method of the contract."""
+
+    def __init__(self, row, options):
+        self.row, self.tools = row, ["saw"]
+
+    async def reset(self):
+        return self.row["prompt"]
+
+    async def step(self, action): ...
+
+    async def close(self): ...
+
+
+async def test_an_environment_that_inherits_nothing_gets_the_defaults_of_the_contract():
+    adapted = plugins.load("rl_core.environments", f"{HERE}:Plain")
+    assert adapted is plugins.load("rl_core.environments", f"{HERE}:Plain")
+    assert issubclass(adapted, Plain)
+    assert (adapted.placement, adapted.offers_tools, adapted.forces_responses) == ("thread", False, False)
+    made = adapted({"prompt": "?"}, {})
+    assert (await made.reset(), made.tools, await made.structural_tag(None)) == ("?", ["saw"], None)
+
+
 @pytest.mark.parametrize("made", [Any, object, "Any"])
 def test_a_factory_without_a_declared_return_type_is_accepted(made: Any):
-    def factory(row: Any, options: Any) -> Any: ...
+    def factory(config: Any, run_dir: Any, *, total_steps: int, first_step: int) -> Any: ...
 
     factory.__annotations__["return"] = made
-    assert SEAMS["rl_core.environments"].problem(factory, 1) is None
+    assert SEAMS["rl_core.trackers"].problem(factory, 1) is None
     factory.__annotations__["return"] = int
-    assert "the class int has no reset" in str(SEAMS["rl_core.environments"].problem(factory, 1))
+    assert "the class int has no log" in str(SEAMS["rl_core.trackers"].problem(factory, 1))
 
 
 @pytest.mark.parametrize("path", ["math:pi", "os:getcwd", f"{HERE}:StepsWithoutAction.step", "nowhere:at_all"])

@@ -12,7 +12,7 @@ import pytest
 import xgrammar
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Action, Constraining
+from rl_core.interfaces import Action
 from rl_environments.tools import Call, ToolChoiceEnvironment, format_of_name, tool
 from tests.rollout.chat_templates import tokenizer_of
 
@@ -92,7 +92,7 @@ async def test_the_environment_in_the_documentation_requires_a_call_in_the_first
     names: dict[str, Any] = {"__name__": "shown"}
     exec(compile(text, "docs/environments.md", "exec"), names)
     environment = names["LooksUpFirst"]({**ROW, "meanings": {"apple": "a fruit"}, "answer": "fruit"}, {})
-    assert isinstance(environment, Constraining)
+    assert environment.forces_responses
     (tag,) = json.loads(await environment.structural_tag(HERMES) or "")["format"]["elements"]
     assert tag["begin"] == '<tool_call>\n{"name": "look_up", "arguments": '
     call = HERMES.replace("example", "apple")

@@ -19,7 +19,7 @@ import click
 import pytest
 
 from rl_core.errors import ConfigError, DataError, DeadlineError, PluginError, RLError
-from rl_core.interfaces import Action, StepResult
+from rl_core.interfaces import Action, Environment, StepResult
 from rl_environments import by_hand
 from rl_environments.trying import try_environment
 from rl_examples.arithmetic import write_rows
@@ -30,7 +30,7 @@ HERE = Path(__file__).parents[2]
 RL = str(Path(sys.executable).with_name("rl"))
 
 
-class Odd:
+class Odd(Environment):
     """Raises, hangs, blocks, or returns a wrong result, as the row's `raises` or `answers` says."""
 
     def __init__(self, row: Any, options: Any) -> None:
@@ -62,16 +62,12 @@ class Odd:
         print("closed")
 
 
-def no_game(row: Any, options: Any) -> Any:
-    return 3
-
-
 class NotAsync(Odd):
     def step(self, action: Action) -> Any:
         return StepResult(reward=0.0, done=True)
 
 
-class TwoTurns:
+class TwoTurns(Environment):
     """Answers the first response with a hint and ends at the second, whatever the responses are."""
 
     def __init__(self, row: Any, options: Any) -> None:
@@ -85,8 +81,6 @@ class TwoTurns:
             self._is_first = False
             return StepResult(reward=0.5, done=False, observation=[{"role": "user", "content": "<"}])
         return StepResult(reward=float(self._number), done=True)
-
-    async def close(self) -> None: ...
 
 
 HERE_MODULE = "tests.environments.test_trying"
@@ -352,7 +346,6 @@ def test_wrong_keys_of_reward_functions_are_named(given: str, message: str):
         (["guess", "--row", ROW, "--timeout-s", "nan"], click.BadParameter, "got nan; expected a number of seconds"),
         (["guess", "--with", "guess", "--timeout-s", "3"], click.UsageError, "use environment.timeout_s=SECONDS"),
         (["guess", "--with", "guess", "--number", "3"], click.UsageError, "leave out --number"),
-        ([f"{HERE_MODULE}:no_game", "--row", ROW], DataError, "the factory no_game returned int; expected an object"),
         (["guess", "--row", ROW, "environment.options.="], ConfigError, "only environment.options.NAME=VALUE"),
         (["guess", "--row", ROW, "trainer.seed=1"], ConfigError, "only environment.options.NAME=VALUE"),
         (["guess", "--row", ROW, "environment.options.x=["], ConfigError, "not valid YAML"),
@@ -456,24 +449,24 @@ def test_input_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch):
 class Checked(TwoTurns):
     """Checks its options and rows before an episode."""
 
-    @staticmethod
-    def require_options(options: Any) -> None:
+    @classmethod
+    def require_options(cls, options: Any) -> None:
         if options.keys() - {"column"}:
             raise ConfigError("environment.options: expected only column")
 
-    @staticmethod
-    def require_episode(row: Any, options: Any) -> None:
+    @classmethod
+    def require_episode(cls, row: Any, options: Any) -> None:
         if options.get("column", "number") not in row:
             raise DataError(f"the row has no {options['column']}")
 
 
-class NotStatic(TwoTurns):
+class NeedsAnInstance(TwoTurns):
     def require_row(self, row: Any) -> None: ...
 
 
 class TakesMore(TwoTurns):
-    @staticmethod
-    def require_row(row: Any, options: Any) -> None: ...
+    @classmethod
+    def require_row(cls, row: Any, options: Any) -> None: ...
 
 
 class Awaits(TwoTurns):
@@ -484,12 +477,12 @@ class Awaits(TwoTurns):
 class Raising(TwoTurns):
     """Its checks raise errors that are not `RLError`s."""
 
-    @staticmethod
-    def require_options(options: Any) -> None:
+    @classmethod
+    def require_options(cls, options: Any) -> None:
         int(options.get("level", 1))
 
-    @staticmethod
-    def require_row(row: Any) -> None:
+    @classmethod
+    def require_row(cls, row: Any) -> None:
         row["answer"]
 
 
@@ -498,7 +491,7 @@ class Raising(TwoTurns):
     [
         ("Checked", "colunm=x", ConfigError, "expected only column"),
         ("Checked", "column=x", DataError, "the row has no x"),
-        ("NotStatic", "x=1", PluginError, r"require_row.* cannot be called as require_row.row.*static method"),
+        ("NeedsAnInstance", "x=1", PluginError, r"require_row.* cannot be called as require_row.row.*class method"),
         (
             "TakesMore",
             "x=1",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.interfaces import Action, GroupRequest, SamplingParams, StepResult
+from rl_core.interfaces import Action, Environment, GroupRequest, SamplingParams, StepResult
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_environments.calculator import CalculatorEnvironment
 from rl_environments.code import CodeEnvironment
@@ -120,7 +120,7 @@ def sees_opening(completions: list[Any], openings: list[str], **columns: Any) ->
     return [float((opening, message["content"]) == ("<think>\n", "so \\boxed{42}"))]
 
 
-class Opened:
+class Opened(Environment):
     """Rewards an action that says what the prompt opened."""
 
     def __init__(self, row: Any, options: Any) -> None: ...
@@ -130,8 +130,6 @@ class Opened:
 
     async def step(self, action: Action) -> StepResult:
         return StepResult(reward=float(action.opening == "<think>\n" and not action.answer), done=True)
-
-    async def close(self) -> None: ...
 
 
 @pytest.mark.parametrize(

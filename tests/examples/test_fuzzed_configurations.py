@@ -20,7 +20,7 @@ import pytest
 from rl_core.config import Config, load
 from rl_core.config.loading import hints, own_keys
 from rl_core.errors import RLError
-from rl_core.interfaces import Action, Prompt, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, StepResult
 from rl_core.trainer.before.preflight import preflight
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.run import run_training
@@ -49,7 +49,7 @@ NAMES = {
 }
 
 
-class ParityEnvironment:
+class ParityEnvironment(Environment):
     """Rewards about every second answer of any policy."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]):
@@ -60,9 +60,6 @@ class ParityEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         return StepResult(reward=float(sum(action.text.encode()) % 2), done=True, metrics={})
-
-    async def close(self) -> None:
-        pass
 
 
 class StopsAfterTwo(Callback):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rl_core.interfaces import StepResult
+from rl_core.interfaces import Environment, StepResult
 
 CALL = r"add=[0-9]{1,2},[0-9]{1,2}\."
 """Text that a random model with one token per character almost never writes by chance."""
 
 
-class Forces:
+class Forces(Environment):
     """Three turns with rewards of 1, 2 and 4. A grammar forces the second response to be a call like `add=12,3.`"""
+
+    forces_responses = True
 
     def __init__(self, row: Any, options: Any) -> None:
         self._turn = 0
@@ -29,8 +31,6 @@ class Forces:
         is_done = self._turn == 3
         observation = None if is_done else f"{self._turn},"
         return StepResult(reward=2.0 ** (self._turn - 1), done=is_done, observation=observation)
-
-    async def close(self) -> None: ...
 
 
 class ForcesEveryTurn(Forces):

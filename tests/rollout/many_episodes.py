@@ -11,8 +11,8 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_core.interfaces import (
     Completion,
+    Environment,
     GenerateRequest,
     GroupRequest,
     InferenceClient,
@@ -37,12 +38,14 @@ TOLERANCE = 1e-4
 """In nats. In float32, batched decoding with a cache and one forward pass differ only by rounding."""
 
 
-class Chatter:
+class Chatter(Environment):
     """Takes one to five turns, depending on the episode's number. In every seventh episode the first step raises."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.left = 1 + number % 5
+    numbers: ClassVar[Iterator[int]]
+
+    def __init__(self, row: Any, options: Any) -> None:
+        self.number = next(self.numbers)
+        self.left = 1 + self.number % 5
 
     async def reset(self) -> str:
         return f"{self.number}+"
@@ -53,8 +56,6 @@ class Chatter:
             raise ConnectionError("the judge is gone")
         self.left -= 1
         return StepResult(reward=1.0, done=not self.left, observation=f",{self.left}=" if self.left else None)
-
-    async def close(self) -> None: ...
 
 
 @attrs.define(eq=False)
@@ -116,11 +117,11 @@ async def play_disturbed(bench: Bench, first_version: int) -> tuple[list[Traject
     await bench.client.pause("keep")
     await bench.publish(own, first_version)
     await bench.client.resume()
-    numbers = itertools.count()
+    Chatter.numbers = itertools.count()
     generator = EnvironmentGenerator(
         watched,  # pyright: ignore[reportArgumentType]
         TokenCodec(bench.tokenizer, chat_template_kwargs={}),
-        Episodes(environment_of=lambda row: lambda row, options: Chatter(next(numbers)), limits=Limits(max_turns=8)),
+        Episodes(environment_of=lambda row: Chatter, limits=Limits(max_turns=8)),
     )
     async with asyncio.TaskGroup() as together:  # if one task fails, the other is cancelled
         together.create_task(disturbance.run(seed=0))

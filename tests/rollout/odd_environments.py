@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import StepResult
+from rl_core.interfaces import Environment, StepResult
 
 
-class Blocks:
+class Blocks(Environment):
     """Blocks the thread for `row["blocks_s"]` in each step. Records the thread and the event loop of every call in
     `row["notes"]`.
     """
+
+    offers_tools = True
 
     def __init__(self, row: Any, options: Any) -> None:
         self._row = row
@@ -111,7 +113,7 @@ class EndsItsLoop(Blocks):
         raise AssertionError
 
 
-class InItsOwnProcess:
+class InItsOwnProcess(Environment):
     """Each step fails as `row["does"]` says, or returns the id of its process as the reward. Before a step blocks, it
     creates a file in the directory `row["blocks"]`."""
 
@@ -135,8 +137,6 @@ class InItsOwnProcess:
         if self._row["does"] == "does not pickle":
             return StepResult(reward=0.0, done=True, observation=lambda: "no")  # pyright: ignore[reportArgumentType]
         return StepResult(reward=float(os.getpid()), done=True, metrics={"turns": self._turns})
-
-    async def close(self) -> None: ...
 
 
 class KnownOnlyHere:

@@ -20,6 +20,7 @@ from rl_core.errors import DeadlineError, ForeignCodeError
 from rl_core.interfaces import (
     Action,
     Completion,
+    Environment,
     GenerateRequest,
     Generator,
     GroupRequest,
@@ -46,7 +47,7 @@ Sampled = list[tuple[int, float, int]]
 """The token, log-prob and version of each sampled token."""
 
 
-class Parity:
+class Parity(Environment):
     """One turn; the reward is 1 if the sum of the response's token ids is odd."""
 
     placement = "in_process"
@@ -59,9 +60,6 @@ class Parity:
 
     async def step(self, action: Action) -> StepResult:
         return StepResult(reward=float(sum(action.tokens) % 2), done=True)
-
-    async def close(self) -> None:
-        pass
 
 
 def generator_of(client: Any, environment: Any = Parity, *, max_turns: int = 1) -> EnvironmentGenerator:
@@ -307,7 +305,7 @@ def test_a_synchronous_run_aborts_nothing_and_stores_nothing(tmp_path: Path):
 # --- several turns ---------------------------------------------------------------------------------------------------
 
 
-class Echo:
+class Echo(Environment):
     """Two turns; the second prompt depends on the row."""
 
     placement = "in_process"
@@ -323,9 +321,6 @@ class Echo:
         self._turn += 1
         done = self._turn == 2
         return StepResult(reward=1.0, done=done, observation=None if done else self._row["observation"])
-
-    async def close(self) -> None:
-        pass
 
 
 class TwoTurns:

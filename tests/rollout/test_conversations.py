@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import GenerateRequest, GroupRequest, SamplingParams, StepResult, Trajectory
+from rl_core.interfaces import Environment, GenerateRequest, GroupRequest, SamplingParams, StepResult, Trajectory
 from rl_core.testing.scripted_engine import Exchange, ScriptedClient, expected_routes
 from rl_core.trainer.update.collate import collate, merged
 from rl_rollout.chat import TokenCodec
@@ -30,7 +30,7 @@ NUM_CONVERSATIONS = 200
 WORDS = ["higher", " lower\n", "東京 🙂", "{'x': 1}", "[INST]", "3", "user:", "  two  spaces ", "\n\nnew\n"]
 
 
-class Talks:
+class Talks(Environment):
     """Answers with its row's observations, whatever the policy says; records each response in `row["heard"]`."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -46,8 +46,6 @@ class Talks:
         done = turn == len(self._row["observations"])
         observation = None if done else self._row["observations"][turn]
         return StepResult(reward=turn + 1.0, done=done, observation=observation, metrics={"last": float(turn)})
-
-    async def close(self) -> None: ...
 
 
 @attrs.frozen(kw_only=True, eq=False)

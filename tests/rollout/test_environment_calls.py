@@ -25,7 +25,7 @@ from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout import environment_pool, environment_processes
 from rl_rollout.chat import TokenCodec
-from rl_rollout.environment_pool import HangingThreads, placement_of
+from rl_rollout.environment_pool import HangingThreads
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
@@ -509,20 +509,13 @@ async def test_threads_that_hang_are_counted_and_too_many_of_them_end_the_run(mo
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-class OnlyHere:
-    """A factory that cannot be pickled for another process."""
+class OnlyHere(Blocks):
+    """A class that cannot be pickled for another process."""
 
     placement = "process"
-    __name__ = "OnlyHere"
-
-    def __call__(self, row: Any, options: Any) -> Any:
-        raise AssertionError
-
-    def __reduce__(self) -> Any:
-        raise TypeError("it holds a connection")
 
 
-only_here = OnlyHere()
+OnlyHere.__qualname__ = "nowhere.OnlyHere"  # as if made inside a function
 
 
 class Elsewhere(Blocks):
@@ -539,8 +532,8 @@ class PlacementIsAProperty(Blocks):
     ("environment", "message"),
     [
         (
-            only_here,
-            r"OnlyHere has placement 'process', but cannot be pickled for another process: it holds a connection",
+            OnlyHere,
+            r"OnlyHere has placement 'process', but cannot be pickled for another process: .*nowhere.OnlyHere",
         ),
         (Elsewhere, r"Elsewhere\.placement is 'elsewhere'; expected one of in_process, thread, process"),
         (
@@ -552,20 +545,10 @@ class PlacementIsAProperty(Blocks):
 async def test_an_impossible_placement_is_refused_before_anything_starts(environment: Any, message: str):
     from rl_rollout.generator_plugin import environment as plugin
 
-    name = f"{__name__}:{'only_here' if environment is only_here else environment.__name__}"
+    name = f"{__name__}:{environment.__name__}"
     _, spec = generator_spec(from_mapping({"environment.env_class": name, "trainer.policy.model.path": "model"}))
     with pytest.raises(ConfigError, match=rf"environment\.env_class: {message}"):
         plugin.validate(spec)
     # If only a row names the environment, the placement is checked when the row is played, and the error ends the run.
     with pytest.raises(ConfigError, match=f"rows:1: {message}"):
         await play(environment)
-
-
-def test_the_placement_of_a_factory_function_is_its_attribute():
-    def factory(row: Any, options: Any) -> Any:
-        return Blocks(row, options)
-
-    assert placement_of(factory) == "thread"
-    factory.placement = "in_process"  # pyright: ignore[reportFunctionMemberAccess]
-    assert placement_of(factory) == "in_process"
-    assert placement_of(factory, "thread") == "thread"

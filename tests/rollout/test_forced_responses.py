@@ -130,16 +130,6 @@ async def test_an_aborted_forced_response_starts_again():
     assert first.seed != again.seed
 
 
-async def test_a_factory_without_its_environments_structural_tag_fails_the_sample():
-    def make(row: Any, options: Any) -> Forces:
-        return Forces(row, options)
-
-    trajectory = await play(saying("a", "bcd"), make)
-    assert "Forces has a method `structural_tag`, but its factory make lacks this attribute" in str(trajectory.failure)
-    make.structural_tag = Forces.structural_tag  # pyright: ignore[reportFunctionMemberAccess]
-    assert (await play(saying("a", "bcd"), make)).failure is None
-
-
 async def test_a_grammar_that_is_not_text_fails_its_sample():
     trajectory = await play(saying("a", "bcd"), ForcesByAMapping)
     assert "`structural_tag` returned dict, expected JSON text or None" in str(trajectory.failure)

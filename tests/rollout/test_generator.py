@@ -12,7 +12,7 @@ import pytest
 
 from rl_core.config import from_mapping, generator_spec
 from rl_core.errors import ConfigError, DataError, GenerationError
-from rl_core.interfaces import Completion, GroupRequest, SamplingParams, StepResult
+from rl_core.interfaces import Completion, Environment, GroupRequest, SamplingParams, StepResult
 from rl_core.testing.models import character_tokenizer, make_checkpoint
 from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.generator import EnvironmentGenerator, Episodes, context_window, sample_seed
@@ -51,7 +51,7 @@ class EchoClient:
         )
 
 
-class Sums:
+class Sums(Environment):
     """Rewards a response that equals the row's answer, and records the calls of its methods."""
 
     calls: ClassVar[list[str]] = []

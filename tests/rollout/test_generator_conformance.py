@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from rl_core.interfaces import GroupRequest, StepResult, Trajectory, TrajectoryStep
+from rl_core.interfaces import Environment, GroupRequest, StepResult, Trajectory, TrajectoryStep
 from rl_core.testing.generators import GeneratorConformance
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
@@ -17,7 +17,7 @@ from rl_rollout.generator import EnvironmentGenerator, Episodes
 ROW = {"prompt": "count to 3: "}
 
 
-class ThreeTurns:
+class ThreeTurns(Environment):
     """Ends after three responses."""
 
     def __init__(self, row: Any, options: Any) -> None:
@@ -30,8 +30,6 @@ class ThreeTurns:
         self._turn += 1
         is_done = self._turn == 3
         return StepResult(reward=1.0, done=is_done, observation=None if is_done else f" {self._turn}? ")
-
-    async def close(self) -> None: ...
 
 
 def generator_of(client: Any, tokenizer: Any, *, step_wise: bool = False, **limits: Any) -> EnvironmentGenerator:

@@ -16,7 +16,7 @@ from rl_rollout.held_interpreter import place_in
 ROOT = Path(__file__).parents[2]
 SCRIPT = """\
 import asyncio, sys, time
-from rl_core.interfaces import Action, StepResult
+from rl_core.interfaces import Action, Environment, StepResult
 from rl_core.trainer.loop.interrupts import Interrupts
 from rl_rollout import interpreter_watch
 from rl_rollout.environment_pool import EnvironmentPool
@@ -24,7 +24,7 @@ from tests.rollout.odd_rewards import holds
 
 interpreter_watch.GRACE_S = float(sys.argv[2])
 
-class Holding:
+class Holding(Environment):
     def __init__(self, row, options):
         self._what = row["what"]
 
@@ -39,9 +39,6 @@ class Holding:
             while time.monotonic() < until:
                 pass
         return StepResult(reward=holds([""], [self._what])[0], done=True)
-
-    async def close(self):
-        pass
 
 async def main():
     pool = EnvironmentPool(placement="thread")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.interfaces import Action, StepResult, without_thought
+from rl_core.interfaces import Action, Environment, StepResult, without_thought
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
@@ -34,7 +34,7 @@ async def openings(
     """The actions that an environment gets when the policy gives these responses."""
     seen: list[Action] = []
 
-    class Sees:
+    class Sees(Environment):
         def __init__(self, row: Any, options: Any) -> None:
             pass
 
@@ -45,9 +45,6 @@ async def openings(
             seen.append(action)
             done = len(seen) == len(responses)
             return StepResult(reward=0.0, done=done, observation=None if done else observation)
-
-        async def close(self) -> None:
-            pass
 
     def script(request: Any) -> list[int]:
         return tokenizer(responses[len(seen)], add_special_tokens=False)["input_ids"]

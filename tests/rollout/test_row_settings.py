@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import StepResult
+from rl_core.interfaces import Environment, StepResult
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec, codec_of
@@ -37,7 +37,7 @@ def tokenizer_with(template: str = TEMPLATE) -> Any:
     return tokenizer
 
 
-class OneTurn:
+class OneTurn(Environment):
     """Offers no tools."""
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -49,15 +49,15 @@ class OneTurn:
     async def step(self, action: Any) -> StepResult:
         return StepResult(reward=1.0, done=True)
 
-    async def close(self) -> None: ...
-
 
 class WithClock(OneTurn):
+    offers_tools = True
+
     async def tools(self) -> Sequence[Any]:
         return [CLOCK]
 
 
-def played(row: dict[str, Any], environment: type = OneTurn, template: str = TEMPLATE) -> tuple[str, int]:
+def played(row: dict[str, Any], environment: type[Environment] = OneTurn, template: str = TEMPLATE) -> tuple[str, int]:
     """The prompt of an episode, and the length that was measured before it. Raises DataError if the sample failed."""
     tokenizer = tokenizer_with(template)
     said = tuple(tokenizer("42", add_special_tokens=False)["input_ids"])

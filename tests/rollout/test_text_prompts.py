@@ -12,7 +12,7 @@ import pytest
 
 from rl_core.config import from_mapping, generator_spec
 from rl_core.errors import ConfigError
-from rl_core.interfaces import StepResult
+from rl_core.interfaces import Environment, StepResult
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec
@@ -91,7 +91,7 @@ def test_a_text_that_the_tokenizer_encodes_differently_behind_its_own_tokens_is_
         TokenCodec(odd, chat_template_kwargs={}).encode("ab")
 
 
-class TwoTurns:
+class TwoTurns(Environment):
     def __init__(self, row: Any, options: Any) -> None:
         self._row, self._left = row, 1
 
@@ -101,8 +101,6 @@ class TwoTurns:
     async def step(self, action: Any) -> StepResult:
         self._left -= 1
         return StepResult(reward=1.0, done=self._left < 0, observation=" no, again: ")
-
-    async def close(self) -> None: ...
 
 
 def test_an_episode_of_text_begins_once(tmp_path: Path):

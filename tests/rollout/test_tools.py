@@ -15,6 +15,7 @@ import pytest
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import (
+    Environment,
     GroupRequest,
     SamplingParams,
     StepResult,
@@ -47,8 +48,10 @@ CLOCK = {"type": "function", "function": {"name": "time", "parameters": {"type":
 CALL = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 
 
-class UsesTools:
+class UsesTools(Environment):
     """Answers with the observations of its row. Offers the row's tools, and empties the list at the first step."""
+
+    offers_tools = True
 
     def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._row, self._turn = row, 0
@@ -69,8 +72,6 @@ class UsesTools:
         done = self._turn == len(observations)
         self._turn += 1
         return StepResult(reward=1.0, done=done, observation=None if done else observations[self._turn - 1])
-
-    async def close(self) -> None: ...
 
 
 def random_row(name: str, rng: random.Random, num_turns: int) -> dict[str, Any]:

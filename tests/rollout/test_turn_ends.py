@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import GenerateRequest, StepResult, Trajectory
+from rl_core.interfaces import Environment, GenerateRequest, StepResult, Trajectory
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_core.trainer.run import run_training
 from rl_core.trainer.update.models import Models
@@ -100,7 +100,7 @@ def test_the_ends_of_turns_are_those_of_public_models(name: str, eos: str, text:
 
 
 def chatting(observation: list[dict[str, Any]]) -> Any:
-    class Chats:
+    class Chats(Environment):
         """Two turns; the observation follows the first."""
 
         def __init__(self, row: Any, options: Any) -> None:
@@ -113,9 +113,6 @@ def chatting(observation: list[dict[str, Any]]) -> Any:
             self.turns += 1
             is_done = self.turns == 2
             return StepResult(reward=0.0, done=is_done, observation=None if is_done else observation)
-
-        async def close(self) -> None:
-            pass
 
     return Chats
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.interfaces import GenerateRequest, StepResult, Trajectory
+from rl_core.interfaces import Environment, GenerateRequest, StepResult, Trajectory
 from rl_core.reports.samples import sample_of
 from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
@@ -23,7 +23,7 @@ TOKENIZER = character_tokenizer()
 EOS = TOKENIZER.eos_token_id
 
 
-class Counts:
+class Counts(Environment):
     """Its observations are `1,`, `2,` …; it is done when the response contains `b`. Each turn earns 0.5."""
 
     def __init__(self, row: Any, options: Any) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.interfaces import (
     Completion,
-    EnvironmentFactory,
+    Environment,
     GenerateRequest,
     GroupRequest,
     SamplingParams,
@@ -42,7 +42,7 @@ TOLERANCE = 1e-4
 SHARED = "a long beginning that every conversation has, so that its tokens lie in the prefix cache. " * 3
 
 
-class Chatters:
+class Chatters(Environment):
     """Answers with random text for 2 to 4 turns; as messages in every second row, as text in the others."""
 
     def __init__(self, row: Any, options: Any) -> None:
@@ -57,8 +57,6 @@ class Chatters:
         self._left -= 1
         observation = self._said("".join(self._rng.choices("0123456789+-= abc", k=self._rng.randint(1, 20))))
         return StepResult(reward=1.0, done=not self._left, observation=observation if self._left else None)
-
-    async def close(self) -> None: ...
 
     def _said(self, text: str) -> Any:
         return [{"role": "user", "content": text}] if self._is_chat else text
@@ -86,7 +84,7 @@ async def play(
     *,
     num_episodes: int,
     step_wise: bool,
-    environment: EnvironmentFactory = Chatters,
+    environment: type[Environment] = Chatters,
     max_turns: int = 8,
     asks_again: bool = False,
 ) -> tuple[list[Trajectory], list[Exchange]]:

@@ -20,7 +20,7 @@ import attrs
 
 from rl_core.errors import PluginError, install, nearest, raised_at
 from rl_core.function_settings import require_settings
-from rl_core.interfaces import CONTRACTS, Contract
+from rl_core.interfaces import CONTRACTS, Contract, as_environment
 from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam
 from rl_core.stored_files import is_found
 
@@ -122,7 +122,7 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
     before = _FITTED.get((group, name))
     if before is None or before[0] is not found:
         before = _FITTED[group, name] = (found, fitted(group, found, name, where))
-    return before[1]
+    return as_environment(found) if group == "rl_core.environments" else before[1]
 
 
 def _is_receiver(found: Any) -> bool:

@@ -23,7 +23,6 @@ from rl_core.interfaces import (
     Backend,
     Callback,
     Environment,
-    EnvironmentFactory,
     Generator,
     GeneratorFactory,
     GeneratorPlugin,
@@ -33,6 +32,7 @@ from rl_core.interfaces import (
     TrackerFactory,
     WeightReceiver,
     WeightTransport,
+    as_environment,
 )
 
 _MOST_NAMED = 4
@@ -85,6 +85,21 @@ def _of_generator(found: Any, version: int | None) -> str | None:
     if version == 1:
         return _of_factory("rl_core.generators", GeneratorFactory, Generator, found, version)
     return _of_object("rl_core.generators", GeneratorPlugin, found, version)
+
+
+def _of_environment(found: Any, version: int | None) -> str | None:
+    if not inspect.isclass(found):
+        return f"it is {_described(found)}"
+    try:
+        adapted = as_environment(found)
+    except TypeError as error:  # a class with a metaclass of its own, or one that no class may inherit
+        return f"{_described(found)} cannot inherit rl_core.interfaces.Environment: {error}"
+    return (
+        _lacks_required(found, adapted)
+        or call_problem(found.__name__, Environment.__init__, found)
+        or _class_problem(adapted, members(Environment), with_optional=True)
+        or _unflagged(adapted, Environment, {"tools": "offers_tools", "structural_tag": "forces_responses"})
+    )
 
 
 def _of_callback(found: Any, version: int | None) -> str | None:
@@ -191,8 +206,8 @@ SEAMS: Mapping[str, Seam] = {
     "rl_core.environments": Seam(
         plural="environments",
         singular="an environment",
-        expected="a class or function (row, options) → rl_core.interfaces.Environment",
-        problem=partial(_of_factory, "rl_core.environments", EnvironmentFactory, Environment),
+        expected="a class with the methods of rl_core.interfaces.Environment, created as Class(row, options)",
+        problem=_of_environment,
     ),
     "rl_core.advantage_estimators": Seam(
         plural="advantage estimators",
@@ -340,6 +355,25 @@ def _product_class(factory: Any) -> type | None:
     made = getattr(factory, "__annotations__", {}).get("return")
     made = getattr(factory, "__globals__", {}).get(made) if isinstance(made, str) else made
     return made if inspect.isclass(made) and made not in (Any, object) else None
+
+
+def _lacks_required(found: type, adapted: type) -> str | None:
+    """Says which required methods of its contract a class lacks; None if it lacks none."""
+    missing = sorted(getattr(adapted, "__abstractmethods__", ()))
+    return f"{_described(found)} has no {', '.join(missing)}" if missing else None
+
+
+def _unflagged(found: type, contract: type, flags: Mapping[str, str]) -> str | None:
+    """Says which optional method a class defines without the flag with which the run asks for it; None if it defines no
+    such method.
+
+    Args:
+        flags: method → flag.
+    """
+    for method, flag in flags.items():
+        if getattr(found, method) is not getattr(contract, method) and not getattr(found, flag):
+            return f"it defines {method}, but its {flag} is false, so {method} would not be called; set {flag} = True"
+    return None
 
 
 def _lacks(found: Any, expected: Iterable[str]) -> str | None:

@@ -25,9 +25,9 @@ from rl_core.config.layers import merge, nested, override_layer, plain
 from rl_core.errors import ConfigError, DataError, DeadlineError, Mistakes, RLError, nearest, raised_at
 from rl_core.interfaces import (
     Action,
+    Environment,
     StepResult,
     require_awaitable,
-    require_environment,
     require_messages,
     require_observed_messages,
     require_observed_text,
@@ -109,7 +109,7 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
         EnvironmentRaised: the environment raised an exception.
         DeadlineError: the environment did not answer within `timeout_s`.
     """
-    factory: Any = plugins.load("rl_core.environments", name)
+    factory: type[Environment] = plugins.load("rl_core.environments", name)
     from rl_core.trainer.before.environment_checks import gather_unplayable
     from rl_core.trainer.groups import DataRow
 
@@ -123,13 +123,12 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
             with _interrupted(_name(method), timeout_s):
                 return runner.get_loop().run_until_complete(_answer(method, arguments, timeout_s, is_async=is_async))
 
-        environment = require_environment(call(factory, row, options, is_async=False), factory)
+        environment: Environment = call(factory, row, options, is_async=False)
         try:
             prompt = call(environment.reset)
             _show_prompt(prompt, text_is="prompt")
-            offered: Any = getattr(environment, "tools", None)
-            if offered is not None:
-                _show_tools(call(offered))
+            if environment.offers_tools:
+                _show_tools(call(environment.tools))
             return _play(lambda action: call(environment.step, action), begins_with_text=isinstance(prompt, str))
         finally:
             call(environment.close)

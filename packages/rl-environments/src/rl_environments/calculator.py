@@ -42,12 +42,12 @@ class CalculatorEnvironment(ToolEnvironment):
 
     @classmethod
     def require_options(cls, options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+        """See `Environment.require_options`."""
         super().require_options(own_options(options, "calculator", ["call_format"]))
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         require_prompt(row, "calculator")
         number_of_row(row, "calculator")
 

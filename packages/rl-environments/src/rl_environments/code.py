@@ -10,7 +10,7 @@ import attrs
 from attrs.validators import optional
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between, without_thought
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult, above, at_least, between, without_thought
 from rl_environments.code_tests import ExpectedTest, expected_tests
 from rl_environments.options import is_number, one_of, options_of
 from rl_environments.sandbox import Limits, Outcome, Sandbox, shared_sandbox
@@ -77,7 +77,7 @@ class CodeOptions:
     and its error does not name the slot."""
 
 
-class CodeEnvironment:
+class CodeEnvironment(Environment):
     """Takes the program from the last fenced block of the response, and runs it on the row's tests. The reward is 1 if
     all of them pass, else 0; or, with the option `reward=fraction`, the fraction that passes.
 
@@ -92,14 +92,14 @@ class CodeEnvironment:
         self._options = options_of(CodeOptions, "code", options)
         self._tests = expected_tests(row)[: self._options.max_tests]
 
-    @staticmethod
-    def require_options(options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
         options_of(CodeOptions, "code", options)
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         expected_tests(row)
 
     async def reset(self) -> Prompt:
@@ -128,9 +128,6 @@ class CodeEnvironment:
         }
         reward = passed if self._options.reward == "fraction" else metrics["accuracy"]
         return StepResult(reward=reward, done=True, metrics=metrics)
-
-    async def close(self) -> None:
-        pass
 
     async def _outcomes(self, sandbox: Sandbox, program: str) -> list[Outcome]:
         """Runs the tests in order and returns their outcomes. With the reward `all`, stops after the first test that

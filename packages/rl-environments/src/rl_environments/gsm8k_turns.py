@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult
 from rl_environments.answers import number_behind_hashes, number_of_row, require_prompt
 from rl_environments.options import number_up_to, own_options, whole_number
 
@@ -20,7 +20,7 @@ WRONG = "That is not the right number. Find the mistake, correct it, and end wit
 NO_NUMBER = "There is no number behind ####. End your answer with #### and the number."
 
 
-class Gsm8kTurnsEnvironment:
+class Gsm8kTurnsEnvironment(Environment):
     """See the module."""
 
     placement = "in_process"  # nothing here is slow
@@ -31,14 +31,14 @@ class Gsm8kTurnsEnvironment:
         self._max_tries, self._later_reward = _settings(options)
         self._tries = 0
 
-    @staticmethod
-    def require_options(options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
         _settings(options)
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         require_prompt(row, "gsm8k_turns")
         number_of_row(row, "gsm8k_turns")
 
@@ -63,9 +63,6 @@ class Gsm8kTurnsEnvironment:
         # In a text episode, only blank lines separate the environment's text from the policy's.
         observation = f"\n\n{said}\n\n" if isinstance(self._prompt, str) else said
         return StepResult(reward=0.0, done=False, observation=observation, metrics=metrics)
-
-    async def close(self) -> None:
-        """See `Environment.close`."""
 
 
 def _settings(options: Mapping[str, Any]) -> tuple[int, float]:

@@ -34,7 +34,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import DataError, DeadlineError, GenerationError
-from rl_core.interfaces import Action, Prompt, Row, ServedModel, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Row, ServedModel, StepResult
 from rl_core.tasks import OwnThread
 from rl_environments.answers import require_prompt
 from rl_environments.options import key_of, number_up_to, own_options, seconds, text, whole_number
@@ -93,7 +93,7 @@ class _Settings:
         )
 
 
-class JudgeEnvironment:
+class JudgeEnvironment(Environment):
     """See the module."""
 
     placement = "thread"  # so that `environment.num_workers` limits the requests to the judge
@@ -104,17 +104,17 @@ class JudgeEnvironment:
         self._server, self._own = _server(options), _Settings.of(options)
         self._timeout_key, self._limit_key = key_of(options, "timeout_s"), key_of(options, "max_tokens")
 
-    @staticmethod
-    def require_options(options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
         own = own_options(options, "judge", _OPTIONS)
         if own.get("url") != _ENGINE:  # the run itself checks `model` and `key_variable`
             _server(own)
         _Settings.of(own)
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         require_prompt(row, "judge")
         if not isinstance(row.get("reference"), str | None):
             raise DataError(f"`reference` in a row of judge must be text or left out; got {row['reference']!r:.80}")
@@ -141,9 +141,6 @@ class JudgeEnvironment:
             else:
                 return StepResult(reward=reward, done=True, metrics={"accuracy": reward, "judge_tries": float(number)})
         raise AssertionError("the last try returns or raises")
-
-    async def close(self) -> None:
-        """See `Environment.close`."""
 
     def _question_to_judge(self, answer: str) -> str:
         prompt, reference = self._row["prompt"], self._row.get("reference")

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import DataError
-from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least, between
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult, above, at_least, between
 from rl_environments.judge_pool import shared_pool
 from rl_environments.mathematical_text import choice_and_value, last_box, positional
 from rl_environments.options import is_number, options_of
@@ -43,7 +43,7 @@ class MathematicsOptions:
     first, and its error does not name the verdict."""
 
 
-class MathematicsEnvironment:
+class MathematicsEnvironment(Environment):
     """Reward 1 if the response's answer equals the row's, else 0.
 
     An answer that takes more than `cpu_s` to compare, or that crashes the comparing process, counts as wrong. The
@@ -61,15 +61,15 @@ class MathematicsEnvironment:
         self._options = options_of(MathematicsOptions, "mathematics", options)
         self._references = reference_answers(row)
 
-    @staticmethod
-    def require_options(options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
         options_of(MathematicsOptions, "mathematics", options)
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`. Lets math-verify read references that are not plain numbers, at most `MOST_TRIED` in
-        all."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`. Lets math-verify read references that are not plain numbers, at most
+        `MOST_TRIED` in all."""
         for reference in reference_answers(row):
             problem = _proofs.problem(reference)
             if problem is not None:
@@ -93,9 +93,6 @@ class MathematicsEnvironment:
             "given_up": float(verdict.is_given_up),
         }
         return StepResult(reward=metrics["accuracy"], done=True, metrics=metrics)
-
-    async def close(self) -> None:
-        pass
 
 
 def reference_answers(row: Row) -> tuple[str, ...]:

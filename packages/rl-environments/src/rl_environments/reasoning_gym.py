@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError, DataError, install, nearest
-from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult
 from rl_environments.answers import require_prompt
 from rl_environments.options import own_options
 
@@ -48,7 +48,7 @@ another `size`."""
 _one_at_a_time = threading.Lock()
 
 
-class ReasoningGymEnvironment:
+class ReasoningGymEnvironment(Environment):
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
@@ -59,15 +59,15 @@ class ReasoningGymEnvironment:
         if not _is_asked(self._entry, self._prompt):
             raise DataError("the row's prompt is not the puzzle in its entry: the row was changed; make the data again")
 
-    @staticmethod
-    def require_options(options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
         own_options(options, "reasoning_gym", [])
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`. Does not import reasoning-gym, so an unknown task is noticed only when the row is
-        played."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`. Does not import reasoning-gym, so an unknown task is noticed only when the
+        row is played."""
         require_prompt(row, "reasoning_gym")
         if not isinstance(row.get("task"), str):
             raise DataError(
@@ -88,9 +88,6 @@ class ReasoningGymEnvironment:
         score = float(self._dataset.score_answer(answer=found[-1].strip(), entry=self._entry)) if found else 0.0
         metrics = {"accuracy": score, "is_right": float(score >= 1), "has_answer": float(bool(found))}
         return StepResult(reward=score, done=True, metrics=metrics)
-
-    async def close(self) -> None:
-        """See `Environment.close`."""
 
 
 def rows_of(

@@ -26,7 +26,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import DataError
-from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult
 from rl_environments.answers import is_exact_match, normalized, require_prompt, right_answer
 from rl_environments.corpora import Document, load_corpus
 from rl_environments.options import own_options, text, whole_number
@@ -56,7 +56,7 @@ class _Settings:
         )
 
 
-class SearchEnvironment:
+class SearchEnvironment(Environment):
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
@@ -67,14 +67,14 @@ class SearchEnvironment:
         self._top_k, self._max_searches, self._observer = own.top_k, own.max_searches, own.observer
         self._searches = 0
 
-    @staticmethod
-    def require_options(options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
         _Settings.of(options)
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         require_prompt(row, "search")
         _accepted(row)
 
@@ -95,9 +95,6 @@ class SearchEnvironment:
         # In a text episode, the observation is appended unchanged.
         observation = shown if isinstance(self._prompt, str) else [{"role": self._observer, "content": shown.strip()}]
         return StepResult(reward=0.0, done=False, observation=observation, metrics=self._metrics(0.0, False))
-
-    async def close(self) -> None:
-        """See `Environment.close`."""
 
     def information(self, documents: Sequence[Document]) -> str:
         """Returns the search results as the policy sees them; a subclass may format them differently."""

@@ -27,7 +27,7 @@ from typing import Any, get_args, get_type_hints
 
 from rl_core import plugins
 from rl_core.errors import ConfigError, DataError, install, nearest
-from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult
 from rl_environments.options import key_of, own_options, text, whole_number
 
 _OPTIONS = ("env", "config", "max_turns")
@@ -40,7 +40,7 @@ _RIGHT = {
 """Environments of skyrl-gym that compare an answer with a text of the row: the text's column, and a right response."""
 
 
-class SkyrlGymEnvironment:
+class SkyrlGymEnvironment(Environment):
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
@@ -54,27 +54,28 @@ class SkyrlGymEnvironment:
         self._environment = _maker(options)(env_config=_env_config(options), extras=extras)
         self._is_closed = False
 
-    @staticmethod
-    def require_options(options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
         own = own_options(options, "skyrl_gym", _OPTIONS)
         whole_number(own, "max_turns", 1)
         _maker(own)
         _env_config(own)
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         if isinstance(row["prompt"], str):
             raise DataError(
                 f"prompt: got text, {row['prompt']!r:.80}; environments of skyrl-gym start from messages, such as "
                 '[{"role": "user", "content": "…"}]'
             )
 
-    @staticmethod
-    def require_episode(row: Row, options: Mapping[str, Any]) -> None:
-        """See `EpisodeChecking`. Plays the row's own answer in environments of skyrl-gym that compare texts. It must
-        earn a reward of 1; with a comma between thousands, for example, it does not, and nor does any other answer."""
+    @classmethod
+    def require_episode(cls, row: Row, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_episode`. Plays the row's own answer in environments of skyrl-gym that compare
+        texts. It must earn a reward of 1; with a comma between thousands, for example, it does not, and nor does any
+        other answer."""
         name = own_options(options, "skyrl_gym", _OPTIONS).get("env")
         if name not in _RIGHT:
             return
@@ -127,9 +128,6 @@ class SkyrlGymEnvironment:
             observation=None if done else observation,
             metrics={"accuracy": float(reward), **metrics},
         )
-
-    async def close(self) -> None:
-        """See `Environment.close`."""
         if not self._is_closed:
             self._is_closed = True
             self._environment.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.errors import DataError
-from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult
 from rl_examples.data_files import write_rows
 from rl_examples.tiny_model import save_model
 
@@ -26,7 +26,7 @@ NUM_HELD_OUT = 1000
 DATA_SEED = 0
 
 
-class ArithmeticEnvironment:
+class ArithmeticEnvironment(Environment):
     """The reward is 1 if the response is exactly the answer, followed by the end token, else 0. The metric `accuracy`
     equals the reward."""
 
@@ -36,9 +36,9 @@ class ArithmeticEnvironment:
         self._prompt: str = row["prompt"]
         self._answer: str = row["answer"]
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         if not (isinstance(row["prompt"], str) and isinstance(row.get("answer"), str)):
             columns = ", ".join(map(str, row))
             raise DataError(f"an arithmetic row needs prompt and answer as text; the row has {columns}")
@@ -49,9 +49,6 @@ class ArithmeticEnvironment:
     async def step(self, action: Action) -> StepResult:
         is_right = action.text == self._answer and action.stop_reason == "stop"
         return StepResult(reward=float(is_right), done=True, metrics={"accuracy": float(is_right)})
-
-    async def close(self) -> None:
-        pass
 
 
 def problems() -> list[dict[str, str]]:

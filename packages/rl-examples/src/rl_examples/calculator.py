@@ -65,9 +65,9 @@ class PocketCalculator(ToolEnvironment):
     placement = "in_process"  # nothing here is slow
     call_format: ClassVar[CallFormat | None] = AngleCalls()
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         if not (isinstance(row.get("prompt"), str) and isinstance(row.get("answer"), str)):
             columns = ", ".join(map(str, row))
             raise DataError(f"a pocket_calculator row needs prompt and answer as text; the row has {columns}")

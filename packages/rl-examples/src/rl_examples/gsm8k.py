@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.errors import DataError
-from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Recipe, Row, StepResult
 from rl_environments.answers import finite_number, number_behind_hashes
 from rl_examples.gsm8k_data import HOW_TO_MAKE, write_tiny_data
 
@@ -61,7 +61,7 @@ recipe = Recipe(
 )
 
 
-class Gsm8kEnvironment:
+class Gsm8kEnvironment(Environment):
     """The reward is 1 if the last number that follows a `####` in the response equals the row's, else 0. Metrics:
     `accuracy` (equal to the reward) and `has_answer`."""
 
@@ -71,9 +71,9 @@ class Gsm8kEnvironment:
         self._prompt: Prompt = row["prompt"]
         self._ground_truth = ground_truth(row)
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         ground_truth(row)
 
     async def reset(self) -> Prompt:
@@ -84,9 +84,6 @@ class Gsm8kEnvironment:
         reward = float(answer is not None and answer == self._ground_truth)
         metrics = {"accuracy": reward, "has_answer": float(answer is not None)}
         return StepResult(reward=reward, done=True, metrics=metrics)
-
-    async def close(self) -> None:
-        pass
 
 
 def ground_truth(row: Row) -> Decimal:

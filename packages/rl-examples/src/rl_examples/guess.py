@@ -18,7 +18,7 @@ from typing import Any
 
 from rl_core.config import Config, from_mapping
 from rl_core.errors import DataError
-from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Recipe, Row, StepResult
 from rl_environments.options import own_options
 
 MAX_GUESSES = 4
@@ -66,7 +66,7 @@ recipe = Recipe(
 )
 
 
-class GuessEnvironment:
+class GuessEnvironment(Environment):
     """The reward is 1 if the policy finds the row's `number` in four guesses, else 0. Metrics: `accuracy` (equal to the
     reward) and `guesses`.
 
@@ -79,14 +79,14 @@ class GuessEnvironment:
         self._number: int = row["number"]
         self._guesses = 0
 
-    @staticmethod
-    def require_options(options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
         own_options(options, "guess", [])
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         if row.get("number") not in range(10):
             raise DataError(f"a guess row needs a number from 0 to 9; got number={row.get('number')!r}")
 
@@ -103,9 +103,6 @@ class GuessEnvironment:
             return StepResult(reward=float(is_found), done=True, metrics=metrics)
         hint = "<" if self._number < int(action.text) else ">"
         return StepResult(reward=0.0, done=False, observation=[{"role": "user", "content": hint}], metrics=metrics)
-
-    async def close(self) -> None:
-        pass
 
 
 def prepare(config: Config) -> None:

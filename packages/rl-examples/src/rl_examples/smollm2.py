@@ -22,7 +22,7 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.errors import DataError
-from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Recipe, Row, StepResult
 from rl_examples.smollm2_model import write_smollm2
 
 _TRAIN = "runs/capitals/train.parquet"
@@ -73,7 +73,7 @@ recipe = Recipe(
 )
 
 
-class CapitalsEnvironment:
+class CapitalsEnvironment(Environment):
     """The reward is 1 if the reply contains the row's `answer` and ends with the end token, else 0. Metrics: `accuracy`
     (equal to the reward) and `words` (number of words in the reply)."""
 
@@ -81,9 +81,9 @@ class CapitalsEnvironment:
         self._prompt: Prompt = row["prompt"]
         self._answer = words(row["answer"])
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         if not (isinstance(row.get("answer"), str) and words(row["answer"])):
             raise DataError(f"a capitals row needs an answer with a word or number; got answer={row.get('answer')!r}")
 
@@ -95,9 +95,6 @@ class CapitalsEnvironment:
         is_right = any(reply[i : i + count] == self._answer for i in range(len(reply)))
         reward = float(is_right and action.stop_reason == "stop")
         return StepResult(reward=reward, done=True, metrics={"accuracy": reward, "words": float(len(reply))})
-
-    async def close(self) -> None:
-        pass
 
 
 def words(text: str) -> list[str]:

@@ -86,9 +86,9 @@ class SmolCalculator(ToolEnvironment):
     call_format: ClassVar[CallFormat | None] = WrittenCalls()
     shows_schemas = False
 
-    @staticmethod
-    def require_row(row: Row) -> None:
-        """See `RowChecking`."""
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
         if isinstance(row["prompt"], str) or not isinstance(row.get("answer"), str):
             columns = ", ".join(map(str, row))
             raise DataError(

@@ -4,20 +4,15 @@ tools, and convert any exception to an EnvironmentFailure, which fails only one 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Self, TypeVar
 
-from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, raised_at
+from rl_core.errors import DataError, DeadlineError, RLError, raised_at
 from rl_core.interfaces import (
-    Constraining,
     Environment,
-    EnvironmentFactory,
-    Row,
     ToolSchema,
     require_awaitable,
-    require_environment,
     require_tools,
 )
 from rl_core.tasks import is_foreign
@@ -104,43 +99,18 @@ async def caught(call: Callable[[], Awaitable[T]]) -> T:
         raise
 
 
-async def offered_tools(environment: object) -> Sequence[ToolSchema]:
-    """Returns the functions that the environment offers after its `reset`; empty if it does not implement `Tools`.
-    Raises DataError if a tool is invalid."""
-    tools = getattr(environment, "tools", None)
-    # `tools` may also be an unrelated attribute of the environment.
-    if not callable(tools):
-        return ()
-    offered = tools()
-    if not inspect.isawaitable(offered):
-        raise DataError(
-            f"the environment's `tools` returned {type(offered).__name__}, expected an awaitable; define it as "
-            "`async def tools(self)`, see rl_core.interfaces.Tools"
-        )
-    return require_tools(await offered)
+async def offered_tools(environment: Environment) -> Sequence[ToolSchema]:
+    """Returns the functions that the environment offers after its `reset`. Raises DataError if a tool is invalid."""
+    return require_tools(await require_awaitable(environment.tools(), "tools"))
 
 
-def made(factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]) -> Environment:
-    """Calls the factory for one episode. Raises DataError if it returns no environment, and ConfigError if the
-    environment has `structural_tag`, but the factory lacks it."""
-    environment = require_environment(factory(row, options), factory)
-    if isinstance(environment, Constraining) and not isinstance(factory, Constraining):
-        raise ConfigError(
-            f"{type(environment).__name__} has a method `structural_tag`, but its factory "
-            f"{getattr(factory, '__name__', factory)} lacks this attribute, so no response would be constrained; give "
-            "the factory the attribute, or choose the class itself as the environment (rl_core.interfaces.Constraining)"
-        )
-    return environment
-
-
-async def next_structural_tag(environment: object, example_call: str | None) -> str | None:
-    """Returns the grammar of a `Constraining` environment's next response, or None. Raises DataError if the
-    environment returns another type."""
-    assert isinstance(environment, Constraining)
+async def next_structural_tag(environment: Environment, example_call: str | None) -> str | None:
+    """Returns the grammar of the environment's next response, or None. Raises DataError if the environment returns
+    another type."""
     tag = await require_awaitable(environment.structural_tag(example_call), "structural_tag")
     if not isinstance(tag, str | None):
         raise DataError(
             f"the environment's `structural_tag` returned {type(tag).__name__}, expected JSON text or None; see "
-            "rl_core.interfaces.Constraining"
+            "rl_core.interfaces.Environment"
         )
     return tag

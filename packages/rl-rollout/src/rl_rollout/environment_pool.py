@@ -1,4 +1,4 @@
-"""Runs each environment in the placement that the configuration or the environment's factory chooses; by default in a
+"""Runs each environment in the placement that the configuration or the environment's class chooses; by default in a
 thread of its own.
 
 | placement    | an episode has                  | a call that misses its deadline                                     |
@@ -7,7 +7,8 @@ thread of its own.
 | `process`    | a process, reused afterwards    | kills the process and its whole process group                       |
 | `in_process` | the event loop of all episodes  | is cancelled; a call that blocks stops every episode and deadline   |
 
-With `process`, environments that only score one response (`Scores`) share a few processes (`scoring_processes`).
+With `process`, the environments of reward functions, which only score one response, share a few processes
+(`scoring_processes`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,7 @@ from typing import Any, get_args
 from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import (
     Action,
-    Constraining,
     Environment,
-    EnvironmentFactory,
-    Placement,
     PlacementKind,
     Prompt,
     Row,
@@ -37,11 +35,12 @@ from rl_core.interfaces import (
     ToolSchema,
     require_awaitable,
 )
-from rl_rollout.environment_calls import EnvironmentFailure, answered, made, next_structural_tag, offered_tools
+from rl_rollout.environment_calls import EnvironmentFailure, answered, next_structural_tag, offered_tools
 from rl_rollout.environment_processes import EnvironmentProcess, ProcessEnvironment
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 from rl_rollout.interpreter_watch import WATCH
-from rl_rollout.scoring_processes import ScoredEnvironment, Scores, ScoringProcesses
+from rl_rollout.reward_functions import RewardFunctionsEnvironment
+from rl_rollout.scoring_processes import ScoredEnvironment, ScoringProcesses
 
 _START_S = 300.0
 """Deadline for a process to start and import the environment. It is long, because many processes may start at once."""
@@ -70,7 +69,7 @@ class EnvironmentPool:
     ) -> None:
         """
         Args:
-            placement: placement of all environments; None: each environment's factory chooses its placement.
+            placement: placement of all environments; None: `Environment.placement`.
             num_workers: maximum number of threads or processes; None: one thread per episode, or four processes per CPU
                 core.
             max_episodes: maximum number of episodes played at a time.
@@ -83,13 +82,9 @@ class EnvironmentPool:
         self._left = LeftThreads()
         self._scoring = ScoringProcesses(num_workers)
 
-    def placement_of(self, factory: EnvironmentFactory) -> PlacementKind:
-        """Returns where the factory's environments run in this pool; see the function `placement_of`."""
-        return placement_of(factory, self._placement)
-
     @contextlib.asynccontextmanager
     async def opened(
-        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
+        self, factory: type[Environment], row: Row, options: Mapping[str, Any], timeout_s: float
     ) -> AsyncIterator[EnvironmentCalls]:
         """Yields the environment of one episode, and closes it at the end of the context.
 
@@ -100,14 +95,14 @@ class EnvironmentPool:
                 after an episode without errors.
             EnvironmentFailure: closing the environment failed after an episode without errors.
         """
-        kind = self.placement_of(factory)
+        kind = placement_of(factory, self._placement)
         where = {"thread": self._in_thread, "process": self._in_process}.get(kind, _in_place)
-        if kind == "process" and isinstance(factory, Scores):
+        if kind == "process" and issubclass(factory, RewardFunctionsEnvironment):
             where = self._in_scoring_process
         async with where(factory, row, options, timeout_s) as environment:
             # A scored environment sets the deadline itself, because it also waits for a process.
             limit_s = math.inf if isinstance(environment, ScoredEnvironment) else timeout_s
-            calls = EnvironmentCalls(environment, limit_s, is_constraining=isinstance(factory, Constraining))
+            calls = EnvironmentCalls(environment, limit_s, factory)
             try:
                 yield calls
             except BaseException:
@@ -123,10 +118,10 @@ class EnvironmentPool:
 
     @contextlib.asynccontextmanager
     async def _in_scoring_process(
-        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
+        self, factory: type[Environment], row: Row, options: Mapping[str, Any], timeout_s: float
     ) -> AsyncIterator[Environment]:
         """Falls back to a thread if the configuration sets no placement and the code cannot be imported elsewhere."""
-        assert isinstance(factory, Scores)
+        assert issubclass(factory, RewardFunctionsEnvironment)
         made_of = (pickled(factory), dict(row), dict(options))
         try:
             await self._scoring.import_once(made_of[0], options)
@@ -141,7 +136,7 @@ class EnvironmentPool:
 
         async def alone(action: Action) -> StepResult:
             async with self._in_process(factory, row, options, timeout_s) as environment:
-                calls = EnvironmentCalls(environment, timeout_s, is_constraining=False)
+                calls = EnvironmentCalls(environment, timeout_s, factory)
                 await calls.reset()
                 return await calls.step(action)
 
@@ -149,7 +144,7 @@ class EnvironmentPool:
 
     @contextlib.asynccontextmanager
     async def _in_thread(
-        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
+        self, factory: type[Environment], row: Row, options: Mapping[str, Any], timeout_s: float
     ) -> AsyncIterator[Environment]:
         async with self._threads:
             if (count := self._left.count()) >= MOST_LEFT_THREADS:
@@ -159,11 +154,11 @@ class EnvironmentPool:
                 )
             _allow_files(_FILES_PER_THREAD * (self._max_threads + count) + _OTHER_FILES)
             watched = partial(WATCH.calling, timeout_s)
-            yield ThreadedEnvironment(lambda: made(factory, row, options), self._left, watched)
+            yield ThreadedEnvironment(lambda: factory(row, options), self._left, watched)
 
     @contextlib.asynccontextmanager
     async def _in_process(
-        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
+        self, factory: type[Environment], row: Row, options: Mapping[str, Any], timeout_s: float
     ) -> AsyncIterator[Environment]:
         made_by = pickled(factory)
         async with self._processes:
@@ -181,24 +176,26 @@ class EnvironmentPool:
 class EnvironmentCalls:
     """Wraps an environment: each call has a deadline, and raises EnvironmentFailure if the environment raises."""
 
-    def __init__(self, environment: Environment, timeout_s: float, *, is_constraining: bool) -> None:
+    def __init__(self, environment: Environment, timeout_s: float, factory: type[Environment]) -> None:
         self._environment = environment
         self._timeout_s = timeout_s
-        self._is_constraining = is_constraining
+        self._factory = factory
 
     async def reset(self) -> Prompt:
         """See `Environment.reset`."""
         return await answered(self._environment.reset, self._timeout_s, "reset", self._environment)
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """Returns the environment's tools; empty if it does not implement `Tools`."""
-        return await answered(lambda: offered_tools(self._environment), self._timeout_s, "tools", self._environment)
+        """See `Environment.tools`."""
+        if not self._factory.offers_tools:
+            return ()
+        return await answered(self._environment.tools, self._timeout_s, "tools", self._environment)
 
     async def structural_tag(self, example_call: str | None) -> str | None:
-        """Returns the grammar of the next response; None if the environment is not `Constraining`, or sets none."""
-        if not self._is_constraining:
+        """See `Environment.structural_tag`."""
+        if not self._factory.forces_responses:
             return None
-        asked = partial(next_structural_tag, self._environment, example_call)
+        asked = partial(self._environment.structural_tag, example_call)
         return await answered(asked, self._timeout_s, "structural_tag", self._environment)
 
     async def step(self, action: Action) -> StepResult:
@@ -210,7 +207,7 @@ class EnvironmentCalls:
         await answered(self._environment.close, self._timeout_s, "close", self._environment)
 
 
-class _InPlace:
+class _InPlace(Environment):
     """Runs an environment in the event loop of all episodes. `reset` constructs it, as in the other placements."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
@@ -222,25 +219,29 @@ class _InPlace:
         return await require_awaitable(self._environment.reset(), "reset")
 
     async def tools(self) -> Sequence[ToolSchema]:
-        return await offered_tools(self._environment)
+        return await offered_tools(self._made)
 
     async def structural_tag(self, example_call: str | None) -> str | None:
-        return await next_structural_tag(self._environment, example_call)
+        return await next_structural_tag(self._made, example_call)
 
     async def step(self, action: Action) -> StepResult:
-        assert self._environment is not None, "step was called before reset"
-        return await require_awaitable(self._environment.step(action), "step")
+        return await require_awaitable(self._made.step(action), "step")
 
     async def close(self) -> None:
         if self._environment is not None:
             await self._environment.close()
 
+    @property
+    def _made(self) -> Environment:
+        assert self._environment is not None, "reset was not called"
+        return self._environment
+
 
 @contextlib.asynccontextmanager
 async def _in_place(
-    factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], _: float
+    factory: type[Environment], row: Row, options: Mapping[str, Any], _: float
 ) -> AsyncIterator[Environment]:
-    yield _InPlace(lambda: made(factory, row, options))
+    yield _InPlace(lambda: factory(row, options))
 
 
 async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:
@@ -257,26 +258,23 @@ async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:
         ) from error
 
 
-def placement_of(
-    factory: EnvironmentFactory, configured: PlacementKind | None = None, where: str = ""
-) -> PlacementKind:
-    """Returns where the factory's environments run: the configured placement, else the one that the factory requests,
-    else `thread`.
+def placement_of(factory: type[Environment], configured: PlacementKind | None = None, where: str = "") -> PlacementKind:
+    """Returns where environments run: the configured placement, else the one that their class declares.
 
     Args:
-        factory: creates the environments.
+        factory: the environments' class.
         configured: the placement from the configuration; None: not configured.
-        where: prefix of error messages, such as the configuration key that chose the factory.
+        where: prefix of error messages, such as the configuration key that chose the class.
 
     Raises:
-        ConfigError: an unknown placement, or `process` for a factory that cannot be pickled.
+        ConfigError: an unknown placement, or `process` for a class that cannot be pickled.
     """
-    placement = factory.placement if isinstance(factory, Placement) else "thread"
+    placement = factory.placement
     known = get_args(PlacementKind)
     if placement not in known:
         raise ConfigError(
-            f"{where}{_name(factory)}.placement is {placement!r:.80}; expected one of {', '.join(known)}; set "
-            "it as an attribute of the class or function itself, because it is read before an episode starts"
+            f"{where}{factory.__name__}.placement is {placement!r:.80}; expected one of {', '.join(known)}; set "
+            "it as an attribute of the class itself, because it is read before an episode starts"
         )
     placement = configured or placement
     if placement == "process":
@@ -284,22 +282,18 @@ def placement_of(
     return placement
 
 
-def pickled(factory: EnvironmentFactory, where: str = "") -> bytes:
-    """Pickles the factory for another process. Raises ConfigError if it cannot be pickled, or if it is defined in the
-    main script, which other processes cannot import."""
+def pickled(factory: type[Environment], where: str = "") -> bytes:
+    """Pickles the class, as its author wrote it, for another process. Raises ConfigError if it cannot be pickled, or if
+    it is defined in the main script, which other processes cannot import."""
     try:
-        if getattr(factory, "__module__", None) == "__main__":
+        if factory.__module__ == "__main__":
             raise pickle.PicklingError("it is defined in the script that was started, which no other process imports")
-        return pickle.dumps(factory)
+        return pickle.dumps(vars(factory).get("adapted_from", factory))
     except Exception as error:
         raise ConfigError(
-            f"{where}{_name(factory)} has placement 'process', but cannot be pickled for another process: {error}. "
+            f"{where}{factory.__name__} has placement 'process', but cannot be pickled for another process: {error}. "
             "Define it at the top level of a module that can be imported, or choose placement 'thread'"
         ) from error
-
-
-def _name(factory: EnvironmentFactory) -> str:
-    return getattr(factory, "__name__", type(factory).__name__)
 
 
 def _allow_files(count: int) -> None:

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 
 import attrs
 
-from rl_core.interfaces import Environment, EnvironmentFactory, require_awaitable
-from rl_rollout.environment_calls import EnvironmentFailure, answered, caught, made, next_structural_tag, offered_tools
+from rl_core.interfaces import Environment, as_environment, require_awaitable
+from rl_rollout.environment_calls import EnvironmentFailure, answered, caught, next_structural_tag, offered_tools
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 
 LENGTH = struct.Struct("<Q")
@@ -57,33 +57,32 @@ class EnvironmentHost:
     """Holds the environments of consecutive episodes, one at a time."""
 
     def __init__(self) -> None:
-        self._factories: dict[bytes, EnvironmentFactory] = {}
+        self._factories: dict[bytes, type[Environment]] = {}
         self._environment: Environment | None = None
         self._left = LeftThreads()
 
     async def load(self, path: list[str], factory: bytes) -> None:
-        """Imports the pickled factory of the environments, with the controller's `sys.path`."""
+        """Imports the pickled class of the environments, with the controller's `sys.path`."""
         if factory not in self._factories:
             sys.path[:] = path
-            self._factories[factory] = pickle.loads(factory)
+            self._factories[factory] = as_environment(pickle.loads(factory))
 
     async def reset(self, factory: bytes, row: Any, options: Any) -> Any:
         """Constructs the environment and calls its `reset`."""
-        self._environment = made(self._factories[factory], row, options)
+        self._environment = self._factories[factory](row, options)
         return await require_awaitable(self._environment.reset(), "reset")
 
     async def tools(self) -> Any:
         """See `offered_tools`."""
-        return await offered_tools(self._environment)
+        return await offered_tools(self._made)
 
     async def structural_tag(self, example_call: str | None) -> Any:
         """See `next_structural_tag`."""
-        return await next_structural_tag(self._environment, example_call)
+        return await next_structural_tag(self._made, example_call)
 
     async def step(self, action: Any) -> Any:
         """See `Environment.step`."""
-        assert self._environment is not None
-        return await require_awaitable(self._environment.step(action), "step")
+        return await require_awaitable(self._made.step(action), "step")
 
     async def close(self) -> None:
         """Closes the environment and cancels the tasks that it left running, so that they do not run during the next
@@ -98,18 +97,22 @@ class EnvironmentHost:
 
     async def check(self, factory: bytes, options: Any) -> None:
         """Checks the options with the environment's own check, which imports what they name."""
-        checking: Any = self._factories[factory]
-        checking.require_options(options)
+        self._factories[factory].require_options(options)
 
     async def score(self, factory: bytes, row: Any, options: Any, action: Any, timeout_s: float) -> Any:
         """Plays an episode of one turn in a thread, concurrently with others: constructs the environment, passes it the
         action and closes it. `timeout_s` is the deadline of each call."""
-        environment = ThreadedEnvironment(lambda: made(self._factories[factory], row, options), self._left)
+        environment = ThreadedEnvironment(lambda: self._factories[factory](row, options), self._left)
         try:
             await answered(environment.reset, timeout_s, "reset", environment)
             return await answered(lambda: environment.step(action), timeout_s, "step", environment)
         finally:
             await environment.close()
+
+    @property
+    def _made(self) -> Environment:
+        assert self._environment is not None, "reset was not called"
+        return self._environment
 
     async def answer(self, asked: Request) -> bytes:
         """Carries out a request and returns the pickled answer. A request whose arguments cannot be unpickled, or a

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
-from rl_core.interfaces import Action, Prompt, Row, StepResult, ToolSchema
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult, ToolSchema
 from rl_rollout.environment_calls import EnvironmentFailure
 from rl_rollout.environment_process import LENGTH, Answer, Request
 from rl_rollout.held_interpreter import place_in
@@ -150,8 +150,8 @@ class EnvironmentProcess:
             raise EnvironmentFailure("EnvironmentEnded", f"the environment's process ended with code {code}") from None
 
 
-class ProcessEnvironment:
-    """Runs the environment of one episode in a process that has loaded the environment's factory."""
+class ProcessEnvironment(Environment):
+    """Runs the environment of one episode in a process that has loaded the environment's class."""
 
     def __init__(self, process: EnvironmentProcess, factory: bytes, row: Row, options: Mapping[str, Any]) -> None:
         self._process = process
@@ -167,7 +167,7 @@ class ProcessEnvironment:
         return await self._process.ask("reset", *self._made_of)
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """Returns the environment's tools; empty if it does not implement `Tools`."""
+        """See `offered_tools`."""
         return await self._process.ask("tools")
 
     async def structural_tag(self, example_call: str | None) -> str | None:

@@ -42,7 +42,7 @@ class LeftThreads:
         return len(self._threads)
 
 
-class ThreadedEnvironment:
+class ThreadedEnvironment(Environment):
     """Runs one environment in its own thread.
 
     If a caller stops waiting for a call, the call is cancelled at its next `await` in the thread. A thread that blocks
@@ -93,7 +93,7 @@ class ThreadedEnvironment:
         return await self._in_thread(make_and_reset)
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """Returns the environment's tools; empty if it does not implement `Tools`."""
+        """See `offered_tools`."""
         return await self._in_thread(lambda: offered_tools(self._made))
 
     async def structural_tag(self, example_call: str | None) -> str | None:

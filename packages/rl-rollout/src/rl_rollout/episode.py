@@ -56,7 +56,7 @@ class PlayedTurn:
     result: StepResult
     text: Turn
     is_forced: bool
-    """Whether a grammar constrained the response (`Constraining`)."""
+    """Whether a grammar constrained the response."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -20,7 +20,7 @@ from rl_core import plugins
 from rl_core.errors import ConfigError, DataError, GenerationError, PluginError
 from rl_core.interfaces import (
     Completion,
-    EnvironmentFactory,
+    Environment,
     GenerateRequest,
     GeneratorSpec,
     GroupRequest,
@@ -54,10 +54,10 @@ _MOST_TOOL_SETS = 256
 class Episodes:
     """Settings shared by all episodes of a run."""
 
-    environment_of: Callable[[Row], EnvironmentFactory]
-    """Returns the factory of a row's environment. Raises an RLError for a row that names no known environment."""
+    environment_of: Callable[[Row], type[Environment]]
+    """Returns the class of a row's environment. Raises an RLError for a row that names no known environment."""
     environment_options: Mapping[str, Any] = attrs.field(factory=dict)
-    """Options that every environment's factory receives."""
+    """Options that every environment receives."""
     limits: Limits = attrs.field(factory=Limits)
     """Maximum numbers of turns and tokens, and the deadline of calls to the environment."""
     step_wise: bool = False
@@ -66,7 +66,7 @@ class Episodes:
     max_concurrency: int = 1024
     """Maximum number of episodes that run at a time."""
     environment_placement: PlacementKind | None = None
-    """Placement of all environments; None: each environment's factory chooses its placement."""
+    """Placement of all environments; None: `Environment.placement`."""
     environment_workers: int | None = None
     """Maximum number of environment threads or processes; None: the default of `EnvironmentPool`."""
     zero_reward_on_non_stop: bool = False
@@ -114,17 +114,14 @@ class EnvironmentGenerator:
 
     def prove(self, row: Row, *, anew: bool) -> int:
         """Requires that the template renders the row's prompt, the tools of its environment and an observation
-        completely. Tools and observation are known before an episode if the environment has a class method `preview`.
-        Without one, episodes of several turns in one sequence still require that all turns end alike. See
-        `Generator`."""
+        completely, as far as `Environment.preview` knows the two. Without them, episodes of several turns in one
+        sequence still require that all turns end alike. See `Generator`."""
         prompt = row.get("prompt")
         if isinstance(prompt, str) or self._codec.tokenizer.chat_template is None:
             return 0
-        preview = getattr(self._episodes.environment_of(row), "preview", None)
-        tools, turn = self._known_tools(row), ()
-        if preview is not None:
-            options = self._episodes.environment_options
-            tools, turn = preview(row, options, lambda tools: self._turns(row, tools).example_call)
+        environment, options = self._episodes.environment_of(row), self._episodes.environment_options
+        shown = environment.preview(row, options, lambda tools: self._turns(row, tools).example_call)
+        tools, turn = shown or (self._known_tools(row), ())
         turns, messages = self._turns(row, tools), require_messages(prompt, "a prompt")
         self._codec.proofs.anew = anew
         turns.codec.prove(messages)
@@ -196,7 +193,7 @@ class EnvironmentGenerator:
 
     def _known_tools(self, row: Row) -> Sequence[ToolSchema]:
         """The tools of the row's column, unless its environment may read the column and offer tools in an episode."""
-        if row.get("tools") is None or hasattr(self._episodes.environment_of(row), "tools"):
+        if row.get("tools") is None or self._episodes.environment_of(row).offers_tools:
             return ()
         return tools_of(row)
 
@@ -354,14 +351,14 @@ def context_window(spec: GeneratorSpec) -> int | None:
     return getattr(text_config, "max_position_embeddings", None)
 
 
-def _environment_of(env_class: str | None) -> Callable[[Row], EnvironmentFactory]:
+def _environment_of(env_class: str | None) -> Callable[[Row], type[Environment]]:
     if env_class is None:
         return _row_environment
-    factory: EnvironmentFactory = plugins.load("rl_core.environments", env_class, key="environment.env_class")
-    return lambda row: factory
+    environment: type[Environment] = plugins.load("rl_core.environments", env_class, key="environment.env_class")
+    return lambda row: environment
 
 
-def _row_environment(row: Row) -> EnvironmentFactory:
+def _row_environment(row: Row) -> type[Environment]:
     if not row.get("env_class"):
         raise ConfigError("environment.env_class is not set and the row has no 'env_class'; set one of the two")
     return plugins.load("rl_core.environments", row["env_class"], key="the row's env_class")

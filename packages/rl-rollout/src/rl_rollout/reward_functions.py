@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import ConfigError, DataError, PluginError, nearest
-from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult
 from rl_core.plugins import import_object
 
 _OF_EPISODE = ("prompts", "completions", "completion_ids", "openings")
@@ -76,7 +76,7 @@ def _takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
     return any(one.kind is one.VAR_KEYWORD for one in parameters)
 
 
-class RewardFunctionsEnvironment:
+class RewardFunctionsEnvironment(Environment):
     """Plays one turn, and rewards it with the weighted sum of the functions' rewards. Each function's reward is also
     logged as `reward_<function>`."""
 
@@ -90,18 +90,18 @@ class RewardFunctionsEnvironment:
 
     @staticmethod
     def scored_by(options: Mapping[str, Any]) -> str:
-        """See `Scores`."""
+        """Names what scores, for messages."""
         paths = _paths(options)
         return f"the reward function{'s' * (len(paths) > 1)} {', '.join(paths)}"
 
-    @staticmethod
-    def require_options(options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`."""
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
         require_functions(options)
 
-    @staticmethod
-    def require_episode(row: Row, options: Mapping[str, Any]) -> None:
-        """See `EpisodeChecking`. The functions' parameters must be columns of the row."""
+    @classmethod
+    def require_episode(cls, row: Row, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_episode`. The functions' parameters must be columns of the row."""
         given = dict.fromkeys([*row, *_OF_EPISODE])
         for name, function in functions_at(_paths(options)).items():
             _wanted(name, function, given)
@@ -135,9 +135,6 @@ class RewardFunctionsEnvironment:
                 "trained on like any other; let one of them return a number for every row"
             )
         return StepResult(reward=total, done=True, metrics=metrics)
-
-    async def close(self) -> None:
-        pass
 
 
 @cache

@@ -12,11 +12,11 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 from rl_core.errors import DeadlineError
-from rl_core.interfaces import Action, Prompt, Row, StepResult, ToolSchema
+from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult
 from rl_rollout.environment_calls import EnvironmentFailure
 from rl_rollout.environment_processes import EnvironmentProcess, answer_from, request_of, value_in
 
@@ -30,16 +30,6 @@ GRACE_S = 5.0
 
 Made = tuple[bytes, Row, Mapping[str, Any]]
 """An environment's pickled factory, its row and its options."""
-
-
-@runtime_checkable
-class Scores(Protocol):
-    """The factory of environments that play one turn: `reset` returns the row's prompt, and `step` scores the
-    response."""
-
-    def scored_by(self, options: Mapping[str, Any], /) -> str:
-        """Names what scores, for messages."""
-        ...
 
 
 class ProcessLost(Exception):
@@ -202,7 +192,7 @@ def _quiet(result: asyncio.Future[Any]) -> asyncio.Future[Any]:
     return result
 
 
-class ScoredEnvironment:
+class ScoredEnvironment(Environment):
     """The episode of one turn of an environment that only scores the response."""
 
     def __init__(
@@ -221,14 +211,6 @@ class ScoredEnvironment:
         """Returns the row's prompt."""
         return self._made_of[1]["prompt"]
 
-    async def tools(self) -> Sequence[ToolSchema]:
-        """Returns no tools."""
-        return ()
-
-    async def structural_tag(self, example_call: str | None) -> str | None:
-        """Returns no grammar."""
-        return None
-
     async def step(self, action: Action) -> StepResult:
         """Scores the response.
 
@@ -245,6 +227,3 @@ class ScoredEnvironment:
             message = str(error.args[-1])
             is_known = kind not in ("DeadlineError", "EnvironmentEnded") or ", in " in message
             raise EnvironmentFailure(kind, message if is_known else f"{message}, in {self._name}") from error
-
-    async def close(self) -> None:
-        """Does nothing."""

@@ -6,9 +6,8 @@ plug-in. Each optional ability is a separate Protocol: of workers `Offloadable`,
 `RouteFollowing`, `RouteRecording`; of engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `GrammarSampling`,
 `ModelServing`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`, `LossDetecting`,
 `IdleMeasuring`, `AdapterServing`; of weight transports `CheckingTransport`, `NodeCheckingTransport`, `RunTransport`; of
-generators `Closable`, `EngineFree`, `ResponseMeasuring`; of environments `Tools`, `Constraining`, `Placement`,
-`Snapshotable`, `RowChecking`, `OptionsChecking`, `EpisodeChecking`; of trackers `PhaseAware`; of engines and generators
-that declare keys `Configurable`.
+generators `Closable`, `EngineFree`, `ResponseMeasuring`; of trackers `PhaseAware`; of engines and generators that
+declare keys `Configurable`. Of an `Environment`, they are methods and flags with defaults.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. An environment package implements
@@ -72,7 +71,6 @@ from rl_core.interfaces.messages import (
 from rl_core.interfaces.options import Configurable, above, at_least, between
 from rl_core.interfaces.results import (
     require_awaitable,
-    require_environment,
     require_observed_messages,
     require_observed_text,
     require_step_result,
@@ -80,29 +78,22 @@ from rl_core.interfaces.results import (
 from rl_core.interfaces.rollouts import (
     Action,
     Closable,
-    Constraining,
     EngineFree,
     Environment,
-    EnvironmentFactory,
-    EpisodeChecking,
     Generator,
     GeneratorFactory,
     GeneratorPlugin,
     GeneratorSpec,
     GroupRequest,
-    OptionsChecking,
-    Placement,
     PlacementKind,
     ResponseMeasuring,
     Row,
-    RowChecking,
-    Snapshotable,
     StepResult,
-    Tools,
     Trajectory,
     TrajectoryEnd,
     TrajectoryStep,
     Turn,
+    as_environment,
 )
 from rl_core.interfaces.runs import (
     Callback,
@@ -179,7 +170,6 @@ __all__ = [
     "require_tools",
     "split_pair",
     "require_awaitable",
-    "require_environment",
     "require_observed_messages",
     "require_observed_text",
     "require_step_result",
@@ -255,14 +245,7 @@ __all__ = [
     "Action",
     "StepResult",
     "Environment",
-    "EnvironmentFactory",
-    "RowChecking",
-    "OptionsChecking",
-    "EpisodeChecking",
-    "Tools",
-    "Constraining",
-    "Placement",
-    "Snapshotable",
+    "as_environment",
     "TrajectoryStep",
     "Turn",
     "Trajectory",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import attrs
 
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Message, require_messages
-from rl_core.interfaces.rollouts import Environment, StepResult
+from rl_core.interfaces.rollouts import StepResult
 
 T = TypeVar("T")
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -26,18 +26,6 @@ def require_awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
             f"`async def {method}`"
         )
     return found
-
-
-def require_environment(made: object, factory: object) -> Environment:
-    """Returns `made`, the return value of an environment's factory. Raises DataError if it is not an environment."""
-    # Not `isinstance`: from Python 3.12 on, it does not see methods that an object forwards by `__getattr__`.
-    if not all(callable(getattr(made, name, None)) for name in ("reset", "step", "close")):
-        name = getattr(factory, "__name__", factory)
-        raise DataError(
-            f"the factory {name} returned {type(made).__name__}; expected an object with `reset`, `step` and `close` "
-            "(rl_core.interfaces.Environment)"
-        )
-    return cast(Environment, made)
 
 
 def require_step_result(result: object) -> StepResult:

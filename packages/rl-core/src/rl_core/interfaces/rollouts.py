@@ -3,13 +3,15 @@ and the `GeneratorPlugin`, which creates the generator."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import attrs
 
 from rl_core.interfaces.inference import KeptTokens, Sampler, SamplingParams, StopReason
-from rl_core.interfaces.messages import Prompt, ToolSchema
+from rl_core.interfaces.messages import Message, Prompt, ToolSchema
 from rl_core.interfaces.thoughts import without_thought
 
 if TYPE_CHECKING:
@@ -60,87 +62,98 @@ class StepResult:
     report a metric, the last value is used."""
 
 
-@runtime_checkable
 class Environment(Protocol):
-    """One episode. An entry point of `rl_core.environments` is a callable `(row, options) → Environment`."""
+    """One episode. An entry point of `rl_core.environments` is a class, created for each episode as
+    `Class(row, options)`.
 
+    Authors inherit this class, and define `reset` and `step`. Everything else has a default. A class that has the
+    methods but does not inherit them is accepted too (`as_environment`).
+    """
+
+    placement: ClassVar[PlacementKind] = "thread"
+    """Where episodes run; the key `environment.placement` overrides it. `in_process`: all episodes share one event
+    loop, so the environment must never block it. `thread`: each episode has its own thread and event loop, in which the
+    environment is also created. The environment may block, and must lock objects that it shares with other threads.
+    `process`: each episode has its own process, which later episodes reuse; class, row, options and results must be
+    picklable. A generator raises ConfigError for a placement that it does not support."""
+    offers_tools: ClassVar[bool] = False
+    """Whether `tools` may return functions."""
+    forces_responses: ClassVar[bool] = False
+    """Whether `structural_tag` may return a grammar, which the engine must then accept."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
+        """`options` is the configuration's `environment.options`, with a `ServedModel` in place of
+        `url: inference_engine`."""
+
+    @abstractmethod
     async def reset(self) -> Prompt:
         """Starts the episode, and returns the first observation."""
         ...
 
-    async def step(self, action: Action) -> StepResult: ...
-
-    async def close(self) -> None: ...
-
-
-class EnvironmentFactory(Protocol):
-    def __call__(self, row: Row, options: Mapping[str, Any]) -> Environment:
-        """Creates the environment of one episode. `options` is the configuration's `environment.options`, with a
-        `ServedModel` in place of `url: inference_engine`."""
+    @abstractmethod
+    async def step(self, action: Action) -> StepResult:
+        """Responds to the policy's next response."""
         ...
 
-
-@runtime_checkable
-class Tools(Protocol):
-    """An environment in which the policy may call functions. The environment parses the calls in `Action.text` and
-    responds with messages of the role `tool`."""
+    async def close(self) -> None:
+        """Releases what the episode holds. Called at its end, however it ends."""
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """Returns the functions that the chat template shows to the model. Empty: the episode has no tools. Called
-        once, after `reset`. An environment with tools must begin with messages, because text is not formatted by a
-        template."""
-        ...
-
-
-@runtime_checkable
-class Constraining(Protocol):
-    """An environment that forces the form of some responses, such as a tool call, by a grammar. The tokens of a forced
-    response are not trained on, because the policy did not choose them freely.
-
-    If the factory is a function, the function must also have an attribute `structural_tag`. Before the first episode,
-    the presence of this attribute on the factory shows that the engine must accept grammars.
-    """
+        """Returns the functions that the policy may call, which the chat template shows to the model. Empty: the
+        episode has no tools. The environment parses the calls in `Action.text` and responds with messages of the role
+        `tool`. Called once, after `reset`, if `offers_tools`. An environment with tools must begin with messages,
+        because text is not formatted by a template."""
+        return ()
 
     async def structural_tag(self, example_call: str | None) -> str | None:
-        """Returns `SamplingParams.structural_tag` for the next response; None: the policy responds freely. Called
-        before every turn, after `tools`.
+        """Returns `SamplingParams.structural_tag`, a grammar that forces the form of the next response, such as a tool
+        call; None: the policy responds freely. The tokens of a forced response are not trained on, because the policy
+        did not choose them freely. Called before every turn, after `tools`, if `forces_responses`.
 
         Args:
             example_call: see `Action`.
         """
-        ...
+        return None
+
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """Raises ConfigError if no environment can be created with these options, for example because of a misspelt
+        name; the message begins with the key. Starts nothing; called before the run, even if no row exists yet. A `url`
+        can still be `inference_engine`."""
+
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """Raises DataError if an environment cannot be created from this row. The message names the missing or wrong
+        column. Leaves nothing to close; called for every row before the run, so it should be fast for most rows."""
+
+    @classmethod
+    def require_episode(cls, row: Row, options: Mapping[str, Any]) -> None:
+        """Raises DataError if an environment cannot be created from this row with these options, for example because an
+        option names the column of the answer. Starts nothing; called for every row before the run, if
+        `require_options` and `require_row` find no mistake."""
+
+    @classmethod
+    def preview(
+        cls, row: Row, options: Mapping[str, Any], example_call: Callable[[Sequence[ToolSchema]], str | None]
+    ) -> tuple[Sequence[ToolSchema], Sequence[Message]] | None:
+        """Returns what an episode of the row will show, as far as it is known before the run: the functions, and an
+        example of a turn, which is a message of the assistant (with `tool_calls` if the calls are in the chat
+        template's format) and the answer to its call. None: neither is known. Called before the run, to prove that the
+        chat template shows them.
+
+        Args:
+            example_call: returns `Action.example_call` for an episode with these functions.
+        """
+        return None
 
 
-@runtime_checkable
-class Placement(Protocol):
-    """An `EnvironmentFactory` that declares where its environments run, by an attribute of the class or function. The
-    attribute applies to all episodes and is read before the first one. The default is `thread`; the key
-    `environment.placement` overrides the attribute.
-    """
-
-    @property
-    def placement(self) -> PlacementKind:
-        """`in_process`: all episodes share one event loop, so the environment must never block it. `thread`: each
-        episode has its own thread and event loop, in which the environment is also created. The environment may block,
-        and must lock objects that it shares with other threads. `process`: each episode has its own process, which
-        later episodes reuse; factory, row, options and results must be picklable. A generator raises ConfigError for a
-        placement that it does not support."""
-        ...
-
-
-@runtime_checkable
-class Snapshotable(Protocol):
-    """An environment whose episode can move to another process or machine, or continue later."""
-
-    async def snapshot(self) -> bytes:
-        """Returns the state of the episode, without row and options. Does not change the state. Called between `reset`
-        and the end of the episode, while no other call is running."""
-        ...
-
-    async def restore(self, state: bytes) -> None:
-        """Restores a snapshot of an environment with the same row and options. Called once, instead of `reset`. The
-        original environment may no longer exist."""
-        ...
+@cache
+def as_environment(found: type) -> type[Environment]:
+    """Returns an environment's class itself or, if it does not inherit `Environment`, a subclass of both. The subclass
+    cannot be pickled, but the class can: `vars(adapted)["adapted_from"]`."""
+    if Environment in found.__mro__:
+        return found
+    return type(found.__name__, (found, Environment), {"__module__": found.__module__, "adapted_from": found})
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -153,8 +166,9 @@ class TrajectoryStep:
     """True for tokens that the policy sampled. All tokens before the first sampled one are the prompt. Between the
     turns of a sequence are tokens of observations, which are not sampled."""
     rollout_logprobs: Sequence[float]
-    """Log-probs from the engine; 0.0 for tokens that are not sampled. NaN in forced responses (`Constraining`), for
-    which the engine reports log-probs of the constrained distribution, not the policy's."""
+    """Log-probs from the engine; 0.0 for tokens that are not sampled. NaN in forced responses
+    (`Environment.structural_tag`), for which the engine reports log-probs of the constrained distribution, not the
+    policy's."""
     policy_version: Sequence[int]
     """The policy's version when each token was sampled; -1 for tokens that are not sampled."""
     reward: float
@@ -304,7 +318,7 @@ class GeneratorSpec:
     environment_timeout_s: float
     """Longest time that one call of an environment may take."""
     environment_placement: PlacementKind | None = None
-    """Where environments run. None: each environment declares its own placement (`Placement`)."""
+    """Where environments run. None: `Environment.placement`."""
     environment_workers: int | None = None
     """Threads or processes for environments. None: the generator decides."""
     num_samples: int = 1
@@ -358,38 +372,4 @@ class GeneratorFactory(Protocol):
             config: the run's `rl_core.config.Config`.
             client: the engine. The loop, not the generator, pauses and aborts requests and updates weights.
         """
-        ...
-
-
-@runtime_checkable
-class RowChecking(Protocol):
-    """An environment class that can reject unsuitable rows before a run."""
-
-    def require_row(self, row: Row) -> None:
-        """Raises DataError if an environment cannot be created from this row. The message names the missing or wrong
-        column. A static method that leaves nothing to close; called for every row before the run, so it should be fast
-        for most rows."""
-        ...
-
-
-@runtime_checkable
-class OptionsChecking(Protocol):
-    """An environment class that can reject unsuitable options before a run, such as a misspelt name."""
-
-    def require_options(self, options: Mapping[str, Any]) -> None:
-        """Raises ConfigError if no environment can be created with these options; the message begins with the key. A
-        static or class method that starts nothing; called before the run, even if no row exists yet. A `url` can still
-        be `inference_engine`."""
-        ...
-
-
-@runtime_checkable
-class EpisodeChecking(Protocol):
-    """An environment class that can reject rows that are unsuitable only with certain options, for example because an
-    option names the column of the answer."""
-
-    def require_episode(self, row: Row, options: Mapping[str, Any]) -> None:
-        """Raises DataError if an environment cannot be created from this row with these options. A static or class
-        method that starts nothing; called for every row before the run, if `RowChecking` and `OptionsChecking` find no
-        mistake."""
         ...

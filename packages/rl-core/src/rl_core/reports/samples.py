@@ -52,7 +52,7 @@ class Sample:
     are None if `trainer.log_sample_logprobs` is false."""
     rollout_logprobs: Sequence[Sequence[float]] | None = None
     """Aligned with `tokens`: log-probs of the engine, 0.0 for tokens that the policy did not sample. NaN for tokens
-    of forced responses (`Constraining`), whose log-probs are not known; the file has null there."""
+    of forced responses, whose log-probs are not known; the file has null there."""
     trainer_logprobs: Sequence[Sequence[float]] | None = None
     """Aligned with `tokens`: the trainer's log-probs at the start of the update (`old_logprobs`)."""
 

@@ -10,8 +10,7 @@ A plug-in's author writes
 and runs pytest. `rewards` maps a response, which is repeated in every turn, to the total reward of the episode. A tuple
 contains one response per turn, and its last response is repeated.
 
-Checks of the optional Protocols `Tools` and `Snapshotable` are skipped if the environment does not implement them. An
-environment without `Placement` is checked as one with the placement `thread`.
+Checks of tools are skipped unless the environment's `offers_tools` is true.
 """
 
 from __future__ import annotations
@@ -32,15 +31,12 @@ from rl_core.errors import DataError
 from rl_core.interfaces import (
     Action,
     Environment,
-    EnvironmentFactory,
-    Placement,
     PlacementKind,
     Prompt,
-    Snapshotable,
     StepResult,
     StopReason,
-    Tools,
     ToolSchema,
+    as_environment,
     require_awaitable,
     require_messages,
     require_tools,
@@ -59,8 +55,8 @@ class EnvironmentConformance:
     """Base class of the suite. A subclass sets `factory`, `row` and `rewards` (and `options` if needed); pytest then
     runs the tests on it."""
 
-    factory: ClassVar[EnvironmentFactory]
-    """The environment's class or factory function."""
+    factory: ClassVar[type]
+    """The environment's class."""
     row: ClassVar[Mapping[str, Any]]
     """The data row of all episodes."""
     rewards: ClassVar[Mapping[Responses, float]]
@@ -170,7 +166,7 @@ class EnvironmentConformance:
 
     def test_it_runs_where_its_placement_says(self) -> None:
         factory = type(self).factory
-        placement = _placement_of(factory)
+        placement = as_environment(factory).placement
         assert placement in get_args(PlacementKind), (
             f"got placement {placement!r}; expected one of {get_args(PlacementKind)}"
         )
@@ -183,8 +179,7 @@ class EnvironmentConformance:
                 )
 
     def test_it_does_not_hold_up_other_episodes(self) -> None:
-        factory = type(self).factory
-        if _placement_of(factory) != "in_process":
+        if as_environment(type(self).factory).placement != "in_process":
             pytest.skip("the environment runs in a separate thread or process")
         for response in self.rewards:
             # The first run is not measured, because it may import modules. A busy machine is unlikely to stall all
@@ -196,35 +191,15 @@ class EnvironmentConformance:
                 "placement = 'in_process'"
             )
 
-    def test_an_episode_goes_on_from_a_snapshot(self) -> None:
-        environment = self._make()
-        _run(environment.close())
-        if not isinstance(environment, Snapshotable):
-            pytest.skip("the environment does not implement the optional Protocol Snapshotable")
-        for response in self.rewards:
-            whole = _run(self._play(response))
-            snapshots: list[bytes] = []
-            assert _run(self._play(response, snapshots=snapshots)) == whole, "taking snapshots changed the episode"
-            # `_play` has already closed the environment from which it took the snapshots.
-            for turn, state in enumerate(snapshots):
-                assert isinstance(state, bytes), f"a snapshot must be bytes, got {type(state).__name__}"
-                continued = _run(self._play(response, restored=(turn, state)))
-                assert continued == whole[turn:], (
-                    f"{response}: restored after {turn} turns, the episode continues differently"
-                )
-
     def _offered_tools(self) -> Sequence[ToolSchema]:
-        async def tools(environment: Environment, _: Prompt) -> Sequence[ToolSchema] | None:
-            if not isinstance(environment, Tools):
-                return None
+        async def tools(environment: Environment, _: Prompt) -> Sequence[ToolSchema]:
             offered = environment.tools()
             assert isinstance(offered, Awaitable), "`tools` must be an async method"
             return json.loads(json.dumps(await offered, default=repr))
 
-        offered = _run(self._opened(tools))
-        if offered is None:
-            pytest.skip("the environment does not implement the optional Protocol Tools")
-        return offered
+        if not as_environment(type(self).factory).offers_tools:
+            pytest.skip("the environment offers no tools")
+        return _run(self._opened(tools))
 
     # --- what the tests share -----------------------------------------------------------------------------------------
 
@@ -237,41 +212,23 @@ class EnvironmentConformance:
             await environment.close()
 
     def _make(self) -> Environment:
-        environment = type(self).factory(self.row, self.options)
-        assert isinstance(environment, Environment)
-        return environment
+        return as_environment(type(self).factory)(self.row, self.options)
 
     async def _play(
         self,
         responses: Responses,
         *,
         stop_reason: StopReason = "stop",
-        snapshots: list[bytes] | None = None,
-        restored: tuple[int, bytes] | None = None,
     ) -> list[StepResult]:
-        """Plays an episode and returns the results of its steps.
-
-        Args:
-            snapshots: list to which a snapshot is appended before each turn; None: no snapshots are taken.
-            restored: (turn, snapshot taken before this turn) from which the episode continues; None: a new episode.
-        """
+        """Plays an episode and returns the results of its steps."""
         environment = self._make()
         said = (responses,) if isinstance(responses, str) else responses
         results: list[StepResult] = []
-        first = 0
         try:
-            if restored is None:
-                await environment.reset()
-            else:
-                assert isinstance(environment, Snapshotable)
-                first = restored[0]
-                await environment.restore(restored[1])
+            await environment.reset()
             while not (results and results[-1].done):
                 assert len(results) < _MAX_TURNS, f"not done after {_MAX_TURNS} turns"
-                if snapshots is not None:
-                    assert isinstance(environment, Snapshotable)
-                    snapshots.append(await environment.snapshot())
-                response = said[min(first + len(results), len(said) - 1)]
+                response = said[min(len(results), len(said) - 1)]
                 # One token per character, because environments may read the number of tokens.
                 action = Action(text=response, tokens=tuple(map(ord, response)), stop_reason=stop_reason)
                 # Yields to the event loop in each turn, so that concurrent episodes interleave.
@@ -337,11 +294,6 @@ def _in_thread(make: Callable[[], Awaitable[T]]) -> T:
     if failures:
         raise failures[0]
     return results[0]
-
-
-def _placement_of(factory: EnvironmentFactory) -> PlacementKind:
-    """The factory's placement; default `thread`."""
-    return factory.placement if isinstance(factory, Placement) else "thread"
 
 
 def _run(coroutine: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import EXAMPLE_CALL, Action, Message, Prompt, Row, StepResult, ToolSchema
+from rl_core.interfaces import EXAMPLE_CALL, Action, Environment, Message, Prompt, Row, StepResult, ToolSchema
 from rl_environments.options import key_of
 from rl_environments.tools.call_formats import (
     MARKED,
@@ -66,13 +66,14 @@ def _caller() -> tuple[str, Mapping[str, Any]]:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", frame.f_locals
 
 
-class ToolEnvironment:
+class ToolEnvironment(Environment):
     """Base class: define a subclass with methods marked `@tool` and with `judge`.
 
     Plain methods run in their own threads, concurrently if the policy makes several calls in one turn, so they must
     guard shared state. Metrics: `accuracy` (the reward), `calls`, `wrong_calls`.
     """
 
+    offers_tools = True
     call_format: ClassVar[CallFormat | None] = None
     """Format in which the policy writes calls. None selects `environment.options.call_format`, else the chat template's
     format, else any known format, recognised by its tags."""
@@ -96,8 +97,8 @@ class ToolEnvironment:
 
     @classmethod
     def require_options(cls, options: Mapping[str, Any]) -> None:
-        """See `OptionsChecking`. Also checks the tools. A subclass with options of its own may extend this method, to
-        refuse unknown ones before a run."""
+        """See `Environment.require_options`. Also checks the tools. A subclass with options of its own may extend this
+        method, to refuse unknown ones before a run."""
         cls._chosen_format(options)
         _tool_functions(cls)
         cls._require_judge()
@@ -120,19 +121,13 @@ class ToolEnvironment:
     @classmethod
     def preview(
         cls, row: Row, options: Mapping[str, Any], example_call: Callable[[Sequence[ToolSchema]], str | None]
-    ) -> tuple[Sequence[ToolSchema], Sequence[Message]]:
-        """Returns what an episode of the row will show: the functions, and an example of a turn, which is a message of
-        the assistant (with `tool_calls` if the calls are in the chat template's format) and the answer to its call.
-        Both are empty if the class does not know them, because it has methods of its own. Used by checks before a run.
-
-        Args:
-            example_call: returns `Action.example_call` for an episode with these functions.
-        """
+    ) -> tuple[Sequence[ToolSchema], Sequence[Message]] | None:
+        """See `Environment.preview`. A class that has methods of its own does not know what they show."""
         own = ("reset", "tools", "step", "observation")
         if isinstance(row["prompt"], str) or any(
             getattr(cls, name) is not getattr(ToolEnvironment, name) for name in own
         ):
-            return (), ()
+            return None
         functions = _tool_functions(cls)
         tools = [each.schema for each in functions.values()] if cls.shows_schemas else []
         example = example_call(tools) if tools else None
@@ -158,8 +153,8 @@ class ToolEnvironment:
         return self.row["prompt"]
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """See `Tools.tools`. Empty if `shows_schemas` is False or the episode begins with text. An episode that begins
-        with text uses no template, so the text must describe the tools."""
+        """See `Environment.tools`. Empty if `shows_schemas` is False or the episode begins with text. An episode that
+        begins with text uses no template, so the text must describe the tools."""
         is_text = isinstance(self.row["prompt"], str)
         return [] if is_text or not self.shows_schemas else [each.schema for each in self._tools.values()]
 
@@ -186,9 +181,6 @@ class ToolEnvironment:
         self.num_wrong_calls += sum(answer.is_wrong for answer in answers)
         return StepResult(reward=0.0, done=False, observation=self.observation(answers), metrics=self.metrics(0.0))
 
-    async def close(self) -> None:
-        """See `Environment.close`."""
-
     def _format_of(self, example_call: str | None) -> CallFormat:
         if self._format is None:
             self._format = MARKED if example_call is None else format_of_example(example_call)
@@ -204,8 +196,10 @@ class ToolChoiceEnvironment(ToolEnvironment):
 
     A grammar then forces the response to be one call with valid arguments and nothing else, unless a length limit or
     stop string ends it early. Forced responses are not trained on. Needs an engine that accepts grammars
-    (`GrammarSampling`).
+    (vllm).
     """
+
+    forces_responses = True
 
     def tool_choice(self) -> ToolChoice:
         """Returns whether the next response must be a call. Called before each turn. By default, a call is required
@@ -213,7 +207,7 @@ class ToolChoiceEnvironment(ToolEnvironment):
         return "auto" if self.num_calls else "required"
 
     async def structural_tag(self, example_call: str | None) -> str | None:
-        """See `Constraining.structural_tag`."""
+        """See `Environment.structural_tag`."""
         choice = self.tool_choice()
         if choice == "auto":
             return None

@@ -14,7 +14,7 @@ from rl_core.config import Config
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import environment_options
 from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, RLError, raised_at
-from rl_core.interfaces import EpisodeChecking, OptionsChecking, Row, RowChecking
+from rl_core.interfaces import Environment, Row
 from rl_core.seams import call_problem
 from rl_core.trainer.before.data import read_rows
 from rl_core.trainer.groups import DataRow
@@ -59,19 +59,13 @@ def configured_rows(config: Config, key: str) -> list[DataRow]:
 
 def _row_checks(config: Config, name: str) -> list[Callable[[Row], None]]:
     """The checks of an environment's rows; none if its name or options are wrong, which `gather_unplayable` records."""
-    options, checks = environment_options(config.environment), []
+    options = environment_options(config.environment)
     try:
-        environment = plugins.load("rl_core.environments", name)
-        if isinstance(environment, OptionsChecking):
-            environment.require_options(options)
+        environment: type[Environment] = plugins.load("rl_core.environments", name)
+        environment.require_options(options)
     except Exception:
         return []
-    if isinstance(environment, RowChecking):
-        checks.append(environment.require_row)
-    if isinstance(environment, EpisodeChecking):
-        require_episode = environment.require_episode
-        checks.append(lambda row: require_episode(row, options))
-    return checks
+    return [environment.require_row, lambda row: environment.require_episode(row, options)]
 
 
 def _refusal(checks: Sequence[Callable[[Row], None]], row: Row) -> str | None:
@@ -95,63 +89,51 @@ def _warn(message: str) -> None:
 
 def gather_unplayable(
     name: str,
-    environment: object,
+    environment: type[Environment],
     options: Mapping[str, Any],
     rows: Sequence[DataRow],
     mistakes: Mistakes,
     *,
     remedy: str = "",
 ) -> None:
-    """Records what an environment's own checks find (`OptionsChecking`, `RowChecking`, `EpisodeChecking`): a mistake in
-    the options, and the first row that the environment cannot play. Also records a check that cannot be called.
+    """Records what an environment's own checks find: a mistake in the options, and the first row that the environment
+    cannot play. Also records a check that cannot be called.
 
     Args:
         name: the environment's name, for messages.
-        environment: its class or factory.
         options: `environment.options`, as the environment gets them.
         remedy: what ends the message about a refused row.
     """
-    is_right = True
-    if isinstance(environment, OptionsChecking):
-        is_right = mistakes.passes(_require_options, name, environment, options)
-    if isinstance(environment, RowChecking):
-        check = environment.require_row
-        is_right &= mistakes.passes(_require_rows, name, RowChecking.require_row, check, rows, remedy)
-    if is_right and isinstance(environment, EpisodeChecking):
-        check = environment.require_episode
-        mistakes.passes(_require_rows, name, EpisodeChecking.require_episode, check, rows, remedy, options)
+    is_right = mistakes.passes(_require_options, name, environment.require_options, options)
+    is_right &= mistakes.passes(_require_rows, name, environment.require_row, rows, remedy)
+    if is_right:
+        mistakes.passes(_require_rows, name, environment.require_episode, rows, remedy, options)
 
 
-def _require_options(name: str, environment: OptionsChecking, options: Mapping[str, Any]) -> None:
-    _require_callable(name, OptionsChecking.require_options, environment.require_options)
-    with _naming(name, OptionsChecking.require_options, ConfigError, "the options"):
-        environment.require_options(options)
+def _require_options(name: str, check: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    _require_callable(name, check)
+    with _naming(name, check, ConfigError, "the options"):
+        check(options)
 
 
-def _require_rows(
-    name: str,
-    expected: Callable[..., Any],
-    check: Callable[..., Any],
-    rows: Sequence[DataRow],
-    remedy: str,
-    *further: Any,
-) -> None:
-    _require_callable(name, expected, check)
+def _require_rows(name: str, check: Callable[..., Any], rows: Sequence[DataRow], remedy: str, *further: Any) -> None:
+    _require_callable(name, check)
     for row in rows:
         try:
-            with _naming(name, expected, DataError, "a row"):
+            with _naming(name, check, DataError, "a row"):
                 check(row.row, *further)
         except DataError as error:
             raise DataError(f"{row.place}: {error}{remedy}") from error
 
 
-def _require_callable(name: str, expected: Callable[..., Any], check: Callable[..., Any]) -> None:
+def _require_callable(name: str, check: Callable[..., Any]) -> None:
     """Requires that a check has the contract's parameters and needs no instance."""
+    expected = vars(Environment)[check.__name__].__func__
     problem = call_problem(expected.__name__, expected, check)
     if problem is not None:
         needs_instance = next(iter(inspect.signature(check).parameters), None) == "self"
         right = f"`def {expected.__name__}({', '.join([*inspect.signature(expected).parameters][1:])})`"
-        remedy = "define it as a static method" if needs_instance else f"define it as {right}"
+        remedy = "define it as a class method" if needs_instance else f"define it as {right}"
         raise PluginError(f"the environment {name!r}: its {problem}; {remedy}")
 
 

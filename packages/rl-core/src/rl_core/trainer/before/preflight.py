@@ -26,7 +26,7 @@ from rl_core.config.value_checks import gather_values, longest_prompt
 from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, ShapeError, install
 from rl_core.interfaces import (
     Completion,
-    Constraining,
+    Environment,
     GenerateRequest,
     GrammarSampling,
     ModelProving,
@@ -349,20 +349,21 @@ def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistak
 
 
 def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
-    """Notes a mistake for each environment that constrains responses (`Constraining`), if the engine accepts no
-    grammars."""
+    """Notes a mistake for each environment that forces responses, if the engine accepts no grammars."""
     key, engine = "generator.inference_engine.backend", config.generator.inference_engine.backend
     try:
         plugin = plugins.load("rl_core.inference", engine)
         named = (row.row.get("env_class") for row in rows)
         played = named if config.environment.env_class is None else [config.environment.env_class]
         names = {name for name in played if isinstance(name, str)}
-        environments = {name: plugins.load("rl_core.environments", name) for name in names}
+        environments: dict[str, type[Environment]] = {
+            name: plugins.load("rl_core.environments", name) for name in names
+        }
     except PluginError:  # noted by the checks of the names
         return
     if isinstance(plugin, GrammarSampling) and plugin.accepts_structural_tags:
         return
-    for name in sorted(name for name, environment in environments.items() if isinstance(environment, Constraining)):
+    for name in sorted(name for name, environment in environments.items() if environment.forces_responses):
         mistakes.add(
             ConfigError(
                 f"{key}: got {engine!r}, which accepts no grammars, but the environment {name!r} forces some responses "

@@ -195,7 +195,7 @@ class _Stream:
 
 
 def chosen_tokens(batch: Batch) -> Tensor:
-    """bool [T]: the sampled tokens without the tokens of forced responses (`Constraining`), which have no rollout
+    """bool [T]: the sampled tokens without the tokens of forced responses, which have no rollout
     log-prob and are not trained on. A trained token is included even if its log-prob is NaN, so that an engine's fault
     is not hidden."""
     if "rollout_logprobs" not in batch:
