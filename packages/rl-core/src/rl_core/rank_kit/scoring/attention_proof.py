@@ -23,7 +23,7 @@ T = TypeVar("T")
 Attend = Callable[..., tuple[Tensor, Any]]
 """An attention function as transformers calls it: (module, query, key, value, attention_mask, **settings)."""
 
-_EAGER, _WITHOUT_MASK = "rl_core_eager", "rl_core_eager_without_mask"
+_EAGER = "rl_core_eager"
 _LIMIT = 1e-3
 """Largest relative difference of outputs. float32 rounding gives about 1e-6, Gemma 2's softcap of 50 about 0.1."""
 _SPREADS = (1.0, 8.0, 64.0)
@@ -67,14 +67,12 @@ def with_eager_attention(model: PreTrainedModel, run: Callable[[], T], attend: A
         worst["layer"] = max(worst.get("layer", (0.0, "")), (error, f"{type(module).__name__} (given {given})"))
         return eager(module, query, key, value, attention_mask, **settings)
 
-    # Without a mask function, transformers makes no mask, for which it would read values of tensors on `meta`.
-    name = _WITHOUT_MASK if model.device.type == "meta" else _EAGER
-    AttentionInterface.register(name, compared)
+    AttentionInterface.register(_EAGER, compared)
     AttentionMaskInterface.register(_EAGER, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     can_select = model._can_set_attn_implementation()
     try:
         if can_select:
-            model.set_attn_implementation(name)
+            model.set_attn_implementation(_EAGER)
         result = run()
     finally:
         if can_select:
@@ -89,8 +87,6 @@ def _difference(
 ) -> float:
     """The largest relative difference of the two functions' outputs on random tensors shaped as in `like`, float32."""
     device, length = like[0].device, like[0].shape[2]
-    if device.type == "meta":
-        device = torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(tensor.shape, generator=generator).to(device) for tensor in like)
     query = query / ((settings.get("scaling") or query.shape[-1] ** -0.5) * query.shape[-1] ** 0.5)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
 from rl_core.rank_kit.kept_tensors import KeptTensors, kept_tensors
 from rl_core.rank_kit.model_files import require_all_weights
+from rl_core.rank_kit.reference_models import random_model
 from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION, packed_attention_of_rows
-from rl_core.rank_kit.scoring.attention_proof import Attend, default_attention, sdpa_with_mask, with_eager_attention
+from rl_core.rank_kit.scoring.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
 from rl_core.rank_kit.scoring.lora import Making, add_adapters, as_they_are
 from rl_core.rank_kit.scoring.micro_batch import ModelInput, autocast, model_input, predicted_tokens, predicting_states
 from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
@@ -29,6 +30,7 @@ from rl_core.rank_kit.scoring.recomputation import recompute_layers
 from rl_core.rank_kit.scoring.router_replay import follow, require_followed_routes
 from rl_core.rank_kit.scoring.value_head import ValueScorer, load_head
 from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
+from rl_core.rank_kit.shrunken_models import shrunken
 from rl_core.rank_kit.weight_buckets import broken_weights_file
 from rl_core.rank_kit.worker_specs import SECTIONS
 
@@ -127,6 +129,8 @@ def load_scorer(
     compute_dtype = torch.bfloat16 if spec.bf16 else torch.float64 if config.dtype == torch.float64 else torch.float32
     is_critic, is_adapted = spec.role == "critic", spec.model.lora.rank > 0
     dtype = torch.float32 if spec.bf16 and is_trained and not is_adapted and keeps_float32 else compute_dtype
+    if spec.bf16 and not is_empty:
+        _require_right_code(spec, config, where)
     try:
         auto_class = AutoModel if is_critic else AutoModelForCausalLM
         if is_empty:
@@ -144,16 +148,13 @@ def load_scorer(
     except ConfigError:
         raise
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ConfigError(
-            f"{where}.model.path: {broken_weights_file(path) or path} cannot be loaded as a causal language model: "
-            f"{error}"
-        ) from error
+        raise _unloadable(broken_weights_file(path) or path, where, error) from error
     model.requires_grad_(is_trained)
     if is_adapted:
         add_adapters(model, spec.model.lora, path=path, seed=spec.seed, where=where)
     nn.Module.to(model, device)
     if is_empty:
-        model.set_attn_implementation(PACKED_ATTENTION if spec.use_sample_packing else _planned_attention(model))
+        model.set_attn_implementation(PACKED_ATTENTION if spec.use_sample_packing else _planned_attention(model, where))
     if is_critic:
         scorer = ValueScorer(model, compute_dtype=compute_dtype)
         if not is_empty:
@@ -181,22 +182,65 @@ def load_scorer(
 
 def require_structure(spec: WorkerSpec, config: PretrainedConfig) -> None:
     """Raises ConfigError if `load_scorer` would refuse the model of `spec`, as far as its configuration `config` shows
-    this: reads no weights. A model that cannot be built on `meta` is not checked."""
+    this: reads no weights. A model that cannot be built on `meta`, or of which no small copy can be made, is not
+    checked there."""
     where, is_critic = SECTIONS[spec.role], spec.role == "critic"
     try:
         with torch.device("meta"):
-            auto_class = AutoModel if is_critic else AutoModelForCausalLM
-            model = auto_class.from_config(config, attn_implementation="eager").eval()
+            model = (AutoModel if is_critic else AutoModelForCausalLM).from_config(config, attn_implementation="eager")
+        if spec.model.lora.rank > 0:
+            add_adapters(model, spec.model.lora, path=spec.model.path or "", seed=spec.seed, where=where)
         if not is_critic:
             _require_linear_output(model, where)
         if spec.use_sample_packing:
-            _require_packable(model, where)
-        if spec.model.lora.rank > 0:
-            add_adapters(model, spec.model.lora, path=spec.model.path or "", seed=spec.seed, where=where)
+            require_separable_layers(model, where, _UNPACKED)
     except ConfigError:
         raise
+    except ValueError as error:  # a kind of model that has no such class
+        raise _unloadable(spec.model.path or "", where, error) from error
     except Exception as error:  # code of a model may raise anything; the load at the start reports what is wrong
         logger.debug("%s.model: its structure was not checked: %s", where, error)
+    _require_right_code(spec, config, where)
+
+
+def _require_right_code(spec: WorkerSpec, config: PretrainedConfig, where: str) -> None:
+    """Makes the checks of results on a small copy of the model, in float32, where the limit is a hundredth of
+    bfloat16's."""
+    small = _small_copy(config, where)
+    if small is None:
+        return
+    if spec.role == "critic":
+        states: Any = small.base_model
+        _require_same_states(states, spec, torch.float32, where)
+    else:
+        scorer = TokenScorer(small, chunk_tokens=spec.logprobs_chunk_size, compute_dtype=torch.float32)
+        _require_same_scores(scorer, spec, where)
+
+
+def _small_copy(config: PretrainedConfig, where: str) -> PreTrainedModel | None:
+    """A small model of the same kind with random weights, on the CPU; of several models, the text model. None if
+    `shrunken` does not know its sizes, or if it cannot run."""
+    text = config.get_text_config()
+    fields, own_names = text.to_dict(), text.attribute_map
+    fields |= {name: fields[own] for name, own in own_names.items() if own in fields}
+    try:
+        small = shrunken(fields, where)
+        model = random_model(small | {own: small[name] for name, own in own_names.items() if name in small}, where)
+        generator = torch.Generator().manual_seed(0)
+        for name, weight in model.named_parameters():  # each layer has an effect, wherever the model has norms
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
+            elif name.endswith(("weight", "bias")):
+                nn.init.normal_(weight, mean=float(name.endswith("weight")), std=0.1, generator=generator)
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    except Exception as error:  # as in `require_structure`
+        logger.debug("%s.model: no small copy was made: %s", where, error)
+        return None
+    return model
+
+
+def _unloadable(path: Path | str, where: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{where}.model.path: {path} cannot be loaded as a causal language model: {error}")
 
 
 def _load_config(path: str, where: str) -> PretrainedConfig:
@@ -217,8 +261,9 @@ def _hidden_scale(config: PretrainedConfig) -> float:
 
 def _require_linear_output(model: PreTrainedModel, where: str) -> None:
     name = type(model).__name__
-    if getattr(model.config, "final_logit_softcapping", None) is not None:
-        raise ConfigError(f"{where}.model.path: {name} caps its logits (final_logit_softcapping); choose another model")
+    for cap in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if getattr(model.config, cap, None) is not None:
+            raise ConfigError(f"{where}.model.path: {name} caps its logits ({cap}); choose another model")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(
             f"{where}.model.path: the output layer of {name} is not one linear layer; choose another model"
@@ -256,31 +301,13 @@ def _require_same_states(model: PreTrainedModel, spec: WorkerSpec, compute_dtype
     _require_agreement(model, spec, compute_dtype, as_trained, alone, where)
 
 
-def _fault_on_meta(model: PreTrainedModel, attend: Attend) -> str | None:
-    """What `attend` ignores in a model on `meta`, in the layers that run there. A layer of experts reads values, which
-    ends the run after the attention of the first such layer has been compared."""
-
-    def run() -> None:
-        with suppress(RuntimeError, NotImplementedError):
-            model.base_model(input_ids=torch.zeros(1, 12, dtype=torch.int64, device="meta"), use_cache=False)
-
-    return with_eager_attention(model, run, attend)[1]
-
-
-def _planned_attention(model: PreTrainedModel) -> str:
+def _planned_attention(model: PreTrainedModel, where: str) -> str:
     """The attention implementation of rows for a model on `meta`."""
-    return default_attention(model) if _fault_on_meta(model, sdpa_with_mask) is None else "eager"
-
-
-def _require_packable(model: PreTrainedModel, where: str) -> None:
-    """Raises ConfigError if the layers of a model on `meta` cannot run on packed sequences."""
-    require_separable_layers(model, where, _UNPACKED)
-    try:
-        fault = _fault_on_meta(model, packed_attention_of_rows)
-    except ConfigError as error:
-        raise ConfigError(f"{where}.model.path: {error}") from error
-    if fault is not None:
-        raise ConfigError(f"{where}.model.path: packed, {fault}; {_UNPACKED}")
+    attention, small = default_attention(model), _small_copy(model.config, where)
+    if small is None:
+        return attention
+    run = partial(small, input_ids=torch.zeros(1, 12, dtype=torch.int64), use_cache=False)
+    return attention if with_eager_attention(small, run, sdpa_with_mask)[1] is None else "eager"
 
 
 def _require_agreement(
