@@ -17,10 +17,8 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import (
     Action,
     Configurable,
-    Environment,
     InferencePlugin,
     Recipe,
-    Tools,
     require_messages,
     require_tools,
 )
@@ -40,7 +38,6 @@ def shown() -> dict[str, Any]:
 
 async def test_the_environment_plays_an_episode(shown: dict[str, Any]):
     environment = shown["RiddleEnvironment"]({"prompt": "?", "answer": "piano"}, {})
-    assert isinstance(environment, Environment)
     assert await environment.reset() == "?"
     assert (await environment.step(Action(text="a piano", tokens=(), stop_reason="stop"))).reward == 1.0
 
@@ -61,8 +58,7 @@ async def test_the_environment_with_tools_plays_an_episode():
     names: dict[str, Any] = {"__name__": "shown"}
     exec(compile(block, "docs/environments.md", "exec"), names)
     environment = names["Calculator"]({"question": "What is 12+30?", "answer": "42"}, {})
-    assert isinstance(environment, Environment)
-    assert isinstance(environment, Tools)
+    assert environment.offers_tools
     require_messages(await environment.reset(), "a prompt")
     require_tools(await environment.tools())
     result = await environment.step(Action(text="12+30", tokens=(), stop_reason="stop"))

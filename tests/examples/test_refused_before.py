@@ -88,8 +88,8 @@ def refused(check: Callable[[], object]) -> str:
             r"train\.parquet:1: the reward function needy needs 'anser'; the row has .* Did you mean 'answer'",
         ),
         (
-            {"environment__env_class": "tests.environments.test_trying:NotStatic"},
-            r"the environment '.*:NotStatic': its require_row\(self, row\) cannot be called as require_row\(row\): ",
+            {"environment__env_class": "tests.environments.test_trying:NeedsAnInstance"},
+            r":NeedsAnInstance': its require_row\(self, row\) cannot be called as require_row\(row\): ",
         ),
         (
             {"environment__env_class": "tests.rollout.forcing_environments:Forces"},

@@ -242,9 +242,10 @@ async def test_a_synchronous_tools_method_fails_but_a_tools_attribute_is_ignored
 ):
     monkeypatch.setattr(UsesTools, "tools", lambda self: [CLOCK])
     trajectory, _ = await play("tool_chatml", row_with([CLOCK]), random.Random(0))
-    message = "DataError: the environment's `tools` returned list, expected an awaitable; define it as `async def"
+    message = "DataError: the environment's `tools` returned list, expected an awaitable; define it with `async def"
     assert message in trajectory.failure
     monkeypatch.setattr(UsesTools, "tools", {"hammer": 1})
+    monkeypatch.setattr(UsesTools, "offers_tools", False)
     trajectory, _ = await play("tool_chatml", row_with([]), random.Random(0))
     assert trajectory.failure is None
     assert "<tools>" not in trajectory.prompt_text

@@ -128,6 +128,9 @@ class SkyrlGymEnvironment(Environment):
             observation=None if done else observation,
             metrics={"accuracy": float(reward), **metrics},
         )
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
         if not self._is_closed:
             self._is_closed = True
             self._environment.close()
